@@ -56,9 +56,9 @@ def build(kind: str, config: Any, source: ModuleSource | StoredSource) -> Progra
     if family is None:
         raise NotNative(f"{kind} is not one of the families that it runs")
     settings, builder = Facts(config), Builder(source)
-    max_length = int(getattr(settings, "max_position_embeddings", 2048))
-    if max_length < 1:
-        raise ValueError(f"max_position_embeddings is {max_length}")
+    max_length = getattr(settings, "max_position_embeddings", 2048)
+    if type(max_length) is not int or max_length < 1:
+        raise ValueError(f"max_position_embeddings is {max_length!r}")
     family(builder, settings)
     facts = {"kind": kind, "config": settings.read, "numbers": source.facts, "vocab_size": source.vocab_size}
     return replace(builder.program(), max_length=max_length, facts=facts)

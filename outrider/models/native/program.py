@@ -218,6 +218,8 @@ class Builder:
 
     def layers(self, x: Value, count: int, name: str = "model.layers") -> Iterator[str]:
         """The names of the layers in turn. After each, x is what a tap of that layer shows."""
+        if type(count) is not int or count < 1:
+            raise ValueError(f"it has {count!r} layers")
         self._layers, self._hidden = count, x.width
         for self.layer in range(count):
             yield f"{name}.{self.layer}"
@@ -317,8 +319,8 @@ class Builder:
 
     def angles(self, frequencies: Tensor, factor: float) -> int:
         """The number of a table of angles. frequencies: float32 [n]. factor: of cosines and sines."""
-        if frequencies.dtype != torch.float32:
-            raise ValueError(f"rotary frequencies are {frequencies.dtype}, and they must be float32")
+        if frequencies.dtype != torch.float32 or not math.isfinite(factor):
+            raise ValueError(f"rotary frequencies are {frequencies.dtype} times {factor}, and they must be float32")
         self._angles.append(_Angles(frequencies.contiguous(), factor))
         return len(self._angles) - 1
 

@@ -188,7 +188,10 @@ def pack(packed: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-COUNTS = ("vocab_size", "max_length", "hidden", "intermediate", "heads", "kv_heads", "dim")
+COUNTS = (
+    "vocab_size", "max_position_embeddings", "num_hidden_layers", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim",
+)  # fmt: skip
 
 
 @needs_kernels
@@ -196,19 +199,21 @@ COUNTS = ("vocab_size", "max_length", "hidden", "intermediate", "heads", "kv_hea
 @pytest.mark.parametrize("factor", [8, 2, 0, -1, 2**40, 0.5, "text"])
 def test_each_number_of_a_pack_is_compared_with_its_tensors(name: str, factor: Any, pack: Path) -> None:
     given = json.loads((pack / MANIFEST).read_text())
-    given["native"][name] = str(given["native"][name]) if factor == "text" else given["native"][name] * factor
+    settings = given["native"] if name == "vocab_size" else given["native"]["config"]
+    settings[name] = str(settings[name]) if factor == "text" else settings[name] * factor
     (pack / MANIFEST).write_text(json.dumps(given))
     with pytest.raises(BadPack):
         packs.read(pack, LoadRequest("a pack"))
 
 
 OTHER_LIES: dict[str, Callable[[dict[str, Any]], object]] = {
-    "no layers": lambda p: p["native"].update(windows=[]),
-    "a window before the text": lambda p: p["native"].update(windows=[-1, 0]),
-    "windows of more layers": lambda p: p["native"].update(windows=[0, 0, 0]),
-    "an unknown gate": lambda p: p["native"].update(activation="relu"),
-    "no scale": lambda p: p["native"].update(scale=math.inf),
-    "no epsilon": lambda p: p["native"].update(eps=None),
+    "no layers": lambda p: p["native"]["config"].update(num_hidden_layers=0),
+    "a window before the text": lambda p: p["native"]["config"].update(sliding_window=-1, layer_types=None),
+    "kinds of fewer layers": lambda p: p["native"]["config"].update(layer_types=["full_attention"]),
+    "an unknown gate": lambda p: p["native"]["config"].update(hidden_act="relu"),
+    "no scale": lambda p: p["native"]["numbers"].update({"model.rotary_emb.attention_scaling": math.inf}),
+    "no epsilon": lambda p: p["native"]["config"].update(rms_norm_eps=None),
+    "another class": lambda p: p["native"].update(kind="NoModel"),
     "a matrix of 2^36 rows, which is 0 in 32 bits": lambda p: p["matrices"]["lm_head"].update(n=2**36),
     "a matrix of no columns": lambda p: p["matrices"]["lm_head"].update(k=0),
     "another format": lambda p: p["matrices"]["lm_head"].update(formats=["Q4_0"]),
@@ -312,7 +317,7 @@ def test_a_head_cannot_rotate_more_numbers_than_its_heads_have(tmp_path: Path) -
     inner = given.get("transformer_layer_config", given)
     inner.update(rope_parameters=rope)
     file.write_text(json.dumps(given))
-    with pytest.raises(ValueError, match="cannot be rotated"):
+    with pytest.raises(ValueError, match="rotary frequencies"):
         eagle_model(read_eagle(folder, target), target.model, 64)
 
 
