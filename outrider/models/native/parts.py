@@ -77,7 +77,7 @@ def attention(
     cache = b.store(key, value, kv_heads)
     b.rows()
     attended = b.attend(query, cache, heads=heads, scale=scale, window=window, softcap=softcap)
-    return b.linear(attended, f"{name}.{out}", width=h.width, factor=factor, add_to=x)
+    return b.linear(attended, f"{name}.{out}", width=(h if x is None else x).width, factor=factor, add_to=x)
 
 
 def mamba2(
