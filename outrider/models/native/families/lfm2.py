@@ -20,7 +20,7 @@ def lfm2(b: Builder, c: Any) -> None:
         width = int(c.block_ffn_dim_multiplier * int(2 * width / 3))
         width = -(-width // c.block_multiple_of) * c.block_multiple_of
     x = b.embed()
-    table = b.rotary(c.rope_parameters, "model.rotary_emb")
+    table = b.rotary(c.rope_parameters)
     for i, layer in enumerate(b.layers(x, c.num_hidden_layers)):
         h = b.norm(x, f"{layer}.operator_norm", eps=eps)
         if c.layer_types[i] == "full_attention":
