@@ -133,4 +133,4 @@ def gated_mlp(
     """x += factor * down(act(gate(h)) * up(h)). width: between them. joined: gate and up are one linear."""
     names = [f"{name}.gate_up_proj"] if joined else [f"{name}.gate_proj", f"{name}.up_proj"]
     middle = b.linear(h, *names, width=width, gate=activation)
-    return b.linear(middle, f"{name}.down_proj", width=h.width, factor=factor, add_to=x)
+    return b.linear(middle, f"{name}.down_proj", width=(h if x is None else x).width, factor=factor, add_to=x)
