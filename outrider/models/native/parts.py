@@ -59,11 +59,12 @@ def attention(
     interleaved: bool = False,
     joined: bool = False,
     out: str = "o_proj",
+    sinks: bool = False,
 ) -> Value:
     """x += factor * attention(h). dim: of a head. table: of the angles; None: no rotary embedding. out: the last matrix.
 
     norms: of queries and keys, if they are there. kind, per_group, one_added: as in `Builder.norm`. whole: they take all heads
-    together. joined: queries, keys and values are one linear."""
+    together. joined: queries, keys and values are one linear. sinks: each head has one."""
     width, kv_width = heads * dim, kv_heads * dim
     names = [f"{name}.qkv_proj"] if joined else [f"{name}.{n}_proj" for n in "qkv"]
     query, key, value = b.linear(h, *names, width=width + 2 * kv_width).split(width, kv_width, kv_width)
@@ -76,7 +77,8 @@ def attention(
             b.rope(part, table, dim, interleaved=interleaved)
     cache = b.store(key, value, kv_heads)
     b.rows()
-    attended = b.attend(query, cache, heads=heads, scale=scale, window=window, softcap=softcap)
+    sink = f"{name}.sinks" if sinks else None
+    attended = b.attend(query, cache, heads=heads, scale=scale, window=window, softcap=softcap, sinks=sink)
     return b.linear(attended, f"{name}.{out}", width=(h if x is None else x).width, factor=factor, add_to=x)
 
 
@@ -134,3 +136,40 @@ def gated_mlp(
     names = [f"{name}.gate_up_proj"] if joined else [f"{name}.gate_proj", f"{name}.up_proj"]
     middle = b.linear(h, *names, width=width, gate=activation)
     return b.linear(middle, f"{name}.down_proj", width=(h if x is None else x).width, factor=factor, add_to=x)
+
+
+def mixture(
+    b: Builder,
+    h: Value,
+    x: Value,
+    name: str,
+    *,
+    router: str,
+    count: int,
+    k: int,
+    kind: str,
+    width: int,
+    activation: str,
+    normalised: bool = False,
+    factor: float = 1.0,
+    limit: float = 0.0,
+    alpha: float = 0.0,
+    plus: float = 0.0,
+) -> None:
+    """x += factor * the experts that a router chooses. router: its name. count: of experts. The others are those of
+    `Builder.route` and `Builder.experts`."""
+    logits = b.linear(h, f"{name}.{router}", width=count)
+    routed = b.route(logits, k=k, kind=kind, normalised=normalised)
+    b.experts(
+        h,
+        routed,
+        f"{name}.experts",
+        count=count,
+        width=width,
+        activation=activation,
+        add_to=x,
+        factor=factor,
+        limit=limit,
+        alpha=alpha,
+        plus=plus,
+    )

@@ -35,6 +35,8 @@ _ACTIVATIONS = {
     "identity": 0, "silu": 1, "swish": 1, "gelu_pytorch_tanh": 3, "relu2": 5, "sigmoid": 6,
 }  # fmt: skip
 _MAPS = {"linear": 0, "softplus": 1, "exp": 2, "sigmoid": 4}
+_ROUTERS = ("softmax_top", "top_softmax", "sigmoid_top")
+_EXPERT_GATES = {"silu": 1, "swish": 1, "gelu_pytorch_tanh": 3, "scaled_swish": 7}  # activations of experts
 _WHEN = {"always": (), "features": ("fresh",), "fed": ("fed",)}
 # Rotary types whose frequencies do not depend on the length of the text.
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
@@ -351,10 +353,11 @@ class Builder:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        sinks: str | None = None,
         out: Value | None = None,
     ) -> Value:
         """Attention over the keys and values of a layer of the cache. window: tokens that a node sees; 0: all. softcap: of the
-        scores; 0: none."""
+        scores; 0: none. sinks: the name of the parameter [heads]."""
         kv_heads, dim, value_dim = self._cells[cache]
         if heads % kv_heads:
             raise ValueError(f"{kv_heads} heads of keys do not divide {heads} heads")
@@ -362,7 +365,64 @@ class Builder:
             raise ValueError(f"queries are {query.width} numbers for {heads} heads of {dim}, and the window {window}")
         place = self._place(out, None, heads * value_dim)
         numbers = (cache, heads, kv_heads, dim, value_dim, window)
-        return self._add("attend", in_=query, out=place, i=numbers, f=(scale, softcap))
+        p = None if sinks is None else self.vector(sinks, heads)
+        return self._add("attend", in_=query, out=place, p=p, i=numbers, f=(scale, softcap))
+
+    def route(
+        self,
+        logits: Value,
+        *,
+        k: int,
+        kind: str,
+        normalised: bool = False,
+        factor: float = 1.0,
+        added: float = 0.0,
+        correction: str | None = None,
+        groups: int = 0,
+        kept_groups: int = 0,
+    ) -> Value:
+        """The k experts of each node, and their weights. kind: "softmax_top", "top_softmax" or "sigmoid_top". correction: the
+        name of a parameter that is added to choose, and not to the weights. groups: only experts of the best `kept_groups` are
+        chosen. normalised: the weights are divided by their sum and `added`."""
+        if not 0 < k <= logits.width or (groups and (logits.width % groups or not 0 < kept_groups <= groups)):
+            raise ValueError(f"{k} of {logits.width} experts cannot be chosen from {kept_groups} of {groups} groups")
+        p = None if correction is None else self.vector(correction, logits.width)
+        numbers = (_ROUTERS.index(kind), k, groups, kept_groups)
+        flags = ("normalised",) if normalised else ()
+        return self._add("route", flags=flags, in_=logits, out=self.value(2 * k), p=p, i=numbers, f=(factor, added))
+
+    def experts(
+        self,
+        x: Value,
+        routed: Value,
+        name: str,
+        *,
+        count: int,
+        width: int,
+        activation: str,
+        add_to: Value,
+        factor: float = 1.0,
+        limit: float = 0.0,
+        alpha: float = 0.0,
+        plus: float = 0.0,
+    ) -> Value:
+        """add_to += factor * the sum of weight * down(activation(gate(x)) * (up(x) + plus)) over a node's experts.
+
+        routed: of `route`. name: of the module with the experts. count: of experts. width: between gate and down. limit: gate is
+        at most this, and up is in +-limit; 0: none. alpha: of "scaled_swish", gate * sigmoid(alpha * gate)."""
+        if activation not in _EXPERT_GATES or (limit > 0 and activation not in ("silu", "swish", "scaled_swish")):
+            raise NotNative(f"its experts have the activation {activation}")
+        matrices = self.source.experts(name)
+        if len(matrices) != 2 * count:
+            raise ValueError(f"{name} has {len(matrices) // 2} experts, and the settings say {count}")
+        for gate_up, down in zip(matrices[::2], matrices[1::2], strict=True):
+            self._check_matrix(f"{name}.gate_up", gate_up, 2 * rounded(width), x.width)
+            self._check_matrix(f"{name}.down", down, add_to.width, width)
+        numbers = (routed.width // 2, _EXPERT_GATES[activation], width)
+        floats = (limit, alpha, plus, factor)
+        return self._add(
+            "experts", flags=("add",), in_=x, other=routed, out=add_to, matrices=tuple(matrices), i=numbers, f=floats
+        )
 
     def gate(self, a: Value, b: Value | None, function: str, *, out: Value | None = None) -> Value:
         """function(a) * b."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.kernels.cpu import Packed
 from outrider.kernels.cpu.packed import rounded
 from outrider.models.base import check_head_ids
 from outrider.models.matrix import (
+    EXPERTS,
     Matrix,
     free_matrix_,
     give_matrix_,
@@ -43,6 +44,10 @@ class WeightSource(Protocol):
 
     def table(self, name: str) -> Packed | Tensor:
         """An embedding: packed, or floats [vocab, hidden]."""
+        ...
+
+    def experts(self, name: str) -> Sequence[Packed]:
+        """Of a mixture: gate and up side by side (paired), and then down, of each expert in turn."""
         ...
 
     def tensor(self, name: str) -> Tensor | None:
@@ -91,15 +96,38 @@ class ModuleSource:
         linears = [self._modules[name] for name in names]
         if linears == [self._outputs]:
             return self._head
-        matrices, biases = [matrix_of(m) for m in linears], [m.bias for m in linears]
+        plain = all(isinstance(m, nn.Linear) for m in linears)  # a router is none: it keeps its precision
+        matrices, biases = [matrix_of(m) for m in linears], [getattr(m, "bias", None) for m in linears]
         if paired and len(linears) == 1 and not isinstance(matrices[0], Packed):
             halves = torch.arange(matrices[0].shape[0]).chunk(2)
             matrices = [rows_of(matrices[0], half) for half in halves]
             biases = [None if linears[0].bias is None else linears[0].bias[half] for half in halves]
-        made = packed(matrices, self.packing, biases, paired=paired)
+        made = packed(matrices, self.packing if plain else "gguf", biases, paired=paired)
         if self._own:
             free_matrix_(*linears)
             give_matrix_(linears[0], made)
+        return made
+
+    def experts(self, name: str) -> Sequence[Packed]:
+        module, made = self._modules[name], list[Packed]()
+        for i in range(len(module.down_proj)):
+            gate_up, biases = _expert(module, "gate_up_proj", i)
+            if len(gate_up) == 1:
+                gate_up, biases = _halves(module, gate_up[0]), _halves(module, biases[0])
+            made.append(packed(gate_up, self.packing, biases, paired=True))
+            down, biases = _expert(module, "down_proj", i)
+            made.append(packed(down, self.packing, biases))
+        if self._own:
+            for part, matrices in (("packed_pair", made[::2]), ("packed_down", made[1::2])):
+                module.add_module(part, nn.ModuleList())
+                for matrix in matrices:
+                    holder = nn.Module()
+                    holder.register_parameter("weight", nn.Parameter(torch.empty(0), requires_grad=False))
+                    give_matrix_(holder, matrix)
+                    module.get_submodule(part).append(holder)
+            module.__dict__.pop(EXPERTS, None)
+            for parameter in [*module._parameters]:
+                module._parameters[parameter] = None
         return made
 
     def table(self, name: str) -> Packed | Tensor:
@@ -130,6 +158,26 @@ class ModuleSource:
         return head, table
 
 
+def _expert(module: Any, name: str, index: int) -> tuple[list[Matrix], list[Tensor | None]]:
+    """The matrices [out, in] and the bias of an expert: one, or gate and up."""
+    given = module.__dict__.get(EXPERTS, {}).get(name)
+    bias = getattr(module, f"{name}_bias")[index] if module.has_bias else None
+    if given is None:
+        matrix = getattr(module, name)[index]
+        return [matrix.T if module.is_transposed else matrix], [bias]
+    matrices = [*given[index]]
+    return matrices, [*_halves(module, bias)] if len(matrices) == 2 else [bias]
+
+
+def _halves(module: Any, rows: Any) -> list[Any]:
+    """Rows of gate and up. They alternate where the matrices of a mixture are transposed."""
+    if rows is None:
+        return [None, None]
+    order = torch.arange(rows.shape[0])
+    orders = (order[::2], order[1::2]) if module.is_transposed else order.chunk(2)
+    return [rows_of(rows, part) for part in orders]
+
+
 def _table(matrix: Matrix) -> Packed | Tensor:
     return matrix.contiguous() if isinstance(matrix, Tensor) else packed([matrix], "gguf", [None])
 
@@ -149,6 +197,10 @@ class StoredSource:
 
     def matrix(self, *names: str, paired: bool = False) -> Packed:
         return self._matrices[names[0]]
+
+    def experts(self, name: str) -> Sequence[Packed]:
+        count = sum(1 for n in self._matrices if n.startswith(f"{name}.packed_down."))
+        return [self._matrices[f"{name}.{part}.{i}"] for i in range(count) for part in ("packed_pair", "packed_down")]
 
     def table(self, name: str) -> Packed | Tensor:
         return self._matrices.get(name) or self._tensors[f"{name}.weight"]
@@ -180,6 +232,14 @@ class ShapeSource(ModuleSource):
         shapes = [matrix_of(self._modules[name]).shape for name in names]
         n = 2 * rounded(shapes[0][0] // (3 - len(shapes))) if paired else sum(shape[0] for shape in shapes)
         return cast("Packed", _MatrixSize(n, shapes[0][1]))
+
+    def experts(self, name: str) -> Sequence[Packed]:
+        module = self._modules[name]
+        count, hidden, middle = module.down_proj.shape
+        if module.is_transposed:
+            hidden, middle = middle, hidden
+        both = _MatrixSize(2 * rounded(middle), hidden), _MatrixSize(hidden, middle)
+        return cast("list[Packed]", both * count)
 
     def table(self, name: str) -> Packed | Tensor:
         return cast("Packed", _MatrixSize(*matrix_of(self._modules[name]).shape))

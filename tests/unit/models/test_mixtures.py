@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from outrider.kernels import cpu as native
+from outrider.models import pretrained
 from outrider.models.hf.batch_invariant import BatchInvariantOps
 from outrider.models.hf.experts import NAME, mixtures
 from outrider.models.hf.model import HFModel
@@ -66,7 +67,8 @@ def test_any_routing_company(name: str, weights: str) -> None:
 
 @pytest.mark.skipif(not native.available(), reason=str(native.why()))
 @pytest.mark.parametrize("kind", ["gptq", "mxfp4"])
-def test_any_routing_company_of_quantised_experts(kind: str, tmp_path: Path) -> None:
+def test_any_routing_company_of_quantised_experts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrained, "supports", lambda model: "a test")
     sizes = {"moe_intermediate_size": made.SIZE, "head_dim": 16}
     stored = made.mxfp4(tmp_path) if kind == "mxfp4" else made.gptq(tmp_path, name="qwen3_moe", **sizes)
     model: Any = load(stored.save()).model

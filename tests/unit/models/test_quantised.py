@@ -15,7 +15,9 @@ from torch import nn
 
 from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
+from outrider.models import pretrained
 from outrider.models.hf.hooks import UnsupportedModel
+from outrider.models.hf.model import HFModel
 from outrider.models.load import load, modules
 from outrider.models.matrix import matrix_of
 from outrider.models.native.model import NativeModel
@@ -229,15 +231,19 @@ def test_scales_that_no_block_format_has_are_not_rounded() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
-def test_experts_that_are_stored_one_by_one(name: str, tmp_path: Path) -> None:
+def test_experts_that_are_stored_one_by_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits are those of the same values in float32, up to the rounding of activations."""
     sizes = {"moe_intermediate_size": made.SIZE, "head_dim": 16} if name == "qwen3_moe" else {}
     stored = made.gptq(tmp_path, name=name, **sizes)
     _assert_the_same_function(stored)
+    monkeypatch.setattr(pretrained, "supports", lambda model: "a test")
+    _assert_the_same_function(stored)
 
 
-def test_experts_of_gpt_oss(tmp_path: Path) -> None:
+def test_experts_of_gpt_oss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = made.mxfp4(tmp_path)
+    _assert_the_same_function(stored)
+    monkeypatch.setattr(pretrained, "supports", lambda model: "a test")
     _assert_the_same_function(stored)
     if native.available():
         model: Any = load(stored.folder).model
@@ -262,7 +268,7 @@ def test_values_of_mxfp4_with_other_scales_are_no_mxfp4() -> None:
 def _assert_the_same_function(stored: Checkpoint) -> None:
     """The logits are those of the dense model with the values of the formula."""
     loaded = load(stored.save())
-    if native.available():
+    if isinstance(loaded.model, HFModel) and native.available():
         model: Any = loaded.model
         found = [m for m in model.model.modules() if hasattr(m, "packed_up")]
         assert found

@@ -225,6 +225,8 @@ Kind kind_of(const Op& op) {
         case OP_LINEAR: return {nullptr, linear, 0};
         case OP_ROPE: return {rope, nullptr, 1 / 4e3};
         case OP_STORE: return {store, nullptr, 0};
+        case OP_ROUTE: return {nullptr, run_route, 0};
+        case OP_EXPERTS: return {nullptr, run_experts, 0};
         case OP_ATTEND: return {nullptr, attend, 0};
         case OP_ROWS: return {op.flags & OP_TAP ? tap : nullptr, nullptr, 0};
         case OP_GIVEN: return {give, nullptr, 1 / 8e3};
