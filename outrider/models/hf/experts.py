@@ -119,7 +119,7 @@ def add_expert_(model: nn.Module, name: str, matrix: Packed) -> None:
     """Give a mixture the next of its packed matrices, as a pack names them: "model.layers.0.mlp.experts.packed_up.0"."""
     path, which, _ = name.rsplit(".", 2)
     module = model.get_submodule(path)
-    if not is_mixture(module) or which not in ("packed_up", "packed_down"):
+    if not is_mixture(module) or which not in ("packed_up", "packed_pair", "packed_down"):
         raise KeyError(name)
     if which not in module._modules:
         module.add_module(which, nn.ModuleList())
