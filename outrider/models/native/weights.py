@@ -109,7 +109,9 @@ class ModuleSource:
         return made
 
     def experts(self, name: str) -> Sequence[Packed]:
-        module, made = self._modules[name], list[Packed]()
+        module, made = self._modules[name], _packed_experts(self._modules, name)
+        if made:
+            return made
         for i in range(len(module.down_proj)):
             gate_up, biases = _expert(module, "gate_up_proj", i)
             if len(gate_up) == 1:
@@ -156,6 +158,12 @@ class ModuleSource:
             if isinstance(table, Packed):
                 give_matrix_(inputs, table)
         return head, table
+
+
+def _packed_experts(modules: Mapping[str, Any], name: str) -> list[Packed]:
+    """The matrices of a mixture that is packed already; none if it is not."""
+    parts = [modules.get(f"{name}.{part}", ()) for part in ("packed_pair", "packed_down")]
+    return [cast("Packed", matrix_of(m)) for pair in zip(*parts, strict=True) for m in pair]
 
 
 def _expert(module: Any, name: str, index: int) -> tuple[list[Matrix], list[Tensor | None]]:
@@ -235,6 +243,8 @@ class ShapeSource(ModuleSource):
 
     def experts(self, name: str) -> Sequence[Packed]:
         module = self._modules[name]
+        if made := _packed_experts(self._modules, name):
+            return made
         count, hidden, middle = module.down_proj.shape
         if module.is_transposed:
             hidden, middle = middle, hidden
