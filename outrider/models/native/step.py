@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ class NativeStep:
         self._addresses: weakref.WeakKeyDictionary[SlotCache, tuple[list[Any], Any]] = weakref.WeakKeyDictionary()
         weakref.finalize(self, library.program_free, self._handle)
 
-    def states(self, num_slots: int) -> dict[str, NativeStates]:
+    def states(self, num_slots: int) -> dict[Hashable, NativeStates]:
         """Of the recurrent layers, for a cache. Empty without such layers."""
         layout = self.program.recurrent
         return {_STATES: NativeStates(self._ops, (self._keep, self.program), layout, num_slots)} if layout else {}

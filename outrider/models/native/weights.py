@@ -34,8 +34,11 @@ class WeightSource(Protocol):
     vocab_size: tokens of the model. head_ids: int64 [n], ascending: the tokens that its output head keeps; None for all.
     """
 
-    vocab_size: int
-    head_ids: Tensor | None
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def head_ids(self) -> Tensor | None: ...
 
     def matrix(self, *names: str, paired: bool = False) -> Packed:
         """The linears of these names side by side, with their biases. paired: gate and up, see `Packed`; one

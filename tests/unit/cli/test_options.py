@@ -155,7 +155,7 @@ OPTIONS = {
     "certify": {
         "Subject": "--speculative-config --generate --plain-url --off-body --reference --served-model --endpoint --texts",
         "How": "--kind --budget --confidence --deviation --prompts --num-prompts --max-tokens/-n --seed --problems --timeout",
-        "Output": "--out/-o --compare --debug",
+        "Output": "--out/-o --compare --board --debug",
         "Model": "--dtype --device --quantization --kv-cache-dtype",
     },
     "report": {

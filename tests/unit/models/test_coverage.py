@@ -50,7 +50,7 @@ def test_a_window_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -
         return attend(nodes, layer, query, replace(scoring, window=scoring.window and scoring.window - 1))
 
     monkeypatch.setattr(hooks, "attend", short)
-    assert report_of("gemma2", whole_config("gemma2")).status == WRONG
+    assert report_of("cwm", whole_config("cwm")).status == WRONG
 
 
 def test_a_node_that_sees_its_siblings_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_a_node_that_sees_its_siblings_is_found(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(HFModel, "_check", blind)
     monkeypatch.setattr(hooks, "attend", leaky)
-    report = report_of("gemma2", whole_config("gemma2"))
+    report = report_of("cwm", whole_config("cwm"))
     assert report.status == WRONG
     assert report.checks["plain"]
     assert not report.checks["tree"]

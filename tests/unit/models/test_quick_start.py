@@ -81,7 +81,13 @@ def python(code: str, *arguments: object, **more: Any) -> subprocess.Popen[str]:
     """A process that runs this code, with warnings on its standard error."""
     text = "import sys\nfrom outrider.models import load as loading\n" + EVERY_PACK + "\n" + textwrap.dedent(code)
     command = [sys.executable, "-W", "always::RuntimeWarning", "-c", text, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+
+    def listen() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored, where these tests themselves run in the background
+
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen, **more
+    )
 
 
 # -- imports ---------------------------------------------------------------------------------------------------------------

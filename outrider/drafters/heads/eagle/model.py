@@ -118,6 +118,10 @@ class _EagleSource:
         biases = [self._tensors.get(f"{n}.bias") for n in names]
         return native.Packed([self._tensors[f"{n}.weight"] for n in names], self._precision, biases, paired=paired)
 
+    def experts(self, name: str) -> Sequence[native.Packed]:
+        """No head of this kind has any."""
+        raise KeyError(name)
+
     def table(self, name: str) -> native.Packed | Tensor:
         assert self._embedding is not None
         return self._embedding

@@ -6,16 +6,18 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable
+from typing import TypeVar
 
 from outrider.models.native.program import Build
 
+_Build = TypeVar("_Build", bound=Build)
 _FAMILIES = dict[str, Build]()
 
 
-def family(*classes: str) -> Callable[[Build], Build]:
+def family(*classes: str) -> Callable[[_Build], _Build]:
     """Register what builds the program of these classes of transformers."""
 
-    def register(build: Build) -> Build:
+    def register(build: _Build) -> _Build:
         _FAMILIES.update(dict.fromkeys(classes, build))
         return build
 

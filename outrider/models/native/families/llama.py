@@ -25,7 +25,7 @@ def llama(b: Builder, c: Any, *, interleaved: bool = False, joined: bool = False
     decoder(b, c, feed, interleaved=interleaved, joined=joined)
 
 
-def decoder(b: Builder, c: Any, feed: Feed, **attends: bool) -> None:
+def decoder(b: Builder, c: Any, feed: Feed, **attends: Any) -> None:
     """The layers of Llama with another part in the place of the MLP. attends: settings of `attention`."""
     dim, eps, factor = head_dim(c), float(c.rms_norm_eps), float(getattr(c, "residual_multiplier", 1.0))
     scale, rotated = float(getattr(c, "attention_multiplier", dim**-0.5)), getattr(c, "no_rope_layers", None)

@@ -29,7 +29,7 @@ def qwen3_moe(b: Builder, c: Any) -> None:
 
     dense, every, width = c.mlp_only_layers, c.decoder_sparse_step, c.intermediate_size
 
-    def feed(h: Value, x: Value, layer: str, factor: float) -> None:
+    def feed(h: Value, x: Value, layer: str, factor: float) -> object:
         if b.layer in dense or (b.layer + 1) % every:
             return gated_mlp(b, h, x, f"{layer}.mlp", width=width, activation=c.hidden_act, factor=factor)
         return mixture(
