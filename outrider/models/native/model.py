@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 # Settings that change nothing in a forward without training: it is seen in the weights, or it is for training and generation.
 _WITHOUT_EFFECT = (
-    "architectures attention_bias bos_token_id chunk_size_feed_forward dtype eos_token_id hidden_size id2label "
-    "chunk_size expand initializer_range label2id mamba_chunk_size mamba_expand mamba_ssm_cache_dtype num_logits_to_keep "
-    "output_router_logits router_aux_loss_coef router_jitter_noise "
-    "rescale_prenorm_residual residual_in_fp32 state_size time_step_floor time_step_max time_step_rank use_mamba_kernels "
-    "label2id max_window_layers mlp_bias model_type output_attentions output_hidden_states pad_token_id "
-    "pretraining_tp problem_type return_dict tie_word_embeddings transformers_version use_cache use_sliding_window vocab_size"
+    "architectures attention_bias bos_token_id chunk_size chunk_size_feed_forward dtype eos_token_id expand hidden_size "
+    "id2label initializer_range label2id mamba_chunk_size mamba_expand mamba_ssm_cache_dtype max_window_layers mlp_bias "
+    "model_type num_logits_to_keep output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp "
+    "problem_type rescale_prenorm_residual residual_in_fp32 return_dict router_aux_loss_coef router_jitter_noise state_size "
+    "tie_word_embeddings time_step_floor time_step_max time_step_rank transformers_version use_cache use_mamba_kernels "
+    "use_sliding_window vocab_size"
 )
 
 
