@@ -58,9 +58,9 @@ class OpStruct(ctypes.Structure):
 
 class AnglesStruct(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("inv_freq", "longer")),
-        *((name, c_float) for name in ("factor", "longer_factor")),
-        *((name, c_int32) for name in ("half", "limit")),
+        ("inv_freq", c_void_p),
+        ("factor", c_float),
+        ("half", c_int32),
     ]
 
 

@@ -24,10 +24,10 @@ from outrider.models.native.weights import WeightSource
 
 # Numbers that src/abi.hpp and src/program.hpp have, in their order.
 _KINDS = (
-    "embed", "norm", "linear", "heads", "rope", "store", "attend", "route", "experts", "gate", "map", "conv", "scan", "rows",
+    "embed", "norm", "linear", "rope", "store", "attend", "route", "experts", "gate", "map", "conv", "scan", "rows",
     "given", "head",
 )  # fmt: skip
-_FLAG_NAMES = ("add", "gated", "per_group", "interleaved", "normalised", "tap", "fresh", "fed")
+_FLAG_NAMES = ("add", "per_group", "interleaved", "normalised", "tap", "fresh", "fed")
 _FLAGS = {name: 1 << i for i, name in enumerate(_FLAG_NAMES)}
 _STORE, _ADD = 0, 1
 _GATES = {"silu": 2, "swish": 2, "gelu_pytorch_tanh": 3}  # finishes of a linear over gate and up
@@ -159,7 +159,7 @@ class Program:
             struct.p, struct.q = address(op.p), address(op.q)
             struct.i, struct.f = (ctypes.c_int32 * 8)(*op.i), (ctypes.c_float * 6)(*op.f)
         tables = (AnglesStruct * len(self.angles))(
-            *(AnglesStruct(a.inv_freq.data_ptr(), None, a.factor, 0.0, len(a.inv_freq), 0) for a in self.angles)
+            *(AnglesStruct(a.inv_freq.data_ptr(), a.factor, len(a.inv_freq)) for a in self.angles)
         )
         width = (ctypes.c_int32 * len(widths))(*widths)
         program = ProgramStruct(

@@ -45,14 +45,15 @@ class NativeStep:
         self._handle = library.program_new(struct)
         self._forward, self._chains = library.forward, library.draft_chains
         self._head_size, self._numbers = program.head.n, max(program.cells, default=-1) + 1
-        self._ops = struct.ops, struct.count
+        self._ops, self._recurrent = (struct.ops, struct.count), program.recurrent
         self._addresses: weakref.WeakKeyDictionary[SlotCache, tuple[list[Any], Any]] = weakref.WeakKeyDictionary()
         weakref.finalize(self, library.program_free, self._handle)
 
     def states(self, num_slots: int) -> dict[Hashable, NativeStates]:
         """Of the recurrent layers, for a cache. Empty without such layers."""
-        layout = self.program.recurrent
-        return {_STATES: NativeStates(self._ops, (self._keep, self.program), layout, num_slots)} if layout else {}
+        if not self._recurrent:
+            return {}
+        return {_STATES: NativeStates(self._ops, (self._keep, self.program), self._recurrent, num_slots)}
 
     def forward(
         self, nodes: Nodes, taps: tuple[int, ...], want: Want, given: Tensor | None = None, fused: bool = False
@@ -152,11 +153,10 @@ class NativeStep:
 
     def _states_of(self, cache: SlotCache) -> int | None:
         """The handle of a cache's states. Raises ValueError for a cache of another model."""
-        needed = self.program.recurrent
-        if not needed:
+        if not self._recurrent:
             return None
         states = cache.states.get(_STATES)
-        if not isinstance(states, NativeStates) or not needed.items() <= states.layout.items():
+        if not isinstance(states, NativeStates) or not self._recurrent.items() <= states.layout.items():
             raise ValueError("this cache belongs to another model; use one made by new_cache of this one")
         return states.handle
 

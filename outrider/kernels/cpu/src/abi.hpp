@@ -102,11 +102,11 @@ struct Op {  // program.hpp says what each kind reads
     float f[6];
 };
 
-// A rotary embedding: cosines, then sines, of each node. From position `limit` on `longer` is in force; limit 0: never.
+// A rotary embedding: cosines, then sines, of each node.
 struct Angles {
-    const float *inv_freq, *longer;  // [half]
-    float factor, longer_factor;
-    int32_t half, limit;
+    const float* inv_freq;  // [half]
+    float factor;
+    int32_t half;
 };
 
 struct Program {

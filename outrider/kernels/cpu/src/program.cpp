@@ -71,14 +71,11 @@ void fill_angles(const Context& c, const Op& op, int64_t n) {
         const Angles& table = tables[t];
         int64_t half = table.half;
         float* angle = c.angles[t] + n * 2 * half;
-        bool longer = table.limit > 0 && c.plan.position[n] >= table.limit;
-        const float* frequency = longer ? table.longer : table.inv_freq;
-        float factor = longer ? table.longer_factor : table.factor;
         for (int64_t i = 0; i < half; i++) {
             double sine, cosine;
-            sine_cosine(static_cast<double>(static_cast<float>(c.plan.position[n]) * frequency[i]), sine, cosine);
-            angle[i] = static_cast<float>(cosine) * factor;
-            angle[half + i] = static_cast<float>(sine) * factor;
+            sine_cosine(static_cast<double>(static_cast<float>(c.plan.position[n]) * table.inv_freq[i]), sine, cosine);
+            angle[i] = static_cast<float>(cosine) * table.factor;
+            angle[half + i] = static_cast<float>(sine) * table.factor;
         }
     }
 }
@@ -108,19 +105,18 @@ void norm(const Context& c, const Op& op, int64_t n) {
     const float* from = c.row(op.in, n);
     float* to = c.row(op.out, n);
     int64_t group = op.i[1] ? op.i[1] : op.in.width;
-    for (int64_t at = 0; at < op.in.width; at += group)
-        {
-            int64_t own = op.flags & OP_PER_GROUP ? at : 0;
-            kernels()->norm(from + at, op.p ? op.p + own : nullptr, op.q ? op.q + own : nullptr, to + at, group, op.f[0],
-                            op.i[0] == LAYER_NORM, op.flags & OP_ADD);
-        }
+    for (int64_t at = 0; at < op.in.width; at += group) {
+        int64_t own = op.flags & OP_PER_GROUP ? at : 0;
+        kernels()->norm(from + at, op.p ? op.p + own : nullptr, op.q ? op.q + own : nullptr, to + at, group, op.f[0],
+                        op.i[0] == LAYER_NORM, op.flags & OP_ADD);
+    }
 }
 
 void rope(const Context& c, const Op& op, int64_t n) {
     int64_t rotary = op.i[3];
     const float* cosine = c.angles[op.i[0]] + c.node[n] * rotary;
     float* x = c.row(op.in, n);
-    for (int64_t at = op.i[2]; at < op.in.width; at += op.i[1]) 
+    for (int64_t at = op.i[2]; at < op.in.width; at += op.i[1])
         kernels()->rope(x + at, cosine, cosine + rotary / 2, rotary, op.flags & OP_INTERLEAVED);
 }
 

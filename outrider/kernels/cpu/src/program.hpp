@@ -1,4 +1,4 @@
-// A forward as a program: ops of sixteen kinds over registers. A family of models is a program; nothing here names a family.
+// A forward as a program: ops over registers. A family of models is a program; nothing here names a family.
 //
 // A register is a buffer [nodes, width]. A view is some columns of one, so splitting and joining cost nothing. Consecutive ops of
 // single nodes run in one `parallel`. Every op gives a node the same bits for any other nodes in the call, so a program does too.
@@ -20,8 +20,6 @@ enum OpKind : int32_t {
     OP_NORM,
     // out = f0 * (W in + b), or as the finish i0 says. w0.
     OP_LINEAR,
-    // Head h of out = W_h * head h of in: w0 ... w[count - 1].
-    OP_HEADS,
     // Rotates each head of `in` in place. i0: the table of angles. i1: numbers of a head. i2: where the rotated ones begin in it.
     OP_ROPE,
     // Keys `in` and values `other` into the cache. i0: its layer. i1: heads. i2, i3: numbers of a key, of a value.
@@ -55,15 +53,14 @@ enum OpKind : int32_t {
 };
 enum OpFlag : int32_t {
     OP_ADD = 1,
-    OP_GATED = 2,
-    OP_PER_GROUP = 4,
-    OP_INTERLEAVED = 8,  // pairs of ROPE are neighbours, else half a turn apart
-    OP_NORMALISED = 16,
-    OP_TAP = 32,
-    OP_FRESH = 64,  // runs only where the caller gives features
-    OP_FED = 128,   // runs only where the caller gives what was fed back
+    OP_PER_GROUP = 2,
+    OP_INTERLEAVED = 4,  // pairs of ROPE are neighbours, else half a turn apart
+    OP_NORMALISED = 8,
+    OP_TAP = 16,
+    OP_FRESH = 32,  // runs only where the caller gives features
+    OP_FED = 64,    // runs only where the caller gives what was fed back
 };
-enum Norm : int32_t { RMS_NORM, LAYER_NORM, L2_NORM };
+enum Norm : int32_t { RMS_NORM, LAYER_NORM };
 enum Activation : int32_t { IDENTITY, SILU, GELU, GELU_TANH, RELU, RELU2, SIGMOID, SWISH };  // SWISH: x * sigmoid(alpha x)
 enum Map : int32_t { LINEAR_MAP, SOFTPLUS, EXP, EXP_NEGATIVE, SIGMOID_MAP, SOFTCAP };
 enum Router : int32_t { SOFTMAX_TOP, TOP_SOFTMAX, SIGMOID_TOP };  // softmax and then the top; softmax of the top; sigmoid
@@ -119,6 +116,5 @@ void run_route(Context& c, const Op& op);    // experts.cpp
 void run_experts(Context& c, const Op& op);  // experts.cpp
 void run_conv(Context& c, const Op& op);     // states.cpp
 void run_scan(Context& c, const Op& op);     // states.cpp
-void run_heads(Context& c, const Op& op);    // heads.cpp
 
 }  // namespace outrider
