@@ -38,6 +38,7 @@ from outrider.models import checkpoint
 from outrider.models.dtypes import STORED_DTYPES
 from outrider.models.lazy import Lazy
 from outrider.models.matrix import give_matrix_, matrices_in
+from outrider.models.native import families
 from outrider.models.native.model import stored
 from outrider.models.native.program import Program
 from outrider.models.request import LoadRequest, ReadModel
@@ -88,7 +89,8 @@ def is_pack(folder: str | Path) -> bool:
 
 
 def made_by() -> dict[str, Any]:
-    return {"layout": LAYOUT, "kernels": kernel_layout(), "transformers": version("transformers")}
+    made = {"layout": LAYOUT, "kernels": kernel_layout(), "programs": families.digest()}
+    return made | {"transformers": version("transformers")}
 
 
 def manifest(folder: Path) -> Manifest:

@@ -26,6 +26,7 @@ from outrider.models import load as loading
 from outrider.models.base import LanguageModel
 from outrider.models.hf.model import HFModel
 from outrider.models.load import Loaded, Reduction, pack
+from outrider.models.native import families
 from outrider.models.native.model import NativeModel, supports
 from outrider.models.nodes import Nodes
 from outrider.models.packs import folder as packs
@@ -241,6 +242,17 @@ DAMAGE = [
     change("sums", {}),
     change("matrices", {}),
 ]
+
+
+def test_a_pack_whose_family_has_another_program_now_is_not_read(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A class that got a family since would stay without it, and a changed family would keep its old settings."""
+    pack(source, tmp_path / "packed", quantization="int8")
+    packs.manifest(tmp_path / "packed")
+    monkeypatch.setattr(families, "digest", lambda: "another")
+    with pytest.raises(packs.BadPack, match="packed with another version"):
+        packs.manifest(tmp_path / "packed")
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)

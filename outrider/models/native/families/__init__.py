@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import pkgutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from outrider.models.native.program import Build
@@ -28,6 +30,13 @@ def family_of(name: str) -> Build | None:
     """What builds the program of a class of transformers; None if nothing does."""
     _import_all()
     return _FAMILIES.get(name)
+
+
+@functools.cache
+def digest() -> str:
+    """Of the source of all families and of what builds their programs. With another one, a model may have another program."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 @functools.cache
