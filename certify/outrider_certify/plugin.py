@@ -16,8 +16,7 @@ import pytest
 if TYPE_CHECKING:
     from outrider_certify.certificate import Certificate, CertificatePart
     from outrider_certify.cli import CertifyOptions
-    from outrider_certify.subject import Subject
-    from outrider_certify.trials import CertificateKind, TrialJournal
+    from outrider_certify.trials import CertificateKind
 
 INCONCLUSIVE = "INCONCLUSIVE"
 _EXAMPLE = 'pytest --certify "http://127.0.0.1:8000 --budget 10m"'
@@ -52,11 +51,8 @@ class _Certification:
             self.kinds = self._kinds()
         except (ValueError, OSError) as error:
             raise pytest.UsageError(f"--certify: {' '.join(str(error).split())}") from None
-        self._made: Certificate | None = None
-
-    options: CertifyOptions
-    subject: Subject
-    journal: TrialJournal
+        self.made: Certificate | None = None
+        self.failed: Exception | None = None
 
     def _kinds(self) -> list[CertificateKind]:
         from outrider_certify.run import kinds_of
@@ -66,16 +62,25 @@ class _Certification:
     @property
     def certificate(self) -> Certificate:
         """The certificate. The first call makes it, and that takes the budget."""
-        if self._made is None:
-            from outrider_certify.cli import certified
+        if self.made is not None:
+            return self.made
+        if self.failed is not None:  # it is not asked again for each test
+            raise self.failed
+        try:
+            return self._make()
+        except Exception as error:
+            self.failed = error
+            raise
 
-            command = f"pytest --certify {shlex.quote(self.words)}"
-            self._made, stopped = certified(
-                self.options, self.subject, self.settings, self.journal, lambda line: None, command
-            )
-            if stopped:
-                raise KeyboardInterrupt
-        return self._made
+    def _make(self) -> Certificate:
+        from outrider_certify.cli import certified
+
+        command = f"pytest --certify {shlex.quote(self.words)}"
+        made, stopped = certified(self.options, self.subject, self.settings, self.journal, lambda line: None, command)
+        self.made = made
+        if stopped:
+            raise KeyboardInterrupt
+        return made
 
     def part(self, kind: CertificateKind, check: str) -> CertificatePart | None:
         """What the records of one check say; None if the budget did not reach it."""
@@ -204,9 +209,9 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     certification = config.stash.get(_SESSION, None)
-    if certification is None or not any(r for r in certification.journal.records):
+    if certification is None or certification.made is None:
         return
-    made, out = certification.certificate, certification.options.out
+    made, out = certification.made, certification.options.out
     terminalreporter.section("certificate")
     for report in terminalreporter.stats.get("inconclusive", ()):
         terminalreporter.write_line(f"{report.nodeid}: {report.longrepr[2].removeprefix('Skipped: ')}")

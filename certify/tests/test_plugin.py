@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from broken import ToyEngine  # numpy is then imported once, and not anew in each run of pytest
 
 from outrider_certify import Certificate
 
@@ -39,7 +40,7 @@ def test_each_check_of_a_right_engine_is_a_test_with_a_name(pytester: pytest.Pyt
     result.stdout.re_match_lines([r"certify\[seeded\]::min_p PASSED", r"certify\[contract\]::logprobs PASSED"])
     result.stdout.re_match_lines([r"certify\[contract\]::grammar INCONCLUSIVE"])
     result.stdout.fnmatch_lines(["*grammar: INCONCLUSIVE after *s: grammar: it is not asked for grammars"])
-    result.stdout.fnmatch_lines(["a toy engine: holds. The page is certificate.html."])
+    result.stdout.fnmatch_lines([f"{ToyEngine.name}: holds. The page is certificate.html."])
     made = Certificate.load(engines / "certificate.json")
     assert made.complete
     assert made.command.startswith("pytest --certify 'engines_for_certify:right")
@@ -85,3 +86,29 @@ def test_wrong_words_are_explained(pytester: pytest.Pytester, engines: Path, wor
     result = run(pytester, words)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"*{why}*"])
+
+
+def test_several_processes_are_refused(pytester: pytest.Pytester, engines: Path) -> None:
+    result = pytester.runpytest_inprocess("-n", "2", "--certify", "engines_for_certify:right")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*it cannot run with -n*"])
+
+
+def test_an_engine_that_cannot_be_asked_any_more_is_not_asked_again(pytester: pytest.Pytester, engines: Path) -> None:
+    pytester.makepyfile(
+        ends_for_certify="from broken import ToyEngine\n"
+        "class Ends(ToyEngine):\n"
+        "    calls = 0\n"
+        "    def generate(self, requests, variant):\n"
+        "        self.calls += 1\n"
+        "        if self.calls > 4:\n"
+        "            raise OSError(f'the engine is gone at call {self.calls}')\n"
+        "        return super().generate(requests, variant)\n"
+        "def ends():\n    return Ends()\n"
+    )
+    result = run(pytester, "ends_for_certify:ends --kind seeded --kind contract --budget 1s")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*the engine is gone at call 5*"])
+    result.stdout.no_fnmatch_line("*at call 6*")
+    result.stdout.no_fnmatch_line("*INTERNALERROR*")
+    sys.modules.pop("ends_for_certify", None)
