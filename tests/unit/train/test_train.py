@@ -101,15 +101,15 @@ def test_a_known_structure_is_learnt_and_the_head_is_read_again(
 ) -> None:
     monkeypatch.setattr(trainer, "POINTS", 4)
     said: list[str] = []
-    measured = train(vary(batch_tokens=192), TrainingBudget(tokens=80_000), tmp_path / "head", llm, said.append)
+    measured = train(vary(batch_tokens=192), TrainingBudget(tokens=100_000), tmp_path / "head", llm, said.append)
     groups = {s.group: s for s in measured}
     assert set(groups) == {"all", "self", "temperature 0.8", "temperature 0"}
     assert groups["temperature 0"].shares[0] > 0.95
-    assert groups["temperature 0.8"].shares[0] > 0.85
+    assert groups["temperature 0.8"].shares[0] > 0.95
     assert groups["all"].shares[3] > 0.8
     assert groups["all"].accepted_length == 1 + sum(groups["all"].shares)
     run = json.loads((tmp_path / "head" / "training" / "run.json").read_text())
-    assert run["training"]["tokens"] >= 80_000
+    assert run["training"]["tokens"] >= 100_000
     assert run["curve"][0]["held_out"][0]["S"][0] < 0.5
     assert len(run["curve"]) == trainer.POINTS + 1
     assert "S_1" in (tmp_path / "head" / "MODEL_CARD.md").read_text()
