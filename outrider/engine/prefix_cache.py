@@ -87,11 +87,8 @@ class PrefixCache:
         path = self._path(tokens)
         at = path[-1] if path else self.root
         stop = len(tokens) - (0 if cache.states else len(tokens) % BLOCK)
-        if (
-            cache.states
-            and (ends := self._ends(at, tokens[BLOCK * len(path) :]))
-            and len(ends[0].key) == len(tokens) % BLOCK
-        ):
+        rest = tokens[BLOCK * len(path) :]
+        if cache.states and (ends := self._ends(at, rest)) and len(ends[0].key) == len(rest):
             path += ends
             at = ends[0]
         for start in range(sum(len(block.key) for block in path), stop, BLOCK):

@@ -247,6 +247,20 @@ def test_prefixes_chunks_and_preemption() -> None:
     assert sum(r.counts.preemptions for r in run) > 0
 
 
+@pytest.mark.parametrize(("short", "long"), [(10, 26), (3, 35), (16, 26), (26, 32)])
+def test_a_text_is_found_whole_after_its_beginning_was_kept(short: int, long: int) -> None:
+    """An end of 10 tokens is no end of a text of 26, though both leave 10 tokens beside whole blocks."""
+    model, prefixes = model_of("lfm2")[1], PrefixCache(1 << 26)
+    cache, tokens = model.new_cache(1, 256), torch.randint(0, VOCAB, (long,))
+    for begin, end in ((0, short), (short, long)):
+        model.forward(Nodes(tokens[None, begin:end], cache, [0]), want="none")
+        cache.commit([0], [range(end - begin)])
+        prefixes.keep(cache, 0, tokens[:end].tolist())
+    cache.release(0)
+    assert prefixes.fetch(cache, 0, tokens.tolist())[0] == long
+    assert not prefixes.check()
+
+
 def test_memory_is_bounded() -> None:
     model = model_of("qwen3_5_text")[1]
     cache = model.new_cache(2, 256)
