@@ -41,15 +41,15 @@ _FIELDS = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", 
 # What an answer of another form than expected raises.
 _WRONG_ANSWER = (ConnectionError, Unsupported, LookupError, TypeError, ValueError, AttributeError)
 ENDPOINTS = ("completions", "chat")
-# Fields of a request that turn speculation off, by engine. vLLM and SGLang have none.
-_OFF: dict[str, dict[str, Any]] = {"outrider": {"disable_spec_decode": True}, "llama.cpp": {"speculative.n_max": 0}}
+# What turns speculation off in a request, by the owner of a server's models. llama.cpp, vLLM and SGLang have no such field.
+_OFF: dict[str, dict[str, Any]] = {"outrider": {"disable_spec_decode": True}}
 _DRAFTED = re.compile(r"^\S*(?:spec_decode_num_draft_tokens|drafted)_total(?:\{.*\})? ([\d.e+]+)$", re.MULTILINE)
 
 
 class ServerSubject(Subject):
     """url: the server that speculates. plain_url: one that does not. off_body: fields that turn speculation off at `url`.
 
-    Without both, outrider and llama.cpp are asked by their own fields, if no draft token is seen then.
+    Without both, an engine of `_OFF` is asked by its own field, if no draft token is seen then.
 
     reference: a subject with the same weights, which gives the target's probabilities. endpoint: of ENDPOINTS; "chat" sends a
     prompt as the message of a user. Raises ConnectionError if no server answers, ValueError for a wrong address.
@@ -207,9 +207,8 @@ class ServerSubject(Subject):
         )
         if self.without is None:
             [listed, *_] = self._told_at("/v1/models").get("data") or [{}]
-            engine = "llama.cpp" if self.llama else listed.get("owned_by")
-            if engine in _OFF:
-                self._turn_off(request, _OFF[engine])
+            if off := _OFF.get(listed.get("owned_by")):
+                self._turn_off(request, off)
 
     def _turn_off(self, request: TextRequest, off: dict[str, Any]) -> None:
         """Use a field that this engine has, if it does what it should."""
