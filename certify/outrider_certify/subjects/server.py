@@ -207,7 +207,7 @@ class ServerSubject(Subject):
         )
         if self.without is None:
             [listed, *_] = self._told_at("/v1/models").get("data") or [{}]
-            if off := _OFF.get(listed.get("owned_by")):
+            if off := _OFF.get(str(listed.get("owned_by"))):
                 self._turn_off(request, off)
 
     def _turn_off(self, request: TextRequest, off: dict[str, Any]) -> None:
