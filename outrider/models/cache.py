@@ -9,12 +9,14 @@ A step writes its draft tree to the scratch. `commit` keeps one path of it. No s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from outrider.core.suggest import did_you_mean
+from outrider.kernels import cpu as native
 from outrider.kernels.vectors import packed_width
 from outrider.models.states import SlotStates
 
@@ -24,6 +26,7 @@ KV_CACHE_DTYPES: dict[str, torch.dtype | None] = {"auto": None, "bfloat16": torc
 _BLOCK = 256
 # Cells past `max_length` that the doubling may add. A larger tree takes what it needs.
 SCRATCH = 64
+_LINE = 64  # bytes: a tensor begins at a multiple
 
 
 class SlotCache:
@@ -56,23 +59,25 @@ class SlotCache:
         self.states = dict(states or {})
 
     def layer(self, index: int, key: tuple[int, int], value: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor]:
-        """The tensors of a layer; made on first use from (kv_heads, head_dim) of keys and of values.
+        """The tensors of a layer; made on first use, see `make`."""
+        self.make({index: (key, value)}, like)
+        return self.layers[index]
 
-        like: a tensor on the device, and of the dtype if the cache's is "auto".
+    def make(self, shapes: Mapping[int, tuple[tuple[int, int], tuple[int, int]]], like: Tensor) -> None:
+        """Make the layers that are missing, all of them in one piece of memory.
+
+        shapes: (kv_heads, head_dim) of the keys and of the values of each layer. like: a tensor on the device, and of the dtype
+        if the cache's is "auto".
         """
         dtype = KV_CACHE_DTYPES[self.dtype] or like.dtype
-        while len(self.layers) <= index:
+        while len(self.layers) <= max(shapes, default=-1):
             nothing = like.new_zeros(self.num_slots, 0, self.capacity, 0, dtype=dtype)
             self.layers.append((nothing, nothing))
-        if not self.layers[index][0].shape[1]:
-            (h, d), (g, e) = key, value
-            keys, values = (h, packed_width(d, dtype)), (g, packed_width(e, dtype))
-            slots, cells = self.num_slots, self.capacity
-            self.layers[index] = (
-                like.new_zeros(slots, keys[0], cells, keys[1], dtype=dtype),
-                like.new_zeros(slots, values[0], cells, values[1], dtype=dtype),
-            )
-        return self.layers[index]
+        new = [i for i in shapes if not self.layers[i][0].shape[1]]
+        wanted = [(self.num_slots, h, self.capacity, packed_width(d, dtype)) for i in new for h, d in shapes[i]]
+        made = _zeros(wanted, dtype, like.device)
+        for i, keys, values in zip(new, made[::2], made[1::2], strict=True):
+            self.layers[i] = keys, values
 
     def reserve(self, slots: Sequence[int], nodes: int) -> None:
         """Make room for `nodes` cells of scratch after the committed tokens of each of these slots."""
@@ -83,7 +88,12 @@ class SlotCache:
         while capacity < need:
             capacity *= 2
         capacity = max(min(capacity, self.max_length + SCRATCH), need)
-        self.layers = [tuple(_grown(t, capacity) for t in pair) for pair in self.layers]  # pyright: ignore[reportAttributeAccessIssue]
+        old = [t for pair in self.layers for t in pair]
+        if old:
+            new = _zeros([(*t.shape[:2], capacity, t.shape[3]) for t in old], old[0].dtype, old[0].device)
+            for to, t in zip(new, old, strict=True):
+                to[:, :, : self.capacity] = t
+            self.layers = list(zip(new[::2], new[1::2], strict=True))
         self.capacity = capacity
 
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
@@ -166,7 +176,13 @@ def check_kv_cache_dtype(given: str) -> None:
         )
 
 
-def _grown(t: Tensor, capacity: int) -> Tensor:
-    out = t.new_zeros(*t.shape[:2], capacity, t.shape[3])
-    out[:, :, : t.shape[2]] = t
-    return out
+def _zeros(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Tensors of zeros, one after another in memory. On the CPU that lies in large pages, where the system has them: short
+    texts keep little for a layer, and attention reads as fast as it finds the addresses."""
+    sizes = [-(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE for shape in shapes]
+    if device.type == "cpu" and native.available():
+        memory = native.zeros_in_large_pages(sum(sizes))
+    else:
+        memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+    parts = (part[: math.prod(shape) * dtype.itemsize] for part, shape in zip(memory.split(sizes), shapes, strict=True))
+    return [part.view(dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -17,7 +17,7 @@ from outrider.kernels.cpu.ops import (
     total,
     words,
 )
-from outrider.kernels.cpu.packed import FORMATS, KINDS, Packed, room
+from outrider.kernels.cpu.packed import FORMATS, KINDS, Packed, room, zeros_in_large_pages
 from outrider.kernels.cpu.recurrence import delta_rule, selective
 from outrider.kernels.cpu.state import (
     available,
@@ -57,4 +57,5 @@ __all__ = [
     "use_isa",
     "why",
     "words",
+    "zeros_in_large_pages",
 ]

@@ -173,6 +173,20 @@ class Packed:
         return torch.stack([self.row(i) for i in range(self.n)])
 
 
+_LARGE_PAGE = 2 << 20
+
+
+def zeros_in_large_pages(count: int) -> Tensor:
+    """uint8 [count] of zeros. From the size of a large page on, it begins with one, and unwritten pages take no memory."""
+    if count < _LARGE_PAGE:
+        return torch.zeros(count, dtype=torch.uint8)
+    size = -(-count // _LARGE_PAGE) * _LARGE_PAGE
+    t = torch.zeros(size + _LARGE_PAGE, dtype=torch.uint8)
+    t = t[-t.data_ptr() % _LARGE_PAGE :][:size]
+    library().advise_huge(t.data_ptr(), size)
+    return t[:count]
+
+
 def room(count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     """Memory [count] for weights, in huge pages where the system has them. Its content is undefined."""
     t = torch.empty(count, dtype=dtype)

@@ -169,9 +169,10 @@ class NativeStep:
         if found is not None and found[0] is cache.layers:
             return found[1]
         like, dtype, table = torch.empty(0), _cell_dtype(cache), (ctypes.c_void_p * (2 * self._numbers))()
-        for i, (heads, dim, value_dim) in self.program.cells.items():
-            pair = cache.layer(i, (heads, dim), (heads, value_dim), like)
-            for part, (t, size) in enumerate(zip(pair, (dim, value_dim), strict=True)):
+        cells = self.program.cells
+        cache.make({i: ((heads, dim), (heads, value_dim)) for i, (heads, dim, value_dim) in cells.items()}, like)
+        for i, (heads, dim, value_dim) in cells.items():
+            for part, (t, size) in enumerate(zip(cache.layers[i], (dim, value_dim), strict=True)):
                 if t.shape[1:] != (heads, cache.capacity, packed_width(size, dtype)) or not t.is_contiguous():
                     raise ValueError("this cache belongs to another model; use one made by new_cache of this one")
                 table[2 * i + part] = t.data_ptr()

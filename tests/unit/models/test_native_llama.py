@@ -259,6 +259,15 @@ def test_the_cache_grows_under_way(kv_cache_dtype: str) -> None:
     assert cache.capacity >= 400
     whole = model.forward(Nodes(text, model.new_cache(1, 500), [0]), want="last")
     assert torch.equal(out.logits[:, -1:], whole.logits)
+    assert len({t.untyped_storage().data_ptr() for pair in cache.layers for t in pair}) == 1
+
+
+def test_memory_in_large_pages_begins_with_one_and_holds_zeros() -> None:
+    for count in (1, 100, (2 << 20) - 1, 2 << 20, (5 << 20) + 3):
+        memory = native.zeros_in_large_pages(count)
+        assert (memory.shape, bool(memory.any())) == ((count,), False)
+        assert count < 2 << 20 or memory.data_ptr() % (2 << 20) == 0
+        memory.fill_(1)
 
 
 @pytest.mark.parametrize("weights", native.KINDS)
