@@ -16,7 +16,7 @@ import torch
 from outrider.control import Controller, Fixed
 from outrider.core.noise import Noise
 from outrider.core.params import BadParameter
-from outrider.core.sampling import LogitsDistribution, LogitsWarper, SequenceState
+from outrider.core.sampling import LogitsDistribution, LogitsWarper
 from outrider.core.stopping import StopChecker
 from outrider.core.types import Commit, Draft, Guarantee, Step, Verdict
 from outrider.drafters.base import DraftContext, Drafter, NoDraft, TargetPass
@@ -119,13 +119,13 @@ class Decoder:
             )
         return self.max_length - n if p.max_tokens is None else p.max_tokens
 
-    def checker(self, request: Request) -> StopChecker:
-        """What decides where the text of a request ends. It has read the tokens that the request continues.
+    def sequence(self, request: Request, method: str = "none", depth: int = 0) -> Sequence:
+        """A sequence of a request. method, depth: as in `Counts`.
 
         Raises ValueError for a request that cannot run, and for a text that ends before its last continued token.
         """
-        limit = self.check(request)
-        checker = StopChecker(request.params, self.end_ids, limit, self.tokenizer, request.prompt)
+        p, limit = request.params, self.check(request)
+        checker = StopChecker(p, self.end_ids, limit, self.tokenizer, request.prompt)
         for count, token in enumerate(request.continued, 1):
             end = checker.push(token)
             if end is not None and count < len(request.continued):
@@ -134,35 +134,23 @@ class Decoder:
                     f"the text ends at token {count} of the {len(request.continued)} to continue, because {why}; "
                     "continue a text with the parameters that it began with"
                 )
-        return checker
+        ends = (*(() if p.ignore_eos else self.end_ids), *p.stop_token_ids)
+        return Sequence(request, checker, ends, method, depth)
 
     def start(self, request: Request) -> Sequence:
-        """A new sequence of the request, in a free slot. Raises what `admit` raises."""
-        sequence = Sequence(request)
+        """A new sequence of the request, in a free slot. Raises what `sequence` and `admit` raise."""
+        sequence = self.sequence(request)
         self.admit(sequence)
         return sequence
 
     def admit(self, sequence: Sequence) -> None:
-        """Give a new sequence a free slot. It may have ended then, if the tokens that it continues end the text.
+        """Give a sequence a free slot. It may have ended then, if the tokens that it continues end the text.
 
-        Raises IndexError when no slot is free, and ValueError for a request that cannot run or for a sequence that ran.
+        One that `release` took out is read again. Its text goes on as if nothing had happened, because noise is keyed by
+        position. Raises IndexError when no slot is free.
         """
-        request, p = sequence.request, sequence.params
-        if sequence.checker is not None:
-            raise ValueError(f"sequence {request.id} was run already; make another one: Sequence(request)")
-        checker, ends = self.checker(request), (*(() if p.ignore_eos else self.end_ids), *p.stop_token_ids)
         if not self.free:
             raise IndexError("no slot is free; release one, or make the decoder with more")
-        prompt = len(request.prompt)
-        state = SequenceState(p, ends, request.bad_words, sequence.tokens, prompt, request.mask)
-        sequence.begin(checker, state)
-        self.resume(sequence)
-
-    def resume(self, sequence: Sequence) -> None:
-        """Give a sequence that `release` took out a slot again. Raises IndexError when no slot is free.
-
-        What it holds is read again. Its text goes on as if nothing had happened, because noise is keyed by position.
-        """
         sequence.take(self.free.pop())
         self.sequences[sequence.slot] = sequence
         self.waiting.append(sequence)
@@ -302,10 +290,9 @@ class Decoder:
         for b, (sequence, path, last) in enumerate(zip(live, paths, verdict.token.tolist(), strict=True)):
             nodes = [n for n in path if n >= 0]
             new = [*(trees[b][n][0] for n in nodes[1:]), last]
-            end, checker = None, sequence.checker
-            assert checker is not None
+            end = None
             for count, token in enumerate(new, 1):
-                end = checker.push(token)
+                end = sequence.checker.push(token)
                 if end is not None:
                     new = new[:count]
                     break

@@ -159,16 +159,21 @@ class LLM:
                 yield replace(sequence.delta(), output=output)
 
     def requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
-        """The requests of one prompt: params.n of them, each with a number and a seed of its own.
+        """The requests of one prompt, see `requests_of`. Raises ValueError for what cannot be encoded."""
+        return self.requests_of(self.encode(prompt), params)
 
-        Bad words and the prediction are token ids in them. Runs and checks nothing. Raises ValueError for what cannot be
-        encoded.
+    def requests_of(self, ids: list[int], params: SamplingParams, **fields: Any) -> list[Request]:
+        """The requests of one prompt of token ids: params.n of them, each with a number and a seed of its own.
+
+        Bad words and the prediction are token ids in them. fields: further ones of each `Request`. Runs and checks nothing.
+        Raises ValueError for what cannot be encoded.
         """
-        ids = self.encode(prompt)
         seed = draw_seed() if params.seed is None else params.seed
         bad = tuple(form for word in params.bad_words for form in self._bad_word(word))
         prediction = self._prediction(params.prediction)
-        return [Request(next(self._ids), ids, params, nth_seed(seed, i), bad, prediction) for i in range(params.n)]
+        return [
+            Request(next(self._ids), ids, params, nth_seed(seed, i), bad, prediction, **fields) for i in range(params.n)
+        ]
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt. Raises ValueError for what cannot be encoded."""

@@ -109,21 +109,25 @@ class Cursor:
 
 
 class Sequence:
-    """One run of a request.
+    """One run of a request. `Decoder.sequence` makes it.
 
-    slot: of the cache; -1 without one. tokens: committed: prompt, then output. checker: None until it was admitted once.
+    slot: of the cache; -1 without one. tokens: committed: prompt, then output. checker: decides where the text ends.
     logprobs: of each written token. features: of the tokens from `features_from` on, for the prefix cache: float
     [token, feature] of each chunk and step. cancelled: its reader has left.
     """
 
-    state: SequenceState
-
-    def __init__(self, request: Request, method: str = "none", depth: int = 0) -> None:
-        """method, depth: as in `Counts`."""
-        self.request = request
-        self.tokens = [*request.prompt, *request.continued]
-        self.slot = -1
-        self.checker: StopChecker | None = None
+    def __init__(
+        self,
+        request: Request,
+        checker: StopChecker,
+        end_ids: tuple[int, ...] = (),
+        method: str = "none",
+        depth: int = 0,
+    ) -> None:
+        """checker: it has read the continued tokens. end_ids: tokens that would end the text. method, depth: as in `Counts`."""
+        self.request, self.checker, self.slot = request, checker, -1
+        self.tokens, prompt = [*request.prompt, *request.continued], len(request.prompt)
+        self.state = SequenceState(request.params, end_ids, request.bad_words, self.tokens, prompt, request.mask)
         self.finish: FinishReason | None = None
         self.logprobs: list[dict[int, float]] = []
         self.prompt_logprobs: list[dict[int, float] | None] = []
@@ -131,6 +135,10 @@ class Sequence:
         self.features_from = 0
         self.counts, self.clock, self.cursor = Counts(method=method, depth=depth), Clock(), Cursor()
         self.cancelled = False
+        if request.continued:  # their text counts as given out
+            self.cursor.from_draft = [False] * len(request.continued)
+            self.delta()
+            self.cursor.continued_text = self.text[: self.cursor.characters]
 
     @property
     def id(self) -> int:
@@ -161,7 +169,7 @@ class Sequence:
     @property
     def limit(self) -> int:
         """Output tokens at most."""
-        return 0 if self.checker is None else self.checker.limit
+        return self.checker.limit
 
     @property
     def output(self) -> list[int]:
@@ -176,25 +184,19 @@ class Sequence:
     @property
     def text(self) -> str:
         """The text written so far, cut at a stop string. Empty without a tokenizer."""
-        return self.checker.text if self.checker else ""
+        return self.checker.text
 
     @property
     def new_text(self) -> str:
         """The text after the text that the continued tokens had given out."""
         return self.text[len(self.cursor.continued_text) :]
 
-    def begin(self, checker: StopChecker, state: SequenceState) -> None:
-        """Take the checker, which has read the continued tokens. Their text counts as given out."""
-        self.checker, self.state, self.clock.admitted = checker, state, perf_counter()
-        self.cursor.from_draft = [False] * len(self.request.continued)
-        self.delta()
-        self.cursor.continued_text = self.text[: self.cursor.characters]
-        if checker.end is not None:
-            self.clock.done, self.finish = perf_counter(), checker.end
-
     def take(self, slot: int) -> None:
-        """Take a slot, in which nothing is read yet."""
+        """Take a slot, in which nothing is read yet. The text has ended if the continued tokens end it."""
         self.slot, self.features, self.features_from = slot, [], 0
+        self.clock.admitted = self.clock.admitted or perf_counter()
+        if self.checker.end is not None:
+            self.clock.done, self.finish = perf_counter(), self.checker.end
         if not self.written:
             self.prompt_logprobs.clear()
 
@@ -202,7 +204,7 @@ class Sequence:
         """Take over what a step wrote. The checker has read it."""
         now = perf_counter()
         self.clock.first = self.clock.first or now
-        if self.checker is not None and self.checker.end is not None:
+        if self.checker.end is not None:
             self.clock.done, self.finish = now, self.checker.end
         self.tokens += commit.tokens
         self.counts.drafted.append(drafted)
@@ -211,7 +213,6 @@ class Sequence:
 
     def advance(self, tokens: abc.Sequence[int], steps: int) -> None:
         """Take over what earlier steps wrote, as a replay does, before the sequence is read."""
-        assert self.checker is not None
         for token in tokens:
             self.checker.push(token)
         self.tokens += tokens
@@ -221,9 +222,7 @@ class Sequence:
         """End it with what it has, if it has not ended. Text held back for a stop string is text now."""
         if self.finish is None:
             self.finish = FinishReason(finish, reason)
-            self.clock.done = perf_counter()
-            if self.checker is not None:
-                self.checker.end = self.finish
+            self.clock.done, self.checker.end = perf_counter(), self.finish
 
     def fail(self, reason: str) -> None:
         """End it with an error, also when a step that failed had ended it."""
@@ -233,8 +232,6 @@ class Sequence:
     def delta(self) -> Delta:
         """What was written since the last call. Text that may still become a stop string is held back. `ended` is true from the
         end on."""
-        if self.checker is None:
-            return Delta("", [], ended=self.finish is not None)
         text, marks, cursor = self.checker.settled, self.checker.marks, self.cursor
         pieces, at = list[tuple[str, bool]](), cursor.characters
         while cursor.marks < len(marks) and marks[cursor.marks] <= len(text):

@@ -99,11 +99,10 @@ class Scheduler:
 
     def _sequence(self, request: Request) -> Sequence:
         """A sequence of a request. Raises ValueError if the request could never run."""
-        self.decoder.check(request)
         if self.roster is not None and request.method is not None:
             self.roster.check_method(request.method)
         depth = request.num_speculative_tokens
-        return Sequence(request, self.method(request), self.max_draft_tokens if depth is None else depth)
+        return self.decoder.sequence(request, self.method(request), self.max_draft_tokens if depth is None else depth)
 
     def add(self, requests: Iterable[Request]) -> list[Sequence]:
         """Queue a sequence of each request, all or none. Raises ValueError, QueueFull or EngineStopped."""
@@ -199,7 +198,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, finish: str, reason: str | int | None) -> None:
         """End a sequence with what it has. Frees its slot and hands out the last delta."""
-        if sequence.finish is None and self.trace and sequence.checker is not None:
+        if sequence.finish is None and self.trace:
             self.trace.end(sequence, finish)
         sequence.end(finish, reason)
         self._leave(sequence)
@@ -277,10 +276,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> None:
         """Give a sequence a free slot."""
         try:
-            if sequence.checker is None:
-                self.decoder.admit(sequence)
-            else:
-                self.decoder.resume(sequence)
+            self.decoder.admit(sequence)
         except Exception as error:
             self._fail(sequence, error)
             return
@@ -353,9 +349,8 @@ class Scheduler:
     def _one_by_one(self, live: list[Sequence]) -> None:
         """After a step that failed: each sequence alone, so that only the cause is lost. A text is the same alone."""
         for sequence in live:
-            held, checker = self.decoder.cache.length[sequence.slot], sequence.checker
-            assert checker is not None
-            if checker.count != len(sequence.output) or held > len(sequence.tokens) - 1:
+            held = self.decoder.cache.length[sequence.slot]
+            if sequence.checker.count != len(sequence.output) or held > len(sequence.tokens) - 1:
                 self._fail(sequence, RuntimeError("its step failed half-way"))
             elif sequence.finish is not None or held < len(sequence.tokens) - 1:
                 # It was judged before the failure, and is not in the cache yet.
@@ -379,7 +374,7 @@ class Scheduler:
         log.error("request %s failed: %s", sequence.id, error, exc_info=error)
         memory = isinstance(error, MemoryError) or "memory" in str(error).lower()
         reason = "the server ran out of memory" if memory else "the server failed on this request"
-        if self.trace and sequence.checker is not None:
+        if self.trace:
             self.trace.end(sequence, "error")
         sequence.fail(reason)
         self._leave(sequence)

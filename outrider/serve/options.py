@@ -232,7 +232,7 @@ class ServeOptions(ModelOptions):
         """Other names that requests may use."""
         return () if self.served_model_name else (self.model,)
 
-    @property
+    @cached_property
     def hosts(self) -> tuple[str, ...]:
         """Names in the header `Host` that are answered; none for all."""
         return answered_hosts(self.host, self.api_key, self.allowed_host)

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from threading import Lock
-from time import time
+from time import perf_counter, time
 from typing import Any
 
 from outrider.core.compiling import compiler
@@ -76,10 +76,10 @@ class Service:
         Raises Refused for what the server cannot answer.
         """
         self.check_model(body.model)
-        offer, reader, special = self._tools(body)
-        mask = await self._grammar(body, offer if offer and offer.forced else None)
         with refusing():
+            offer, reader, special = self._tools(body)
             params = body.params(self.settings)
+        mask = await self._grammar(body, offer if offer and offer.forced else None)
         if special:
             params = params.with_(skip_special_tokens=False)
         if isinstance(body, ChatRequest):
@@ -89,18 +89,23 @@ class Service:
             prompts = [await self.encoder.prompt(p) for p in body.prompts]
         if not prompts:
             raise Refused("prompt is an empty list", param="prompt")
-        prompts, before = _continued(body, prompts, params.n)
+        before: list[list[int]] = []
+        if body.continued_tokens is not None:
+            prompts, before = _continued(body, body.continued_tokens, prompts, params.n)
         pending, trial = PendingAnswer(self.engine), self.trials.of(body.depth, body.method)
+        seconds = min(body.timeout or math.inf, self.settings.request_timeout)
 
-        def begin() -> None:
+        def begin() -> ResponseWriter:
             """Beside the event loop, because all of it grows with the request."""
             wishes = {"client": client, "owner": owner, "method": body.method, "num_speculative_tokens": body.depth}
-            wishes["prefill_only"] = body.limit == 0
+            wishes |= {"prefill_only": body.limit == 0, "deadline": perf_counter() + seconds}
             requests = self._requests(prompts, before, params, mask, wishes)
             prints = self._fingerprints(requests) if body.return_fingerprint else None
+            with trial.enrolled(requests) if trial else nullcontext(requests) as requests:
+                pending.submit(requests)
             if self.settings.log_prompts:
                 log.info("%s asks %s", request_id, [self.decode(p) for p in prompts])
-            writer = ResponseWriter(
+            return ResponseWriter(
                 id=("chatcmpl-" if body.is_chat else "cmpl-") + request_id,
                 model=self.settings.model_name,
                 chat=body.is_chat,
@@ -112,13 +117,10 @@ class Service:
                 reader=reader,
                 fingerprints=prints,
             )
-            seconds = min(body.timeout or math.inf, self.settings.request_timeout)
-            with trial.enrolled(requests) if trial else nullcontext(requests) as requests:
-                pending.submit(requests, writer, seconds)
 
         told = sum(map(len, body.bad_words or ())) + len(params.prediction or ())
         told += (LONG + 1) * bool(body.return_fingerprint)  # the first one reads the model's files
-        await self.encoder.run(begin, told + sum(map(len, prompts)) * params.n)
+        pending.writer = await self.encoder.run(begin, told + sum(map(len, prompts)) * params.n)
         return pending
 
     @property
@@ -137,8 +139,7 @@ class Service:
         """The tools on offer, a maker of readers for their calls, and whether those must see special tokens."""
         if not isinstance(body, ChatRequest):
             return None, None, False
-        with refusing():
-            offer = offered(body.tools, body.tool_choice, body.parallel_tool_calls is not False)
+        offer = offered(body.tools, body.tool_choice, body.parallel_tool_calls is not False)
         if offer is None:
             return None, None, False
         form = self.tool_format
@@ -174,7 +175,7 @@ class Service:
     ) -> list[Request]:
         """The engine's requests, params.n for each prompt. before: the tokens that each continues. wishes: fields of all of them.
 
-        Raises ValueError for what the model cannot do.
+        Raises ValueError for what cannot be encoded.
         """
         made, room = list[Request](), WIDE * self.engine.decoder.max_length
         if isinstance(
@@ -183,19 +184,12 @@ class Service:
             params = params.with_(prediction=params.prediction[:room])
         for prompt in prompts:
             drawn = params if params.seed is not None else params.with_(seed=draw_seed() % 2**53)  # exact in JSON
-            made += self.llm.requests({"prompt_token_ids": prompt}, drawn)
+            made += self.llm.requests_of(prompt, drawn, **wishes)
             # as token ids they need not be encoded again
             params = params.with_(bad_words=list(made[0].bad_words), prediction=made[0].prediction or None)
-        made = [
-            replace(r, mask=mask() if mask else None, continued=tuple(tokens), **wishes)
-            for r, tokens in zip(made, before, strict=True)
-        ]
-        for number, request in enumerate(made):  # the engine may hold shorter texts than the LLM
-            if request.continued:
-                self.engine.decoder.checker(request)
-            elif number % params.n == 0:
-                self.engine.decoder.check(request)
-        return made
+        if before:
+            made = [replace(r, continued=tuple(tokens)) for r, tokens in zip(made, before, strict=True)]
+        return [replace(request, mask=mask()) for request in made] if mask else made
 
     async def _grammar(self, body: CommonRequest, forced: ToolOffer | None) -> MaskMaker | None:
         """A maker of masks, one for each text, if the request asks for a grammar or forces a tool call."""
@@ -258,11 +252,11 @@ class Service:
         return Grammar.json() if given is None else Grammar.schema(given)
 
 
-def _continued(body: CommonRequest, prompts: list[list[int]], n: int) -> tuple[list[list[int]], list[list[int]]]:
+def _continued(
+    body: CommonRequest, given: int | list[int] | list[list[int]], prompts: list[list[int]], n: int
+) -> tuple[list[list[int]], list[list[int]]]:
     """The prompts without tokens of answers, and the answer so far of each choice. Raises Refused if they do not fit."""
-    given, count, problem = body.continued_tokens, len(prompts) * n, ""
-    if given is None:
-        return prompts, [[] for _ in range(count)]
+    count, problem = len(prompts) * n, ""
     if isinstance(given, int):
         shortest = min(map(len, prompts))
         if not isinstance(body, CompletionRequest) or any(isinstance(p, str) for p in body.prompts):

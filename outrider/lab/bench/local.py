@@ -122,7 +122,6 @@ class SampleRecorder:
     def _finish(self, row: Sequence) -> None:
         sample, end, checker, text = self.sample, row.finish, row.checker, row.text
         assert end is not None
-        assert checker is not None
         sample.prompt_tokens, sample.output_tokens = len(row.prompt), len(row.output)
         sample.token_ids, sample.text, sample.finish_reason = row.output, text, end.finish
         sample.phases["rest"] = max(0.0, sample.seconds - sum(sample.phases.values()))

@@ -16,7 +16,7 @@ from outrider.core.outputs import Delta
 from outrider.engine import Engine, EngineStopped, QueueFull
 from outrider.engine.request import Request, Sequence
 from outrider.engine.scheduler import LATE
-from outrider.serve.errors import Refused, dumps, refusing
+from outrider.serve.errors import Refused, dumps
 from outrider.serve.openai.protocol import StreamOptions
 from outrider.serve.openai.responses import ResponseWriter
 from outrider.serve.openai.tools import ToolCallReader
@@ -37,17 +37,12 @@ class PendingAnswer:
         self.on_end: Callable[[PendingAnswer], None] | None = None
         self._loop, self._deltas = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Delta]]()
 
-    def submit(self, requests: abc.Sequence[Request], writer: ResponseWriter, seconds: float) -> None:
-        """Queue the texts, all or none. writer: of the response. seconds: until the deadline.
-
-        Raises Refused if the queue is full, the engine has stopped, or the method does not exist.
-        """
-        due, self.writer = perf_counter() + seconds, writer
+    def submit(self, requests: abc.Sequence[Request]) -> None:
+        """Queue the texts, all or none. Raises ValueError for what the engine cannot run, and Refused if it takes nothing now."""
         try:
-            with refusing():
-                self.sequences = self.engine.submit(
-                    [replace(request, deadline=due, sink=self._sink(index)) for index, request in enumerate(requests)]
-                )
+            self.sequences = self.engine.submit(
+                [replace(request, sink=self._sink(index)) for index, request in enumerate(requests)]
+            )
         except QueueFull as full:
             raise Refused(str(full), 429, code="queue_full", retry=full.retry_after) from full
         except EngineStopped as stopped:

@@ -152,13 +152,6 @@ class CommonRequest(JsonObject):
     best_of: int | None = Field(None, ge=1, description="only the value of n is accepted")
     use_beam_search: bool | None = Field(None, description="only false is accepted")
 
-    @field_validator("*")
-    @classmethod
-    def _is_here(cls, value: Any, info: ValidationInfo) -> Any:
-        if info.field_name in cls.missing and value is not None and value is not False and value != "":
-            raise ValueError(cls.missing[info.field_name])
-        return value
-
     @field_validator("best_of")
     @classmethod
     def _best_of_is_n(cls, value: int | None, info: ValidationInfo) -> int | None:
@@ -175,6 +168,9 @@ class CommonRequest(JsonObject):
         if not isinstance(data, dict):
             return data
         data = dict(data)
+        for name, why in cls.missing.items():
+            if (value := data.get(name)) is not None and value is not False and value != "":
+                raise BadParameter(f"{name}: {why}", name)
         for old, new in (
             ("disable_speculative_decoding", "disable_spec_decode"),
             ("num_draft_tokens", "num_speculative_tokens"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from copy import deepcopy
+from functools import cached_property
 from typing import Any
 
 from pydantic import field_validator, model_validator
@@ -77,7 +78,7 @@ class DeployOptions(ServeOptions):
         """Replicas at the start."""
         return self.replicas or self.min_replicas or 1
 
-    @property
+    @cached_property
     def hosts(self) -> tuple[str, ...]:
         """See `ServeOptions.hosts`. Where Ray's proxies listen, the address is not known here."""
         return answered_hosts(self.host if self.listen else "", self.api_key, self.allowed_host)

@@ -104,7 +104,7 @@ def test_what_was_accepted_shapes_no_text_under_a_law(verifier: str) -> None:
             if resumed and count % 10 == 9:
                 for row in [r for r in engine.sequences.values() if r.finish is None]:
                     engine.release(row.slot)
-                    engine.resume(row)
+                    engine.admit(row)
         return [done[r.seed] for r in requests]
 
     alone = texts(1, False)

@@ -15,7 +15,6 @@ from outrider.core.types import Guarantee
 from outrider.engine import EngineStopped, QueueFull
 from outrider.engine.prefix_cache import BLOCK, PrefixCache
 from outrider.engine.queue import FairQueue
-from outrider.engine.request import Sequence
 from outrider.models.cache import SlotCache
 from outrider.testing.toy import ToyModel
 
@@ -141,9 +140,9 @@ def test_a_full_queue_says_when_to_come_back_and_clients_take_turns() -> None:
     settled(eng)
     line = FairQueue(9)
     for number, client in enumerate("aaabbc"):
-        line.put(Sequence(read(request([1], LONG, number), client=client).request))
+        line.put(eng.decoder.sequence(read(request([1], LONG, number), client=client).request))
     assert [line.pop().seed for _ in range(2)] == [0, 3]
-    back = Sequence(read(request([1], LONG, 7), client="a").request)
+    back = eng.decoder.sequence(read(request([1], LONG, 7), client="a").request)
     line.put_back(back)
     assert [line.pop().seed for _ in range(len(line))] == [7, 5, 4, 1, 2]
 

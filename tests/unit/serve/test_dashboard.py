@@ -19,7 +19,7 @@ import pytest
 
 from outrider.core.http import events
 from outrider.core.params import SamplingParams
-from outrider.core.stopping import FinishReason
+from outrider.core.stopping import FinishReason, StopChecker
 from outrider.engine.llm import LLM
 from outrider.engine.request import Request, Sequence
 from outrider.serve.dashboard import viewers
@@ -263,7 +263,7 @@ def test_there_is_a_limit_of_viewers(live: Live) -> None:
 
 
 def sequence(n: int, tokens: int = 11, seconds: float = 1.0, finish: str = "length") -> Sequence:
-    made = Sequence(Request(n, [1], SamplingParams()))
+    made = Sequence(Request(n, [1], SamplingParams()), StopChecker(SamplingParams(), (), tokens))
     made.tokens += [2] * tokens
     made.clock.first, made.clock.done, made.finish = 10.0, 10.0 + seconds, FinishReason(finish)
     return made

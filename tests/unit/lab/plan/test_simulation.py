@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.core.stopping import StopChecker
 from outrider.core.types import Commit, Draft
 from outrider.engine import Scheduler, policy
 from outrider.engine import request as request_module
 from outrider.engine import scheduler as scheduler_module
+from outrider.engine.request import Sequence
 from outrider.lab.plan import simulation
 from outrider.lab.plan.acceptance_curve import AcceptanceCurve, constant
 from outrider.lab.plan.serving_costs import by_length
@@ -156,15 +158,11 @@ class CountingDecoder:
         self.free, self.sequences, self.waiting, self.chunk = list(range(slots))[::-1], {}, [], 256
         self.cache = SimpleNamespace(num_slots=slots, length=[0] * slots)
 
-    def check(self, request) -> int:
-        return request.params.max_tokens
+    def sequence(self, request, method, depth) -> Sequence:
+        return Sequence(request, StopChecker(request.params, (), request.params.max_tokens), (), method, depth)
 
     def admit(self, sequence) -> None:
-        sequence.checker = SimpleNamespace(limit=sequence.params.max_tokens, end=None, text="")
-        sequence.clock.admitted = self.clock[0]
-        self.resume(sequence)
-
-    def resume(self, sequence) -> None:
+        sequence.clock.admitted = sequence.clock.admitted or self.clock[0]
         sequence.slot = self.free.pop()
         self.sequences[sequence.slot] = sequence
         self.waiting.append(sequence)
