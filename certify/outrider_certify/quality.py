@@ -11,9 +11,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from outrider_certify import bounds
 from outrider_certify.certificate import CertificatePart, Conclusion, Finding
@@ -23,19 +27,24 @@ from outrider_certify.trials import CertificateKind, CertifyTrial, Record
 
 STOPS = ("\nclass ", "\ndef ", "\n#", "\nif __name__", "\nprint(")
 _SECONDS, _BYTES, _FILE = 8, 2**30, 2**20
+_LIMITED = sys.platform == "linux"  # macOS does not obey a limit of memory, and Windows has none
+_STEP = 0.02  # seconds between two looks at the memory of a program without a limit
 # Runs before the program: limits of this process and, on Linux, a network of its own, which leads nowhere.
 _GUARD = """
-import builtins, ctypes, os, resource, sys
-resource.setrlimit(resource.RLIMIT_CPU, ({seconds}, {seconds}))
-resource.setrlimit(resource.RLIMIT_AS, ({bytes}, {bytes}))
-resource.setrlimit(resource.RLIMIT_FSIZE, ({file}, {file}))
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+import builtins, ctypes, os, sys
+limits = {limits!r}
+def _limit(*names):
+    if os.name == "posix":
+        import resource
+        for name in names:
+            resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limits[name], limits[name]))
+_limit("CPU", "FSIZE", "CORE", *(["AS"] if {limited} else []))
 try:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.unshare(0x10000000 | 0x40000000)  # CLONE_NEWUSER, CLONE_NEWNET
 except Exception:
     pass
-resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+_limit("NPROC")
 def _refused(*given, **more):
     raise PermissionError("not in the sandbox")
 for name in ("system", "fork", "forkpty", "kill", "killpg", "popen", "execv", "execve", "posix_spawn", "chmod", "chown"):
@@ -49,26 +58,43 @@ builtins.input = _refused
 
 def solves(problem: dict[str, Any], text: str, *, seconds: float = _SECONDS) -> bool:
     """Whether a continuation of the problem's prompt passes its tests. problem: a line of HumanEval."""
-    guard = _GUARD.format(seconds=int(seconds) + 1, bytes=_BYTES, file=_FILE)
+    limits = {"CPU": int(seconds) + 1, "AS": _BYTES, "FSIZE": _FILE, "CORE": 0, "NPROC": 1}
+    guard = _GUARD.format(limits=limits, limited=_LIMITED)
     ending = f"\nprint('solved', {problem['task_id']!r})\n"
     program = "\n".join([problem["prompt"] + text, problem["test"], f"check({problem['entry_point']})", ending])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "program.py"
         path.write_text(guard + "exec(compile(" + repr(program) + ", 'program', 'exec'), {'__name__': 'program'})\n")
-        try:
-            done = subprocess.run(
-                [sys.executable, "-I", str(path)],
-                cwd=folder,
-                env={"PATH": os.defpath},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=seconds,
-            )
-        except subprocess.TimeoutExpired:
-            return False
-    return done.returncode == 0 and done.stdout.decode(errors="replace").endswith(
+        environment = {"PATH": os.defpath} | {k: os.environ[k] for k in ("SYSTEMROOT",) if k in os.environ}
+        process = subprocess.Popen(
+            [sys.executable, "-I", str(path)],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        printed = _printed(process, seconds)
+    return process.returncode == 0 and printed.decode(errors="replace").endswith(
         ending.split("'")[1] + f" {problem['task_id']}\n"
     )
+
+
+def _printed(process: subprocess.Popen[bytes], seconds: float) -> bytes:
+    """What a program prints. It is ended after so many seconds, and if it takes too much memory that no system limits."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0 and (_LIMITED or _resident(process.pid) < _BYTES):
+        with suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=left if _LIMITED else min(left, _STEP))[0]
+    process.kill()
+    return process.communicate()[0]
+
+
+def _resident(pid: int) -> int:
+    """Bytes of a process that are in memory. 0 if it has ended."""
+    with suppress(psutil.Error):
+        return psutil.Process(pid).memory_info().rss
+    return 0
 
 
 def read_problems(path: Path) -> list[dict[str, Any]]:

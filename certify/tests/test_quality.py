@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from broken import ToyEngine
 
+from outrider_certify import quality
 from outrider_certify.certificate import CertificatePart, Conclusion
 from outrider_certify.quality import Quality, read_problems, solves
 from outrider_certify.statistical import Statistical
@@ -61,6 +62,14 @@ PROBLEM = {
 )
 def test_programs_run_in_a_sandbox(text: str, good: bool) -> None:
     assert solves(PROBLEM, text, seconds=2) is good
+
+
+def test_a_program_is_ended_where_the_system_limits_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "_LIMITED", False)
+    monkeypatch.setattr(quality, "_BYTES", 128 << 20)
+    greedy = "    x = bytearray(b'a') * (BYTES << 20)\n    import time; time.sleep(0.3)\n    return a + b\n"
+    assert solves(PROBLEM, greedy.replace("BYTES", "1"), seconds=60)
+    assert not solves(PROBLEM, greedy.replace("BYTES", "500"), seconds=60)
 
 
 def test_problems_may_be_compressed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Some work can be stopped by nothing else: a grammar that is compiled in native c
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import subprocess
@@ -19,6 +20,8 @@ import psutil
 
 START_SECONDS = 120.0  # for a child on a busy machine
 MEMORY = 1 << 30  # bytes that a child may take for an answer
+LIMITED = sys.platform == "linux"  # macOS does not obey a limit of memory, and Windows has none
+STEP = 0.02  # seconds between two looks at the memory of a child without a limit
 
 
 class TooSlow(ValueError):
@@ -39,7 +42,8 @@ class Child:
         self._module, self._setup, self._deed, self._advice = module, setup, deed, advice
         self._process: subprocess.Popen[str] | None = None
         self._ready = self._closed = False
-        self._late = threading.Event()
+        self._allowed: int | None = None  # bytes that the child may have, where this process must look
+        self._late = False
 
     def start(self) -> None:
         """Wait until the child is ready. Raises ChildProcessError if it cannot start."""
@@ -47,6 +51,7 @@ class Child:
             self._spawn()
             if self._exchange(self._setup, START_SECONDS) is None:
                 raise ChildProcessError("the child process did not start")
+            self._bound_memory()
             self._ready = True
 
     def ask(self, question: Any, seconds: float) -> Any:
@@ -62,7 +67,7 @@ class Child:
             if self._closed:
                 raise ChildProcessError("the child process has ended")
             self._spawn()  # so that the next question need not wait for it
-            if self._late.is_set():
+            if self._late:
                 raise TooSlow(f"it needs more than {seconds:g} s {self._deed}; {self._advice}")
             raise ValueError(f"it needs more than {MEMORY >> 20} MB {self._deed}; {self._advice}")
         if "error" in reply:
@@ -97,28 +102,44 @@ class Child:
             return None
         assert child.stdin is not None
         assert child.stdout is not None
-        late = self._late = threading.Event()
+        until, allowed, answered = time.monotonic() + seconds, self._allowed, threading.Event()
 
-        def end() -> None:
-            late.set()
-            child.kill()
+        def watch() -> None:
+            while not answered.wait(min(max(0.0, until - time.monotonic()), STEP if allowed else seconds)):
+                if time.monotonic() >= until or (allowed and _resident(child.pid) > allowed):
+                    child.kill()
+                    return
 
-        clock = threading.Timer(seconds, end)
-        clock.daemon = True
-        clock.start()
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
         reply = ""
         with suppress(OSError):
             child.stdin.write(json.dumps(line) + "\n")
             child.stdin.flush()
             reply = child.stdout.readline()
-        clock.cancel()
-        clock.join()
-        if reply.endswith("\n") and not late.is_set():
+        answered.set()
+        watcher.join()
+        self._late = time.monotonic() >= until
+        if reply.endswith("\n") and not self._late:
             return json.loads(reply)
         self._end()
         return None
 
+    def _bound_memory(self) -> None:
+        """Let the child take `MEMORY` bytes more than it has."""
+        assert self._process is not None
+        pid = self._process.pid
+        if not LIMITED:
+            self._allowed = _resident(pid) + MEMORY
+            return
+        with suppress(OSError, ValueError, psutil.Error):  # a limit of the user can be lower
+            import resource
+
+            limit = psutil.Process(pid).memory_info().vms + MEMORY
+            resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
+
     def _end(self) -> None:
+        self._allowed = None
         child, self._process = self._process, None
         if child is not None:
             child.kill()
@@ -139,17 +160,18 @@ def answer(prepare: Callable[[Any], Callable[[Any], Any]]) -> None:
         replies.flush()
 
     act = prepare(json.loads(sys.stdin.readline()))
-    bound_memory()
     say({})
     for line in sys.stdin:
         question, seconds = json.loads(line)
-        _bound_time(seconds)
+        # if the parent no longer can end this process, a thread without Python does
+        faulthandler.dump_traceback_later(seconds + 1, exit=True)
         try:
             say({"answer": act(question)})
         except Exception as error:
             if isinstance(error, MemoryError) or "bad_alloc" in str(error):
                 os._exit(1)
             say({"error": str(error)})
+        faulthandler.cancel_dump_traceback_later()
 
 
 def give_way() -> None:
@@ -159,19 +181,8 @@ def give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + 5)
 
 
-def bound_memory() -> None:
-    """Let this process take `MEMORY` bytes more than it has."""
-    with suppress(ImportError, OSError, ValueError):  # systems other than Linux have less of this
-        import resource
-
-        held = psutil.Process().memory_info().vms
-        resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, held + MEMORY))
-
-
-def _bound_time(seconds: float) -> None:
-    """The system ends this process if its parent no longer can."""
-    with suppress(ImportError, OSError, ValueError):
-        import resource
-
-        soft = int(time.process_time() + seconds) + 2
-        resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+def _resident(pid: int) -> int:
+    """Bytes of a process that are in memory. 0 if it has ended."""
+    with suppress(psutil.Error):
+        return psutil.Process(pid).memory_info().rss
+    return 0

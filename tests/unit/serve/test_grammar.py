@@ -20,7 +20,6 @@ from xgrammar import CompiledGrammar
 
 from outrider import LLM, SamplingParams
 from outrider.control import Fixed
-from outrider.core import child
 from outrider.core.child import Child, TooSlow
 from outrider.core.compiling import compiler
 from outrider.core.grammar import MAX_DEPTH, Grammar, Grammars
@@ -146,17 +145,13 @@ def test_a_grammar_that_takes_too_long_ends_its_process_and_the_next_one_is_comp
         grammars.compiled(Grammar.regex("[0-9]{4}x"), process, 60)
 
 
-def test_the_process_starts_without_torch_and_with_a_limit_of_memory(grammars: Grammars) -> None:
+def test_the_process_starts_without_torch() -> None:
     code = (
-        "import sys, json, resource; from outrider.core import child, compiling;"
-        "made = compiling.compiler_alone(); child.bound_memory();"
-        "print(json.dumps([sys.modules.get('torch') is None, made.__name__, resource.getrlimit(resource.RLIMIT_AS)[0]]))"
+        "import sys; from outrider.core import compiling; made = compiling.compiler_alone();"
+        "print(made.__name__, 'torch' in sys.modules and sys.modules['torch'] is not None)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    bare, name, limit = json.loads(ran.stdout)
-    assert bare
-    assert name == "xgrammar"
-    assert child.MEMORY < limit < 8 * child.MEMORY
+    assert ran.stdout.split() == ["xgrammar", "False"]
 
 
 def test_a_slow_grammar_is_moved_aside_and_the_others_do_not_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

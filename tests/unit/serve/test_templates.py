@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import resource
+import subprocess
+import sys
 import threading
 
 import httpx
@@ -22,6 +25,7 @@ ENDLESS = (
     "{% endfor %}{% endfor %}{% endif %}{% if m.content == 'grow' %}{{ 'a' * 3000000000 }}{% endif %}"
     "{% if m.content == 'fail' %}{{ raise_exception('roles must alternate') }}{% endif %}# {{ m.content }}\n{% endfor %}"
 )
+GROWING = "{% set long = 'a' * bytes %}{% for i in range(20) %}{% for c in long[:9999] %}{% endfor %}{% endfor %}x"
 
 
 @pytest.fixture(scope="module")
@@ -105,17 +109,41 @@ def test_a_child_that_was_ended_starts_anew() -> None:
         one.ask(question, 60)
 
 
-def test_the_system_limits_a_child_too() -> None:
+def test_the_system_limits_the_memory_of_a_child() -> None:
     one = renderer()
     try:
         one.ask({"chat_template": TEMPLATE, "messages": []}, 60)
         process = one._process
         assert process is not None
-        memory, time = (resource.prlimit(process.pid, kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU))
+        memory, _ = resource.prlimit(process.pid, resource.RLIMIT_AS)
         assert child.MEMORY < memory < 8 * child.MEMORY
-        assert 60 < time < 200
     finally:
         one.close()
+
+
+def test_a_child_is_ended_where_the_system_limits_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "LIMITED", False)
+    monkeypatch.setattr(child, "MEMORY", 256 << 20)
+    one = renderer()
+    try:
+        assert one.ask({"chat_template": GROWING, "bytes": 1 << 20, "messages": []}, 60) == "x"
+        with pytest.raises(ValueError, match="needs more than 256 MB to render"):
+            one.ask({"chat_template": GROWING, "bytes": 900 << 20, "messages": []}, 60)
+        assert one.ask({"chat_template": GROWING, "bytes": 1 << 20, "messages": []}, 60) == "x"
+    finally:
+        one.close()
+
+
+def test_a_child_without_a_parent_ends() -> None:
+    command = [sys.executable, "-c", "from outrider.core.rendering import serve; serve()"]
+    question = {"chat_template": ENDLESS, "messages": [{"role": "user", "content": "loop"}]}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as one:
+        assert one.stdin is not None
+        one.stdin.write(f"null\n{json.dumps([question, 0.1])}\n")
+        one.stdin.flush()
+        assert one.wait(30) == 1
 
 
 def test_what_is_slow_gives_way() -> None:
