@@ -23,7 +23,7 @@ from outrider.drafters.heads.block.module import BlockConfig
 from outrider.drafters.heads.eagle.drafter import EagleDrafter, PEagleDrafter
 from outrider.drafters.heads.eagle.model import eagle_model
 from outrider.drafters.heads.eagle.module import EagleConfig
-from outrider.drafters.heads.mtp import MtpModel, MtpWeights
+from outrider.drafters.heads.mtp import mtp_model
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.kernels import cpu as native
 from outrider.models.base import LanguageModel
@@ -145,7 +145,7 @@ def mtp(folder: Path) -> Side:
         metadata={"format": "pt"},
     )
     loaded = load(str(folder), device="cpu")
-    model = MtpModel(MtpWeights(loaded), loaded, 2048)
+    model = mtp_model(loaded, 2048)
     drafter = EagleDrafter(model, 1, 2048)
     return Side("MTP", "GLM, 16 experts", loaded.model, drafter, size, model.weight_bytes)
 

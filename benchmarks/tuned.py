@@ -26,7 +26,6 @@ from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
 from outrider.cli.options import own_draft
 from outrider.cli.tune import candidates
-from outrider.drafters.heads.mtp import has_mtp
 from outrider.drafters.method import TuneInputs
 from outrider.lab.bench import stats
 from outrider.lab.bench.prompts import Prompt
@@ -67,7 +66,7 @@ def compare(
     read, temperature = prompts_of(workload, target.tokenizer, prompts)
     sampling = {"temperature": temperature, "max_tokens": tokens, "seed": 0, "ignore_eos": True}
     start = perf_counter()
-    methods = candidates(TuneInputs(target.weights, draft or own_draft(target.name), mtp=has_mtp(target)), None)
+    methods = candidates(TuneInputs(target.weights, draft or own_draft(target.name), mtp=target.has_mtp), None)
     search = Search(
         Racer(target, sampling),
         read,

@@ -93,13 +93,12 @@ def tune(
             if served:
                 target, methods = None, candidates(TuneInputs("", what.draft_model), what.method, engine.engine)
             else:
-                from outrider.drafters.heads.mtp import has_mtp
                 from outrider.models.load import load
 
                 target = load(model, **dict(precision))
                 draft, layers = what.draft_model or own_draft(target.name), str(what.layers) if what.layers else None
                 predictions = any(prompt.prediction for prompt in read_prompts)
-                inputs = TuneInputs(target.weights, draft, layers, predictions, has_mtp(target))
+                inputs = TuneInputs(target.weights, draft, layers, predictions, target.has_mtp)
                 methods = candidates(inputs, what.method)
         for note in notes:
             warn(f"note: {note}")

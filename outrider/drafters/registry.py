@@ -147,14 +147,6 @@ def _brings(method: str, setup: DrafterSetup) -> bool:
     return head is not None and model_method(head) == method
 
 
-def _brings_mtp(setup: DrafterSetup) -> bool:
-    if setup.config.model is not None or setup.target.is_packed:
-        return False  # an MTP layer is in a checkpoint of safetensors; to read one imports transformers
-    from outrider.drafters.heads.mtp import has_mtp
-
-    return has_mtp(setup.target)
-
-
 def _with_model(method: str, inputs: TuneInputs) -> Mapping[str, dict[str, Any]]:
     """The candidate of a method that needs a model, if the model that was given is one of its own."""
     fits = inputs.draft is not None and model_method(inputs.draft) == method
@@ -231,15 +223,15 @@ _ROWS = (
     ),
     DraftMethod(
         "mtp",
-        "the MTP layer of the model's own checkpoint (DeepSeek-V3, GLM-4.5, Qwen3-Next); nothing else is needed",
+        "the MTP layer of the model's own files (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5); nothing else is needed",
         made_by("heads.mtp"),
         cost="model",
         chains="head",
         tune_depth=4,
-        auto=_brings_mtp,
+        auto=lambda setup: setup.config.model is None and setup.target.has_mtp,
         candidates=lambda i: {"mtp": {"method": "mtp"}} if i.mtp else {},
-        tune_hint="the model's checkpoint holds no MTP layer",
-        requires="an MTP layer in the checkpoint",
+        tune_hint="the model's files hold no MTP layer",
+        requires="an MTP layer in the model's files",
     ),
     _head(
         "medusa",

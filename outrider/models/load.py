@@ -23,6 +23,7 @@ from outrider.models.cache import check_kv_cache_dtype
 from outrider.models.dtypes import DTYPES, QUANTIZATIONS, parse_dtype
 from outrider.models.gguf.files import gguf_files
 from outrider.models.native.model import NativeModel
+from outrider.models.native.mtp import MTP
 from outrider.models.native.program import Program
 from outrider.models.packs import folder as packs
 from outrider.models.packs import store
@@ -63,6 +64,23 @@ class Loaded:
         if not isinstance(source, (str, Path)):
             return False
         return str(source).endswith(".gguf") or source in DOWNLOADS or packs.is_pack(source)
+
+    @property
+    def checkpoint(self) -> str:
+        """The name or path of its files; empty for a model object that was made here."""
+        named = getattr(self.config, "_name_or_path", "") if isinstance(self.source, nn.Module) else self.source
+        return str(named)
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether its files hold an MTP layer that can draft."""
+        if isinstance(self.model, NativeModel):
+            return self.model.program.mtp is not None
+        if self.config is None or self.is_packed:
+            return False
+        from outrider.models.mtp import tensors_of
+
+        return bool(tensors_of(self.checkpoint, self.config))
 
     @property
     def kv_cache_dtype(self) -> str:
@@ -186,6 +204,7 @@ def _made(
     weights = read.weights or (precision(raw) if request.dtype == "auto" else request.dtype)
     head_ids: Tensor | None = None
     if reduce is not None and not read.packed:
+        raw._modules.pop(MTP, None)  # a draft model drafts for another one
         sizes = pretrained.multiplied(raw), vocabulary(raw)
         reduced, head_ids = reduce(
             Contents(request.name, weights, *sizes, ends, tokenizer, not for_device(where).missing)

@@ -21,11 +21,11 @@ from transformers.pytorch_utils import Conv1D
 from outrider.core.files import read_settings
 from outrider.core.suggest import did_you_mean
 from outrider.kernels import for_device
-from outrider.models import checkpoint
+from outrider.models import checkpoint, mtp
 from outrider.models.base import LanguageModel
 from outrider.models.dtypes import DTYPES, dtype_name
 from outrider.models.gguf.architectures import architecture_of
-from outrider.models.gguf.model import build, dense_, sizes
+from outrider.models.gguf.model import build, dense_, mtp_of, sizes
 from outrider.models.gguf.reader import read
 from outrider.models.gguf.tokenizer import tokenizer_of as gguf_tokenizer
 from outrider.models.hf.experts import mixtures
@@ -71,6 +71,8 @@ def read_folder(request: LoadRequest, path: str) -> ReadModel:
     else:
         raw, info = _from_floats(request, path, config)
     check_whole(request.name, raw, info)
+    if not for_device(request.device).missing:
+        mtp.add_(raw, lambda: mtp.of_folder(path, config))
     _unmap_(raw)
     return ReadModel(raw, tokenizer, request.quantization, end_ids(raw), raw.config)
 
@@ -163,6 +165,8 @@ def read_gguf(request: LoadRequest, files: Sequence[Path]) -> ReadModel:
     raw = build(file)
     if missing:
         dense_(raw, DTYPES[weights or "bfloat16"])
+    else:
+        mtp.add_(raw, lambda: mtp_of(file))
     tokenizer = gguf_tokenizer(file) if request.tokenizer else None
     return ReadModel(raw, tokenizer, request.quantization, end_ids(raw), raw.config)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -42,17 +43,22 @@ def write_gguf(
     *,
     parts: int = 1,
     metadata: dict[str, Any] | None = None,
+    mtp: PreTrainedModel | None = None,
 ) -> None:
     """Write a model, and change its own weights to the values that are in the file: the reference.
 
     kind: of the matrices whose rows are whole blocks, or a function from a tensor's name to it; the others are F16.
-    metadata: more keys, or None to leave one out.
+    metadata: more keys, or None to leave one out. mtp: its MTP layer, as `outrider.models.mtp.of_folder` reads it.
     """
     metadata = metadata or {}
     architecture = ARCHITECTURE.get(model.config.model_type, model.config.model_type)
     architecture = metadata.get("general.architecture", architecture)
     tensors = _tensors(model, architecture, kind)
     values = _metadata(model, architecture) | metadata
+    if mtp is not None:
+        block = model.config.num_hidden_layers
+        tensors |= _mtp(mtp, architecture, kind, block)
+        values |= {f"{architecture}.block_count": block + 1, f"{architecture}.nextn_predict_layers": 1}
     names = (
         [path] if parts == 1 else [path.with_name(f"{path.stem}-{i + 1:05}-of-{parts:05}.gguf") for i in range(parts)]
     )
@@ -173,6 +179,20 @@ def _tensors(
             factors = np.array(parameters[f"{length}_factor"], np.float32)
             out[f"rope_factors_{length}.weight"] = (factors, "F32")
     return out
+
+
+def _mtp(
+    layer: PreTrainedModel, architecture: str, kind: str | Callable[[str], str], block: int
+) -> dict[str, tuple[np.ndarray, str]]:
+    """The tensors of an MTP layer: those of a model of one layer, and three others."""
+    layer = copy.deepcopy(layer)
+    parts = {name: layer._modules.pop(name).weight.detach() for name in ("enorm", "hnorm", "fc")}  # type: ignore[union-attr]
+    start, one = f"blk.{block}.", 1 if architecture in ONE_ADDED else 0
+    found = {n.replace("blk.0.", start): t for n, t in _tensors(layer, architecture, kind).items()}
+    found[f"{start}nextn.shared_head_norm.weight"] = found.pop("output_norm.weight")
+    found |= {f"{start}nextn.{n}.weight": ((parts[n] + one).numpy(), "F32") for n in ("enorm", "hnorm")}
+    given = kind if isinstance(kind, str) else kind(f"{start}nextn.eh_proj.weight")
+    return found | {f"{start}nextn.eh_proj.weight": _matrix(parts["fc"], None, given)}
 
 
 def _recurrent(

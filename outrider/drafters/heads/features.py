@@ -45,17 +45,23 @@ class PairModel:
         raise NotImplementedError
 
     def forward(
-        self, nodes: Nodes, features: Tensor | None = None, *, g: Tensor | None = None, want: Want = "all"
+        self, nodes: Nodes, features: Tensor | None = None, *, g: Tensor | None = None, want: Want | int = "all"
     ) -> HeadOutput:
         """Read pairs. Each node's token comes with the target's features, or with what its parent fed back.
 
         features: float [batch, node, taps * target_hidden]. g: float32 [batch, node, hidden]. Neither: 0, to see what a cache
-        takes. want: as for `LanguageModel.forward`; of pairs without logits only keys and values are computed.
+        takes. want: as for `LanguageModel.forward`, or so many of each sequence's last nodes. Of pairs without logits only keys
+        and values are computed.
         """
         raise NotImplementedError
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
         raise NotImplementedError("this head drafts level by level; check has_draft_chains first")
+
+
+def last_nodes(nodes: Nodes, count: int) -> tuple[Tensor, Tensor]:
+    """(sequence, node) of the last `count` nodes of each sequence, for indexing [batch, node, ...]."""
+    return torch.arange(len(nodes.slots))[:, None], torch.tensor(nodes.last)[:, None] + torch.arange(1 - count, 1)
 
 
 class FeatureReader(BaseDrafter):

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, TensorNameMap, quants
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
+from outrider.models import mtp
 from outrider.models.checkpoint import Sizes
 from outrider.models.gguf import hybrids
 from outrider.models.gguf.architectures import Architecture, architecture_of, config_of, tensor_names
@@ -33,6 +34,15 @@ _KEPT = (*FLOATS, *PACKED_FORMATS)
 _ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # Names that a family's table in the gguf package lacks.
 _OTHER_NAMES = {"lm_head": "output"}
+# Names of a layer that predicts one token further -> those in a model of one layer. None: its embedding is the model's own.
+_MTP_NAMES = {
+    "nextn.enorm.weight": "enorm.weight",
+    "nextn.hnorm.weight": "hnorm.weight",
+    "nextn.eh_proj.weight": "fc.weight",
+    "nextn.shared_head_norm.weight": "output_norm.weight",
+    "nextn.shared_head_head.weight": "output.weight",
+    "nextn.embed_tokens.weight": None,
+}
 
 
 class _Place(NamedTuple):
@@ -48,10 +58,40 @@ def build(file: GGUFFile) -> PreTrainedModel:
 
     Raises ValueError or UnsupportedModel, with the reason, for a file that is no whole model of a known kind.
     """
-    family, config = architecture_of(file), config_of(file)
+    config = config_of(file)
     _check_formats(file)
+    model = _filled(_skeleton(config), file)
+    if config.tie_word_embeddings:
+        inputs: Any = model.get_input_embeddings()
+        give_matrix_(model.get_output_embeddings(), matrix_of(inputs))  # pyright: ignore[reportArgumentType]
+    ends = end_ids(file)
+    if model.generation_config is not None and ends:
+        model.generation_config.eos_token_id = list(ends)
+    return model.eval()
+
+
+def mtp_of(file: GGUFFile) -> PreTrainedModel | None:
+    """The file's MTP layer, as in `models.mtp.of_folder`."""
+    if not file.get("nextn_predict_layers"):
+        return None
+    config = config_of(file)
+    block = f"blk.{config.num_hidden_layers}."
+    kept = {name: t for name, t in file.tensors.items() if name in _ROTARY}
+    for name, tensor in file.tensors.items():
+        if name.startswith(block) and (own := _MTP_NAMES.get(short := name.removeprefix(block), f"blk.0.{short}")):
+            kept[own] = tensor
+    model = mtp.joined_(_skeleton(mtp.one_layer(config)), own_head="output.weight" in kept)
+    return _filled(model, replace(file, tensors=kept))
+
+
+def _skeleton(config: PretrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _filled(model: PreTrainedModel, file: GGUFFile) -> PreTrainedModel:
+    """The model with the weights of the file."""
+    family, config = architecture_of(file), model.config
     _fill_buffers_(model, file)
     for names, place in _places(model, file):
         _check_shape(file, names, place)
@@ -71,13 +111,7 @@ def build(file: GGUFFile) -> PreTrainedModel:
             setattr(place.module, place.kind, nn.Parameter(values, requires_grad=False))
     for path, module in _mixtures(model).items():
         _give_experts_(module, file, path)
-    if config.tie_word_embeddings:
-        inputs: Any = model.get_input_embeddings()
-        give_matrix_(model.get_output_embeddings(), matrix_of(inputs))  # pyright: ignore[reportArgumentType]
-    ends = end_ids(file)
-    if model.generation_config is not None and ends:
-        model.generation_config.eos_token_id = list(ends)
-    return model.eval()
+    return model
 
 
 def sizes(file: GGUFFile) -> Sizes:

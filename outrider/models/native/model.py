@@ -30,6 +30,7 @@ from outrider.models.base import (
 from outrider.models.cache import SlotCache
 from outrider.models.matrix import float_rows
 from outrider.models.native.families import family_of
+from outrider.models.native.mtp import BEFORE_NORM, MTP, MtpBuilder, OneLayer
 from outrider.models.native.program import Builder, NotNative, Program
 from outrider.models.native.step import NativeStep
 from outrider.models.native.weights import Facts, ModuleSource, ShapeSource, StoredSource
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
 _WITHOUT_EFFECT = (
     "architectures attention_bias bos_token_id chunk_size chunk_size_feed_forward dtype eos_token_id expand hidden_size "
     "id2label initializer_range label2id mamba_chunk_size mamba_expand mamba_ssm_cache_dtype max_window_layers mlp_bias "
-    "model_type num_logits_to_keep output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp "
+    "model_type num_logits_to_keep num_mtp_layers output_attentions output_hidden_states output_router_logits pad_token_id "
+    "pretraining_tp "
     "problem_type rescale_prenorm_residual residual_in_fp32 return_dict router_aux_loss_coef router_jitter_noise state_size "
     "tie_word_embeddings time_step_floor time_step_max time_step_rank transformers_version use_cache use_mamba_kernels "
     "use_sliding_window vocab_size"
@@ -52,7 +54,7 @@ _WITHOUT_EFFECT = (
 def build(kind: str, config: Any, source: ModuleSource | StoredSource) -> Program:
     """The program of a model of this class of transformers. Raises NotNative or ValueError if there is none.
 
-    config: all that is read of it is in `Program.facts`."""
+    config: all that is read of it is in `Program.facts`. Its `mtp` is there if the source has such a layer."""
     family = family_of(kind)
     if family is None:
         raise NotNative(f"{kind} is not one of the families that it runs")
@@ -61,8 +63,13 @@ def build(kind: str, config: Any, source: ModuleSource | StoredSource) -> Progra
     if type(max_length) is not int or max_length < 1:
         raise ValueError(f"max_position_embeddings is {max_length!r}")
     family(builder, settings)
+    made, mtp = replace(builder.program(), max_length=max_length), None
+    if (part := source.part(MTP)) is not None:
+        further = MtpBuilder(part, before_norm=kind in BEFORE_NORM)
+        family(further, OneLayer(settings))
+        mtp = replace(further.program(), max_length=max_length)
     facts = {"kind": kind, "config": settings.read, "numbers": source.facts, "vocab_size": source.vocab_size}
-    return replace(builder.program(), max_length=max_length, facts=facts)
+    return replace(made, facts=facts, mtp=mtp)
 
 
 def stored(facts: Mapping[str, Any], matrices: Mapping[str, native.Packed], tensors: Mapping[str, Tensor]) -> Program:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ from outrider.models.matrix import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_Part = TypeVar("_Part")
 
 
 class WeightSource(Protocol):
@@ -109,6 +112,16 @@ class ModuleSource:
         if self._own:
             free_matrix_(*linears)
             give_matrix_(linears[0], made)
+        return made
+
+    def part(self, name: str) -> ModuleSource | None:
+        """A model that is a module of this one, with the same embedding and output head unless it has its own."""
+        if name not in self._modules:
+            return None
+        made, inner = copy.copy(self), self._modules[name]
+        shared = {n: m for n, m in self._modules.items() if m in (self._inputs, self._outputs)}
+        made._modules = shared | dict(inner.named_modules())
+        made._tensors = dict(inner.named_parameters()) | dict(inner.named_buffers())
         return made
 
     def experts(self, name: str) -> Sequence[Packed]:
@@ -206,6 +219,16 @@ class StoredSource:
         self.facts, self.vocab_size, self.head_ids = facts, vocab_size, None
         self._matrices, self._tensors = matrices, tensors
 
+    def part(self, name: str) -> StoredSource | None:
+        """As in `ModuleSource`."""
+        start, matrices, tensors = f"{name}.", self._matrices, self._tensors
+        if not any(n.startswith(start) for n in tensors):
+            return None
+        made = copy.copy(self)
+        made._matrices = _inner(matrices, start)
+        made._tensors = _inner(tensors, start)
+        return made
+
     def matrix(self, *names: str, paired: bool = False) -> Packed:
         return self._matrices[names[0]]
 
@@ -222,6 +245,12 @@ class StoredSource:
 
     def number(self, name: str, default: Any = None) -> Any:
         return self.facts.get(name, default)
+
+
+def _inner(parts: Mapping[str, _Part], start: str) -> dict[str, _Part]:
+    """Those whose names begin so, without the beginning, and those of the model that are in no layer."""
+    outer = {n: part for n, part in parts.items() if ".layers." not in n and not n.startswith(start)}
+    return outer | {n.removeprefix(start): part for n, part in parts.items() if n.startswith(start)}
 
 
 class _MatrixSize(NamedTuple):

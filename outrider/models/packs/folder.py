@@ -40,6 +40,7 @@ from outrider.models.lazy import Lazy
 from outrider.models.matrix import give_matrix_, matrices_in
 from outrider.models.native import families
 from outrider.models.native.model import stored
+from outrider.models.native.mtp import MTP
 from outrider.models.native.program import Program
 from outrider.models.request import LoadRequest, ReadModel
 from outrider.models.tokenizer import LazyTokenizer, tokenizer_of
@@ -293,6 +294,9 @@ def _restored(
 
     model = skeleton(config)
     modules = dict(model.named_modules())
+    matrices, tensors = (
+        {n: p for n, p in parts.items() if not n.startswith(f"{MTP}.")} for parts in (matrices, tensors)
+    )
     for name, matrix in matrices.items():
         if name in modules:
             give_matrix_(modules[name], matrix)

@@ -13,7 +13,7 @@ from outrider.core.tree import chain
 from outrider.core.types import Commit
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.eagle.files import read_eagle
-from outrider.drafters.heads.eagle.model import TorchEagle, eagle_model
+from outrider.drafters.heads.eagle.model import eagle_model
 from outrider.drafters.heads.eagle.module import EagleConfig
 from outrider.drafters.heads.features import PairModel, PairReader
 from outrider.drafters.heads.lattice import ParallelDrafter, chains_only
@@ -91,7 +91,7 @@ class PEagleDrafter(PairReader, ParallelDrafter):
         quantization: str = "auto",
     ) -> None:
         config = head.config
-        self.model = self._eagle = TorchEagle(head, target, max_length, quantization)
+        self.model = eagle_model(head, target, max_length, quantization)
         super().__init__(config.vocab_size, target.device, self.model.subset)
         self.cache, self.waiting, self.taps = self.model.new_cache(num_slots, max_length), {}, config.taps
         assert config.mask_token_id is not None
@@ -108,7 +108,7 @@ class PEagleDrafter(PairReader, ParallelDrafter):
         tokens, parents = chain(feeds)
         masks = self._mask_features.expand(depth - 1, -1)
         features = pad_sequence([torch.cat([own, masks]) for own in waiting], batch_first=True)
-        logits = self._eagle.forward(Nodes(tokens, self.cache, [*slots], parents), features, want=depth).logits
+        logits = self.model.forward(Nodes(tokens, self.cache, [*slots], parents), features, want=depth).logits
         for slot, own in zip(slots, waiting, strict=True):
             self._ingested(slot, len(own))
         return logits

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from outrider.core.sampling import TokenSubset
 from outrider.drafters.heads.eagle.module import EagleConfig, EagleEquations
-from outrider.drafters.heads.features import HeadOutput, PairModel
+from outrider.drafters.heads.features import HeadOutput, PairModel, last_nodes
 from outrider.drafters.heads.layers import Linears, PackedLayer, Rotary, precision_of
+from outrider.drafters.heads.native import NativePairs
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.kernels import cpu as native
 from outrider.kernels.attention import Scoring
 from outrider.models.attention import attend, write
-from outrider.models.base import Chain, DrawnChain, LanguageModel, Want
+from outrider.models.base import LanguageModel, Want
 from outrider.models.cache import SCRATCH, SlotCache
 from outrider.models.native.parts import attention, gated_mlp
 from outrider.models.native.program import Builder, Program
-from outrider.models.native.step import NativeStep
 from outrider.models.nodes import Nodes
 
 _FEATURE_NORM = "feature_norm"  # of what comes from the target: one norm, or one for each tap
@@ -33,15 +33,21 @@ def eagle_model(
     quantization: str = "auto",
     *,
     plain: bool = False,
-) -> EagleModel:
-    """A head that is ready to draft. The native step runs those of a single layer of Llama, on a CPU.
+) -> PairModel:
+    """A head that is ready to draft: by the native step on a CPU.
 
     target: gives the embedding, unless the head has its own. quantization: "auto", "none", "int8" or "int4".
     max_length: tokens of the longest text. plain: in torch also where the native step could run it; the reference.
     """
-    runs = head.config.one_plain_layer and target.device.type == "cpu" and native.available()
-    kind = NativeEagle if runs and not plain and _table(head, target) is not None else TorchEagle
-    return kind(head, target, max_length, quantization)
+    config, length = head.config, min(max_length, head.config.max_position_embeddings)
+    precision = precision_of(quantization, [t for n, t in head.tensors.items() if "norm" not in n])
+    runs = target.device.type == "cpu" and native.available()
+    if runs and not plain and (table := _table(head, target)) is not None:
+        program = _program(head, _EagleSource(head, precision, table))
+        made = NativePairs(program, config.taps, length, _subset(head, target))
+        made.weight_bytes //= max(config.parallel_drafts, 1)
+        return made
+    return TorchEagle(head, target, length, precision)
 
 
 def _table(head: HeadWeights[EagleConfig], target: LanguageModel) -> native.Packed | Tensor | None:
@@ -49,57 +55,11 @@ def _table(head: HeadWeights[EagleConfig], target: LanguageModel) -> native.Pack
     return target.embedding_table if own is None else own.contiguous()
 
 
-class EagleModel(PairModel):
-    """The layers of a head. Cell t of a slot holds the keys and values of the pair (x_{t+1}, g_t).
-
-    weight_bytes: that a forward of one pair reads; fc is read only where features come from the target. In P-EAGLE the share of
-    each draft token.
-    """
-
-    def __init__(
-        self, head: HeadWeights[EagleConfig], target: LanguageModel, max_length: int, quantization: str = "auto"
-    ) -> None:
-        self.config = config = head.config
-        self.taps, self.device, self.vocab_size = config.taps, target.device, config.vocab_size
-        self.max_length = min(max_length, config.max_position_embeddings)
-        if len(head.token_ids) < config.vocab_size:
-            self.subset = TokenSubset(head.token_ids.to(self.device), config.vocab_size)
-        precision = precision_of(quantization, [t for n, t in head.tensors.items() if "norm" not in n])
-        self._build(head, target, precision)
-
-    def _build(self, head: HeadWeights[EagleConfig], target: LanguageModel, precision: str) -> None:
-        """Pack the weights. precision: of the linears."""
-        raise NotImplementedError
-
-    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
-        return SlotCache(num_slots, min(max_length, self.max_length))
-
-    def _given(self, nodes: Nodes, g: Tensor | None) -> Tensor:
-        """What is read in place of features: zeros where a forward only shows what a cache takes."""
-        return torch.zeros(*nodes.tokens.shape, self.config.hidden_size, device=self.device) if g is None else g
-
-
-class NativeEagle(EagleModel):
-    """By the native step: a forward is one call, and so are whole chains."""
-
-    has_draft_chains = True
-
-    def _build(self, head: HeadWeights[EagleConfig], target: LanguageModel, precision: str) -> None:
-        program = _program(head, _EagleSource(head, precision, _table(head, target)))
-        self.weight_bytes = sum(m.bytes for m in program.matrices)
-        self._step = NativeStep(program)
-
-    def forward(
-        self, nodes: Nodes, features: Tensor | None = None, *, g: Tensor | None = None, want: Want = "all"
-    ) -> HeadOutput:
-        given = self._given(nodes, g) if features is None else features
-        logits, _, fed_back = self._step.forward(nodes, (), want, given.float().contiguous(), features is None)
-        assert fed_back is not None
-        return HeadOutput(logits, fed_back)
-
-    def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
-        """See `LanguageModel.draft_chains`. What the head feeds back stays in the call."""
-        return self._step.draft_chains(cache, chains)
+def _subset(head: HeadWeights[EagleConfig], target: LanguageModel) -> TokenSubset | None:
+    """The draft vocabulary; None if it is the whole one."""
+    if len(head.token_ids) == (whole := head.config.vocab_size):
+        return None
+    return TokenSubset(head.token_ids.to(target.device), whole)
 
 
 class _EagleSource:
@@ -135,9 +95,10 @@ class _EagleSource:
 
 
 def _program(head: HeadWeights[EagleConfig], source: _EagleSource) -> Program:
-    """EAGLE-3: its only layer attends over [norm(e); norm(g)]. EAGLE-1: over fc([e; g]). e is the embedding of a token, and g the
-    state before it: made by fc of features of the target, or what the head fed back."""
-    c, b, eps, layer = head.config, Builder(source), head.config.rms_norm_eps, "layers.0"
+    """EAGLE-3: its first layer attends over [norm(e); norm(g)]. EAGLE-1: over fc([e; g]).
+
+    e is the embedding of a token, and g the state before it: made by fc of features of the target, or what the head fed back."""
+    c, b, eps = head.config, Builder(source), head.config.rms_norm_eps
     hidden, taps = c.hidden_size, len(c.taps)
     pair = b.value(2 * hidden)
     token, state = pair.split(hidden, hidden)
@@ -152,36 +113,34 @@ def _program(head: HeadWeights[EagleConfig], source: _EagleSource) -> Program:
             b.norm(features, _FEATURE_NORM, eps=eps, group=group, per_group=True, out=features, when="features")
         x, h = b.linear(features, "fc", width=hidden, when="features"), pair
         b.given(hidden, when="fed", out=x)
-        b.norm(token, f"{layer}.input_layernorm", eps=eps, out=token)
-        b.norm(x, f"{layer}.hidden_norm", eps=eps, out=state)
+        b.norm(token, "layers.0.input_layernorm", eps=eps, out=token)
+        b.norm(x, "layers.0.hidden_norm", eps=eps, out=state)
         x = state if c.norm_before_residual else x
-    frequencies, factor = c.rotary()
-    attention(
-        b,
-        h,
-        x,
-        f"{layer}.self_attn",
-        heads=c.num_attention_heads,
-        kv_heads=c.num_key_value_heads,
-        dim=c.head_dim,
-        table=b.angles(frequencies, factor),
-        scale=c.head_dim**-0.5,
-        eps=eps,
-    )
-    h = b.norm(x, f"{layer}.post_attention_layernorm", eps=eps)
-    gated_mlp(b, h, x, f"{layer}.mlp", width=c.intermediate_size, activation="silu")
+    table = b.angles(*c.rotary())
+    for b.layer in range(c.num_layers):
+        layer = f"layers.{b.layer}"
+        if b.layer:
+            h = b.norm(x, f"{layer}.input_layernorm", eps=eps)
+        attention(
+            b, h, x, f"{layer}.self_attn", heads=c.num_attention_heads, kv_heads=c.num_key_value_heads, dim=c.head_dim,
+            table=table, scale=c.head_dim**-0.5, eps=eps,
+        )  # fmt: skip
+        h = b.norm(x, f"{layer}.post_attention_layernorm", eps=eps)
+        gated_mlp(b, h, x, f"{layer}.mlp", width=c.intermediate_size, activation="silu")
+    b.layer = -1
     last = b.norm(x, "norm", eps=eps) if b.has("norm") else x
     b.head(last, fed_back=last if c.norm_output else x)
     return b.program()
 
 
-class TorchEagle(EagleEquations, EagleModel):
-    """In torch over packed linears: for other devices, for P-EAGLE, and the reference of the native step."""
+class TorchEagle(EagleEquations, PairModel):
+    """In torch over packed linears: for other devices, and the reference of the native step."""
 
-    config: EagleConfig
-
-    def _build(self, head: HeadWeights[EagleConfig], target: LanguageModel, precision: str) -> None:
-        config, own = head.config, head.own_embedding
+    def __init__(self, head: HeadWeights[EagleConfig], target: LanguageModel, max_length: int, precision: str) -> None:
+        """precision: of the linears."""
+        self.config = config = head.config
+        self.taps, self.device, self.vocab_size = config.taps, target.device, config.vocab_size
+        self.max_length, self.subset, own = max_length, _subset(head, target), head.own_embedding
         self.embed_tokens = target.embedding_rows
         if own is not None:
             table = own.to(self.device)
@@ -197,11 +156,14 @@ class TorchEagle(EagleEquations, EagleModel):
         self._rotary = Rotary(config, self.max_length + SCRATCH, self.device)
         self._scoring = Scoring(config.head_dim**-0.5)
 
+    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
+        return SlotCache(num_slots, min(max_length, self.max_length))
+
     def forward(
         self, nodes: Nodes, features: Tensor | None = None, *, g: Tensor | None = None, want: Want | int = "all"
     ) -> HeadOutput:
-        """want: as for `LanguageModel.forward`, or a number: so many of each sequence's last nodes."""
-        given = self._given(nodes, g) if features is None else self.fuse(features.float())
+        zeros = torch.zeros(*nodes.tokens.shape, self.config.hidden_size, device=self.device)
+        given = (zeros if g is None else g) if features is None else self.fuse(features.float())
         nodes = nodes.to(self.device)
         nodes.cache.reserve(nodes.slots, nodes.total)
         c, batch = self.config, len(nodes.slots)
@@ -216,10 +178,7 @@ class TorchEagle(EagleEquations, EagleModel):
                 return HeadOutput(x.new_empty(batch, 0, c.draft_vocab_size), x.new_empty(batch, 0, c.hidden_size))
             attended = attend(nodes, i, query.transpose(1, 2), self._scoring).flatten(2)
             if last and want != "all":
-                count = 1 if want == "last" else want
-                assert isinstance(count, int)
-                at = torch.tensor(nodes.last)[:, None] + torch.arange(1 - count, 1)
-                own = torch.arange(batch)[:, None], at
+                own = last_nodes(nodes, 1 if want == "last" else want)
                 attended, residual = attended[own], residual[own]
             y = layer.after(residual, attended)
         z = self._norm(y)

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from gguf_files import write_gguf
 from helpers import Loop, plain_texts, request
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, Qwen3_5TextConfig, Qwen3NextConfig
 from transformers.modeling_layers import MtpLayer, MtpModel
 
 from outrider import SamplingParams
@@ -27,14 +28,15 @@ from outrider.control import Fixed
 from outrider.drafters import make_drafter, make_drafters
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.eagle.drafter import EagleDrafter
-from outrider.drafters.heads.mtp import MtpModel as OurMtp
-from outrider.drafters.heads.mtp import MtpWeights, has_mtp
+from outrider.drafters.heads.mtp import mtp_model
+from outrider.drafters.heads.native import NativePairs
 from outrider.drafters.method import TuneInputs
 from outrider.drafters.registry import level_cost
 from outrider.integrations.engines import exports
 from outrider.models.base import FINAL_NORM
 from outrider.models.hf.model import HFModel
-from outrider.models.load import Loaded, load
+from outrider.models.load import Loaded, load, pack
+from outrider.models.mtp import of_folder
 from outrider.models.nodes import Nodes
 
 SHAPE: dict[str, Any] = {
@@ -43,6 +45,9 @@ SHAPE: dict[str, Any] = {
     "moe_intermediate_size": 16, "num_experts_per_tok": 2,
 }  # fmt: skip
 ROUTED: dict[str, Any] = {"n_routed_experts": 4, "n_shared_experts": 1, "topk_group": 1, "first_k_dense_replace": 1}
+LINEAR: dict[str, Any] = {
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
 CONFIGS: dict[str, Callable[[], Any]] = {
     "deepseek_v3": lambda: DeepseekV3Config(
         **SHAPE, **ROUTED, num_key_value_heads=4, n_group=2, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
@@ -50,6 +55,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "glm4_moe": lambda: Glm4MoeConfig(
         **SHAPE, **ROUTED, num_key_value_heads=2, head_dim=8, n_group=1, use_qk_norm=True
+    ),
+    "qwen3_5": lambda: Qwen3_5TextConfig(
+        **SHAPE, num_key_value_heads=2, head_dim=8, **LINEAR, layer_types=["linear_attention", "full_attention"],
+        mtp_num_hidden_layers=1,
     ),
     "qwen3_next": lambda: Qwen3NextConfig(
         **SHAPE, num_key_value_heads=2, head_dim=8, shared_expert_intermediate_size=16, num_experts=4,
@@ -79,7 +88,7 @@ def checkpoint(kind: str, config: Any, out: Path, extra: Path) -> Path:
     random_(model)
     weights = saved(model, out)
     one = copy.deepcopy(model.config)
-    one.num_hidden_layers, apart = 1, kind == "qwen3_next"
+    one.num_hidden_layers, apart = 1, kind.startswith("qwen3")
     one.first_k_dense_replace, one.layer_types = 0, ["full_attention"] if apart else None
     layer = AutoModelForCausalLM.from_config(one)
     random_(layer)
@@ -135,10 +144,10 @@ def theirs(folder: Path, kind: str, tokens: Tensor, states: Tensor) -> Tensor:
     raw: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     positions = torch.arange(tokens.shape[1])[None]
     mask = torch.full((1, 1, tokens.shape[1], tokens.shape[1]), -1e9).triu(1)
-    if kind == "qwen3_next":  # transformers reads none of these, so its layer takes the tensors by hand
+    if kind.startswith("qwen3"):  # transformers reads none of these, so its layer takes the tensors by hand
         own = {n: t for n, t in load_file(folder / "model.safetensors").items() if n.startswith("mtp.")}
         block = AutoModelForCausalLM.from_config(
-            Qwen3NextConfig(**{**raw.config.to_dict(), "num_hidden_layers": 1, "layer_types": ["full_attention"]})
+            type(raw.config)(**{**raw.config.to_dict(), "num_hidden_layers": 1, "layer_types": ["full_attention"]})
         )
         norm, layer = type(raw.model.norm), MtpLayer(block.config, type(raw.model.layers[0]), type(raw.model.norm), 0)
         assert isinstance(layer.post_norm, norm)
@@ -165,7 +174,7 @@ def theirs(folder: Path, kind: str, tokens: Tensor, states: Tensor) -> Tensor:
 def test_numbers_are_those_of_transformers(kind: str, folders: dict[str, Path]) -> None:
     loaded = target(folders[kind], kind)
     tokens, states = pairs(loaded)
-    model = OurMtp(MtpWeights(loaded), loaded, 64)
+    model = mtp_model(loaded, 64)
     got = model.forward(Nodes(tokens, model.new_cache(1, 64), [0]), states)
     want = theirs(folders[kind], kind, tokens, states)
     assert float(want.std()) > 0.05
@@ -203,18 +212,70 @@ def test_no_text_changes(kind: str, folders: dict[str, Path]) -> None:
         assert all(len(r.output) == 5 for r in loop.generate(asked))
 
 
+@pytest.fixture(scope="module")
+def gguf(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of llama.cpp's converter, of the checkpoint of Qwen 3.5."""
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    raw = AutoModelForCausalLM.from_pretrained(folders["qwen3_5"])
+    write_gguf(raw, path, "F32", mtp=of_folder(str(folders["qwen3_5"]), raw.config))
+    return path
+
+
+def test_gguf_files_and_packs(folders: dict[str, Path], gguf: Path, tmp_path: Path) -> None:
+    file = load(str(gguf), device="cpu")
+    assert file.config.num_hidden_layers == 2
+    tokens, states = pairs(file)
+    want = theirs(folders["qwen3_5"], "qwen3_5", tokens, states)
+    pack(str(gguf), tmp_path / "pack")
+    found = []
+    for loaded in (file, load(str(tmp_path / "pack"), device="cpu")):
+        made = make_drafters(SpeculativeConfig.of({"method": "auto"}), loaded, rows=1, max_length=64, device="cpu")
+        assert list(made)[-1] == "mtp"
+        model = mtp_model(loaded, 64)
+        assert isinstance(model, NativePairs)
+        found.append(model.forward(Nodes(tokens, model.new_cache(1, 64), [0]), states).logits[0])
+    assert torch.allclose(found[0], want, atol=1e-4)
+    assert torch.equal(found[0], found[1])
+
+
+def test_a_pair_has_the_same_bits_in_any_company(gguf: Path) -> None:
+    loaded = load(str(gguf), device="cpu")
+    model, (tokens, states) = mtp_model(loaded, 64), pairs(loaded)
+    count = tokens.shape[1]
+    want = model.forward(Nodes(tokens, model.new_cache(1, 64), [0]), states)
+    for chunk in (1, 5, 16):
+        cache = model.new_cache(1, 64)
+        for at in range(0, count, chunk):
+            part = slice(at, min(at + chunk, count))
+            got = model.forward(Nodes(tokens[:, part], cache, [0]), states[:, part])
+            assert torch.equal(got.logits, want.logits[:, part])
+            assert torch.equal(got.g, want.g[:, part])
+            cache.commit([0], [range(got.g.shape[1])])
+    # each node of the text with a wrong sibling, in a batch with the text turned around
+    cache = model.new_cache(2, 96)
+    nodes, parents = torch.stack([tokens[0], tokens[0] + 1], 1).flatten(), torch.arange(2 * count) // 2 * 2 - 2
+    parents[:2] = torch.tensor([-1, 0])
+    both = torch.stack([nodes, torch.cat([tokens[0].flip(0), nodes[count:]])])
+    given = states[0].repeat_interleave(2, 0)
+    got = model.forward(
+        Nodes(both, cache, [1, 0], torch.stack([parents, torch.arange(-1, 2 * count - 1)])),
+        torch.stack([given, given.flip(0)]),
+    )
+    assert torch.equal(got.logits[0, ::2], want.logits[0])
+
+
 def test_a_target_with_recurrent_layers(tmp_path: Path) -> None:
     """Qwen3-Next as it is: linear attention beside full attention. The states of a step are those of the accepted path."""
     layers = ["linear_attention", "full_attention"]
     config = Qwen3NextConfig(
         **SHAPE, num_key_value_heads=2, head_dim=8, shared_expert_intermediate_size=16, num_experts=4, num_mtp_layers=1,
-        layer_types=layers, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+        layer_types=layers, **LINEAR,
     )  # fmt: skip
     (tmp_path / "layer").mkdir()
     loaded = load(str(checkpoint("qwen3_next", config, tmp_path, tmp_path / "layer")), device="cpu")
     model: Any = loaded.model
     assert model.recurrences.layers
-    assert has_mtp(loaded)
+    assert loaded.has_mtp
     asked = [
         request(PROMPT[:n], SamplingParams(max_tokens=8, temperature=t, seed=n), seed=n)
         for n, t in ((40, 1.0), (9, 0.0), (1, 0.7))
@@ -231,7 +292,7 @@ def test_a_target_with_recurrent_layers(tmp_path: Path) -> None:
 
 def test_it_is_found(folders: dict[str, Path]) -> None:
     loaded = target(folders["glm4_moe"], "glm4_moe")
-    assert has_mtp(loaded)
+    assert loaded.has_mtp
     auto = make_drafters(SpeculativeConfig.of({"method": "auto"}), loaded, rows=1, max_length=64, device="cpu")
     assert list(auto)[-1] == "mtp"
     # the weights of a token, and two of four experts; the output head is the target's, and both read it
@@ -243,7 +304,7 @@ def test_it_is_found(folders: dict[str, Path]) -> None:
     own = sum(size for n, size in read.items() if "layers.2." in n or n.startswith("lm_head"))
     whole = sum(size for n, size in read.items() if "layers.2." not in n)
     assert level_cost("mtp", auto["mtp"], loaded.model) == pytest.approx(own / whole, rel=0.1)
-    assert ("mtp", {"method": "mtp"}) in candidates(TuneInputs(loaded.weights, mtp=has_mtp(loaded)), None)
+    assert ("mtp", {"method": "mtp"}) in candidates(TuneInputs(loaded.weights, mtp=loaded.has_mtp), None)
     found = {e.engine: e.command for e in exports({"method": "mtp", "num_speculative_tokens": 2})}
     assert '"method": "mtp"' in found["vLLM"]
     assert "--speculative-algorithm EAGLE" in found["SGLang"]
@@ -268,13 +329,13 @@ def test_what_cannot_be(folders: dict[str, Path], tmp_path: Path) -> None:
     folder, loaded = folders["glm4_moe"], target(folders["glm4_moe"], "glm4_moe")
     with pytest.raises(ValueError, match="part of the target's own checkpoint, so leave out"):
         make(loaded, model=str(folder))
-    with pytest.raises(ValueError, match="was not loaded from one"):
+    with pytest.raises(ValueError, match="has no MTP layers"):
         make(replace(loaded, source=str(tmp_path / "gone")))
     for n, (drop, message) in enumerate(
         {
-            "layers.2.": "has no MTP layers: .*model.layers.2 or mtp",
-            "eh_proj": "lacks eh_proj; outrider knows those of DeepSeek-V3",
-            "2.mlp.experts.3.": "is that of another model than .*, or not whole",
+            "layers.2.": "has no MTP layers: .*layer after the last one, or of mtp",
+            "eh_proj": "cannot draft: it lacks eh_proj; outrider knows the layers of DeepSeek-V3",
+            "2.mlp.experts.3.": "is that of another model, or not whole",
             "2.self_attn.q_norm": "lacks self_attn.q_norm.weight; it is that of another model",
         }.items()
     ):
@@ -283,4 +344,9 @@ def test_what_cannot_be(folders: dict[str, Path], tmp_path: Path) -> None:
         broken = changed(folder, into, drop)
         with pytest.raises(ValueError, match=message):
             make(broken)
-    assert not has_mtp(changed(folder, tmp_path, "layers.2."))
+    assert not changed(folder, tmp_path, "layers.2.").has_mtp
+    with pytest.warns(RuntimeWarning, match="MTP layer of .* cannot draft: it lacks self_attn.q_norm.weight"):
+        broken = changed(folders["qwen3_5"], tmp_path, "mtp.layers.0.self_attn.q_norm")
+    assert not broken.has_mtp
+    with pytest.raises(ValueError, match="has no MTP layer that can draft"):
+        make(broken)

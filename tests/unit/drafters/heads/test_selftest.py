@@ -24,8 +24,9 @@ from outrider.drafters.heads.block.drafter import BlockDrafter
 from outrider.drafters.heads.block.files import read_block
 from outrider.drafters.heads.eagle.drafter import EagleDrafter, PEagleDrafter, survival
 from outrider.drafters.heads.eagle.files import read_eagle
-from outrider.drafters.heads.eagle.model import EagleModel, eagle_model
+from outrider.drafters.heads.eagle.model import eagle_model
 from outrider.drafters.heads.eagle.module import EagleConfig
+from outrider.drafters.heads.features import PairModel
 from outrider.drafters.heads.files import head_kind
 from outrider.drafters.heads.lattice import ParallelDrafter
 from outrider.drafters.heads.medusa.drafter import MedusaDrafter
@@ -41,20 +42,20 @@ TEXT = [(7 * i * i + 3 * i + 11) % 127 for i in range(80)]
 GUESSED = "eagle31"
 
 
-def model(name: str = GUESSED, config: EagleConfig | None = None, **settings: Any) -> EagleModel:
+def model(name: str = GUESSED, config: EagleConfig | None = None, **settings: Any) -> PairModel:
     """A golden head, read with other settings than its own."""
     read = read_eagle(GOLDEN / name, TARGET)
     return eagle_model(replace(read, config=replace(config or read.config, **settings)), TARGET.model, 256, "none")
 
 
-def drafter(head: EagleModel) -> EagleDrafter:
+def drafter(head: PairModel) -> EagleDrafter:
     return EagleDrafter(head, 1, 256)
 
 
 class Follower(LanguageModel):
     """A target that writes what a head guesses: its logits are one where the head's first draft token is."""
 
-    def __init__(self, head: EagleModel) -> None:
+    def __init__(self, head: PairModel) -> None:
         self.inner, self.head = TARGET.model, head
         self.vocab_size, self.max_length, self.device = 128, 256, TARGET.model.device
         self.num_layers, self.batch_invariant = TARGET.model.num_layers, True
@@ -154,12 +155,13 @@ def test_a_misreading_is_named(mends: str, caplog: pytest.LogCaptureFixture, mon
         name, read = GUESSED, model()
     else:
         loaded, read = target(name), model(name, **settings)
+    own = replace(read_eagle(GOLDEN / name, TARGET).config, **settings)
     monkeypatch.setattr("outrider.drafters.heads.selftest.ENOUGH", 0.99)  # random layers resemble their neighbours
     monkeypatch.setattr("outrider.drafters.heads.selftest.CLEAR", 0.05)
     with caplog.at_level(logging.WARNING, "outrider.heads"):
         others = [
             (what, config.taps, lambda config=config: drafter(model(name, config)))
-            for what, config in misread(read.config, 8, {n: n for n in ("norm_output", "norm_before_residual")})
+            for what, config in misread(own, 8, {n: n for n in ("norm_output", "norm_before_residual")})
         ]
         report = examine(drafter(read), others, survival, loaded, 256, "HEAD", TEXT)
     assert report is not None
