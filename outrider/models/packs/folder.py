@@ -53,6 +53,7 @@ PARTIAL = ".partial"  # how the name of a folder ends that is not whole
 LAYOUT = 2  # of the folder; a pack of another layout is made again
 _PART = ".packed."  # between the name of a module and that of a buffer of its matrix
 _SAME = "same"  # the settings of a matrix that two modules share: the name of the first
+_LINE = 64  # bytes of the caches' lines: where tensors begin in memory
 _TOGETHER = 64  # tensors that one thread reads by one call of the system; Linux takes 1024 at most
 
 
@@ -365,7 +366,7 @@ def _reading(file: Path, sums: Mapping[str, int]) -> Iterator[dict[str, Tensor]]
     for before, name in pairwise(names):
         if table[name].offset != (end := table[before].offset + table[before].bytes):
             raise ValueError(f"{name} begins at byte {table[name].offset}, and the tensor before ends at {end}")
-    memory = {name: native.room(t.weights, STORED_DTYPES[t.format]) for name, t in table.items()}
+    memory = _memory(table)
     begun, found = Event(), dict[str, Tensor]()
 
     def read(descriptor: int, names: Sequence[str]) -> None:
@@ -394,6 +395,16 @@ def _reading(file: Path, sums: Mapping[str, int]) -> Iterator[dict[str, Tensor]]
         for job in jobs:
             job.result()
     found |= {name: memory[name].view(table[name].shape) for name in table}
+
+
+def _memory(table: Mapping[str, checkpoint.StoredTensor]) -> dict[str, Tensor]:
+    """Room for the tensors of a table, in one block: the ends of many blocks would have small pages, which are slow to read."""
+    places, end = dict[str, int](), 0
+    for name, t in table.items():
+        places[name] = end
+        end += (t.bytes + _LINE - 1) // _LINE * _LINE
+    block = native.room(end)
+    return {name: block[places[name] :][: t.bytes].view(STORED_DTYPES[t.format]) for name, t in table.items()}
 
 
 def _checksum(t: Tensor) -> int:
