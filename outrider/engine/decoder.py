@@ -266,7 +266,7 @@ class Decoder:
             self._batch = (key, LogitsWarper([sequence.state for sequence in live], self.target.device), seeds)
         _, warp, seeds = self._batch
         budgets = [
-            budget.clipped(sequence.limit - len(sequence.output) - 1)
+            budget.clipped(sequence.left - 1)
             for sequence, budget in zip(live, self.controller.budgets([r.slot for r in live]), strict=True)
         ]
         return DraftContext(
@@ -280,7 +280,7 @@ class Decoder:
             prompt_lengths=[len(sequence.prompt) for sequence in live],
             predictions=[sequence.request.prediction for sequence in live],
             cache=self.cache,
-            left=[sequence.limit - len(sequence.output) for sequence in live],
+            left=[sequence.left for sequence in live],
         )
 
     def _commit(self, live: list[Sequence], draft: Draft, verdict: Verdict, out: Output) -> list[Commit]:

@@ -167,9 +167,9 @@ class Sequence:
         return len(self.request.continued) + len(self.counts.drafted)
 
     @property
-    def limit(self) -> int:
-        """Output tokens at most."""
-        return self.checker.limit
+    def left(self) -> int:
+        """Output tokens that may follow, at most."""
+        return self.checker.limit + len(self.prompt) - len(self.tokens)
 
     @property
     def output(self) -> list[int]:

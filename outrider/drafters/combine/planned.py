@@ -66,6 +66,7 @@ class PlannedDrafter(BaseDrafter):
             self.methods.setdefault(default, tuple(drafters))
         self.default, self.vocab_size, self.tell = default, vocab_size, tell
         self._shared = SharedTaps.of(drafters)
+        self._foreign = {name for name, drafter in drafters.items() if not trusted(drafter)}
         self.taps = self._shared.taps
         self.lost: dict[int, str] = {}
         self.failures = 0
@@ -87,23 +88,18 @@ class PlannedDrafter(BaseDrafter):
             known = ", ".join(self.methods)
             raise BadParameter(f"there is no drafter {method[:80]!r} here; use one of: none, {known}", "method")
 
-    def method(self, slot: int) -> str:
-        """The name of a sequence's method."""
-        return self.assigned.get(slot, self.default)
-
     def of_slot(self, slot: int) -> Sequence[str]:
         """The names of a sequence's drafters; none if it has none or lost them."""
-        return () if slot in self.lost else self.methods.get(self.method(slot), ())
+        return () if slot in self.lost else self.methods.get(self.assigned.get(slot, self.default), ())
 
     # -- a drafter ------------------------------------------------------------------------------------------------------
 
     def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
         for name in self.of_slot(slot):
             if name in self._shared.columns:
-                drafter = self.drafters[name]
-                shown = tokens if trusted(drafter) else list(tokens)
+                shown = list(tokens) if name in self._foreign else tokens
                 own = self._shared.of_drafter(name, features)
-                self._guarded(name, [slot], drafter.start, slot, shown, first, own)
+                self._guarded(name, [slot], self.drafters[name].start, slot, shown, first, own)
 
     def propose(self, context: DraftContext) -> Draft:
         self._proposals, self._charges = {}, {}
@@ -133,7 +129,8 @@ class PlannedDrafter(BaseDrafter):
                     self._shared.commit(name, own_commit(commits[b], self._proposals.get((name, context.slots[b]))))
                     for b in some
                 ]
-                self._guarded(name, own.slots, lend, drafter, "update", own, mine, target.select(some))
+                given = (lend, drafter.update) if name in self._foreign else (drafter.update,)
+                self._guarded(name, own.slots, *given, own, mine, target.select(some))
 
     def release(self, slot: int) -> None:
         self.assigned.pop(slot, None)
@@ -221,13 +218,16 @@ class PlannedDrafter(BaseDrafter):
 
         If it fails, each entry is asked for alone, and only those that fail alone are lost.
         """
-        drafter, own = self.drafters[name], replace(context.select([*budgets]), budgets=[*budgets.values()])
+        drafter, own, missed = self.drafters[name], context.select([*budgets]), 0
+        if own.budgets != [*budgets.values()]:
+            own = replace(own, budgets=[*budgets.values()])
         try:
-            missed = sum(max(drafter.missing(s, t) - 1, 0) for s, t in zip(own.slots, own.tokens, strict=True))
+            if name not in self.lookups:
+                missed = sum(max(drafter.missing(s, t) - 1, 0) for s, t in zip(own.slots, own.tokens, strict=True))
             began = perf_counter()
-            draft = lend(drafter, "propose", own)
+            draft = lend(drafter.propose, own) if name in self._foreign else drafter.propose(own)
             seconds = perf_counter() - began
-            if not trusted(drafter):
+            if name in self._foreign:
                 check(draft, own, self.vocab_size)
         except Exception as error:
             if self.tell is None:
@@ -307,14 +307,11 @@ def trusted(drafter: Drafter) -> bool:
     ) and all(map(trusted, drafter.inner().values()))
 
 
-def lend(drafter: Any, method: str, own: DraftContext, *more: Any) -> Any:
-    """Call a drafter's method and protect the committed tokens from it.
+def lend(act: Callable[..., Any], own: DraftContext, *more: Any) -> Any:
+    """Call a method of a drafter that others wrote, and protect the committed tokens from it.
 
     Raises Broken if the method changed them; they are restored first. Also raises what the method raises.
     """
-    act = getattr(drafter, method)
-    if trusted(drafter):
-        return act(own, *more)
     originals, copies = list(own.tokens), [list(tokens) for tokens in own.tokens]
     try:
         made = act(own, *more)
@@ -325,7 +322,7 @@ def lend(drafter: Any, method: str, own: DraftContext, *more: Any) -> Any:
             for now, then in zip(originals, copies, strict=True):
                 now[:] = then
     if changed:
-        raise Broken(f"{method} changed the committed tokens, which are read-only; make a list of your own")
+        raise Broken(f"{act.__name__} changed the committed tokens, which are read-only; make a list of your own")
     return made
 
 

@@ -145,7 +145,7 @@ def record(decoder: Decoder, recorder: DraftRecorder, texts: Sequence[tuple[str,
         decoder.step()
         for slot, (number, kind, text) in list(running.items()):
             if text.finish is not None:
-                found[number] = recorder.taken(text, slot, kind, text.limit)
+                found[number] = recorder.taken(text, slot, kind, text.checker.limit)
                 decoder.release(slot)
                 del running[slot]
     return [found[number] for number in range(len(texts))]

@@ -152,7 +152,7 @@ def test_methods_of_several_drafters_and_none() -> None:
     ):
         used.assign(0, "magic")
     used.release(0)
-    assert used.method(0) == "auto"
+    assert used.of_slot(0) == ("suffix", "draft")
     with pytest.raises(ValueError, match="several methods need drafters"):
         planned({})
 

@@ -193,10 +193,10 @@ class CountingDecoder:
         context = sum(len(s.tokens) for s in live) / len(live)
         self.clock[0] += self.costs.round(len(live), self.depth, context)
         for s in live:
-            new = min(1 + min(int(self.draws[s.id][s.steps]), self.depth), s.limit - len(s.output))
+            new = min(1 + min(int(self.draws[s.id][s.steps]), self.depth), s.left)
             s.step_done(self.depth, Commit([0] * new, list(range(new)), new - 1, None, None))
             self.cache.length[s.slot] += new
-            if len(s.output) >= s.limit:
+            if not s.left:
                 s.finish, s.clock.done = scheduler_finish(), self.clock[0]
         return SimpleNamespace(draft=Draft)
 
