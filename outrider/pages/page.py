@@ -35,6 +35,7 @@ FRAME = """\
 
 _IMPORT = re.compile(r"""^import \{([^}]*)\} from "\./([\w-]+\.js)";\n""", re.M)
 _EXPORT = re.compile(r"^export (?:async )?(?:function\*?|const|class) (\w+)", re.M)
+_LIST = re.compile(r"export\{([^}]*)\};?\s*$")  # the end of a library's file
 
 
 def assemble(html: Path, css: Path, script: Path, data: str = "", connect: bool = False) -> str:
@@ -73,7 +74,8 @@ def json_text(data: str) -> str:
 def bundle(script: Path) -> str:
     """One module from a module and those that it imports. Each keeps its names to itself.
 
-    Only `import {a, b} from "./file.js";` and `export` before function, const or class are known. Raises ValueError for others.
+    Only `import {a, b} from "./file.js";`, `export` before function, const or class, and a list of exports at the end are known.
+    Raises ValueError for others.
     """
     done = dict[str, str]()
     folders = [script.parent, ASSETS]
@@ -89,6 +91,9 @@ def bundle(script: Path) -> str:
         exports = _EXPORT.findall(source)
         body = _IMPORT.sub(lambda m: f"const {{{m[1]}}} = {_variable(m[2])};\n", source)
         body = re.sub(r"^export ", "", body, flags=re.M)
+        if listed := _LIST.search(body):
+            body = body[: listed.start()] + "\n"
+            exports += [re.sub(r"(\w+) as (\w+)", r"\2: \1", one.strip()) for one in listed[1].split(",")]
         if re.search(r"^(import|export)\b", body, re.M):
             raise ValueError(f"{name} has an import or export of a form that `bundle` does not know")
         done[name] = f"const {_variable(name)} = (() => {{\n{body}return {{ {', '.join(exports)} }};\n}})();\n"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from outrider.serve.options import ServeOptions
@@ -23,6 +25,7 @@ def live() -> Iterator[Live]:
 
 
 def say(page: Any, text: str, tokens: int = 12) -> None:
+    page.locator("#settings").evaluate("settings => (settings.open = true)")
     page.locator("#most").fill(str(tokens))
     page.locator("#input").fill(text)
     page.locator("#input").press("Enter")
@@ -39,6 +42,7 @@ def test_it_chats_with_history(live: Live, visit: Any) -> None:
         page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
         page.locator("#model", has_text="code").wait_for()
         assert page.locator("#key-form").is_hidden()
+        page.locator("#colours").check()  # a text as it came, without Markdown
         say(page, f"sort a list {HOSTILE}")
         done(page, 2)
         page.locator("#figures", has_text="12 tokens").wait_for()
@@ -73,7 +77,7 @@ def test_an_answer_can_be_stopped(visit: Any) -> None:
     with serving(builtin(), ServeOptions(model="code", pad_stream=50)) as live, visit(live.url) as seen:
         page = seen.page
         page.locator("#model", has_text="code").wait_for()
-        page.locator("#temperature").fill("0")
+        page.locator("#temperature").evaluate("field => (field.value = 0)")
         say(page, "write", 1500)
         page.locator("#log .text").nth(1).filter(has_text=re.compile("[^ ]")).wait_for()
         page.locator("#stop").click()
@@ -123,13 +127,142 @@ def test_a_key_is_asked_for_once(visit: Any) -> None:
         seen.problems.clear()  # the browser logs each 401
 
 
+def stand_in(page: Any, pieces: list[tuple[str, bool]], again: str | None = None) -> None:
+    """Answer for the server: these pieces, and `again` as the text without drafts."""
+
+    def answer(route: Any) -> None:
+        plain = route.request.post_data_json.get("disable_spec_decode")
+        parts = [(again, False)] if plain and again is not None else pieces
+        events = [{"choices": [{"delta": {"content": "".join(t for t, _ in parts)}, "pieces": parts}]}]
+        events.append({"choices": [{"delta": {}, "finish_reason": "stop", "seed": 7}]})
+        usage = {"usage": {"completion_tokens": 4}, "metrics": {"mean_itl_ms": 20.0 if plain else 10.0}, "choices": []}
+        route.fulfill(body="".join(f"data: {json.dumps(e)}\n\n" for e in [*events, usage]) + "data: [DONE]\n\n")
+
+    page.route("**/v1/chat/completions", answer)
+
+
+def test_markdown_becomes_elements_and_never_markup(live: Live, visit: Any) -> None:
+    text = (
+        "# Head\n\nA *word* of `code` & <b>more</b> [site](https://a.example/x) [bad](javascript:alert(1)) "
+        '![i](https://a.example/i.png)\n\n<img src=x onerror="document.title=1">\n\n1. one\n2. two\n\n'
+        '```python\nprint("<i>")\n```\n\n'
+        "| a | b |\n|---|---|\n| 1 | 2 |\n\n> said"
+    )
+    with visit(live.url) as seen:
+        page = seen.page
+        stand_in(page, [(text, False)])
+        page.locator("#model", has_text="code").wait_for()
+        say(page, "x")
+        done(page, 2)
+        found = page.locator("#log .text").nth(1)
+        assert found.locator("h3, em, ol li, pre code, table td, blockquote").all_text_contents() == [
+            "Head", "word", "one", "two", 'print("<i>")', "1", "2", "said",
+        ]  # fmt: skip
+        assert found.locator("a").evaluate_all("all => all.map((a) => [a.getAttribute('href'), a.rel])") == [
+            [f"https://a.example/{rest}", "noopener noreferrer"] for rest in ("x", "i.png")
+        ]
+        assert found.locator("img, b, i, script").count() == 0
+        assert "<b>more</b>" in found.inner_text()
+        assert "javascript:alert(1)" in found.inner_text()
+        assert page.title() == "outrider"
+        assert {url.split("/")[2] for url in seen.asked} == {live.url.split("/")[2]}
+
+
+def test_the_same_text_is_written_again_without_speculation(live: Live, visit: Any) -> None:
+    """Over the real engine. The pieces of a text are the text, and the drafted ones have their colour."""
+    with visit(live.url) as seen:
+        page, bodies = seen.page, list[Any]()
+        page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
+        page.locator("#model", has_text="code").wait_for()
+        say(page, "for i in range(10):", 48)
+        done(page, 2)
+        page.locator("#colours").check()
+        text = page.locator("#log .text").nth(1)
+        assert text.locator("span.accepted").count() > 0
+        page.get_by_role("button", name="Again without speculation").click()
+        page.locator(".same", has_text="The same text.").wait_for()
+        first, second = bodies
+        assert second["disable_spec_decode"]
+        assert second["seed"] >= 0
+        assert second["messages"] == first["messages"]
+        whole = {"stream": False, "return_pieces": None, "stream_options": None}
+        assert (
+            text.text_content()
+            == httpx.post(f"{live.url}/v1/chat/completions", json={**second, **whole}).json()["choices"][0]["message"][
+                "content"
+            ]
+        )
+
+
+def test_texts_that_differ_are_said_to_differ(live: Live, visit: Any) -> None:
+    with visit(live.url) as seen:
+        page = seen.page
+        stand_in(page, [("one ", False), ("two", True)], again="one too")
+        page.locator("#model", has_text="code").wait_for()
+        say(page, "x")
+        done(page, 2)
+        page.get_by_role("button", name="Again without speculation").click()
+        page.locator(".differs", has_text="This is a bug").wait_for()
+
+
+def test_conversations_are_kept_edited_retried_and_forgotten(live: Live, visit: Any) -> None:
+    with visit(live.url) as seen:
+        page, bodies = seen.page, list[Any]()
+        page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
+        stand_in(page, [("fine", False)])
+        page.locator("#model", has_text="code").wait_for()
+        page.get_by_text("Settings").click()
+        page.locator("#system").fill("Be short.")
+        page.locator("#top_k").fill("5")
+        for n, text in enumerate(("first", "second"), 1):
+            say(page, text)
+            done(page, 2 * n)
+        roles = ["system", "user", "assistant", "user"]
+        assert [one["role"] for one in bodies[1]["messages"]] == roles
+        assert bodies[1]["top_k"] == 5
+        page.get_by_role("button", name="Retry").last.click()
+        done(page, 4)
+        assert bodies[2]["messages"] == bodies[1]["messages"]
+        page.get_by_role("button", name="Edit").last.click()
+        assert page.locator("#input").input_value() == "second"
+        say(page, "changed")
+        done(page, 4)
+        assert [one["content"] for one in bodies[3]["messages"]] == ["Be short.", "first", "fine", "changed"]
+        page.reload()
+        page.locator("#kept button", has_text="first").click()
+        assert page.locator("#log .text").all_text_contents() == ["first", "fine", "changed", "fine"]
+        assert page.locator("#system").input_value() == "Be short."
+        page.get_by_role("button", name="Delete all").click()
+        page.reload()
+        page.locator("#model", has_text="code").wait_for()
+        assert page.locator("#kept button").count() == 0
+
+
+def test_the_page_is_small(live: Live) -> None:
+    """60 kB or less in all, as a browser reads it; and whole for a client that reads no gzip."""
+    raw = httpx.get(live.url, headers={"accept-encoding": "identity"})
+    with httpx.stream("GET", live.url, headers={"accept-encoding": "gzip"}) as packed:
+        sent = b"".join(packed.iter_raw())
+    assert packed.headers["content-encoding"] == "gzip"
+    assert len(sent) < 60_000
+    assert gzip.decompress(sent).decode() == raw.text
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1600])
 def test_every_width_and_scheme_is_accessible(live: Live, visit: Any, scheme: str, width: int) -> None:
     options = {"color_scheme": scheme, "viewport": {"width": width, "height": 800}, "bypass_csp": True}
     with visit(live.url, **options) as seen:
         seen.page.locator("#model", has_text="code").wait_for()
+        stand_in(
+            seen.page,
+            [("# Sorted\n\n```python\nsorted(x)\n```\n\n# \n\n| a |\n|---|\n| 1 |\n\n", False), ("- done", True)],
+        )
         say(seen.page, "sort")
         done(seen.page, 2)
         assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
+        assert violations(seen.page) == []
+        seen.page.locator("#colours").check()
+        seen.page.get_by_role("button", name="Again without speculation").click()
+        seen.page.locator(".same").wait_for()
         assert violations(seen.page) == []

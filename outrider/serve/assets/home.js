@@ -1,12 +1,16 @@
-// The page at /: a chat with the model of this server. Texts go in as text nodes, never as markup. The key stays in memory.
+// The page at /: a chat with the models of this server. Texts go in as text nodes, never as markup. The key stays in memory.
 
+import { begin, conversations, forget, keep, title } from "./conversations.js";
 import { byId, count, el, percent, short, visible } from "./dom.js";
+import { markdown } from "./markdown.js";
 
 const told = JSON.parse(byId("data").textContent);
 const SAYS = { user: "You", assistant: "Model", prompt: "Your text", completion: "Continued" };
-let [model, key, texts, running] = [null, "", [], null];
+const SAMPLING = ["top_p", "top_k", "min_p", "seed"]; // empty leaves them to the server
+let [models, key, talk, running] = [[], "", begin(), null];
 
 const headers = () => ({ "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) });
+const model = () => models.find((one) => one.id === byId("choice").value) ?? models[0];
 
 /** Throws an Error with the server's own words for an answer that is none. */
 async function checked(answer) {
@@ -32,78 +36,236 @@ async function meet() {
   byId("problem").textContent = "";
   try {
     const answer = await checked(await fetch("v1/models", { headers: headers() }));
-    model = (await answer.json()).data[0];
-    byId("model").textContent = visible(model.id);
-    byId("about").textContent = `outrider serves this model with ${model.speculative.method === "none" ? "plain decoding" : `speculative decoding (${visible(model.speculative.method)})`}. Guarantee: ${model.guarantee}. A text has up to ${count(model.max_model_len, "token")}.`;
+    models = (await answer.json()).data;
+    byId("choice").replaceChildren(...models.map((one) => el("option", { value: one.id }, visible(one.id))));
+    byId("pick").hidden = models.length < 2;
+    present();
   } catch (error) {
-    model = null;
+    models = [];
     byId("problem").textContent = visible(error.message);
   }
-  byId("key-form").hidden = !told.key || model !== null;
-  byId("chat").hidden = model === null;
+  byId("key-form").hidden = !told.key || models.length > 0;
+  byId("chat").hidden = models.length === 0;
 }
 
-/** A text in the log. Returns the node that holds it. */
-function shown(role, text) {
-  const node = el("div", { class: "text" }, visible(text));
-  byId("log").append(el("div", { class: role === "user" || role === "prompt" ? "user" : "model" }, el("div", { class: "who" }, SAYS[role]), node));
-  byId("log").scrollTop = byId("log").scrollHeight;
+function present() {
+  const one = model();
+  byId("model").textContent = visible(one.id);
+  const method = one.speculative?.method;
+  byId("about").textContent = method
+    ? `outrider serves this model with ${method === "none" ? "plain decoding" : `speculative decoding (${visible(method)})`}. Guarantee: ${one.guarantee}. A text has up to ${count(one.max_model_len, "token")}.`
+    : "outrider loads this model when you ask it.";
+}
+
+/** The path and the body of a request for the text after these messages. */
+function asked(messages, instructions) {
+  const common = { model: model().id, stream: true, stream_options: { include_usage: true }, return_pieces: true, max_tokens: Number(byId("most").value), temperature: Number(byId("temperature").value) };
+  for (const name of SAMPLING) if (byId(name).value !== "") common[name] = Number(byId(name).value);
+  const system = instructions.trim() ? [{ role: "system", content: instructions }] : [];
+  return told.chat
+    ? ["v1/chat/completions", { ...common, messages: [...system, ...messages.map(({ role, content }) => ({ role, content }))] }]
+    : ["v1/completions", { ...common, prompt: messages.map((one) => one.content).join("") }];
+}
+
+/** Ask, and fill a message as its text comes: content, pieces, and at the end seed, finish and figures. */
+async function write([path, body], message, changed) {
+  const response = await checked(await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal }));
+  for await (const event of events(response.body)) {
+    if (event.error) throw new Error(event.error.message);
+    const choice = event.choices[0];
+    const text = choice?.delta?.content ?? choice?.text ?? "";
+    message.content += text;
+    if (text) message.pieces.push(...(choice.pieces ?? [[text, false]]));
+    if (choice?.finish_reason) Object.assign(message, { finish: choice.finish_reason, seed: choice.seed, note: choice.note });
+    if (event.usage) message.figures = figures(event);
+    changed();
+  }
+}
+
+/** What the last event of a text says. speed: tokens a second after the first token. */
+function figures({ usage, metrics }) {
+  const [spec, gap] = [metrics?.speculative_decoding, metrics?.mean_itl_ms];
+  return { tokens: usage.completion_tokens, speed: gap ? 1000 / gap : null, drafted: spec?.num_draft_tokens ?? 0, accepted: spec?.num_accepted_draft_tokens ?? 0, method: spec?.method };
+}
+
+function says({ tokens, speed, drafted, accepted }) {
+  return `${count(tokens, "token")}${speed ? `, ${short(speed)} a second` : ""}${drafted ? `; ${percent(accepted / drafted)} of ${count(drafted, "draft token")} accepted` : ""}.`;
+}
+
+/** The nodes of a text: its tokens with their colours, or Markdown. */
+function body(message) {
+  if (byId("colours").checked && message.pieces?.length) return el("div", { class: "tokens" }, message.pieces.map(([text, drafted]) => el("span", { class: drafted ? "accepted" : null }, visible(text))));
+  if (message.role !== "assistant") return el("div", { class: "plain" }, visible(message.content));
+  return markdown(message.content, copy).filter(Boolean);
+}
+
+function fill(node, message) {
+  node.replaceChildren(...[body(message)].flat());
+}
+
+/** A message in the log. Returns the node that holds its text. */
+function shown(message) {
+  const node = el("div", { class: "text" });
+  fill(node, message);
+  const own = message.role === "user" || message.role === "prompt";
+  byId("log").append(el("div", { class: own ? "user" : "model" }, el("div", { class: "who" }, SAYS[message.role]), node, buttons(message, own)));
   return node;
 }
 
-function asked() {
-  const common = { model: model.id, stream: true, stream_options: { include_usage: true }, max_tokens: Number(byId("most").value), temperature: Number(byId("temperature").value) };
-  return told.chat
-    ? ["v1/chat/completions", { ...common, messages: texts.map(({ role, content }) => ({ role, content })) }]
-    : ["v1/completions", { ...common, prompt: texts.map((one) => one.content).join("") }];
+function buttons(message, own) {
+  const button = (name, run) => el("button", { type: "button", onclick: run }, name);
+  if (own) return el("div", { class: "small-buttons" }, button("Edit", () => edit(message)));
+  return el("div", { class: "small-buttons" }, button("Copy", (event) => copy(message.content, event.target)), button("Retry", () => retry(message)), message.asked && message.finish ? button("Again without speculation, same seed", (event) => again(message, event.target)) : null, message.figures ? el("span", {}, says(message.figures)) : null);
 }
 
-function tell(event) {
-  const spec = event.metrics?.speculative_decoding;
-  const speed = event.metrics?.tokens_per_second;
-  byId("figures").textContent = `${count(event.usage.completion_tokens, "token")}${speed ? `, ${short(speed)} a second` : ""}${spec?.num_draft_tokens ? `; ${percent(spec.num_accepted_draft_tokens / spec.num_draft_tokens)} of ${count(spec.num_draft_tokens, "draft token")} accepted` : ""}.`;
+async function copy(text, button) {
+  const name = button.textContent;
+  try {
+    await navigator.clipboard.writeText(text);
+    button.textContent = "Copied";
+  } catch {
+    button.textContent = "The browser refuses";
+  }
+  setTimeout(() => (button.textContent = name), 1500);
+}
+
+/** Draw the conversation and the list of all. */
+function draw() {
+  byId("log").replaceChildren();
+  talk.messages.forEach(shown);
+  byId("log").scrollTop = byId("log").scrollHeight;
+  byId("system").value = talk.system;
+  byId("kept").replaceChildren(
+    ...conversations().map((one) =>
+      el("li", {}, el("button", { type: "button", "aria-current": one.id === talk.id ? "true" : null, onclick: () => open(one) }, visible(title(one))), el("button", { type: "button", "aria-label": `Delete ${visible(title(one))}`, onclick: () => drop(one) }, "✕")),
+    ),
+  );
+  byId("forget").disabled = conversations().length === 0;
+}
+
+function open(one) {
+  if (running) return;
+  talk = one;
+  byId("figures").textContent = "";
+  draw();
+  byId("input").focus();
+}
+
+function drop(one) {
+  if (running) return;
+  forget(one === null ? null : one.id);
+  open(one === null || one.id === talk.id ? begin(talk.system) : talk);
+}
+
+/** Take a message and all after it away. */
+function cut(message) {
+  talk.messages.splice(talk.messages.indexOf(message));
+}
+
+function edit(message) {
+  if (running) return;
+  cut(message);
+  byId("input").value = message.content;
+  draw();
+  byId("input").focus();
+}
+
+function retry(message) {
+  if (running) return;
+  cut(message);
+  draw();
+  answer("");
 }
 
 async function send() {
   const input = byId("input").value;
-  texts.push({ role: told.chat ? "user" : "prompt", content: input });
-  shown(texts.at(-1).role, input);
+  talk.messages.push({ role: told.chat ? "user" : "prompt", content: input });
+  shown(talk.messages.at(-1));
   byId("input").value = "";
+  await answer(input);
+}
+
+/** Let the model write the next message. input: what goes back into the box if nothing is written. */
+async function answer(input) {
+  const request = asked(talk.messages, talk.system);
+  const message = { role: told.chat ? "assistant" : "completion", content: "", pieces: [], asked: request, system: talk.system };
+  const node = shown(message);
+  await busy(() => write(request, message, later(() => {
+    fill(node, message);
+    byId("log").scrollTop = byId("log").scrollHeight;
+  })));
+  if (message.content || message.finish) {
+    delete message.asked[1].messages; // the conversation has them
+    delete message.asked[1].prompt;
+    talk.messages.push(message);
+    const left = keep(talk);
+    if (left) byId("problem").textContent = `The browser has no more room: ${count(left, "old conversation")} left.`;
+    if (message.figures) byId("figures").textContent = says(message.figures) + (message.note ? ` ${visible(message.note)}` : "");
+  } else if (input) {
+    talk.messages.pop(); // it was not answered, so the next one does not follow it
+    byId("input").value ||= input;
+  }
+  draw();
+  byId("input").focus();
+}
+
+/** Write a text again with its seed and without drafts, beside it, and compare both. */
+async function again(message, button) {
+  if (running) return;
+  const [path, fresh] = asked(talk.messages.slice(0, talk.messages.indexOf(message)), message.system);
+  const body = { ...fresh, ...message.asked[1], seed: message.seed, disable_spec_decode: true };
+  const plain = { content: "", pieces: [] };
+  const [text, verdict] = [el("div", { class: "text plain" }), el("p", { role: "status" }, "The same text, without speculation:")];
+  button.parentNode.after(el("div", {}, verdict, text));
+  button.disabled = true;
+  await busy(() => write([path, body], plain, later(() => (text.textContent = visible(plain.content)))));
+  text.textContent = visible(plain.content);
+  if (!plain.finish) verdict.textContent = "Not finished.";
+  else if (plain.content !== message.content) {
+    verdict.className = "differs";
+    verdict.textContent = model().guarantee === "exact-tokens" ? "The texts differ. This is a bug: please report it." : `The texts differ, as the guarantee ${model().guarantee} allows.`;
+  } else {
+    const [fast, slow] = [message.figures?.speed, plain.figures?.speed];
+    verdict.className = "same";
+    verdict.textContent = `The same text.${fast && slow ? ` ${short(fast)} tokens a second with speculation, ${short(slow)} without: ${short(fast / slow)} times as fast.` : ""}`;
+    text.remove();
+  }
+  verdict.scrollIntoView({ block: "nearest" });
+}
+
+/** Do work that the Stop button ends, and say what went wrong. */
+async function busy(work) {
   byId("problem").textContent = "";
-  const answer = { role: told.chat ? "assistant" : "completion", content: "" };
-  const node = shown(answer.role, "");
   running = new AbortController();
-  busy(true);
+  mark(true);
   try {
-    const [path, body] = asked();
-    const response = await checked(await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal }));
-    for await (const event of events(response.body)) {
-      if (event.error) throw new Error(event.error.message);
-      if (event.usage) tell(event);
-      answer.content += event.choices[0]?.delta?.content ?? event.choices[0]?.text ?? "";
-      node.textContent = visible(answer.content);
-      byId("log").scrollTop = byId("log").scrollHeight;
-    }
+    await work();
   } catch (error) {
     if (error.name === "AbortError") byId("figures").textContent = "Stopped.";
     else byId("problem").textContent = visible(error.message);
   }
   running = null;
-  busy(false);
-  if (answer.content) texts.push(answer);
-  else {
-    texts.pop(); // it was not answered, so the next one does not follow it
-    byId("input").value ||= input;
-    node.parentNode.previousSibling.remove();
-    node.parentNode.remove();
-  }
-  byId("input").focus();
+  mark(false);
 }
 
-function busy(now) {
+function mark(now) {
   byId("send").disabled = now;
   byId("clear").disabled = now;
   byId("stop").disabled = !now;
+  byId("log").setAttribute("aria-busy", now);
+}
+
+/** At most one call for each frame of the screen. */
+function later(draw) {
+  let due = false;
+  return () => {
+    if (due) return;
+    due = true;
+    requestAnimationFrame(() => {
+      due = false;
+      draw();
+    });
+  };
 }
 
 byId("form").addEventListener("submit", (event) => {
@@ -115,12 +277,17 @@ byId("input").addEventListener("keydown", (event) => {
   event.preventDefault();
   byId("form").requestSubmit(byId("send"));
 });
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") running?.abort();
+});
 byId("stop").addEventListener("click", () => running?.abort());
-byId("clear").addEventListener("click", () => {
-  texts = [];
-  byId("log").replaceChildren();
-  byId("figures").textContent = "";
-  byId("input").focus();
+byId("clear").addEventListener("click", () => open(begin(talk.system)));
+byId("forget").addEventListener("click", () => drop(null));
+byId("system").addEventListener("change", () => (talk.system = byId("system").value));
+byId("choice").addEventListener("change", present);
+byId("colours").addEventListener("change", () => {
+  byId("legend").hidden = !byId("colours").checked;
+  if (!running) draw();
 });
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -128,7 +295,9 @@ byId("key-form").addEventListener("submit", (event) => {
   meet();
 });
 byId("chat-title").textContent = told.chat ? "Chat" : "Continue a text";
-byId("chat-note").textContent = told.chat ? "Enter sends, Shift and Enter begin a line. The page forgets the chat when you leave." : "This model has no chat template: it continues what you write. The next piece follows all texts above.";
+byId("chat-note").textContent = told.chat ? "Enter sends. Shift and Enter begin a line. Escape stops." : "This model has no chat template: it continues what you write. The next piece follows all texts above.";
 byId("input-label").textContent = told.chat ? "Your message" : "Your text";
+byId("system").hidden = byId("system-label").hidden = !told.chat;
 byId("base").textContent = new URL("v1", location.href).href;
+draw();
 meet();

@@ -8,6 +8,7 @@ Each viewer has a short queue. A viewer that does not read is dropped, and its q
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections import abc, deque
 from dataclasses import replace
@@ -20,6 +21,7 @@ from typing import Annotated, Any
 import anyio
 from fastapi import FastAPI, Query
 from pydantic import BaseModel, Field
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -265,14 +267,18 @@ def install(app: FastAPI, service: Service, interval: float = INTERVAL) -> Dashb
     dashboard, tokenizer = Dashboard(service, interval), service.llm.tokenizer
     told = {"chat": bool(tokenizer and tokenizer.chat_template), "key": bool(service.settings.api_key)}
     first = assemble(ASSETS / "home.html", ASSETS / "home.css", ASSETS / "home.js", json.dumps(told), connect=True)
+    packed = gzip.compress(first.encode(), mtime=0)
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    async def home() -> Response:
-        """What the server is, where its other pages are, and a chat box.
+    async def home(request: Request) -> Response:
+        """What the server is, where its other pages are, and a chat.
 
         It is open to all, so it holds nothing of the model: it asks for that with the key that its user gives.
         """
-        return Response(first, headers=HEADERS, media_type="text/html")
+        if "gzip" not in request.headers.get("accept-encoding", ""):
+            return Response(first, headers={**HEADERS, "vary": "accept-encoding"}, media_type="text/html")
+        coded = {"content-encoding": "gzip", "vary": "accept-encoding"}
+        return Response(packed, headers={**HEADERS, **coded}, media_type="text/html")
 
     @app.get("/favicon.ico", include_in_schema=False)
     async def icon() -> Response:

@@ -211,7 +211,7 @@ class Pace:
     """When the events of a stream leave.
 
     interval: seconds. With an interval each event has one token and leaves on a tick of an even clock. Then neither
-    size nor time shows how many draft tokens were accepted (arXiv 2411.01076). None sends text as it comes.
+    size nor time nor `pieces` shows how many draft tokens were accepted (arXiv 2411.01076). None sends text as it comes.
     """
 
     def __init__(self, interval: float | None) -> None:
@@ -224,7 +224,7 @@ class Pace:
         count = max(len(delta.pieces), len(delta.token_ids) if tokens else 0)
         pieces = [*delta.pieces, *[("", False)] * (count - len(delta.pieces))]
         return [
-            Delta(piece[0], delta.token_ids[i : i + 1], [piece], logprobs=delta.logprobs[i : i + 1])
+            Delta(piece[0], delta.token_ids[i : i + 1], logprobs=delta.logprobs[i : i + 1])
             for i, piece in enumerate(pieces)
         ]
 

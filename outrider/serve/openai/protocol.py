@@ -141,6 +141,10 @@ class CommonRequest(JsonObject):
     timeout: float | None = Field(None, gt=0, description="seconds; then the text ends where it is")
     detailed_metrics: bool | None = Field(None, description="also the counts of each step")
     return_token_ids: bool | None = Field(None, description="the token ids of prompt and output, too")
+    return_pieces: bool | None = Field(
+        None,
+        description="in a stream also the pieces of each event: [text, whether it is a draft token that was accepted]",
+    )
     return_fingerprint: bool | None = Field(
         None, description="what each text depends on, for outrider replay --fingerprint on any machine"
     )
@@ -288,7 +292,7 @@ class CompletionRequest(CommonRequest):
     @property
     def shown(self) -> Shown:
         ids, details = bool(self.return_token_ids), bool(self.detailed_metrics)
-        return Shown(self.logprobs, self.prompt_logprobs, bool(self.echo), ids, details)
+        return Shown(self.logprobs, self.prompt_logprobs, bool(self.echo), ids, details, bool(self.return_pieces))
 
     @property
     def count(self) -> int:
@@ -323,7 +327,8 @@ class ChatRequest(CommonRequest):
     @property
     def shown(self) -> Shown:
         count = self.top_logprobs or 0 if self.logprobs else None
-        return Shown(count, token_ids=bool(self.return_token_ids), details=bool(self.detailed_metrics))
+        ids, details = bool(self.return_token_ids), bool(self.detailed_metrics)
+        return Shown(count, token_ids=ids, details=details, pieces=bool(self.return_pieces))
 
 
 class TokenizeRequest(JsonObject):

@@ -23,13 +23,14 @@ _LEAST = -9999.0  # JSON has no minus infinity
 class Shown:
     """What an answer shows besides its text. logprobs, prompt_logprobs: how many alternatives, None for no
     log-probabilities. echo: the prompt before the text. token_ids: of prompt and output.
-    details: counts of each step."""
+    details: counts of each step. pieces: which parts of a streamed text were draft tokens."""
 
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False
     token_ids: bool = False
     details: bool = False
+    pieces: bool = False
 
     @property
     def of_prompt(self) -> int | None:
@@ -133,8 +134,10 @@ class ResponseWriter:
         tokens = delta.token_ids if delta else []
         logprobs = self._logprobs(tokens, delta.logprobs, offset) if delta and delta.logprobs else None
         content = {"delta": {"content": text}} if self.chat else {"text": text}
-        ids = {"token_ids": tokens} if self.shown.token_ids else {}
-        return self._chunk([{"index": index, **content, "logprobs": logprobs, "finish_reason": None, **ids}])
+        more: dict[str, Any] = {"token_ids": tokens} if self.shown.token_ids else {}
+        if self.shown.pieces and delta and delta.text == text and delta.pieces:
+            more["pieces"] = delta.pieces
+        return self._chunk([{"index": index, **content, "logprobs": logprobs, "finish_reason": None, **more}])
 
     def call(self, index: int, number: int, call: ToolCall) -> dict[str, Any]:
         """A chunk with one whole tool call. number: of the call in its choice, from 0."""

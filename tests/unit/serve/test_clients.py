@@ -289,6 +289,21 @@ def test_a_padded_stream_shows_every_token_once(plain: LLM) -> None:
     assert told == whole["logprobs"]["token_logprobs"]
 
 
+@pytest.mark.parametrize("pad", [None, 1.0])
+def test_the_pieces_of_a_stream_are_its_text(pad: float | None) -> None:
+    """Draft tokens are marked, as many as were accepted. A padded stream says nothing of them."""
+    with serving(builtin(1), ServeOptions(model="code", pad_stream=pad)) as live:
+        body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True, "return_pieces": True}
+        *chunks, end = stream(live, **body, stream_options={"include_usage": True})
+    pieces = [piece for c in chunks for piece in c["choices"][0].get("pieces", ())]
+    if pad is not None:
+        assert pieces == []
+        return
+    assert "".join(text for text, _ in pieces) == "".join(c["choices"][0]["text"] for c in chunks)
+    accepted = end["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]
+    assert 0 < accepted - 2 <= sum(drafted for _, drafted in pieces) <= accepted  # a token may have no text of its own
+
+
 def test_metrics_of_an_answer_have_the_names_and_shapes_that_vllms_clients_read(live: Live) -> None:
     """The rules are those of AIPerf 0.13, which drops every record that breaks one, and of vLLM's documentation."""
     for own in ({}, {"num_speculative_tokens": 3}, {"method": "suffix"}):
