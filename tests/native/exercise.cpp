@@ -58,6 +58,24 @@ int main() {
         }
     }
 
+    for (int32_t format : {CACHE_FLOAT32, CACHE_BFLOAT16, CACHE_INT8})
+        for (int64_t length : {0, 1, 255, 256, 777, 2050})
+            for (auto [window, softcap] : {std::pair<int64_t, float>{0, 0.0f}, {300, 4.0f}}) {
+                Attention a(length, format, length % 2, random);
+                std::vector<float> first;
+                for (int64_t v = 0; v < VARIANT_COUNT; v++) {
+                    if (!outrider_select_isa(VARIANTS[v].name)) continue;
+                    for (int threads : {1, 3}) {
+                        outrider_set_threads(threads);
+                        std::vector<float> out = a.run(window, softcap);
+                        if (first.empty()) first = out;
+                        std::string name = "attention over " + std::to_string(length) + " on " + VARIANTS[v].name;
+                        expect(same(first, out), name + ": other bits");
+                        if (length < 1000 || !v) a.check(out, window, softcap, name + ": other bits for fewer rows");
+                    }
+                }
+            }
+
     Random other;
     Toy second(other);
     std::vector<float> expected = second.text(CACHE_FLOAT32), x = reals(9 * 512, random);

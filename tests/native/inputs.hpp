@@ -27,6 +27,9 @@ void* outrider_program_new(const Program*);
 void outrider_program_free(void*);
 int64_t outrider_forward(void*, const ForwardJob*);
 int64_t outrider_draft_chains(void*, const ChainsJob*);
+int64_t outrider_plan(int64_t batch, int64_t held, int64_t nodes, const int64_t* parents, const int32_t* lengths, Plan* plan);
+void outrider_pack_vectors(int32_t format, const float* from, uint8_t* to, int64_t count, int64_t dim);
+void outrider_attention(AttentionJob* job);
 void outrider_gumbel(uint64_t seed, uint32_t stream, uint32_t step, uint32_t position, int64_t n, float* out);
 }
 
@@ -57,6 +60,53 @@ std::vector<float> reals(int64_t n, Random& random, float scale = 1) {
 bool same(const std::vector<float>& a, const std::vector<float>& b) {
     return a.size() == b.size() && !std::memcmp(a.data(), b.data(), a.size() * sizeof(float));
 }
+
+// Attention of a tree of six nodes, or of the last six tokens of a text, behind `length` tokens; or of one of them alone.
+struct Attention {
+    static constexpr int64_t NODES = 6, GROUP = 5, KV = 2, DIM = 43, VALUE_DIM = 25;
+    int64_t length, cells;
+    int32_t format;
+    bool tree;
+    std::vector<uint8_t> keys, values;
+    std::vector<float> q, sinks;
+
+    Attention(int64_t length, int32_t format, bool tree, Random& random)
+        : length(length), cells(length + NODES), format(format), tree(tree), q(reals(NODES * KV * GROUP * DIM, random)),
+          sinks(reals(KV * GROUP, random)) {
+        auto packed = [&](int64_t dim) {
+            std::vector<float> floats = reals(KV * cells * dim, random);
+            std::vector<uint8_t> out(static_cast<size_t>(KV * cells * vector_bytes(format, dim)));
+            outrider_pack_vectors(format, floats.data(), out.data(), KV * cells, dim);
+            return out;
+        };
+        keys = packed(DIM), values = packed(VALUE_DIM);
+    }
+    std::vector<float> run(int64_t window, float softcap, int64_t from = 0, int64_t count = NODES) const {
+        const int64_t chain[NODES] = {-1, 0, 1, 2, 3, 4}, branches[NODES] = {-1, 0, 0, 1, 3, 2};
+        int32_t ints[6 * NODES + 4], lengths[] = {static_cast<int32_t>(length)}, row = 0, *at = ints;
+        auto take = [&](int64_t n) { return at += n, at - n; };
+        Plan plan{take(NODES), take(2), take(1), take(NODES), take(NODES), take(NODES)};
+        outrider_plan(1, from, count, tree ? branches : chain, lengths, &plan);
+        std::vector<float> out(static_cast<size_t>(count * KV * GROUP * VALUE_DIM));
+        AttentionJob job{};
+        job.q = q.data() + from * KV * GROUP * DIM, job.k = keys.data(), job.v = values.data(), job.out = out.data();
+        job.segment = plan.segment, job.row = &row, job.length = lengths, job.chain = plan.chain, job.position = plan.position;
+        job.slot = plan.slot, job.parent = plan.parent, job.index = plan.index, job.sinks = sinks.data(), job.segments = 1;
+        job.heads = KV * GROUP, job.kv_heads = KV, job.dim = DIM, job.value_dim = VALUE_DIM, job.capacity = cells;
+        job.ldq = KV * GROUP * DIM, job.ldo = KV * GROUP * VALUE_DIM, job.window = window, job.scale = 0.2f, job.softcap = softcap;
+        job.format = format;
+        outrider_attention(&job);
+        return out;
+    }
+    // The same rows alone, and by two.
+    void check(const std::vector<float>& all, int64_t window, float softcap, const std::string& name) const {
+        for (int64_t count : {1, 2})
+            for (int64_t n = 0; n < NODES; n += count) {
+                std::vector<float> some = run(window, softcap, n, count);
+                expect(!std::memcmp(some.data(), all.data() + n * KV * GROUP * VALUE_DIM, some.size() * sizeof(float)), name);
+            }
+    }
+};
 
 // A packed matrix with its memory.
 struct Matrix {

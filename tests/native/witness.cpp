@@ -175,6 +175,18 @@ void show_experts(Random& random) {
     }
 }
 
+void show_attention(Random& random) {
+    for (int32_t format : {CACHE_FLOAT32, CACHE_BFLOAT16, CACHE_INT8})
+        for (int64_t length : {0, 250, 3001})
+            for (auto [window, softcap] : {std::pair<int64_t, float>{0, 0.0f}, {300, 4.0f}}) {
+                Attention a(length, format, length % 2, random);
+                std::string name = "attention " + std::to_string(format) + ", " + std::to_string(length) + (window ? ", window" : "");
+                std::vector<float> out = a.run(window, softcap);
+                show(name, out);
+                if (length < 1000) a.check(out, window, softcap, name);
+            }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -203,5 +215,6 @@ int main(int argc, char** argv) {
     show_numbers(random);
     for (int32_t kind : {DELTA_RULE, SELECTIVE}) show_scan(kind, random);
     show_experts(later);
+    show_attention(later);
     return failures != 0;
 }

@@ -38,9 +38,12 @@ class AttentionStruct(ctypes.Structure):
         ("softcap", c_float),
         ("begin", c_void_p),
         ("chunk", c_int64),
+        ("share", c_int64),
         ("task_segment", c_void_p),
         ("task_first", c_void_p),
         ("format", c_int32),
+        ("parts", c_void_p),
+        *((name, c_int64) for name in ("chunks", "slice", "slices")),
     ]
 
 

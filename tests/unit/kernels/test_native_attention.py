@@ -184,6 +184,35 @@ def test_a_long_context_and_any_chunking_of_a_prompt() -> None:
     assert (whole[0, 39] - reference(q[0, 39], k[0], v[0], 0.25, None, None, None)).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("length", [1, 15, 255, 256, 257, 511, 777, 4_099, 20_001])
+def test_a_node_has_its_bits_over_any_context_cut_in_any_way(length: int) -> None:
+    """A tree and a piece of a prompt, the nodes alone, one thread and two, every instruction set and precision."""
+    torch.manual_seed(length)
+    nodes, heads, dim, value_dim = 5, 3, 24, 20
+    sets = [isa for isa in native.isas() if isa != "portable" or length < 1000]  # it has no multiply-add, so it is slow
+    keys, values = torch.randn(1, 1, length + nodes, dim), torch.randn(1, 1, length + nodes, value_dim)
+    q = torch.randn(1, nodes, heads, dim)
+    for dtype in (torch.float32, *PACKED):
+        k, v = pack_vectors(keys, dtype), pack_vectors(values, dtype)
+        for parents in (None, torch.tensor([random_tree(nodes, random.Random(length))])):
+            for window in (None, length // 2 + 3):
+                scoring = Scoring(dim**-0.5, window)
+                threads, found = native.num_threads(), []
+                for count in (1, 2):
+                    native.set_num_threads(count)
+                    plan = AttentionPlan([0], [length], nodes, parents)
+                    found += [attention(plan, q, k, v, scoring) for isa in isas() if isa in sets]
+                    for n in range(nodes) if parents is not None else ():
+                        one = AttentionPlan([0], [length], 1, parents[:, : n + 1], n)
+                        assert torch.equal(attention(one, q[:, n : n + 1], k, v, scoring)[:, 0], found[0][:, n])
+                native.set_num_threads(threads)
+                assert all(torch.equal(found[0], other) for other in found)
+                if parents is None:
+                    at, (whole_k, whole_v) = length + nodes, (unpack_vectors(t)[0] for t in (k, v))
+                    twin = reference(q[0, -1], whole_k[:, :at], whole_v[:, :at], scoring.scaling, window, None, None)
+                    assert (found[0][0, -1] - twin).abs().max() < 1e-5
+
+
 def test_large_scores_do_not_overflow() -> None:
     q, k, v = torch.full((1, 1, 1, 8), 50.0), torch.full((1, 1, 70, 8), 50.0), torch.randn(1, 1, 70, 8)
     k[:, :, 10] = -50

@@ -29,6 +29,8 @@ inline int64_t vector_bytes(int32_t format, int64_t dim) {
     return format == CACHE_FLOAT32 ? 4 * dim : format == CACHE_BFLOAT16 ? 2 * dim : dim + 4 * ((dim + CACHE_BLOCK - 1) / CACHE_BLOCK);
 }
 
+constexpr int64_t ATTENTION_SPAN = 256;  // positions of a chunk: they are added up apart, in one order
+constexpr int64_t ATTENTION_NODES = 32;  // most nodes of a task
 constexpr int64_t LANES = 16;       // output columns of one panel
 constexpr int64_t RIVALS = 8;       // candidates that share the chance of a draft token
 constexpr int64_t GROUP = 4;        // panels of one unit of work
@@ -82,10 +84,14 @@ struct AttentionJob {
     int64_t window;  // 0: everything
     float scale, softcap;  // softcap 0: none
     const int32_t* begin;  // [segments] first node of each that attends; null: all of them do
-    int64_t chunk;  // nodes of one task
-    const int32_t* task_segment;  // [tasks / kv_heads]
-    const int32_t* task_first;    // first node of the task
+    // What follows is set by run_attention.
+    int64_t chunk, share;  // nodes, and heads of a head of keys, of one task
+    const int32_t* task_segment;  // of each run of nodes
+    const int32_t* task_first;    // first node of the run
     int32_t format;  // a CacheFormat
+    // A call that is cut over the context: slices of so many chunks, and what each chunk gives to each node and head. Null: it is not.
+    float* parts;
+    int64_t chunks, slice, slices;  // chunks: room for those of a node
 };
 
 struct View {
@@ -212,6 +218,7 @@ struct Kernels {
     void (*linear)(void* job, int64_t begin, int64_t end);     // units of GROUP panels
     void (*quantise)(void* job, int64_t begin, int64_t end);   // blocks of 32 inputs, of all rows
     void (*attention)(void* job, int64_t begin, int64_t end);  // tasks
+    void (*attention_join)(void* job, int64_t begin, int64_t end);  // heads of each run of nodes, of a call that is cut over the context
     void (*pack_vectors)(int32_t format, const float* from, uint8_t* to, int64_t count, int64_t dim);  // a CacheFormat
     void (*weighted_sum)(const float* const* rows, const float* weights, int64_t count, float factor, int32_t add, float* y, int64_t n);
     void (*norm)(const float* x, const float* weight, const float* bias, float* y, int64_t n, float eps, int32_t centred, int32_t add);

@@ -34,30 +34,51 @@ int64_t make_plan(int64_t batch, int64_t held, int64_t nodes, const int64_t* par
 
 void run_attention(AttentionJob& job) {
     auto first = [&](int64_t s) { return (job.begin ? job.begin : job.segment)[s]; };
+    auto seen_from = [&](int64_t p) { return job.window > 0 && p >= job.window ? p - job.window + 1 : 0; };
     double keys = 0;
+    job.chunks = 1;
     for (int64_t s = 0; s < job.segments; s++) {
-        double count = job.segment[s + 1] - first(s), span = job.length[s] + count / 2;
-        if (job.window > 0 && span > static_cast<double>(job.window)) span = static_cast<double>(job.window);
-        keys += count * span;
+        int64_t last = job.length[s];
+        for (int64_t n = first(s); n < job.segment[s + 1]; n++) {
+            int64_t p = job.position[n];
+            keys += static_cast<double>(p + 1 - seen_from(p)), last = p > last ? p : last;
+        }
+        int64_t chunks = last / ATTENTION_SPAN - seen_from(job.length[s]) / ATTENTION_SPAN + 1;
+        if (first(s) < job.segment[s + 1] && chunks > job.chunks) job.chunks = chunks;
     }
     int threads = worth_threads(0, keys * static_cast<double>(job.heads * (job.dim + job.value_dim)) * 1.5);
-    // As many nodes as possible share a pass over the keys, but every thread should find a few tasks.
-    int64_t chunk = 32;
-    auto count_tasks = [&] {
-        int64_t n = 0;
-        for (int64_t s = 0; s < job.segments; s++) n += (job.segment[s + 1] - first(s) + chunk - 1) / chunk;
-        return n * job.kv_heads;
+    int64_t group = job.heads / job.kv_heads, runs = 0;
+    job.chunk = ATTENTION_NODES, job.share = group, job.slices = 1, job.parts = nullptr;
+    auto tasks = [&] {
+        runs = 0;
+        for (int64_t s = 0; s < job.segments; s++) runs += (job.segment[s + 1] - first(s) + job.chunk - 1) / job.chunk;
+        return runs * job.kv_heads * ((group + job.share - 1) / job.share) * job.slices;
     };
-    while (threads > 1 && chunk > 1 && count_tasks() < 3 * threads) chunk /= 2;
+    // As many nodes and heads as possible share a pass over the keys, but every thread should find a few tasks. First the context is
+    // cut, then the nodes, then the heads of a group.
+    constexpr int64_t MOST = 16 << 20;  // floats that a call leaves between its two phases
+    const int64_t enough = 4 * threads, left = job.segment[job.segments] * job.heads * job.chunks * (2 + job.value_dim);
+    if (threads > 1 && tasks() < enough && job.chunks > 1 && left <= MOST) {
+        int64_t wanted = (enough + tasks() - 1) / tasks();
+        job.slice = (job.chunks + wanted - 1) / wanted, job.slices = (job.chunks + job.slice - 1) / job.slice;
+    }
+    while (threads > 1 && job.chunk > 1 && tasks() < 3 * threads) job.chunk /= 2;
+    while (threads > 1 && job.share > 1 && tasks() < threads) job.share = (job.share + 1) / 2;
     thread_local std::vector<int32_t> segments, firsts;
+    thread_local std::vector<float> parts;
     segments.clear(), firsts.clear();
     for (int64_t s = 0; s < job.segments; s++)
-        for (int64_t n = first(s); n < job.segment[s + 1]; n += chunk) {
+        for (int64_t n = first(s); n < job.segment[s + 1]; n += job.chunk) {
             segments.push_back(static_cast<int32_t>(s));
             firsts.push_back(static_cast<int32_t>(n));
         }
-    job.chunk = chunk, job.task_segment = segments.data(), job.task_first = firsts.data();
-    parallel(kernels()->attention, &job, static_cast<int64_t>(segments.size()) * job.kv_heads, threads);
+    job.task_segment = segments.data(), job.task_first = firsts.data();
+    if (job.slices > 1) {
+        if (static_cast<int64_t>(parts.size()) < left) parts.resize(static_cast<size_t>(left));
+        job.parts = parts.data();
+    }
+    parallel(kernels()->attention, &job, tasks(), threads);
+    if (job.parts) parallel(kernels()->attention_join, &job, runs * job.heads, worth_threads(0, static_cast<double>(left) * 4));
 }
 
 OUTRIDER_API int64_t outrider_plan(int64_t batch, int64_t held, int64_t nodes, const int64_t* parents,
