@@ -23,6 +23,7 @@ from outrider.core.suggest import did_you_mean
 from outrider.kernels import for_device
 from outrider.models import checkpoint, mtp
 from outrider.models.base import LanguageModel
+from outrider.models.checked import differs
 from outrider.models.dtypes import DTYPES, dtype_name
 from outrider.models.gguf.architectures import architecture_of
 from outrider.models.gguf.model import build, dense_, mtp_of, sizes
@@ -55,7 +56,9 @@ def runnable(
         if missing := for_device(where).missing:
             _say_once(f"outrider's native kernels are not in use ({missing}); running in float32 on oneDNN")
         elif supports(raw) is None:
-            return NativeModel(raw, weights=weights, own=own, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
+            if (wrong := differs(raw)) is None:
+                return NativeModel(raw, weights=weights, own=own, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
+            _say_once(wrong)
     model = HFModel(raw, weights=weights, own=True, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
     if model.slow:
         _say_once(model.slow)

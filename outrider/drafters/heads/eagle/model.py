@@ -178,7 +178,7 @@ class TorchEagle(EagleEquations, PairModel):
                 return HeadOutput(x.new_empty(batch, 0, c.draft_vocab_size), x.new_empty(batch, 0, c.hidden_size))
             attended = attend(nodes, i, query.transpose(1, 2), self._scoring).flatten(2)
             if last and want != "all":
-                own = last_nodes(nodes, 1 if want == "last" else want)
+                own = last_nodes(nodes, want if isinstance(want, int) else 1)
                 attended, residual = attended[own], residual[own]
             y = layer.after(residual, attended)
         z = self._norm(y)

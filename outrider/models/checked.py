@@ -1,0 +1,103 @@
+"""Whether a family's program means what a configuration says: a small model of the same settings gives the same logits both ways.
+
+The small model has the first layers of the real one, random weights, and fewer tokens and experts. So the check depends on the
+settings alone. It is made once for a configuration and is then remembered in the user's cache.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from contextlib import suppress
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from outrider.core.files import cache_folder, write_whole
+from outrider.core.tree import tree
+from outrider.models.base import FINAL_NORM, LanguageModel
+from outrider.models.hf.model import HFModel
+from outrider.models.native.families import digest
+from outrider.models.native.model import NativeModel, supports
+from outrider.models.nodes import Nodes
+from outrider.models.rotary import ExactPowers
+
+_CLOSE = 1e-3  # of the largest number; rounding is a thousand times smaller, and a wrong setting larger
+# Sizes that are made smaller: they say how much there is, not what is done with it.
+_SMALLER = {
+    "vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 32, "sliding_window": 4,
+}  # fmt: skip
+_TEXT = 12  # tokens before the tree
+
+
+def differs(model: PreTrainedModel) -> str | None:
+    """Why the native step must not run a model that it could run; None if it gives what transformers gives."""
+    config = smaller(model.config.get_text_config())
+    key = hashlib.sha256(f"{digest()}{type(model).__name__}{config.to_json_string()}".encode()).hexdigest()[:24]
+    file = cache_folder() / "checked" / key
+    with suppress(OSError):
+        return file.read_text(encoding="utf-8") or None
+    found = _difference(config)
+    with suppress(OSError):
+        write_whole(file, found or "")
+    return found
+
+
+def smaller(config: Any) -> Any:
+    """The configuration of the small model: as many layers as it takes to have one of each kind, and two at least."""
+    made, layers = copy.deepcopy(config), config.num_hidden_layers
+    lists = {n: v for n, v in made.to_dict().items() if isinstance(v, list) and len(v) == layers}
+    firsts = [v.index(kind) + 1 for v in lists.values() for kind in v]
+    count = min(layers, max(2, getattr(made, "first_k_dense_replace", 0) + 1, *firsts, 0))
+    for name, values in lists.items():
+        setattr(made, name, values[:count])
+    made.num_hidden_layers, made.pad_token_id = count, None
+    for name, size in _SMALLER.items():
+        if isinstance(value := getattr(made, name, None), int) and value > size:
+            setattr(made, name, size)
+    return made
+
+
+def _difference(config: Any) -> str | None:
+    if (model := _random(config)) is None or supports(model) is not None:
+        return None
+    ours, theirs = _shown(NativeModel(model, "float32")), _shown(HFModel(model, weights="float32", own=True))
+    far = float((ours - theirs).abs().max() / theirs.abs().max())
+    if far <= _CLOSE:
+        return None
+    return (
+        f"the native program of {type(model).__name__} does not compute what transformers does with these settings: logits of a "
+        f"small model differ by {far:.1e} of the largest; transformers runs the model, slower and right. Please report it"
+    )
+
+
+def _random(config: Any) -> PreTrainedModel | None:
+    """A model with random weights; None if transformers makes none of these settings."""
+    state = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    try:
+        with ExactPowers():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    except Exception:  # each architecture checks its settings in its own way
+        return None
+    else:
+        for p in model.parameters():
+            p.data = torch.randn_like(p) * p.shape[-1] ** -0.5 if p.dim() > 1 else torch.rand_like(p) + 0.5
+        return model
+    finally:
+        torch.random.set_rng_state(state)
+
+
+def _shown(model: LanguageModel) -> torch.Tensor:
+    """Logits and states of a text, and of two trees of four nodes after it."""
+    cache, found = model.new_cache(2, 64), []
+    text = torch.arange(2 * _TEXT).view(2, _TEXT) * 7 % model.vocab_size
+    trees = tree([[(5, -1), (9, 0), (11, 0), (3, 2)], [(2, -1), (13, 0), (8, 1), (1, 2)]])
+    for tokens, parents in ((text, None), trees):
+        out = model.forward(Nodes(tokens, cache, [0, 1], parents), taps=(0, model.num_layers - 1, FINAL_NORM))
+        assert out.features is not None
+        found += [out.logits.flatten(), out.features.flatten()]
+        cache.commit([0, 1], [range(_TEXT)] * 2 if parents is None else [[0]] * 2)
+    return torch.cat(found)

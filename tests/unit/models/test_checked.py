@@ -1,0 +1,82 @@
+"""A family's program is compared with transformers before it serves: one that misreads a setting is caught, once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from architectures import tiny
+
+from outrider.kernels import cpu as native
+from outrider.models import checked
+from outrider.models.load import load
+from outrider.models.native.families import family, family_of
+from outrider.models.native.model import NativeModel
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
+
+GRANITE = "GraniteForCausalLM"
+FACTORS = ("logits_scaling", "attention_multiplier", "residual_multiplier", "embedding_multiplier")
+
+
+class Misread:
+    """A configuration that a family reads, and one setting of it as if it was another number."""
+
+    def __init__(self, config: Any, name: str) -> None:
+        self._config, self._name = config, name
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._config, name)
+        return found * 1.25 if name == self._name else found
+
+
+@pytest.fixture(params=FACTORS)
+def wrong(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Granite's family is wrong for this setting."""
+    right = family_of(GRANITE)
+    assert right is not None
+    family(GRANITE)(lambda b, c: right(b, Misread(c, request.param)))
+    yield request.param
+    family(GRANITE)(right)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_a_family_that_misreads_a_setting_does_not_serve(wrong: str, tmp_path: Path) -> None:
+    folder = tmp_path / wrong
+    tiny("granite", num_hidden_layers=3).save_pretrained(folder)
+    with warnings.catch_warnings(record=True):  # it is said once in a process
+        assert not isinstance(load(str(folder), device="cpu").model, NativeModel)
+    assert "does not compute what transformers does" in str(checked.differs(tiny("granite", num_hidden_layers=3)))
+
+
+def test_it_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = tiny("gemma2"), list[Any]()
+    monkeypatch.setattr(checked, "HFModel", lambda *given, **more: asked.append(given) or HF(*given, **more))
+    assert checked.differs(model) is None
+    assert checked.differs(model) is None
+    assert len(asked) == 1
+
+
+HF = checked.HFModel
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "layers"),
+    [
+        ("llama", {"num_hidden_layers": 9, "vocab_size": 5000, "intermediate_size": 200}, 2),
+        ("gemma3_text", {"num_hidden_layers": 8, "layer_types": ["sliding_attention"] * 5 + ["full_attention"] * 3}, 6),
+    ],
+)
+def test_the_small_model_has_a_layer_of_each_kind(kind: str, changes: dict[str, Any], layers: int) -> None:
+    small = checked.smaller(tiny(kind, **changes).config)
+    assert small.num_hidden_layers == layers
+    assert small.vocab_size <= 64
+    assert small.intermediate_size <= 64
+    assert small.hidden_size == 32
