@@ -1,4 +1,4 @@
-"""The HTTP server with OpenAI's API. Imports the engine and everything below; imported by the command line.
+"""The HTTP server with OpenAI's API and Anthropic's. Imports the engine and everything below; imported by the command line.
 
 app        the routes
 guard      ASGI middleware before every route: request ids, API key, limits

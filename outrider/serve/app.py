@@ -4,43 +4,50 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import anyio
 from fastapi import FastAPI, Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from outrider._version import __version__
 from outrider.serve import errors
+from outrider.serve.anthropic import messages_route
 from outrider.serve.bodies import BoundedRoute
-from outrider.serve.connection import unless_gone
 from outrider.serve.dashboard import viewers as dashboard
 from outrider.serve.errors import Refused, json_response
 from outrider.serve.guard import guards
 from outrider.serve.metrics import CONTENT_TYPE, Metrics
 from outrider.serve.openai import responses_route
-from outrider.serve.openai.pending import EventResponse, PendingAnswer
 from outrider.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, plain
+from outrider.serve.openai.translated import Answering
 from outrider.serve.options import public_name
 from outrider.serve.service import Service
 
 if TYPE_CHECKING:
     from outrider.serve.spans import Spans
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text, "model": errors.ErrorBody}
-    for status, text in {
-        400: "The request is not valid; the message says why",
-        401: "The API key is missing or wrong",
-        403: "The host or the page that asks is not allowed",
-        404: "No such model",
-        408: "The request did not arrive in time, or its deadline passed before its first token",
-        413: "The request is too large",
-        429: "The queue is full; Retry-After gives the seconds to wait",
-        500: "The server failed on this request",
-        503: "The server is stopping, has too many connections, or its engine has stopped",
-    }.items()
-}
+
+def _errors(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """The documentation of errors. body: what a protocol makes of them."""
+    return {
+        status: {"description": text, "model": body}
+        for status, text in {
+            400: "The request is not valid; the message says why",
+            401: "The API key is missing or wrong",
+            403: "The host or the page that asks is not allowed",
+            404: "No such model",
+            408: "The request did not arrive in time, or its deadline passed before its first token",
+            413: "The request is too large",
+            429: "The queue is full; Retry-After gives the seconds to wait",
+            500: "The server failed on this request",
+            503: "The server is stopping, has too many connections, or its engine has stopped",
+        }.items()
+    }
+
+
 OBJECT = {"application/json": {"schema": {"type": "object"}}}
 ANSWER: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer", "content": {**OBJECT, "text/event-stream": {"schema": {"type": "string"}}}}
@@ -60,12 +67,12 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
     app = FastAPI(
         title="outrider",
         version=__version__,
-        description="A language model with exact speculative decoding behind OpenAI's API.",
+        description="A language model with exact speculative decoding behind the APIs of OpenAI, Anthropic and Ollama.",
         lifespan=lifespan,
         middleware=guards(service.settings, metrics),
         docs_url=None,  # the page would load scripts from another site
         redoc_url=None,
-        responses=ERRORS,
+        responses=_errors(errors.ErrorBody),
     )
     app.router.route_class = BoundedRoute
     errors.install(app)
@@ -86,31 +93,20 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
 
 def _texts(app: FastAPI, service: Service, spans: Spans | None) -> None:
     """Routes that write a text."""
-    settings = service.settings
-
-    async def answer(body: CompletionRequest | ChatRequest, request: Request) -> Response:
-        owner = request.state.owner
-        pending = await service.accept(body, request.state.request_id, body.user or owner, owner)
-        watch(pending, body, request)
-        if body.stream:
-            return EventResponse(pending, pending.stream(body.stream_options, settings.pad_seconds))
-        return json_response(await unless_gone(request.receive, pending.whole()), headers=pending.headers)
-
-    def watch(pending: PendingAnswer, body: CompletionRequest | ChatRequest, request: Request) -> None:
-        if spans is not None:
-            spans.watch(pending, settings.model_name, body, request.headers)
+    answering = Answering(service, spans)
 
     @app.post("/v1/completions", responses=ANSWER)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several, given as texts or token ids."""
-        return await answer(body, request)
+        return await answering.answer(body, request)
 
     @app.post("/v1/chat/completions", responses=ANSWER)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer messages. Needs a model with a chat template."""
-        return await answer(body, request)
+        return await answering.answer(body, request)
 
-    responses_route.install(app, service, watch, ANSWER)
+    responses_route.install(app, answering, ANSWER)
+    messages_route.install(app, answering, _errors(errors.MessagesErrorBody) | ANSWER)
 
 
 def _model(app: FastAPI, service: Service) -> None:
@@ -123,6 +119,9 @@ def _model(app: FastAPI, service: Service) -> None:
             "object": "model",
             "created": service.started,
             "owned_by": "outrider",
+            "type": "model",  # from here, as Anthropic's clients read it
+            "display_name": service.settings.model_name,
+            "created_at": datetime.fromtimestamp(service.started, UTC).isoformat(),
             "root": public_name(service.llm.loaded.name),
             "max_model_len": service.engine.decoder.max_length,
             "speculative": {"method": config.method, "num_speculative_tokens": config.budget.depth},
@@ -132,7 +131,9 @@ def _model(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", responses=_object("The model"))
     async def models() -> Response:
         """List the model that is served."""
-        return json_response({"object": "list", "data": [described()]})
+        found = [described()]
+        pages = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}  # Anthropic's
+        return json_response({"object": "list", "data": found, **pages})
 
     @app.get("/v1/models/{name:path}", responses=_object("The model"))
     async def model(name: str) -> Response:

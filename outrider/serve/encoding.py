@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import secrets
 import sys
 from collections import abc
 from collections.abc import Callable, Iterator
@@ -77,8 +78,10 @@ class Encoder:
         tools: Any = None,
         variables: dict[str, Any] | None = None,
         most: int | None = None,
+        goes_on: bool = False,
     ) -> list[int]:
-        """The ids of chat messages. messages: makes them. variables: of the template. Raises Refused."""
+        """The ids of chat messages. messages: makes them. variables: of the template. goes_on: the answer continues the text
+        of the last message. Raises Refused."""
         tokenizer = self.llm.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             return await self.run(lambda: self.llm.encode(messages()), LONG + 1, "messages")
@@ -87,20 +90,25 @@ class Encoder:
             if name == "messages" or name in inspect.signature(template).parameters:
                 message = f"chat_template_kwargs cannot set {name!r}, which the server sets; leave it out"
                 raise Refused(message, param="chat_template_kwargs")
-        given = {"tools": tools, "add_generation_prompt": True, **(variables or {})}
+        given = {"tools": tools, "add_generation_prompt": not goes_on, **(variables or {})}
         made = await self.run(lambda: spelled_out(messages(), check_size), param="messages")
         if self._renderers is None:  # the tokenizer has code of its own in place of a template
 
             def apply() -> list[int]:
                 with _of_template():
-                    return list(template(made, tokenize=True, return_dict=True, **given)["input_ids"])
+                    ids = template(made, tokenize=True, return_dict=True, continue_final_message=goes_on, **given)
+                    return list(ids["input_ids"])
 
             return await self.run(apply, param="messages")
+        mark = f"[{secrets.token_hex(8)}]"
+        if goes_on:
+            made = [*made[:-1], {**made[-1], "content": made[-1]["content"] + mark}]
         question = {"chat_template": tokenizer.get_chat_template(None, tools), "messages": made}
         question |= {name: _text(value) for name, value in tokenizer.special_tokens_map.items()} | given
         try:
             with _of_template():
                 text = await self._renderers.ask(lambda child, seconds: child.ask(question, seconds))
+            text = _up_to(text, mark) if goes_on else text
         except ValueError as error:
             raise self._refused(error, "messages") from error
 
@@ -161,6 +169,14 @@ def _of_template() -> Iterator[None]:
         raise
     except Exception as error:
         raise ValueError(f"the model's chat template does not take these messages: {error!s:.500}") from error
+
+
+def _up_to(text: str, mark: str) -> str:
+    """A rendered chat up to a mark that ended its last message. Raises ValueError."""
+    kept, found, _ = text.partition(mark)
+    if not found:
+        raise ValueError("the answer cannot go on from the last message, because the template leaves that message out")
+    return kept
 
 
 def _renders_as_usual(tokenizer: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
+"""Errors as clients expect them. OpenAI's read {"error": {"message", "type", "param", "code"}}; a path has its protocol's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
@@ -16,6 +16,13 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ANTHROPIC_TYPES = TYPES | {
+    403: "permission_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class ErrorDetail(BaseModel):
@@ -31,6 +38,26 @@ class ErrorBody(BaseModel):
     """What OpenAI's clients read."""
 
     error: ErrorDetail
+
+
+class MessagesErrorDetail(BaseModel):
+    """type: one of Anthropic's names."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorBody(BaseModel):
+    """What Anthropic's clients read."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+
+
+class OllamaErrorBody(BaseModel):
+    """What Ollama's clients read."""
+
+    error: str
 
 
 @dataclass(eq=False)
@@ -53,11 +80,24 @@ class Refused(Exception):
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
+    @property
+    def messages_body(self) -> dict[str, Any]:
+        """The body as Anthropic's clients read it."""
+        kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def body_at(self, path: str) -> dict[str, Any]:
+        """The body in the protocol of a path."""
+        if path.startswith("/v1/messages"):
+            return self.messages_body
+        return {"error": self.message} if path.startswith("/api/") else self.body
+
+    def response(self, path: str) -> Response:
+        """The answer to a request for this path."""
         headers = {} if self.retry is None else {"retry-after": str(self.retry)}
         if self.status == 401:
             headers["www-authenticate"] = self.challenge
-        return json_response(self.body, self.status, headers)
+        return json_response(self.body_at(path), self.status, headers)
 
 
 @contextmanager
@@ -67,6 +107,17 @@ def refusing(param: str | None = None) -> Generator[None, None, None]:
         yield
     except ValueError as error:
         raise Refused(str(error), param=getattr(error, "name", param)) from error
+
+
+@contextmanager
+def renamed(ours: str, theirs: str) -> Generator[None, None, None]:
+    """Errors about a field of our request name the field that the client sent."""
+    try:
+        yield
+    except Refused as refused:
+        if refused.param == ours:
+            refused.param = theirs
+        raise
 
 
 def dumps(value: Any) -> bytes:
@@ -92,10 +143,10 @@ def invalid_body(errors: Sequence[Any]) -> Refused:
 
 
 def install(app: FastAPI) -> None:
-    """Give every error of the framework the shape of OpenAI's errors."""
+    """Give every error of the framework the shape of the protocol's errors."""
 
     async def refused(request: Request, error: Any) -> Response:
-        return error.response()
+        return error.response(request.url.path)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, StarletteHTTPException)
@@ -103,7 +154,7 @@ def install(app: FastAPI) -> None:
             404: f"this server has no {request.url.path}",
             405: f"{request.url.path} does not take {request.method}",
         }
-        answer = Refused(what.get(error.status_code, str(error.detail)), error.status_code).response()
+        answer = Refused(what.get(error.status_code, str(error.detail)), error.status_code).response(request.url.path)
         answer.headers.update(error.headers or {})
         if error.status_code == 405:  # several routes may have the path, and the framework names the methods of one
             found = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
@@ -112,7 +163,7 @@ def install(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return invalid_body(error.errors()).response()
+        return invalid_body(error.errors()).response(request.url.path)
 
     app.add_exception_handler(Refused, refused)
     app.add_exception_handler(HTTPException, http)

@@ -81,7 +81,7 @@ class Guard:
                         raise Refused("the server has too many requests", 503, code="overloaded", retry=1)
                 await self.app(scope, _replayed(body, receive), answer)
             except Refused as refused:
-                await refused.response()(scope, receive, answer)
+                await refused.response(scope["path"])(scope, receive, answer)
         except _Gone:
             status = 499
             abort(scope)
@@ -89,7 +89,8 @@ class Guard:
             if not gone:
                 log.error("%s failed", name, exc_info=error)
             if not status:
-                await Refused("the server failed on this request", 500).response()(scope, receive, answer)
+                failed = Refused("the server failed on this request", 500)
+                await failed.response(scope["path"])(scope, receive, answer)
         finally:
             self.active -= counted
             self.metrics.http(status or 499)
@@ -140,13 +141,16 @@ class Guard:
         """
         if not self.settings.api_key:
             return None
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+        sent = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"  # the second is Anthropic's way
+        scheme, _, given = sent.partition(" ")
         if page and scheme.lower() == "basic":
             scheme, given = "bearer", _password(given)
         digest = hashlib.sha256(given.strip().encode()).digest()
         same = [hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest()) for key in self.settings.api_key]
         if not any(same) or scheme.lower() != "bearer":
-            what = "send Authorization: Bearer KEY" + (", or give it as the password here" if page else "")
+            what = "send Authorization: Bearer KEY or X-Api-Key: KEY" + (
+                ", or give it as the password here" if page else ""
+            )
             raise Refused(
                 f"the API key is missing or wrong; {what}",
                 401,

@@ -26,6 +26,7 @@ Bytes = int
 KiB = int
 MiB = int
 
+CLIENT_HEADERS = ("keep", "move", "drop")
 PANELS = (
     "Model", "Training", "What", "How", "Hardware", "Demand", "Speculation", "Server", "Replicas", "Engine", "Limits",
     "Privacy", "Sampling", "Conversation", "Output",
@@ -139,6 +140,11 @@ class ServeOptions(ModelOptions):
         "Model",
         "How the model writes tool calls: auto (by its chat template), none, hermes, llama3_json, mistral.",
     )
+    client_headers: str = setting(
+        "keep",
+        "Model",
+        "Header lines before a system text, which coding agents change in each request: keep, move to the prompt's end, or drop.",
+    )
     host: str = setting("127.0.0.1", "Server", "The address to listen at; 0.0.0.0 is every address.")
     port: int = setting(8000, "Server", "0 takes a free port.", ge=0, le=65535)
     allowed_host: list[str] = setting(
@@ -202,6 +208,8 @@ class ServeOptions(ModelOptions):
     def _usable(self) -> Self:
         if self.tool_call_parser not in PARSERS:
             raise ValueError(f"--tool-call-parser is one of {', '.join(PARSERS)}, got {self.tool_call_parser!r}")
+        if self.client_headers not in CLIENT_HEADERS:
+            raise ValueError(f"--client-headers is one of {', '.join(CLIENT_HEADERS)}, got {self.client_headers!r}")
         if not all(key.strip() for key in self.api_key):
             raise ValueError("an API key is empty; leave out --api-key for a server without one")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:

@@ -83,8 +83,7 @@ class Service:
         if special:
             params = params.with_(skip_special_tokens=False)
         if isinstance(body, ChatRequest):
-            tools = None if body.tool_choice == "none" else body.tools
-            prompts = [await self.encoder.chat(lambda: plain(body.messages), tools, body.chat_template_kwargs)]
+            prompts = [await self.chat_tokens(body)]
         else:
             prompts = [await self.encoder.prompt(p) for p in body.prompts]
         if not prompts:
@@ -92,6 +91,8 @@ class Service:
         before: list[list[int]] = []
         if body.continued_tokens is not None:
             prompts, before = _continued(body, body.continued_tokens, prompts, params.n)
+        if body.max_total_tokens is not None:
+            params = self._within(params, body.max_total_tokens, max(map(len, prompts)))
         pending, trial = PendingAnswer(self.engine), self.trials.of(body.depth, body.method)
         seconds = min(body.timeout or math.inf, self.settings.request_timeout)
 
@@ -123,10 +124,21 @@ class Service:
         pending.writer = await self.encoder.run(begin, told + sum(map(len, prompts)) * params.n)
         return pending
 
+    async def chat_tokens(self, body: ChatRequest) -> list[int]:
+        """The prompt that the template makes of a chat. Raises Refused."""
+        tools = None if body.tool_choice == "none" else body.tools
+        goes_on = bool(body.continue_final_message)
+        return await self.encoder.chat(lambda: plain(body.messages), tools, body.chat_template_kwargs, goes_on=goes_on)
+
+    @property
+    def template(self) -> Any:
+        """The model's chat template, or None."""
+        return getattr(self.llm.tokenizer, "chat_template", None)
+
     @property
     def tool_format(self) -> ToolFormat | None:
         """How the model writes tool calls; None if that is not known."""
-        return chosen(self.settings.tool_call_parser, getattr(self.llm.tokenizer, "chat_template", None))
+        return chosen(self.settings.tool_call_parser, self.template)
 
     def close(self) -> None:
         """End the engine and the threads."""
@@ -150,6 +162,14 @@ class Service:
         special = form.opening in known and not form.bare
         hidden = known if special and body.skip_special_tokens is not False else []
         return offer, lambda: ToolCallReader(form, offer.names, hidden), special
+
+    def _within(self, params: SamplingParams, total: int, prompt: int) -> SamplingParams:
+        """The parameters, with no more tokens than fit behind a prompt. Raises Refused if none fits."""
+        total = min(total, self.engine.decoder.max_length)
+        with refusing("max_total_tokens"):
+            if prompt >= total:
+                raise ValueError(f"the prompt has {prompt} tokens, and prompt and text may have {total}; shorten it")
+            return params.with_(max_tokens=min(params.max_tokens or total, total - prompt))
 
     @cached_property
     def _prints(self) -> Fingerprints:

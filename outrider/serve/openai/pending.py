@@ -141,9 +141,11 @@ class PendingAnswer:
 class EventResponse(StreamingResponse):
     """A stream of events. When it ends, for any reason, the pending answer ends too."""
 
-    def __init__(self, pending: PendingAnswer, events: AsyncIterator[bytes]) -> None:
+    def __init__(
+        self, pending: PendingAnswer, events: AsyncIterator[bytes], media_type: str = "text/event-stream"
+    ) -> None:
         headers = {**pending.headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(events, headers=headers, media_type="text/event-stream")
+        super().__init__(events, headers=headers, media_type=media_type)
         self.pending = pending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -126,6 +126,9 @@ class CommonRequest(JsonObject):
     bad_words: Texts | None = None
     allowed_token_ids: Ids | None = None
     min_tokens: int | None = Field(None, ge=0)
+    max_total_tokens: int | None = Field(
+        None, ge=1, description="of prompt and text: the text ends there, also if max_tokens allows more"
+    )
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
@@ -198,6 +201,11 @@ class CommonRequest(JsonObject):
             if close:
                 raise BadParameter(f"there is no field {key!r}; did you mean {close[0]!r}?", key)
         return data
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The fields that all requests have, as they were given: another protocol's request becomes one of ours with them."""
+        return self.model_dump(include=set(CommonRequest.model_fields), exclude_none=True, by_alias=True)
 
     @property
     def depth(self) -> int | None:
@@ -319,6 +327,7 @@ class ChatRequest(CommonRequest):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = Field(None, description="the answer goes on from the last message's text")
 
     @property
     def limit(self) -> int | None:

@@ -92,9 +92,8 @@ class ResponsesRequest(CommonRequest):
         messages = [*system, *_messages([*before, *self.items], len(before))]
         if not messages:
             raise Refused("input is an empty list", param="input")
-        shared = self.model_dump(include=set(CommonRequest.model_fields), exclude_none=True, by_alias=True)
         tools, choice = _tools(self.tools, self.tool_choice)
-        shared |= {
+        shared = self.shared | {
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
             "tools": tools,

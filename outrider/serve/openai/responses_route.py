@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from outrider.serve.connection import unless_gone
-from outrider.serve.errors import Refused, dumps, json_response
-from outrider.serve.openai.pending import EventResponse, PendingAnswer
-from outrider.serve.openai.protocol import ChatRequest, StreamOptions
+from outrider.serve.errors import Refused, dumps, json_response, renamed
 from outrider.serve.openai.responses_request import ResponsesRequest
-from outrider.serve.openai.responses_writer import ResponsesWriter, encoded
-from outrider.serve.service import Service
+from outrider.serve.openai.responses_writer import ResponsesWriter
+from outrider.serve.openai.translated import Answering
 
 _OBJECT: dict[int | str, dict[str, Any]] = {
     200: {"description": "The response", "content": {"application/json": {"schema": {"type": "object"}}}}
@@ -71,43 +67,27 @@ class ResponseStore:
         del self._kept[name]
 
 
-def install(
-    app: FastAPI,
-    service: Service,
-    watch: Callable[[PendingAnswer, ChatRequest, Request], None],
-    answer: dict[int | str, dict[str, Any]],
-) -> ResponseStore:
-    """Add the routes. watch: is told of each request. answer: documents what is answered. Returns the store."""
-    settings = service.settings
+def install(app: FastAPI, answering: Answering, answer: dict[int | str, dict[str, Any]]) -> ResponseStore:
+    """Add the routes. answer: documents what is answered. Returns the store."""
+    settings = answering.service.settings
     store = ResponseStore(settings.max_responses, settings.max_response_bytes)
 
     @app.post("/v1/responses", responses=answer)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answer an input, or go on from an earlier response. Needs a model with a chat template."""
-        service.check_model(body.model)
+        answering.service.check_model(body.model)
         earlier = body.previous_response_id
         before = [] if earlier is None else store.get(earlier, 400, "previous_response_id").items
         chat = body.chat(before)
-        owner = request.state.owner
-        try:
-            pending = await service.accept(chat, request.state.request_id, body.user or owner, owner)
-        except Refused as refused:
-            if refused.param == "messages":
-                refused.param = "input"
-            raise
-        watch(pending, chat, request)
-        writer = ResponsesWriter(response_id(settings.replica_name), settings.model_name, body, chat)
 
-        def keep() -> None:
-            response = writer.response
-            if response["store"] and response["status"] != "failed":
-                store.put(response, [*before, *body.items, *response["output"]])
+        def keep(response: dict[str, Any]) -> None:
+            store.put(response, [*before, *body.items, *response["output"]])
 
-        if body.stream:
-            return EventResponse(pending, _events(pending, writer, settings.pad_seconds, keep))
-        writer.whole(await unless_gone(request.receive, pending.whole()))
-        keep()
-        return json_response(writer.response, headers=pending.headers)
+        name = response_id(settings.replica_name)
+        with renamed("messages", "input"):
+            return await answering.translated(
+                chat, request, lambda _: ResponsesWriter(name, settings.model_name, body, chat, keep)
+            )
 
     @app.get("/v1/responses/{name}", responses=_OBJECT)
     async def read_response(name: str) -> Response:
@@ -121,24 +101,6 @@ def install(
         return json_response({"id": name, "object": "response", "deleted": True})
 
     return store
-
-
-async def _events(
-    pending: PendingAnswer, writer: ResponsesWriter, interval: float | None, keep: Callable[[], None]
-) -> AsyncIterator[bytes]:
-    """The typed events of a response. keep: is called before the last one, so that the client can go on from it."""
-    for event in writer.begin():
-        yield encoded(event)
-    try:
-        async for chunk in pending.chunks(StreamOptions(include_usage=True), interval):
-            events = writer.chunk(chunk)
-            if not chunk["choices"]:
-                keep()
-            for event in events:
-                yield encoded(event)
-    except Refused as refused:
-        for event in writer.failed(refused):
-            yield encoded(event)
 
 
 def response_id(replica: str = "") -> str:

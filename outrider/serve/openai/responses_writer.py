@@ -5,24 +5,32 @@ See https://platform.openai.com/docs/api-reference/responses-streaming. A whole 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import time
 from typing import Any
 
-from outrider.serve.errors import Refused, dumps
+from outrider.serve.errors import Refused
 from outrider.serve.openai.protocol import ChatRequest
 from outrider.serve.openai.responses_request import ResponsesRequest
+from outrider.serve.openai.translated import AnswerTranslator, Event
 
-Event = dict[str, Any]
 
+class ResponsesWriter(AnswerTranslator):
+    """Writes one response."""
 
-class ResponsesWriter:
-    """Writes one response from the chunks of a chat completion. Each method returns the events of what it adds."""
-
-    def __init__(self, name: str, model: str, body: ResponsesRequest, chat: ChatRequest) -> None:
-        """name: the id, from `resp_` on. model: its served name. body: the request. chat: what it stands for."""
-        self._name, self._number = name.removeprefix("resp_"), 0
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        body: ResponsesRequest,
+        chat: ChatRequest,
+        keep: Callable[[dict[str, Any]], None] = lambda _: None,
+    ) -> None:
+        """name: the id, from `resp_` on. model: its served name. body: the request. chat: what it stands for. keep: takes the
+        response before its last event, so that the client can go on from it."""
+        self._name, self._number, self._keep = name.removeprefix("resp_"), 0, keep
         self._message: dict[str, Any] | None = None  # the item that text goes to
-        self.response: dict[str, Any] = {
+        self.answer: dict[str, Any] = {
             "id": name,
             "object": "response",
             "created_at": int(time()),
@@ -54,11 +62,9 @@ class ResponsesWriter:
         }
 
     def begin(self) -> list[Event]:
-        """The two events before the answer."""
         return [self._event(f"response.{kind}", response=self._shown()) for kind in ("created", "in_progress")]
 
     def chunk(self, chunk: dict[str, Any]) -> list[Event]:
-        """Add a chunk of the chat completion. The last one must have the usage."""
         if not chunk["choices"]:
             return self._end(chunk)
         choice = chunk["choices"][0]
@@ -69,36 +75,28 @@ class ResponsesWriter:
         for call in delta.get("tool_calls") or ():
             events += self._call(call)
         if (finish := choice["finish_reason"]) is not None:
-            self.response |= {"seed": choice["seed"], "guarantee": chunk["guarantee"]}
+            self.answer |= {"seed": choice["seed"], "guarantee": chunk["guarantee"]}
             if "note" in choice:
-                self.response["note"] = choice["note"]
-            if not self.response["output"]:
+                self.answer["note"] = choice["note"]
+            if not self.answer["output"]:
                 events += self._text("", [])
             events += self._close("completed" if finish in ("stop", "tool_calls") else "incomplete")
-            self.response["status"] = {"length": "incomplete", "abort": "failed"}.get(finish, "completed")
+            self.answer["status"] = {"length": "incomplete", "abort": "failed"}.get(finish, "completed")
             if finish == "length":
-                self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+                self.answer["incomplete_details"] = {"reason": "max_output_tokens"}
             elif finish == "abort":
-                self.response["error"] = {"code": "server_error", "message": str(choice["stop_reason"])}
+                self.answer["error"] = {"code": "server_error", "message": str(choice["stop_reason"])}
         return events
 
-    def whole(self, completion: dict[str, Any]) -> dict[str, Any]:
-        """The response of a whole chat completion."""
-        choice = completion["choices"][0]
-        self.chunk({**completion, "choices": [{**choice, "delta": choice["message"]}]})
-        self.chunk({**completion, "choices": []})
-        return self.response
-
     def failed(self, refused: Refused) -> list[Event]:
-        """The end of an answer that could not be written."""
         events = self._close("incomplete") if self._message is not None else []
-        self.response |= {"status": "failed", "error": {"code": "server_error", "message": refused.message}}
+        self.answer |= {"status": "failed", "error": {"code": "server_error", "message": refused.message}}
         return [*events, self._event("response.failed", response=self._shown())]
 
     def _end(self, totals: dict[str, Any]) -> list[Event]:
         used = totals["usage"]
-        self.response |= {
-            "completed_at": int(time()) if self.response["status"] == "completed" else None,
+        self.answer |= {
+            "completed_at": int(time()) if self.answer["status"] == "completed" else None,
             "usage": {
                 "input_tokens": used["prompt_tokens"],
                 "input_tokens_details": {**used["prompt_tokens_details"], "cache_write_tokens": 0},
@@ -108,16 +106,18 @@ class ResponsesWriter:
             },
             "metrics": totals["metrics"],
         }
-        return [self._event(f"response.{self.response['status']}", response=self._shown())]
+        if self.answer["store"] and self.answer["status"] != "failed":
+            self._keep(self.answer)
+        return [self._event(f"response.{self.answer['status']}", response=self._shown())]
 
     def _text(self, text: str, logprobs: list[Any]) -> list[Event]:
         events = list[Event]()
         if self._message is None:
-            number = len(self.response["output"])
+            number = len(self.answer["output"])
             self._message = _message(f"msg_{self._name}_{number}")
             events.append(self._event("response.output_item.added", item=dict(self._message), output_index=number))
             self._message["content"] = [_part("", [])]
-            self.response["output"].append(self._message)
+            self.answer["output"].append(self._message)
             events.append(self._event("response.content_part.added", **self._place(), part=_part("", [])))
         part = self._message["content"][0]
         part["text"] += text
@@ -128,7 +128,7 @@ class ResponsesWriter:
 
     def _call(self, call: dict[str, Any]) -> list[Event]:
         events = self._close("completed") if self._message is not None else []
-        place, function = len(self.response["output"]), call["function"]
+        place, function = len(self.answer["output"]), call["function"]
         item = {
             "id": f"fc_{self._name}_{place}",
             "type": "function_call",
@@ -139,7 +139,7 @@ class ResponsesWriter:
         }
         events.append(self._event("response.output_item.added", item=item, output_index=place))
         done = {**item, "arguments": function["arguments"], "status": "completed"}
-        self.response["output"].append(done)
+        self.answer["output"].append(done)
         where = {"item_id": item["id"], "output_index": place}
         for kind, fields in (
             ("delta", {"delta": done["arguments"]}),
@@ -163,19 +163,14 @@ class ResponsesWriter:
 
     def _place(self) -> dict[str, Any]:
         assert self._message is not None
-        return {"item_id": self._message["id"], "output_index": len(self.response["output"]) - 1, "content_index": 0}
+        return {"item_id": self._message["id"], "output_index": len(self.answer["output"]) - 1, "content_index": 0}
 
     def _shown(self) -> dict[str, Any]:
-        return {**self.response, "output": list(self.response["output"])}
+        return {**self.answer, "output": list(self.answer["output"])}
 
     def _event(self, kind: str, **fields: Any) -> Event:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
-
-
-def encoded(event: Event) -> bytes:
-    """An event as it is sent."""
-    return b"event: " + event["type"].encode() + b"\ndata: " + dumps(event) + b"\n\n"
 
 
 def _message(name: str) -> dict[str, Any]:

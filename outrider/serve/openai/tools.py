@@ -208,7 +208,7 @@ class ToolCallReader:
             sure = self._clean(text)
             sure = "" if self.called and not sure.strip() else sure
         else:
-            sure = self._ended(text[: len(text) - max((_begun(text, mark) for mark in self._marks), default=0)])
+            sure = self._ended(text[: len(text) - max((begun(text, mark) for mark in self._marks), default=0)])
             self._text = text[len(sure) :]
             sure = self._clean(sure)
         self._fresh = self._fresh and not sure
@@ -301,7 +301,7 @@ def spelled_out(
     ]
 
 
-def _begun(text: str, mark: str) -> int:
+def begun(text: str, mark: str) -> int:
     """The number of characters at the end of a text that may begin a mark."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 

@@ -64,7 +64,8 @@ class ReservationMiddleware:
         given = dict(scope["headers"]).get(TICKET.encode(), b"").decode("latin-1")
         ended = self._open.get(given)
         if ended is None:
-            await Refused("this address is for the front alone", 401, code="no_ticket").response()(scope, receive, send)
+            refused = Refused("this address is for the front alone", 401, code="no_ticket")
+            await refused.response(scope["path"])(scope, receive, send)
             return
         self.drop(given)
         try:

@@ -1,0 +1,65 @@
+"""The routes of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Header, Request
+from starlette.responses import Response
+
+from outrider.serve.anthropic.messages_request import CountTokensRequest, MessagesRequest
+from outrider.serve.anthropic.messages_writer import MessagesWriter
+from outrider.serve.errors import Refused, json_response
+from outrider.serve.logs import log
+from outrider.serve.openai.pending import PendingAnswer
+from outrider.serve.openai.thinking import ThinkingReader, asked_to_think, thinks
+from outrider.serve.openai.translated import Answering
+
+VERSION = "2023-06-01"
+END = 64  # tokens of a prompt that may show that the template began a thought
+
+
+def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict[str, Any]]) -> None:
+    """Add the routes. documented: what is answered."""
+    service = answering.service
+    told = False
+
+    def headers_seen() -> None:
+        """Say once what a header costs."""
+        nonlocal told
+        if not told and service.settings.client_headers == "keep":
+            told = True
+            log.warning(
+                "a client begins its system text with header lines. If they change in each request, no prompt begins like an "
+                "earlier one: --client-headers drop leaves them out, and move puts them at the end"
+            )
+
+    def chat_of(body: CountTokensRequest, version: str) -> Any:
+        if version != VERSION:
+            raise Refused(f"anthropic-version {version[:40]!r} is not known here; send {VERSION}")
+        service.check_model(body.model)
+        chat = body.chat(service.settings.client_headers, headers_seen)
+        variables = asked_to_think(service.template, body.thinking_wanted)
+        room = chat.max_total_tokens or service.encoder.max_length  # clients ask for more than many models hold
+        return chat.model_copy(update={"chat_template_kwargs": variables, "max_total_tokens": room})
+
+    @app.post("/v1/messages", responses=documented)
+    async def messages(
+        body: MessagesRequest, request: Request, anthropic_version: Annotated[str, Header()] = VERSION
+    ) -> Response:
+        """Answer messages. Needs a model with a chat template."""
+        chat = chat_of(body, anthropic_version)
+
+        def writer(pending: PendingAnswer) -> MessagesWriter:
+            prompt = pending.writer.prompts[0]
+            thinking = ThinkingReader(service.decode(prompt[-END:])) if thinks(service.template) else None
+            name = request.state.request_id
+            return MessagesWriter(name, service.settings.model_name, len(prompt), body.max_tokens, thinking)
+
+        return await answering.translated(chat, request, writer)
+
+    @app.post("/v1/messages/count_tokens", responses=documented)
+    async def count_tokens(body: CountTokensRequest, anthropic_version: Annotated[str, Header()] = VERSION) -> Response:
+        """The tokens of messages, as the model would read them."""
+        chat = chat_of(body, anthropic_version)
+        return json_response({"input_tokens": len(await service.chat_tokens(chat))})
