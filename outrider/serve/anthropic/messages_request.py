@@ -185,7 +185,7 @@ def _messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 text = "".join(_text(part, f"{at}.content.{n}") for n, part in enumerate(parts))
                 text = f"Error: {text}" if block.get("is_error") else text
                 out.append({"role": "tool", "tool_call_id": call_id, "name": names[call_id], "content": text})
-            elif kind != "redacted_thinking":  # nobody but its writer can read it
+            elif kind != "redacted_thinking":  # only its writer can read it
                 raise Refused(
                     f"{at} has type {str(kind)[:40]!r}; this server takes text, tool_use of the assistant, and tool_result of "
                     "the user",
