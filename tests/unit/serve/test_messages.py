@@ -214,7 +214,7 @@ def test_a_thought_is_a_block_of_its_own(live: Live) -> None:
     assert read[1] == {"role": "assistant", "content": "yes", "reasoning_content": "hm, ha"}
 
 
-@quick(max_examples=200, deadline=None, derandomize=True)
+@quick(max_examples=200)
 @given(
     st.sampled_from(
         [
