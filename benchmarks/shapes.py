@@ -164,6 +164,35 @@ def _qwen3moe(f: Family, i: int) -> Shapes:
     return _attention(f, norm=f.dim) | _experts(f)
 
 
+def _deepseek(f: Family, i: int) -> Shapes:
+    """Keys and values of a latent; experts from the second layer on, and some that all nodes have."""
+    key, value, latent, rotated, small = (
+        f.more.get(n) for n in (
+            "attention.key_length_mla", "attention.value_length_mla", "attention.kv_lora_rank", "rope.dimension_count",
+            "attention.q_lora_rank",
+        )
+    )  # fmt: skip
+    asked: Shapes = {"attn_q.weight": (f.heads * key, f.hidden)}
+    if small:
+        asked = {
+            "attn_q_a.weight": (small, f.hidden),
+            "attn_q_a_norm.weight": (small,),
+            "attn_q_b.weight": (f.heads * key, small),
+        }
+    found: Shapes = asked | {
+        "attn_norm.weight": (f.hidden,), "attn_kv_a_mqa.weight": (latent + rotated, f.hidden), "attn_kv_a_norm.weight": (latent,),
+        "attn_k_b.weight": (f.heads, latent, key - rotated), "attn_v_b.weight": (f.heads, value, latent),
+        "attn_output.weight": (f.hidden, f.heads * value),
+    }  # fmt: skip
+    if i < 1:
+        return found | _mlp(f)
+    wide = f.more["expert_feed_forward_length"] * f.more["expert_shared_count"]
+    shared = {"ffn_gate_shexp": (wide, f.hidden), "ffn_up_shexp": (wide, f.hidden), "ffn_down_shexp": (f.hidden, wide)}
+    found |= _experts(f) | {f"{n}.weight": s for n, s in shared.items()}
+    sigmoid = f.more["expert_gating_func"] == 2
+    return found | ({"exp_probs_b.bias": (f.more["expert_count"],)} if sigmoid else {})
+
+
 def _gpt_oss(f: Family, i: int) -> Shapes:
     n, each = f.more["expert_count"], f.more["expert_feed_forward_length"]
     biases = {"gate_exps": (n, each), "up_exps": (n, each), "down_exps": (n, f.hidden), "gate_inp": (n,)}
@@ -207,6 +236,23 @@ _SECTIONS = {"rope.dimension_sections": [11, 11, 10, 0], "rope.dimension_count":
 _GRANITE = {"attention.scale": 0.0078125, "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 6.0}
 _GRANITE |= {"rope.scaling.finetuned": False}
 _YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 4096}
+
+
+def _latent(latent: int, key: int, rotated: int, value: int) -> dict[str, Any]:
+    return {
+        "attention.kv_lora_rank": latent, "attention.key_length_mla": key, "attention.value_length_mla": value,
+        "attention.key_length": latent + rotated, "attention.value_length": latent, "rope.dimension_count": rotated,
+    }  # fmt: skip
+
+
+def _routed(count: int, used: int, shared: int, each: int, scale: float, gating: int) -> dict[str, Any]:
+    return {
+        "expert_count": count, "expert_used_count": used, "expert_shared_count": shared, "expert_feed_forward_length": each,
+        "expert_weights_scale": scale, "expert_gating_func": gating, "expert_weights_norm": gating == 2,
+        "leading_dense_block_count": 1,
+    }  # fmt: skip
+
+
 # By name: architecture, layer, vocabulary, hidden, layers, heads, heads of keys, dim of a head, feed-forward.
 FAMILIES: dict[str, Family] = {
     "gemma3-270m": Family("gemma3", _gemma3, 262144, 640, 18, 4, 1, 256, 2048, more=_GEMMA),
@@ -242,6 +288,14 @@ FAMILIES: dict[str, Family] = {
     "qwen3-30b-a3b": Family(
         "qwen3moe", _qwen3moe, 151936, 2048, 48, 32, 4, 128, 6144, tied=False,
         more={"expert_count": 128, "expert_used_count": 8, "expert_feed_forward_length": 768},
+    ),
+    "deepseek-v2-lite": Family(
+        "deepseek2", _deepseek, 102400, 2048, 27, 16, 1, 576, 10944, 1e4, False,
+        more=_latent(512, 192, 64, 128) | _routed(64, 6, 2, 1408, 1.0, 1),
+    ),
+    "glm-4.7-flash": Family(
+        "deepseek2", _deepseek, 154880, 2048, 47, 20, 1, 576, 10240, 1e6, False,
+        more=_latent(512, 256, 64, 256) | _routed(64, 4, 1, 1536, 1.8, 2) | {"attention.q_lora_rank": 768},
     ),
     "gpt-oss-20b": Family(
         "gpt-oss", _gpt_oss, 201088, 2880, 24, 64, 8, 64, 2880, 150000.0, False,

@@ -19,6 +19,7 @@ from outrider.models.dtypes import dtype_name
 Matrix = Tensor | Blocks | native.Packed
 _ATTRIBUTE = "matrix"  # of a module whose matrix is not its `weight`
 EXPERTS = "expert_blocks"  # of a mixture: the blocks of its experts, until they are packed
+LATENT = ("latent_keys", "latent_values")  # modules below a linear over a latent (MLA), once it is in two
 
 
 def matrix_of(module: nn.Module) -> Matrix:
@@ -62,6 +63,44 @@ def free_matrix_(*modules: nn.Module) -> None:
         module.__dict__.pop(_ATTRIBUTE, None)
         dtype: Any = torch.float32 if module.weight.is_meta else module.weight.dtype  # pyright: ignore
         module.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+
+
+def holder(matrix: Matrix) -> nn.Module:
+    """A module that has a matrix and does nothing."""
+    made = nn.Module()
+    made.register_parameter("weight", nn.Parameter(torch.empty(0), requires_grad=False))
+    give_matrix_(made, matrix)
+    return made
+
+
+def give_latent_(module: nn.Module, matrices: Sequence[Matrix]) -> None:
+    """Give the linear that makes keys and values of a latent two matrices in place of its own, see `latent_matrices`."""
+    free_matrix_(module)
+    for part, matrix in zip(LATENT, matrices, strict=True):
+        module.add_module(part, holder(matrix))
+
+
+def latent_matrices(module: nn.Module, heads: int, keys: int) -> list[Matrix]:
+    """Of the linear that makes the keys and values of all heads of a latent: [heads * latent, keys], the first rows of each head
+    transposed, and [heads * values, latent], the other rows."""
+    if hasattr(module, LATENT[0]):
+        return [matrix_of(module.get_submodule(part)) for part in LATENT]
+    both = dense(matrix_of(module), torch.float32)
+    both = both.view(heads, -1, both.shape[1])
+    first, last = both[:, :keys].transpose(1, 2), both[:, keys:]
+    return [part.reshape(-1, part.shape[2]) for part in (first, last)]
+
+
+def join_latents_(model: Any) -> None:
+    """The inverse of `give_latent_`, in all modules that have two matrices. They become floats."""
+    for module in [m for m in model.modules() if hasattr(m, LATENT[0])]:
+        heads, keys = model.config.num_attention_heads, model.config.qk_nope_head_dim
+        first, last = (
+            dense(m, torch.float32).view(heads, -1, m.shape[1]) for m in latent_matrices(module, heads, keys)
+        )
+        for part in LATENT:
+            delattr(module, part)
+        give_matrix_(module, torch.cat([first.transpose(1, 2), last], 1).flatten(0, 1))
 
 
 def share_matrix(a: nn.Module, b: nn.Module) -> bool:

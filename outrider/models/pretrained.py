@@ -31,6 +31,7 @@ from outrider.models.gguf.reader import read
 from outrider.models.gguf.tokenizer import tokenizer_of as gguf_tokenizer
 from outrider.models.hf.experts import mixtures
 from outrider.models.hf.model import HFModel, UnsupportedModel, shared_copy
+from outrider.models.matrix import join_latents_
 from outrider.models.native.model import NativeModel, supports
 from outrider.models.packs.folder import skeleton
 from outrider.models.quantised import formats, reader
@@ -59,6 +60,7 @@ def runnable(
             if (wrong := differs(raw)) is None:
                 return NativeModel(raw, weights=weights, own=own, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
             _say_once(wrong)
+    join_latents_(raw)
     model = HFModel(raw, weights=weights, own=True, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
     if model.slow:
         _say_once(model.slow)

@@ -25,7 +25,7 @@ _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _DEEPSEEK = {
     **_HEADS, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 20,
     "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
-    "v_head_dim": 6, "n_shared_experts": 1,
+    "v_head_dim": 16, "n_shared_experts": 1,
 }  # fmt: skip
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -77,7 +77,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         **_BASE, "head_dim": 8, "attention_chunk_size": 7, "no_rope_layers": [1, 0], "floor_scale": 5, "num_local_experts": 4,
         "num_experts_per_tok": 1, "intermediate_size_mlp": 40, "interleave_moe_layer_step": 1,
     },
-    "deepseek_v3": {**_BASE, **_DEEPSEEK},
+    "deepseek_v3": {**_BASE, **_DEEPSEEK, "topk_method": "noaux_tc"},
     "xglm": {
         "vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48,
         "max_position_embeddings": 128, "eos_token_id": None, "pad_token_id": 0,
@@ -114,6 +114,9 @@ _SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 20}
 # Mixtures of experts, for the tests of routing.
 MIXTURES: dict[str, dict[str, Any]] = {
     **{name: ARCHITECTURES[name] for name in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe")},
+    "deepseek_v2": {**_BASE, **_DEEPSEEK, "topk_method": "group_limited_greedy", "n_shared_experts": 2, "n_group": 2},
+    "glm4_moe_lite": {**_BASE, **_DEEPSEEK},
+    "dots1": {**_BASE, **_DEEPSEEK, "num_key_value_heads": 2},
     "glm4_moe": {
         **_BASE, "head_dim": 8, "partial_rotary_factor": 0.5, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
         "topk_group": 1, "moe_intermediate_size": 20, "first_k_dense_replace": 1, "n_shared_experts": 1,

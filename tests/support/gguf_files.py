@@ -28,7 +28,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 ARCHITECTURE = {
     "mistral": "llama", "gemma3_text": "gemma3", "falcon_h1": "falcon-h1", "granitemoehybrid": "granitehybrid",
     "qwen3_5_text": "qwen35", "olmo3": "olmo2", "cohere": "command-r", "phi": "phi2", "mixtral": "llama",
-    "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss",
+    "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2", "glm4_moe": "glm4moe",
 }  # fmt: skip
 INTERLEAVED = ("llama", "granite", "granitehybrid", "granitemoe", "smollm3", "olmo", "arcee", "internlm2")
 ONE_ADDED = ("gemma", "gemma2", "gemma3", "qwen35", "nemotron")
@@ -140,9 +141,15 @@ def _tensors(
                         half, None, kind if isinstance(kind, str) else kind(name)
                     )
                 continue
-            name = name.replace("ffn_down_shexp", "ffn_down")
+            if "shared_mlp" in path:
+                name = name.replace("ffn_down_shexp", "ffn_down")
             values = values * _multiplier(path, config) if architecture == "falcon-h1" else values
             order = _value_heads(path, config)
+            if path.endswith("kv_b_proj") and config.model_type != "deepseek_v2":  # as files before 2025
+                out |= _latent(
+                    values, f"blk.{path.split('.')[2]}", config, kind if isinstance(kind, str) else kind(name)
+                )
+                continue
             if path.endswith(".experts"):
                 out |= _experts(values, suffix, f"blk.{path.split('.')[2]}", architecture == "gpt-oss", kind)
                 continue
@@ -169,6 +176,9 @@ def _tensors(
             if each:
                 values = torch.cat([torch.from_numpy(out[name][0]), values[None]]) if name in out else values[None]
             out[name] = (values.numpy(), "F32")
+        for suffix, values in module.named_buffers(recurse=False):
+            if suffix in ("e_score_correction_bias", "expert_bias"):
+                out[f"blk.{path.split('.')[2]}.exp_probs_b.bias"] = (values.numpy(), "F32")
     rotary: Any = getattr(model.base_model, "rotary_emb", None)
     parameters = getattr(config, "rope_parameters", None) or {}
     if parameters.get("rope_type") == "llama3":
@@ -193,6 +203,20 @@ def _mtp(
     found |= {f"{start}nextn.{n}.weight": ((parts[n] + one).numpy(), "F32") for n in ("enorm", "hnorm")}
     given = kind if isinstance(kind, str) else kind(f"{start}nextn.eh_proj.weight")
     return found | {f"{start}nextn.eh_proj.weight": _matrix(parts["fc"], None, given)}
+
+
+def _latent(values: Tensor, layer: str, config: Any, kind: str) -> dict[str, tuple[np.ndarray, str]]:
+    """The matrices that make keys and values of a latent. Those of keys are transposed, head by head."""
+    both = values.view(config.num_attention_heads, -1, values.shape[1])
+    keys = config.qk_nope_head_dim
+    first, last = both[:, :keys].transpose(1, 2).contiguous(), both[:, keys:].contiguous()
+    out = {}
+    for name, part in (("k", first), ("v", last)):
+        data, made = _matrix(rows := part.flatten(0, 1), None, kind)
+        out[f"{layer}.attn_{name}_b.weight"] = (data.reshape(*part.shape[:2], -1), made)
+        part.copy_(rows.view(part.shape))
+    both[:, :keys], both[:, keys:] = first.transpose(1, 2), last
+    return out
 
 
 def _recurrent(
@@ -326,6 +350,16 @@ def _metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
     if experts:
         own["expert_count"], own["expert_used_count"] = experts, config.num_experts_per_tok
         own["expert_feed_forward_length"] = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    if hasattr(config, "n_routed_experts"):
+        own |= {
+            "expert_count": config.n_routed_experts, "expert_shared_count": config.n_shared_experts,
+            "expert_weights_scale": float(config.routed_scaling_factor), "expert_weights_norm": bool(config.norm_topk_prob),
+            "expert_group_count": config.n_group, "expert_group_used_count": config.topk_group,
+            "expert_gating_func": 1 if config.model_type == "deepseek_v2" else 2,
+            "leading_dense_block_count": getattr(config, "first_k_dense_replace", 1),
+        }  # fmt: skip
+    if architecture == "deepseek2":
+        own |= _sizes_of_latents(config)
     if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss"):
         own["attention.sliding_window"] = config.sliding_window
     if architecture in ("olmo2", "cohere2", "exaone4", "starcoder2"):
@@ -371,9 +405,23 @@ def _metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
     scaling = parameters.get("rope_type", "default")
     if scaling in ("linear", "yarn"):
         own["rope.scaling.type"], own["rope.scaling.factor"] = scaling, float(parameters["factor"])
+    if scaling == "yarn" and "mscale_all_dim" in parameters:
+        own["rope.scaling.yarn_log_multiplier"] = 0.1 * parameters["mscale_all_dim"]
     if scaling in ("yarn", "longrope"):
         own["rope.scaling.original_context_length"] = parameters["original_max_position_embeddings"]
     return {"general.architecture": architecture, **{f"{architecture}.{k}": v for k, v in own.items()}}
+
+
+def _sizes_of_latents(config: Any) -> dict[str, Any]:
+    key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    own = {"attention.kv_lora_rank": config.kv_lora_rank, "rope.dimension_count": config.qk_rope_head_dim}
+    own |= {"attention.q_lora_rank": config.q_lora_rank} if config.q_lora_rank else {}
+    if config.model_type == "deepseek_v2":
+        return own | {"attention.key_length": key, "attention.value_length": value}
+    return own | {
+        "attention.head_count_kv": 1, "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.value_length": config.kv_lora_rank, "attention.key_length_mla": key, "attention.value_length_mla": value,
+    }  # fmt: skip
 
 
 def _sizes_of_states(heads: int, width: int, state: int, groups: int, taps: int) -> dict[str, int]:

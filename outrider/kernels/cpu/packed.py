@@ -20,7 +20,7 @@ FORMATS = {name: number for number, name in enumerate(_NAMES.split())}
 _ROUNDED = {"int8": "Q8_0", "int4": "Q4_0"}
 KINDS = ("float32", "bfloat16", "float16", *_ROUNDED)
 _SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_LANES = 16
+LANES = 16
 MOST = 2**31 - 1
 """Native code counts in 32 bits."""
 _MIXED = -1
@@ -55,12 +55,12 @@ class Packed:
             raise ValueError("paired packing takes two matrices of one shape: gate and up")
         self.n = 2 * rounded(sizes[0]) if paired else sum(sizes)
         self.formats = tuple(dict.fromkeys(formats))
-        panels = rounded(self.n) // _LANES
-        self._bias = torch.zeros(panels * _LANES) if any(b is not None for b in biases) else None
+        panels = rounded(self.n) // LANES
+        self._bias = torch.zeros(panels * LANES) if any(b is not None for b in biases) else None
         if len(self.formats) > 1:
-            if not paired and any(size % _LANES for size in sizes[:-1]):
+            if not paired and any(size % LANES for size in sizes[:-1]):
                 raise ValueError(
-                    f"matrices in different formats ({', '.join(self.formats)}) need a multiple of {_LANES} outputs each, "
+                    f"matrices in different formats ({', '.join(self.formats)}) need a multiple of {LANES} outputs each, "
                     f"got {sizes}; give them one format"
                 )
             self.parts: list[Packed] = [Packed([w], kind) for w in weights]
@@ -71,19 +71,19 @@ class Packed:
         self._point(paired)
         start = 0
         for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
-            first = i * _LANES if paired else start
+            first = i * LANES if paired else start
             if not self.parts:
                 _fill(self.struct, w, first, paired)
             if b is not None and self._bias is not None:
                 place = torch.arange(len(b))
-                self._bias[first + (place // _LANES * 2 * _LANES + place % _LANES if paired else place)] = (
+                self._bias[first + (place // LANES * 2 * LANES + place % LANES if paired else place)] = (
                     b.detach().float()
                 )
             start += sizes[i]
 
     def _point(self, paired: bool) -> None:
         """Make the struct over the buffers, or over the parts. paired: the panels of the parts alternate."""
-        panels, bias = rounded(self.n) // _LANES, _pointer(self._bias)
+        panels, bias = rounded(self.n) // LANES, _pointer(self._bias)
         if self.parts:
             self._pointers = (ctypes.c_void_p * len(self.parts))(*(ctypes.addressof(p.struct) for p in self.parts))
             parts = ctypes.addressof(self._pointers), len(self.parts), int(paired)
@@ -115,11 +115,11 @@ class Packed:
             for i, part in enumerate(settings["parts"])
         ]
         self._data, self._bias = buffers.get("data", torch.empty(0, dtype=torch.uint8)), buffers.get("bias")
-        panels = rounded(self.n) // _LANES
+        panels = rounded(self.n) // LANES
         self._check_parts(what, panels, bool(settings["paired"]))
         self._point(settings["paired"])
         sizes = {"data": (0 if self.parts else max(panels * self.struct.panel_bytes, 1), torch.uint8)}
-        sizes |= {} if self._bias is None else {"bias": (panels * _LANES, torch.float32)}
+        sizes |= {} if self._bias is None else {"bias": (panels * LANES, torch.float32)}
         got = {"data": (self._data.numel(), self._data.dtype)}
         got |= {} if self._bias is None else {"bias": (self._bias.numel(), self._bias.dtype)}
         if got != sizes:
@@ -128,10 +128,10 @@ class Packed:
 
     def _check_parts(self, what: str, panels: int, paired: bool) -> None:
         """Raise ValueError unless the parts, if there are any, have the panels of the whole."""
-        held = [rounded(p.n) // _LANES for p in self.parts]
+        held = [rounded(p.n) // LANES for p in self.parts]
         if not self.parts:
             return
-        cut = any(p.n % _LANES for p in self.parts[:-1]) and not paired
+        cut = any(p.n % LANES for p in self.parts[:-1]) and not paired
         if any(p.k != self.k or p.parts for p in self.parts) or sum(held) != panels or cut or paired * len({*held}) > 1:
             sizes = ", ".join(f"{p.n} x {p.k}" for p in self.parts)
             raise ValueError(f"{what} cannot have parts of {sizes}")
@@ -218,7 +218,7 @@ def _fill(to: PackedStruct, w: Tensor | Blocks, first: int, paired: bool) -> Non
 
 def rounded(n: int) -> int:
     """Outputs with those that fill the last panel."""
-    return (n + _LANES - 1) // _LANES * _LANES
+    return (n + LANES - 1) // LANES * LANES
 
 
 def _pointer(t: Tensor | None) -> ctypes.c_void_p | None:

@@ -161,6 +161,7 @@ def _rotary(file: GGUFFile, head_dim: int, interleaved: bool) -> dict[str, Any]:
 
 
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor"}
+_SIGMOID = 2  # llama.cpp's number of a router
 _NO_MODELS = {
     "adapter": "an adapter (LoRA)",
     "mmproj": "a projector of images or sound",
@@ -206,6 +207,59 @@ def _gpt_oss(file: GGUFFile) -> dict[str, Any]:
         "sliding_window": _number(file, "attention.sliding_window"),
         "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)],
         "rope_parameters": _rotary(file, head_dim, False) | {"truncate": False},
+    }
+
+
+def _routed(file: GGUFFile) -> dict[str, Any]:
+    """A mixture with experts that all nodes have, behind some layers with an MLP."""
+    return {
+        "n_routed_experts": _number(file, "expert_count"),
+        "num_experts_per_tok": _number(file, "expert_used_count"),
+        "n_shared_experts": file.get("expert_shared_count", 1),
+        "moe_intermediate_size": _number(file, "expert_feed_forward_length"),
+        "first_k_dense_replace": file.get("leading_dense_block_count", 0),
+        "routed_scaling_factor": file.get("expert_weights_scale", 1.0),
+        "norm_topk_prob": file.get("expert_weights_norm", False),
+        "n_group": file.get("expert_group_count", 1),
+        "topk_group": file.get("expert_group_used_count", 1),
+    }
+
+
+def _glm4moe(file: GGUFFile) -> dict[str, Any]:
+    return _routed(file) | {
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+    }
+
+
+def _dots1(file: GGUFFile) -> dict[str, Any]:
+    return _routed(file) | {"sliding_window": None, "layer_types": None}
+
+
+def _deepseek2(file: GGUFFile) -> dict[str, Any]:
+    """Keys and values of a latent. Files before 2025 have the lengths of keys and values without names of their own."""
+    heads, rotated, latent = (
+        _number(file, name) for name in ("attention.head_count", "rope.dimension_count", "attention.kv_lora_rank")
+    )
+    key, value = (
+        _number(file, f"attention.{n}_length_mla", _number(file, f"attention.{n}_length")) for n in ("key", "value")
+    )
+    rotary, share = _rotary(file, rotated, False), file.get("rope.scaling.yarn_log_multiplier", 0.0) / 0.1
+    if rotary["rope_type"] == "yarn":
+        rotary |= {"mscale": share, "mscale_all_dim": share}  # llama.cpp scales the scores, and not the angles
+    sigmoid = file.get("expert_gating_func", 1) == _SIGMOID
+    return _routed(file) | {
+        "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
+        "topk_method": "greedy" if file.get("expert_group_count", 1) == 1 else "group_limited_greedy",
+        "intermediate_size": _number(file, "feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "kv_lora_rank": latent,
+        "q_lora_rank": file.get("attention.q_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": key - rotated,
+        "v_head_dim": value,
+        "rope_parameters": rotary,
     }
 
 
@@ -343,6 +397,9 @@ ARCHITECTURES = {
     "phi3": Architecture("phi3", more=_phi3),
     "qwen3moe": Architecture("qwen3_moe", more=_qwen3moe),
     "olmoe": Architecture("olmoe", more=_olmoe),
+    "deepseek2": Architecture("deepseek_v3", attends=False, more=_deepseek2),
+    "glm4moe": Architecture("glm4_moe", more=_glm4moe),
+    "dots1": Architecture("dots1", more=_dots1),
     "gpt-oss": Architecture("gpt_oss", more=_gpt_oss),
     "granitemoe": Architecture(
         "granitemoe",

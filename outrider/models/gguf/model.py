@@ -24,7 +24,7 @@ from outrider.models.gguf.reader import FLOATS, GGUFFile
 from outrider.models.gguf.tokenizer import end_ids
 from outrider.models.hf.experts import dense_experts_, give_expert_blocks_, is_mixture
 from outrider.models.hf.hooks import UnsupportedModel
-from outrider.models.matrix import dense, give_matrix_, matrices_in, matrix_of
+from outrider.models.matrix import dense, give_latent_, give_matrix_, join_latents_, matrices_in, matrix_of
 from outrider.models.rotary import ExactPowers
 
 # The block formats that the kernels compute with. Others are dequantised.
@@ -32,6 +32,8 @@ PACKED_FORMATS = tuple(name for name in native.FORMATS if name not in native.KIN
 _KEPT = (*FLOATS, *PACKED_FORMATS)
 # Tensors that are no parameters: they change the rotary frequencies, see `architectures`.
 _ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# Buffers and parameters of routers that are added to choose the experts.
+_CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 # Names that a family's table in the gguf package lacks.
 _OTHER_NAMES = {"lm_head": "output"}
 # Names of a layer that predicts one token further -> those in a model of one layer. None: its embedding is the model's own.
@@ -99,7 +101,9 @@ def _filled(model: PreTrainedModel, file: GGUFFile) -> PreTrainedModel:
         if family.interleaved and (found := re.search(r"attn_([qk])\.", names[0])):
             heads = config.num_attention_heads if found[1] == "q" else config.num_key_value_heads
             order = _rotary_order(file.tensors[names[0]].shape[0], heads)
-        if place.kind == "weight" and isinstance(place.module, (nn.Linear, nn.Embedding)):
+        if len(names) > 1 and names[0].endswith("attn_k_b.weight"):
+            give_latent_(place.module, [_matrix(file, (name,), None) for name in names])
+        elif place.kind == "weight" and isinstance(place.module, (nn.Linear, nn.Embedding)):
             give_matrix_(place.module, _matrix(file, names, order))
         else:
             values = file.floats(names[0])
@@ -108,7 +112,10 @@ def _filled(model: PreTrainedModel, file: GGUFFile) -> PreTrainedModel:
             if family.one_added and names[0].endswith("norm.weight") and "ssm_norm" not in names[0]:
                 values = values - 1
             values = hybrids.as_parameter(names[0], values, getattr(place.module, place.kind).shape)
-            setattr(place.module, place.kind, nn.Parameter(values, requires_grad=False))
+            if place.kind in place.module._buffers:
+                place.module._buffers[place.kind] = values
+            else:
+                setattr(place.module, place.kind, nn.Parameter(values, requires_grad=False))
     for path, module in _mixtures(model).items():
         _give_experts_(module, file, path)
     return model
@@ -124,6 +131,7 @@ def sizes(file: GGUFFile) -> Sizes:
 
 def dense_(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Replace blocks by values of this dtype, one matrix after another. For devices without kernels."""
+    join_latents_(model)
     done: dict[int, Tensor] = {}
     for _, module, blocks in [*matrices_in(model)]:
         give_matrix_(module, done.setdefault(id(blocks), dense(blocks, dtype)))
@@ -151,6 +159,8 @@ def _matrix(file: GGUFFile, names: Sequence[str], order: Tensor | None) -> Tenso
 
 def _tensors_of(names: TensorNameMap, family: Architecture, path: str, kind: str) -> tuple[str, ...]:
     """The names in the file of the tensors that make a parameter."""
+    if kind in _CORRECTIONS:
+        return (f"blk.{_layer_of(path)}.exp_probs_b.bias",)
     for ending, others in family.joined.items():
         if path.endswith(ending):
             return tuple(_tensors_of(names, family, path.removesuffix(ending) + other, kind)[0] for other in others)
@@ -174,11 +184,14 @@ def _places(model: PreTrainedModel, file: GGUFFile) -> list[tuple[tuple[str, ...
     head = model.get_output_embeddings() if model.config.tie_word_embeddings else None
     missing = []
     for path, module in model.named_modules():
-        for kind, parameter in [*module._parameters.items()]:
+        corrections = {n: b for n, b in module._buffers.items() if n in _CORRECTIONS}
+        for kind, parameter in [*module._parameters.items(), *corrections.items()]:
             if parameter is None or module is head or path in mixtures:
                 continue
             each = re.fullmatch(r"(.*)\.norms\.(\d+)", path)  # StableLM has one norm per head, in one tensor
             own = _tensors_of(names, family, each[1] if each else path, kind)
+            if own[0].endswith("attn_kv_b.weight") and own[0] not in file.tensors:  # newer files have it in two
+                own = tuple(own[0].replace("_kv_b", part) for part in ("_k_b", "_v_b"))
             if {*own} <= file.tensors.keys():
                 found.append((own, _Place(module, kind, int(each[2]) if each else None)))
             elif kind == "bias" and family.biases_by_tensor:
@@ -207,9 +220,12 @@ def _mixtures(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 def _expert_names(file: GGUFFile, path: str) -> list[str]:
     """The tensors of the experts of a layer: gate, up and down, and their biases if there are any."""
-    layer = next(part for part in path.split(".") if part.isdecimal())
-    kinds = [f"blk.{layer}.ffn_{kind}_exps" for kind in ("gate", "up", "down")]
+    kinds = [f"blk.{_layer_of(path)}.ffn_{kind}_exps" for kind in ("gate", "up", "down")]
     return [f"{n}.weight" for n in kinds] + [f"{n}.bias" for n in kinds if f"{n}.bias" in file.tensors]
+
+
+def _layer_of(path: str) -> str:
+    return next(part for part in path.split(".") if part.isdecimal())
 
 
 def _give_experts_(module: Any, file: GGUFFile, path: str) -> None:
@@ -258,6 +274,11 @@ def _slices(file: GGUFFile, name: str) -> list[Tensor | Blocks]:
 
 def _check_shape(file: GGUFFile, names: Sequence[str], place: _Place) -> None:
     wanted = tuple(getattr(place.module, place.kind).shape)
+    if names[0].endswith("attn_k_b.weight"):  # [head, latent, key], [head, value, latent]
+        first, second = (file.tensors[name].shape for name in names)
+        if len(first) == len(second) == 3 and first[0] == second[0] and first[1] == second[2]:
+            if (first[0] * (first[2] + second[1]), first[1]) == wanted:
+                return
     shapes = [file.tensors[name].shape[place.row is not None :] for name in names]
     shape = shapes[0] if len(shapes) == 1 else (sum(s[0] for s in shapes), *shapes[0][1:])
     if shape != wanted and not hybrids.fits(names[0], shape, wanted):

@@ -82,6 +82,52 @@ def attention(
     return b.linear(attended, f"{name}.{out}", width=(h if x is None else x).width, factor=factor, add_to=x)
 
 
+def latent_attention(
+    b: Builder,
+    h: Value,
+    x: Value,
+    name: str,
+    *,
+    heads: int,
+    latent: int,
+    plain: int,
+    rotated: int,
+    values: int,
+    query: int | None,
+    table: int,
+    scale: float,
+    interleaved: bool,
+) -> None:
+    """x += attention(h) over a latent (DeepSeek-V2, arXiv 2405.04434, section 2.1), which is all that the cache holds of a token.
+
+    The matrix that makes keys of the latent is applied to the queries, and the one that makes values to what they attend to. So
+    each head attends to one key, whose first numbers are its value. plain, rotated: numbers of a key with and without rotary
+    embedding. values: of a value. query: those that queries are made of; None: queries are made of h."""
+    eps, width, both = 1e-6, latent + rotated, plain + rotated  # these norms have their own eps
+    if query is None:
+        made = b.linear(h, f"{name}.q_proj", width=heads * both)
+        key = b.linear(h, f"{name}.kv_a_proj_with_mqa", width=width)
+    else:
+        joined = b.linear(h, f"{name}.q_a_proj", f"{name}.kv_a_proj_with_mqa", width=query + width)
+        small, key = joined.split(query, width)
+        b.norm(small, f"{name}.q_a_layernorm", eps=eps, out=small)
+        made = b.linear(small, f"{name}.q_b_proj", width=heads * both)
+    content, _ = key.split(latent, rotated)
+    b.norm(content, f"{name}.kv_a_layernorm", eps=eps, out=content)
+    b.rope(key, table, width, offset=latent, interleaved=interleaved)
+    keys, back = b.source.latent(f"{name}.kv_b_proj", heads, plain)
+    asked = b.value(heads * width)
+    b.heads(made, keys, heads, step=both, out=asked, out_step=width)
+    b.move(made.part(plain, rotated), heads, step=both, out=asked.part(latent, rotated), out_step=width)
+    b.rope(asked, table, width, offset=latent, interleaved=interleaved)
+    cache = b.store(key, None, 1)
+    b.rows()
+    attended = b.attend(asked, cache, heads=heads, scale=scale, value_dim=latent)
+    made = b.value(heads * values)
+    b.heads(attended, back, heads, step=latent, out=made, out_step=values)
+    b.linear(made, f"{name}.o_proj", width=x.width, add_to=x)
+
+
 def mamba2(
     b: Builder,
     h: Value,
@@ -155,11 +201,12 @@ def mixture(
     limit: float = 0.0,
     alpha: float = 0.0,
     plus: float = 0.0,
+    **routing: Any,
 ) -> None:
-    """x += factor * the experts that a router chooses. router: its name. count: of experts. The others are those of
-    `Builder.route` and `Builder.experts`."""
+    """x += factor * the experts that a router chooses. router: its name. count: of experts. routing: more settings of
+    `Builder.route`. The others are those of `Builder.route` and `Builder.experts`."""
     logits = b.linear(h, f"{name}.{router}", width=count)
-    routed = b.route(logits, k=k, kind=kind, normalised=normalised)
+    routed = b.route(logits, k=k, kind=kind, normalised=normalised, **routing)
     b.experts(
         h,
         routed,

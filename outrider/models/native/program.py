@@ -17,17 +17,17 @@ from torch import Tensor
 
 from outrider.kernels import cpu as native
 from outrider.kernels.cpu.library import AnglesStruct, OpStruct, ProgramStruct
-from outrider.kernels.cpu.packed import MOST, rounded
+from outrider.kernels.cpu.packed import LANES, MOST, rounded
 from outrider.models.base import FINAL_NORM
 from outrider.models.dtypes import dtype_name
 from outrider.models.native.weights import WeightSource
 
 # Numbers that src/abi.hpp and src/program.hpp have, in their order.
 _KINDS = (
-    "embed", "norm", "linear", "rope", "store", "attend", "route", "experts", "gate", "map", "conv", "scan", "rows",
+    "embed", "norm", "linear", "heads", "rope", "store", "attend", "route", "experts", "gate", "map", "conv", "scan", "rows",
     "given", "head",
 )  # fmt: skip
-_FLAG_NAMES = ("add", "per_group", "interleaved", "normalised", "tap", "fresh", "fed")
+_FLAG_NAMES = ("add", "per_group", "interleaved", "normalised", "tap", "fresh", "fed", "same")
 _FLAGS = {name: 1 << i for i, name in enumerate(_FLAG_NAMES)}
 _STORE, _ADD = 0, 1
 _GATES = {"silu": 2, "swish": 2, "gelu_pytorch_tanh": 3}  # finishes of a linear over gate and up
@@ -61,6 +61,10 @@ class Value:
             raise ValueError(f"{self.width} columns cannot be split into {widths}")
         starts = [sum(widths[:i]) for i in range(len(widths))]
         return [Value(self.register, self.offset + start, width) for start, width in zip(starts, widths, strict=True)]
+
+    def part(self, start: int, width: int) -> Value:
+        """A view of some columns."""
+        return self.split(start, width, self.width - start - width)[1]
 
 
 @dataclass(frozen=True)
@@ -304,6 +308,18 @@ class Builder:
         place = self._place(out, add_to, width)
         return self._add("linear", flags=_WHEN[when], in_=x, out=place, matrices=(matrix,), i=(finish,), f=(factor,))
 
+    def heads(self, x: Value, matrix: native.Packed, heads: int, *, step: int, out: Value, out_step: int) -> None:
+        """A linear for each head on its own. matrix: the outputs of one head after another. step, out_step: numbers from a head
+        to the next, in x and out. A head begins with what the linear takes and gives."""
+        size = matrix.n // max(heads, 1)
+        if heads < 1 or size * heads != matrix.n or size % LANES or len(matrix.formats) != 1:
+            raise NotNative(
+                f"{matrix.n} outputs of {heads} heads are not {LANES} numbers, or a multiple of it, of each"
+            )
+        if min(step - matrix.k, x.width - heads * step, out_step - size, out.width - heads * out_step) < 0:
+            raise ValueError(f"{heads} heads of {matrix.k} and {size} numbers do not fit {x.width} and {out.width}")
+        self._add("heads", in_=x, out=out, matrices=(matrix,), i=(heads, step, out_step))
+
     def has(self, name: str) -> bool:
         """Whether there is a module with a weight of this name."""
         return self.source.tensor(f"{name}.weight") is not None
@@ -336,12 +352,14 @@ class Builder:
         flags = ("interleaved",) if interleaved else ()
         self._add("rope", flags=flags, in_=x, i=(table, dim, offset, rotary))
 
-    def store(self, key: Value, value: Value, heads: int) -> int:
-        """Keys and values into the cache. Returns the number of the cache's layer, for `attend`."""
-        if heads < 1 or key.width % heads or value.width % heads:
-            raise ValueError(f"{heads} heads do not divide keys of {key.width} and values of {value.width} numbers")
+    def store(self, key: Value, value: Value | None, heads: int) -> int:
+        """Keys and values into the cache. Returns the number of the cache's layer, for `attend`. value: None if the first numbers
+        of a key are its value."""
+        width = 0 if value is None else value.width
+        if heads < 1 or key.width % heads or width % heads:
+            raise ValueError(f"{heads} heads do not divide keys of {key.width} and values of {width} numbers")
         cache = max(self.layer, 0)
-        self._cells[cache] = heads, key.width // heads, value.width // heads
+        self._cells[cache] = heads, key.width // heads, width // heads
         self._add("store", in_=key, other=value, i=(cache, *self._cells[cache]))
         return cache
 
@@ -355,11 +373,16 @@ class Builder:
         window: int = 0,
         softcap: float = 0.0,
         sinks: str | None = None,
+        value_dim: int = 0,
         out: Value | None = None,
     ) -> Value:
         """Attention over the keys and values of a layer of the cache. window: tokens that a node sees; 0: all. softcap: of the
-        scores; 0: none. sinks: the name of the parameter [heads]."""
-        kv_heads, dim, value_dim = self._cells[cache]
+        scores; 0: none. sinks: the name of the parameter [heads]. value_dim: numbers of a key that are its value, if the cache
+        has no values."""
+        kv_heads, dim, own = self._cells[cache]
+        if not 0 < (own or value_dim) <= max(own, dim):
+            raise ValueError(f"a value is {value_dim} of the {dim} numbers of a key")
+        flags, value_dim = () if own else ("same",), own or value_dim
         if heads % kv_heads:
             raise ValueError(f"{kv_heads} heads of keys do not divide {heads} heads")
         if query.width != heads * dim or window < 0:
@@ -367,7 +390,7 @@ class Builder:
         place = self._place(out, None, heads * value_dim)
         numbers = (cache, heads, kv_heads, dim, value_dim, window)
         p = None if sinks is None else self.vector(sinks, heads)
-        return self._add("attend", in_=query, out=place, p=p, i=numbers, f=(scale, softcap))
+        return self._add("attend", flags=flags, in_=query, out=place, p=p, i=numbers, f=(scale, softcap))
 
     def route(
         self,
@@ -376,7 +399,7 @@ class Builder:
         k: int,
         kind: str,
         normalised: bool = False,
-        factor: float = 1.0,
+        scaling: float = 1.0,
         added: float = 0.0,
         correction: str | None = None,
         groups: int = 0,
@@ -384,13 +407,13 @@ class Builder:
     ) -> Value:
         """The k experts of each node, and their weights. kind: "softmax_top", "top_softmax" or "sigmoid_top". correction: the
         name of a parameter that is added to choose, and not to the weights. groups: only experts of the best `kept_groups` are
-        chosen. normalised: the weights are divided by their sum and `added`."""
+        chosen. normalised: the weights are divided by their sum and `added`. scaling: of the weights."""
         if not 0 < k <= logits.width or (groups and (logits.width % groups or not 0 < kept_groups <= groups)):
             raise ValueError(f"{k} of {logits.width} experts cannot be chosen from {kept_groups} of {groups} groups")
         p = None if correction is None else self.vector(correction, logits.width)
         numbers = (_ROUTERS.index(kind), k, groups, kept_groups)
         flags = ("normalised",) if normalised else ()
-        return self._add("route", flags=flags, in_=logits, out=self.value(2 * k), p=p, i=numbers, f=(factor, added))
+        return self._add("route", flags=flags, in_=logits, out=self.value(2 * k), p=p, i=numbers, f=(scaling, added))
 
     def experts(
         self,
@@ -447,9 +470,20 @@ class Builder:
         for t in (scale, shift):
             if t is not None and (t.shape != (x.width,) or t.dtype != torch.float32 or not t.is_contiguous()):
                 raise ValueError(f"a scale or shift is {t.dtype} {list(t.shape)} for {x.width} numbers")
-        return self._add(
-            "map", in_=x, out=self._place(out, None, x.width), p=scale, q=shift, i=(_MAPS[function],), f=(factor,)
-        )
+        numbers = (_MAPS[function], 1, 0, 0)
+        return self._add("map", in_=x, out=self._place(out, None, x.width), p=scale, q=shift, i=numbers, f=(factor,))
+
+    def move(self, x: Value, heads: int, *, step: int, out: Value, out_step: int) -> None:
+        """Copy x and what lies `step` numbers further, for each head, to `out` and what lies `out_step` numbers further."""
+        last = x.offset + (heads - 1) * step + x.width, out.offset + (heads - 1) * out_step + x.width
+        if (
+            heads < 1
+            or last[0] > self._widths[x.register]
+            or last[1] > self._widths[out.register]
+            or x.width != out.width
+        ):
+            raise ValueError(f"{heads} heads of {x.width} numbers end at {last[0]} and {last[1]}, which is not there")
+        self._add("map", in_=x, out=out, i=(_MAPS["linear"], heads, step, out_step), f=(1.0,))
 
     def conv(self, x: Value, name: str, *, activation: str | None = None) -> Value:
         """The causal convolution over the node's path, with its bias if there is one. activation: None or "silu"."""

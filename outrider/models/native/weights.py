@@ -14,10 +14,14 @@ from outrider.kernels.cpu.packed import rounded
 from outrider.models.base import check_head_ids
 from outrider.models.matrix import (
     EXPERTS,
+    LATENT,
     Matrix,
     free_matrix_,
+    give_latent_,
     give_matrix_,
+    holder,
     is_packed,
+    latent_matrices,
     matrix_of,
     packed,
     precision,
@@ -54,6 +58,11 @@ class WeightSource(Protocol):
 
     def experts(self, name: str) -> Sequence[Packed]:
         """Of a mixture: gate and up side by side (paired), and then down, of each expert in turn."""
+        ...
+
+    def latent(self, name: str, heads: int, keys: int) -> Sequence[Packed]:
+        """Of the linear that makes the keys and values of all heads of a latent: [heads * latent, keys], which takes a query of a
+        head to the latent, and [heads * values, latent]. keys: numbers of a key."""
         ...
 
     def tensor(self, name: str) -> Tensor | None:
@@ -139,13 +148,17 @@ class ModuleSource:
             for part, matrices in (("packed_pair", made[::2]), ("packed_down", made[1::2])):
                 module.add_module(part, nn.ModuleList())
                 for matrix in matrices:
-                    holder = nn.Module()
-                    holder.register_parameter("weight", nn.Parameter(torch.empty(0), requires_grad=False))
-                    give_matrix_(holder, matrix)
-                    module.get_submodule(part).append(holder)
+                    module.get_submodule(part).append(holder(matrix))
             module.__dict__.pop(EXPERTS, None)
             for parameter in [*module._parameters]:
                 module._parameters[parameter] = None
+        return made
+
+    def latent(self, name: str, heads: int, keys: int) -> Sequence[Packed]:
+        module = self._modules[name]
+        made = [packed([matrix], self.packing, [None]) for matrix in latent_matrices(module, heads, keys)]
+        if self._own:
+            give_latent_(module, made)
         return made
 
     def table(self, name: str) -> Packed | Tensor:
@@ -236,6 +249,9 @@ class StoredSource:
         count = sum(1 for n in self._matrices if n.startswith(f"{name}.packed_down."))
         return [self._matrices[f"{name}.{part}.{i}"] for i in range(count) for part in ("packed_pair", "packed_down")]
 
+    def latent(self, name: str, heads: int, keys: int) -> Sequence[Packed]:
+        return [self._matrices[f"{name}.{part}"] for part in LATENT]
+
     def table(self, name: str) -> Packed | Tensor:
         return self._matrices.get(name) or self._tensors[f"{name}.weight"]
 
@@ -258,6 +274,7 @@ class _MatrixSize(NamedTuple):
 
     n: int
     k: int
+    formats: tuple[str, ...] = ("",)
 
 
 class ShapeSource(ModuleSource):
@@ -282,6 +299,15 @@ class ShapeSource(ModuleSource):
             hidden, middle = middle, hidden
         both = _MatrixSize(2 * rounded(middle), hidden), _MatrixSize(hidden, middle)
         return cast("list[Packed]", both * count)
+
+    def latent(self, name: str, heads: int, keys: int) -> Sequence[Packed]:
+        module = self._modules[name]
+        if hasattr(module, LATENT[0]):
+            sizes = [matrix_of(module.get_submodule(part)).shape for part in LATENT]
+        else:
+            n, k = matrix_of(module).shape
+            sizes = [(heads * k, keys), (n - heads * keys, k)]
+        return cast("list[Packed]", [_MatrixSize(*size) for size in sizes])
 
     def table(self, name: str) -> Packed | Tensor:
         return cast("Packed", _MatrixSize(*matrix_of(self._modules[name]).shape))

@@ -37,7 +37,7 @@ from outrider.kernels.blocks import Blocks
 from outrider.models import checkpoint
 from outrider.models.dtypes import STORED_DTYPES
 from outrider.models.lazy import Lazy
-from outrider.models.matrix import give_matrix_, matrices_in
+from outrider.models.matrix import LATENT, give_matrix_, holder, join_latents_, matrices_in
 from outrider.models.native import families
 from outrider.models.native.model import stored
 from outrider.models.native.mtp import MTP
@@ -299,8 +299,11 @@ def _restored(
         {n: p for n, p in parts.items() if not n.startswith(f"{MTP}.")} for parts in (matrices, tensors)
     )
     for name, matrix in matrices.items():
+        owner, _, part = name.rpartition(".")
         if name in modules:
             give_matrix_(modules[name], matrix)
+        elif part in LATENT:
+            modules[owner].add_module(part, holder(matrix))
         else:
             add_expert_(model, name, matrix)
     for name, t in tensors.items():
@@ -313,6 +316,7 @@ def _restored(
             module._buffers[leaf] = t
         else:
             module._parameters[leaf] = nn.Parameter(t, requires_grad=False)
+    join_latents_(model)
     for module in model.modules():  # what is packed is nowhere else
         for leaf, p in module._parameters.items():
             if p is not None and p.is_meta:

@@ -34,6 +34,7 @@ _LONG = {
     "long_factor": [1.0, 2.0, 3.0, 4.0], "original_max_position_embeddings": 64,
 }  # fmt: skip
 _WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # rows of whole blocks, in every format
+_LATENT = {"moe_intermediate_size": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32}
 _SHAPE = {"hidden_size": 64, "intermediate_size": 96}
 
 # name: (model type, changes of the tiny model)
@@ -87,6 +88,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {}),
     "gpt_oss": ("gpt_oss", {}),
     "granitemoe": ("granitemoe", {}),
+    "deepseek-v3": ("deepseek_v3", {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, **_LATENT}),
+    "deepseek-v2": ("deepseek_v2", {"q_lora_rank": None, **_LATENT}),
+    "glm4_moe_lite": ("glm4_moe_lite", _LATENT),
+    "glm4_moe": ("glm4_moe", {"use_qk_norm": True, "moe_intermediate_size": 32}),
+    "dots1": ("dots1", {"moe_intermediate_size": 32}),
 }  # fmt: skip
 
 

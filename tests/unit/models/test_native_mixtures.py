@@ -18,7 +18,9 @@ from outrider.models.nodes import Nodes
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
 
-NAMES = ("mixtral", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss")
+NAMES = (
+    "mixtral", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1",
+)  # fmt: skip
 TEXT = torch.randint(0, VOCAB, (1, 40), generator=torch.Generator().manual_seed(3))
 TREE = torch.tensor([[-1, 0, 0, 1, 3, -2, 2]])
 
@@ -30,6 +32,9 @@ def model_of(name: str, **changes: Any) -> Any:
     for n, p in model.named_parameters():
         if p.dim() == 1 or n.endswith("_bias"):
             torch.nn.init.normal_(p, 1 if "norm" in n else 0, 0.3)
+    for n, p in model.named_buffers():
+        if n.endswith("correction_bias"):
+            torch.nn.init.normal_(p, 0, 0.3)
     return model
 
 
@@ -91,6 +96,25 @@ def test_a_node_has_the_bits_that_it_has_alone(name: str, weights: str) -> None:
 )
 def test_settings_that_it_does_not_know_are_refused(name: str, changes: dict[str, Any]) -> None:
     assert supports(tiny(name, **changes)) is not None
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "int8"])
+def test_the_cache_of_a_latent_holds_nothing_else(dtype: str) -> None:
+    """A value is the first numbers of its key, also where the cache keeps fewer bits."""
+    raw = model_of("deepseek_v3")
+    model, exact = NativeModel(raw, kv_cache_dtype=dtype), run(HFModel(raw, weights="float32"), TEXT).logits
+    cache, ones = model.new_cache(1, 64), []
+    for i in range(TEXT.shape[1]):
+        ones.append(model.forward(Nodes(TEXT[:, i : i + 1], cache, [0])).logits)
+        cache.commit([0], [[0]])
+    numbers = raw.config.kv_lora_rank + raw.config.qk_rope_head_dim
+    assert cache.bytes_per_token == 2 * {"auto": 4 * numbers, "bfloat16": 2 * numbers, "int8": numbers + 4}[dtype]
+    assert torch.equal(run(model, TEXT).logits, torch.cat(ones, 1))
+    tree = run(model, TEXT[:, :7], TREE).logits
+    assert torch.equal(tree[0, 6], run(model, TEXT[:, [0, 2, 6]]).logits[0, -1])
+    assert (torch.cat(ones, 1) - exact).abs().max() < {"auto": 1e-4, "bfloat16": 0.05, "int8": 0.05}[
+        dtype
+    ] * exact.abs().max()
 
 
 def test_layers_without_experts() -> None:

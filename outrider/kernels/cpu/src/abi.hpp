@@ -69,7 +69,7 @@ struct QuantiseJob {
 struct AttentionJob {
     const float* q;  // [node, heads, dim], ldq apart
     const void* k;   // [rows, kv_heads, capacity, dim] in the format
-    const void* v;   // [rows, kv_heads, capacity, value_dim] in the format
+    const void* v;   // [rows, kv_heads, capacity, value_dim] in the format; k: a value is the first numbers of its key
     float* out;      // [node, heads, value_dim], ldo apart
     const int32_t* segment;   // [segments + 1] first node of each
     const int32_t* row;       // [segments] cache slot

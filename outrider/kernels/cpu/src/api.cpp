@@ -97,6 +97,40 @@ namespace {
 
 thread_local std::vector<uint8_t> eights, sixteens;  // the inputs of one linear; a caller runs one at a time
 
+// Memory for the inputs of a linear of so many blocks: in 8 and in 16 bits, if the weights need them.
+QuantiseJob room_of(const Needs& needs, int64_t blocks) {
+    auto sized = [](std::vector<uint8_t>& buffer, int64_t count) {
+        if (static_cast<int64_t>(buffer.size()) < count) buffer.resize(static_cast<size_t>(count + count / 4));
+        return buffer.data();
+    };
+    QuantiseJob job{};
+    if (needs.eight) job.x8 = sized(eights, blocks * ROW8);
+    if (needs.sixteen) job.x16 = sized(sixteens, blocks * ROW16);
+    return job;
+}
+
+int64_t blocks_of(int64_t k) { return (k + SUPER - 1) / SUPER * (SUPER / BLOCK); }
+
+struct HeadsWork {
+    std::vector<Packed> w;
+    std::vector<LinearJob> linears;
+    std::vector<QuantiseJob> inputs;
+    int64_t units;  // of a head
+
+    static void multiply(void* context, int64_t begin, int64_t end) {
+        HeadsWork& work = *static_cast<HeadsWork*>(context);
+        for (int64_t i = begin; i < end; i++)
+            kernels()->linear(&work.linears[static_cast<size_t>(i / work.units)], i % work.units, i % work.units + 1);
+    }
+    static void quantise(void* context, int64_t begin, int64_t end) {
+        HeadsWork& work = *static_cast<HeadsWork*>(context);
+        for (int64_t i = begin; i < end; i++) {
+            QuantiseJob& input = work.inputs[static_cast<size_t>(i)];
+            kernels()->quantise(&input, 0, blocks_of(input.k));
+        }
+    }
+};
+
 }  // namespace
 
 void run_linear(LinearJob& job) {
@@ -107,18 +141,35 @@ void run_linear(LinearJob& job) {
     double bytes = needs.bytes;
     double work = static_cast<double>(job.rows) * static_cast<double>(w.n) * static_cast<double>(w.k);
     if (needs.eight || needs.sixteen) {
-        int64_t blocks = (w.k + SUPER - 1) / SUPER * (SUPER / BLOCK), size = blocks * job.rows;
-        QuantiseJob inputs{.x = job.x, .rows = job.rows, .ldx = job.ldx, .k = w.k};
-        auto room = [](std::vector<uint8_t>& buffer, int64_t count) {
-            if (static_cast<int64_t>(buffer.size()) < count) buffer.resize(static_cast<size_t>(count + count / 4));
-            return buffer.data();
-        };
-        if (needs.eight) inputs.x8 = room(eights, size * ROW8);
-        if (needs.sixteen) inputs.x16 = room(sixteens, size * ROW16);
+        int64_t blocks = blocks_of(w.k), size = blocks * job.rows;
+        QuantiseJob inputs = room_of(needs, size);
+        inputs.x = job.x, inputs.rows = job.rows, inputs.ldx = job.ldx, inputs.k = w.k;
         job.x8 = inputs.x8, job.x16 = inputs.x16;
         parallel(kernels()->quantise, &inputs, blocks, worth_threads(0, static_cast<double>(size) * 600));
     }
     parallel(kernels()->linear, &job, (w.panels + GROUP - 1) / GROUP, worth_threads(bytes, work));
+}
+
+void run_heads(const LinearJob& job, int64_t heads, int64_t from, int64_t to) {
+    if (job.rows <= 0) return;
+    const int64_t outputs = job.w->n / heads, panels = outputs / LANES, size = blocks_of(job.w->k) * job.rows;
+    Needs needs;
+    needs.add(*job.w);
+    QuantiseJob room = room_of(needs, size * heads);
+    HeadsWork work{std::vector<Packed>(static_cast<size_t>(heads), *job.w), {}, {}, (panels + GROUP - 1) / GROUP};
+    for (int64_t h = 0; h < heads; h++) {
+        Packed& own = work.w[static_cast<size_t>(h)];
+        own.data += h * panels * own.panel_bytes, own.n = outputs, own.panels = static_cast<int32_t>(panels);
+        LinearJob linear = job;
+        linear.w = &own, linear.x += h * from, linear.y += h * to;
+        QuantiseJob input{.x = linear.x, .rows = job.rows, .ldx = job.ldx, .k = own.k};
+        if (room.x8) linear.x8 = input.x8 = room.x8 + h * size * ROW8;
+        if (room.x16) linear.x16 = input.x16 = room.x16 + h * size * ROW16;
+        work.linears.push_back(linear), work.inputs.push_back(input);
+    }
+    if (room.x8 || room.x16) parallel(HeadsWork::quantise, &work, heads, worth_threads(0, static_cast<double>(size * heads) * 600));
+    double products = static_cast<double>(job.rows) * static_cast<double>(job.w->n) * static_cast<double>(job.w->k);
+    parallel(HeadsWork::multiply, &work, heads * work.units, worth_threads(needs.bytes, products));
 }
 
 void run_scan(ScanJob& job) {

@@ -33,6 +33,9 @@ struct Needs {
 
 int worth_threads(double bytes, double multiply_adds);
 void run_linear(LinearJob& job);
+// A linear for each head on its own. w: the outputs of one head after another, whole panels each. from, to: numbers from a head's inputs,
+// and outputs, to those of the next.
+void run_heads(const LinearJob& job, int64_t heads, int64_t from, int64_t to);
 void run_scan(ScanJob& job);
 
 float from_half(uint16_t bits);

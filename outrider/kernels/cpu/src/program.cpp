@@ -131,7 +131,7 @@ void store(const Context& c, const Op& op, int64_t n) {
             kernels()->pack_vectors(format, from + h * dim, to + (cell + h * c.job->capacity) * bytes, 1, dim);
     };
     place(0, c.row(op.in, n), op.i[2]);
-    place(1, c.row(op.other, n), op.i[3]);
+    if (op.i[3]) place(1, c.row(op.other, n), op.i[3]);
 }
 
 void tap(const Context& c, const Op& op, int64_t n) {
@@ -152,9 +152,16 @@ void linear(Context& c, const Op& op) {
     run_linear(job);
 }
 
+void heads(Context& c, const Op& op) {
+    LinearJob job{.w = op.w[0], .x = c.row(op.in, 0), .y = c.row(op.out, 0), .rows = c.count, .ldx = c.stride[op.in.reg],
+                  .ldy = c.stride[op.out.reg]};
+    run_heads(job, op.i[0], op.i[1], op.i[2]);
+}
+
 void attend(Context& c, const Op& op) {
     AttentionJob a{};
-    a.q = c.row(op.in, 0), a.k = c.job->cache[2 * op.i[0]], a.v = c.job->cache[2 * op.i[0] + 1], a.out = c.row(op.out, 0);
+    a.q = c.row(op.in, 0), a.k = c.job->cache[2 * op.i[0]], a.out = c.row(op.out, 0);
+    a.v = op.flags & OP_SAME ? a.k : c.job->cache[2 * op.i[0] + 1];
     a.segment = c.plan.segment, a.row = c.job->rows, a.length = c.job->lengths, a.chain = c.plan.chain;
     a.position = c.plan.position, a.slot = c.plan.slot, a.parent = c.plan.parent;
     a.begin = c.begin, a.index = c.begin ? c.row_of : nullptr;
@@ -204,7 +211,8 @@ void gate(const Context& c, const Op& op, int64_t n) {
 }
 
 void map(const Context& c, const Op& op, int64_t n) {
-    kernels()->map(op.i[0], c.row(op.in, n), op.p, op.q, op.f[0], c.row(op.out, n), op.in.width);
+    for (int32_t i = 0; i < op.i[1]; i++)
+        kernels()->map(op.i[0], c.row(op.in, n) + i * op.i[2], op.p, op.q, op.f[0], c.row(op.out, n) + i * op.i[3], op.in.width);
 }
 
 struct Kind {
@@ -219,6 +227,7 @@ Kind kind_of(const Op& op) {
         case OP_EMBED: return {embed, nullptr, 1 / 1e3};
         case OP_NORM: return {norm, nullptr, 1 / 8e3};
         case OP_LINEAR: return {nullptr, linear, 0};
+        case OP_HEADS: return {nullptr, heads, 0};
         case OP_ROPE: return {rope, nullptr, 1 / 4e3};
         case OP_STORE: return {store, nullptr, 0};
         case OP_ROUTE: return {nullptr, run_route, 0};
@@ -227,7 +236,7 @@ Kind kind_of(const Op& op) {
         case OP_ROWS: return {op.flags & OP_TAP ? tap : nullptr, nullptr, 0};
         case OP_GIVEN: return {give, nullptr, 1 / 8e3};
         case OP_GATE: return {gate, nullptr, 1 / 2e3};
-        case OP_MAP: return {map, nullptr, 1 / 2e3};
+        case OP_MAP: return {map, nullptr, 1 / 2e3 * (op.i[1] ? op.i[1] : 1)};
         case OP_CONV: return {nullptr, run_conv, 0};
         case OP_SCAN: return {nullptr, run_scan, 0};
         case OP_HEAD: return {nullptr, show, 0};

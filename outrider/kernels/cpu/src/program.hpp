@@ -20,12 +20,15 @@ enum OpKind : int32_t {
     OP_NORM,
     // out = f0 * (W in + b), or as the finish i0 says. w0.
     OP_LINEAR,
+    // out = W in for each head on its own. w0: the outputs of one head after another. i0: heads. i1: numbers from a head of `in` to the
+    // next. i2: of `out`.
+    OP_HEADS,
     // Rotates each head of `in` in place. i0: the table of angles. i1: numbers of a head. i2: where the rotated ones begin in it.
     OP_ROPE,
     // Keys `in` and values `other` into the cache. i0: its layer. i1: heads. i2, i3: numbers of a key, of a value.
     OP_STORE,
     // out = attention of queries `in`. i0: the cache's layer. i1: heads. i2: heads of keys. i3, i4: numbers of a key, of a value.
-    // i5: window or 0. f0: scale. f1: softcap or 0. p: sinks [heads].
+    // i5: window or 0. f0: scale. f1: softcap or 0. p: sinks [heads]. SAME: a value is the first numbers of its key.
     OP_ATTEND,
     // Router logits `in` -> out: k expert numbers (as floats), then k weights. i0: a Router. i1: k. i2, i3: groups, and those kept.
     // p: correction [experts]. NORMALISED: weights are divided by their sum. f0: factor. f1: what is added to that sum.
@@ -35,7 +38,8 @@ enum OpKind : int32_t {
     OP_EXPERTS,
     // out = act(in) * [other]. i0: an Activation.
     OP_GATE,
-    // out = g(in * [p] + [q]) * f0, i0: a Map. p and q are as wide as `in`.
+    // out = g(in * [p] + [q]) * f0, i0: a Map. p and q are as wide as `in`. i1: so many times, `in` and `out` moved on by i2 and i3
+    // numbers.
     OP_MAP,
     // out = [silu](causal convolution of `in` over the node's path + [q]). p: taps [i1, width], the oldest first. i0: state. i2: SILU.
     OP_CONV,
@@ -59,6 +63,7 @@ enum OpFlag : int32_t {
     OP_TAP = 16,
     OP_FRESH = 32,  // runs only where the caller gives features
     OP_FED = 64,    // runs only where the caller gives what was fed back
+    OP_SAME = 128,
 };
 enum Norm : int32_t { RMS_NORM, LAYER_NORM };
 enum Activation : int32_t { IDENTITY, SILU, GELU, GELU_TANH, RELU, RELU2, SIGMOID, SWISH };  // SWISH: x * sigmoid(alpha x)

@@ -35,10 +35,9 @@ def _attention(b: Builder, c: Any, h: Value, x: Value, name: str, table: int) ->
     made = b.linear(h, *(f"{name}.{n}_proj" for n in "qkv"), width=2 * width + 2 * kv_width)
     both, key, value = made.split(2 * width, kv_width, kv_width)
     query, gate = b.value(width), b.value(width)
-    pairs = both.split(*[dim] * (2 * heads))
-    for all_heads, own in ((query, pairs[::2]), (gate, pairs[1::2])):
-        for to, given in zip(all_heads.split(*[dim] * heads), own, strict=True):
-            b.map(given, "linear", out=to)
+    first, second, *_ = both.split(*[dim] * (2 * heads))
+    for to, given in ((query, first), (gate, second)):
+        b.move(given, heads, step=2 * dim, out=to.split(*[dim] * heads)[0], out_step=dim)
     for part, norm in ((query, f"{name}.q_norm"), (key, f"{name}.k_norm")):
         b.norm(part, norm, eps=eps, group=dim, one_added=True, out=part)
         b.rope(part, table, dim)
