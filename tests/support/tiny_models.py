@@ -135,6 +135,7 @@ def _shrunk(given: dict[str, Any]) -> dict[str, Any]:
     if given.get("num_kv_shared_layers"):
         out["num_kv_shared_layers"] = len(kept) // 2
     if "qk_rope_head_dim" in given:
+        out["v_head_dim"] = 16  # a panel of the kernels
         out |= {"qk_head_dim": 12} if "qk_head_dim" in given else {}
         out |= {"head_dim": 4} if given.get("head_dim") == given["qk_rope_head_dim"] else {}
     return _tokens(out) | _TINY.get(str(given.get("model_type")), {})

@@ -276,9 +276,9 @@ def _check_shape(file: GGUFFile, names: Sequence[str], place: _Place) -> None:
     wanted = tuple(getattr(place.module, place.kind).shape)
     if names[0].endswith("attn_k_b.weight"):  # [head, latent, key], [head, value, latent]
         first, second = (file.tensors[name].shape for name in names)
-        if len(first) == len(second) == 3 and first[0] == second[0] and first[1] == second[2]:
-            if (first[0] * (first[2] + second[1]), first[1]) == wanted:
-                return
+        fits = len(first) == len(second) == 3 and (first[0], first[1]) == (second[0], second[2])
+        if fits and (first[0] * (first[2] + second[1]), first[1]) == wanted:
+            return
     shapes = [file.tensors[name].shape[place.row is not None :] for name in names]
     shape = shapes[0] if len(shapes) == 1 else (sum(s[0] for s in shapes), *shapes[0][1:])
     if shape != wanted and not hybrids.fits(names[0], shape, wanted):

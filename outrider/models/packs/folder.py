@@ -37,7 +37,7 @@ from outrider.kernels.blocks import Blocks
 from outrider.models import checkpoint
 from outrider.models.dtypes import STORED_DTYPES
 from outrider.models.lazy import Lazy
-from outrider.models.matrix import LATENT, give_matrix_, holder, join_latents_, matrices_in
+from outrider.models.matrix import LATENT, give_matrix_, holder, matrices_in
 from outrider.models.native import families
 from outrider.models.native.model import stored
 from outrider.models.native.mtp import MTP
@@ -316,7 +316,6 @@ def _restored(
             module._buffers[leaf] = t
         else:
             module._parameters[leaf] = nn.Parameter(t, requires_grad=False)
-    join_latents_(model)
     for module in model.modules():  # what is packed is nowhere else
         for leaf, p in module._parameters.items():
             if p is not None and p.is_meta:

@@ -112,9 +112,8 @@ def test_the_cache_of_a_latent_holds_nothing_else(dtype: str) -> None:
     assert torch.equal(run(model, TEXT).logits, torch.cat(ones, 1))
     tree = run(model, TEXT[:, :7], TREE).logits
     assert torch.equal(tree[0, 6], run(model, TEXT[:, [0, 2, 6]]).logits[0, -1])
-    assert (torch.cat(ones, 1) - exact).abs().max() < {"auto": 1e-4, "bfloat16": 0.05, "int8": 0.05}[
-        dtype
-    ] * exact.abs().max()
+    close = {"auto": 1e-5, "bfloat16": 0.01, "int8": 0.03}[dtype]  # fewer bits choose other experts now and then
+    assert (torch.cat(ones, 1) - exact).abs().mean() < close * exact.abs().max()
 
 
 def test_layers_without_experts() -> None:
