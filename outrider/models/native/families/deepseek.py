@@ -10,20 +10,17 @@ from outrider.models.native.families.llama import decoder
 from outrider.models.native.parts import gated_mlp, latent_attention, mixture, unused
 from outrider.models.native.program import Builder, NotNative, Value
 
+_MIXTURE = (  # a model may have no layer with experts
+    "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group",
+    "norm_topk_prob", "routed_scaling_factor",
+)  # fmt: skip
+
 
 @family("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 def deepseek(b: Builder, c: Any) -> None:
     """norm, attention over a latent, residual, norm, mixture or MLP, residual. V2 and V3 differ in the router."""
     eps, second = float(c.rms_norm_eps), c.model_type == "deepseek_v2"
-    unused(
-        c,
-        "num_key_value_heads",
-        "mlp_layer_types",
-        "first_k_dense_replace",
-        "num_mtp_layers",
-        "head_dim",
-        "qk_head_dim",
-    )
+    unused(c, "num_key_value_heads", "first_k_dense_replace", "num_mtp_layers", "head_dim", "qk_head_dim", *_MIXTURE)
     kinds = getattr(c, "mlp_layer_types", None)
     x = b.embed()
     table = b.rotary(c.rope_parameters)
@@ -55,7 +52,7 @@ def deepseek(b: Builder, c: Any) -> None:
 @family("Glm4MoeForCausalLM", "Dots1ForCausalLM")
 def glm4_moe(b: Builder, c: Any) -> None:
     """Llama's attention, which may have norms for each head. The first layers have an MLP."""
-    unused(c, "use_qk_norm", "num_mtp_layers")  # the weights show the norms
+    unused(c, "use_qk_norm", "num_mtp_layers", *_MIXTURE)  # the weights show the norms
 
     def feed(h: Value, x: Value, layer: str, factor: float) -> None:
         if b.layer < c.first_k_dense_replace:
@@ -76,17 +73,16 @@ def _scale(c: Any) -> float:
 
 
 def _feed(b: Builder, c: Any, h: Value, x: Value, name: str, second: bool) -> None:
-    """x += the chosen experts, and those that all nodes have. second: the router of V2, which has a softmax."""
+    """x += the chosen experts, and those that all nodes have. second: the router of V2, which has a softmax. transformers never
+    divides its weights by their sum."""
     routing: dict[str, Any] = {"scaling": float(c.routed_scaling_factor)}
     grouped = c.topk_method == "group_limited_greedy" if second else c.n_group > 1
     if grouped:
         routing |= {"groups": c.n_group, "kept_groups": c.topk_group}
     if second:
-        unused(c, "norm_topk_prob", "n_group", "topk_group")  # transformers does not read the first one for V2
         if c.topk_method not in ("greedy", "group_limited_greedy"):
             raise NotNative(f"its router is {c.topk_method}")
     else:
-        unused(c, "topk_group")
         routing |= {
             "normalised": bool(c.norm_topk_prob),
             "correction": f"{name}.gate.e_score_correction_bias",
