@@ -116,6 +116,10 @@ MIXTURES: dict[str, dict[str, Any]] = {
     **{name: ARCHITECTURES[name] for name in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe")},
     "deepseek_v2": {**_BASE, **_DEEPSEEK, "topk_method": "group_limited_greedy", "n_shared_experts": 2, "n_group": 2},
     "glm4_moe_lite": {**_BASE, **_DEEPSEEK},
+    "ernie4_5_moe": {
+        **_BASE, "moe_num_experts": 5, "moe_k": 3, "moe_intermediate_size": 20, "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+    },
     "dots1": {**_BASE, **_DEEPSEEK, "num_key_value_heads": 2},
     "glm4_moe": {
         **_BASE, "head_dim": 8, "partial_rotary_factor": 0.5, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,

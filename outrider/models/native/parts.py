@@ -184,6 +184,12 @@ def gated_mlp(
     return b.linear(middle, f"{name}.down_proj", width=(h if x is None else x).width, factor=factor, add_to=x)
 
 
+def gated_expert(b: Builder, h: Value, x: Value, name: str, gate: str, *, width: int, activation: str) -> None:
+    """x += sigmoid(gate(h)) * the MLP of this name. It is a mixture of one expert, which is always chosen."""
+    routed = b.route(b.linear(h, gate, width=1), k=1, kind="sigmoid_top")
+    b.experts(h, routed, name, count=1, width=width, activation=activation, add_to=x)
+
+
 def mixture(
     b: Builder,
     h: Value,

@@ -324,13 +324,13 @@ class Builder:
         """Whether there is a module with a weight of this name."""
         return self.source.tensor(f"{name}.weight") is not None
 
-    def rotary(self, settings: Mapping[str, Any] | None, layer_type: str = "") -> int:
+    def rotary(self, settings: Mapping[str, Any] | None, layer_type: str = "", module: str = "model.rotary_emb") -> int:
         """The number of a table of angles, for `rope`. settings: `rope_parameters` of the configuration. layer_type: of models
-        that have frequencies for each type of layers."""
+        that have frequencies for each type of layers. module: the name of what has them."""
         kind = (settings or {}).get("rope_type", "default")
         if kind not in _FIXED_ROTARY:
             raise NotNative(f"its rotary embedding ({kind}) changes with the length of the text")
-        name = f"model.rotary_emb.{layer_type}_" if layer_type else "model.rotary_emb."
+        name = f"{module}.{layer_type}_" if layer_type else f"{module}."
         frequencies = self.source.tensor(f"{name}inv_freq")
         if frequencies is None or frequencies.dim() != 1:
             raise NotNative(f"it has no frequencies {name}inv_freq")
@@ -432,11 +432,12 @@ class Builder:
     ) -> Value:
         """add_to += factor * the sum of weight * down(activation(gate(x)) * (up(x) + plus)) over a node's experts.
 
-        routed: of `route`. name: of the module with the experts. count: of experts. width: between gate and down. limit: gate is
-        at most this, and up is in +-limit; 0: none. alpha: of "scaled_swish", gate * sigmoid(alpha * gate)."""
+        routed: of `route`. name: of the module with the experts. count: of experts; 1: the module is an MLP. width: between gate
+        and down. limit: gate is at most this, and up is in +-limit; 0: none. alpha: of "scaled_swish", gate * sigmoid(alpha *
+        gate)."""
         if activation not in _EXPERT_GATES or (limit > 0 and activation not in ("silu", "swish", "scaled_swish")):
             raise NotNative(f"its experts have the activation {activation}")
-        matrices = self.source.experts(name)
+        matrices = self.source.experts(name) if count > 1 else self._one_expert(name)
         if len(matrices) != 2 * count:
             raise ValueError(f"{name} has {len(matrices) // 2} experts, and the settings say {count}")
         for gate_up, down in zip(matrices[::2], matrices[1::2], strict=True):
@@ -447,6 +448,10 @@ class Builder:
         return self._add(
             "experts", flags=("add",), in_=x, other=routed, out=add_to, matrices=tuple(matrices), i=numbers, f=floats
         )
+
+    def _one_expert(self, name: str) -> Sequence[native.Packed]:
+        gate_up = self.source.matrix(f"{name}.gate_proj", f"{name}.up_proj", paired=True)
+        return gate_up, self.source.matrix(f"{name}.down_proj")
 
     def gate(self, a: Value, b: Value | None, function: str, *, out: Value | None = None) -> Value:
         """function(a) * b."""

@@ -35,6 +35,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "embedding_multiplier": 3.0,
     }),
     "bamba": ("bamba", {}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}),
+    "qwen3_next": ("qwen3_next", {"linear_num_value_heads": 6}),
+    "lfm2_moe": ("lfm2_moe", {}),
+    "granite_moe": ("granitemoehybrid", {"residual_multiplier": 0.7, "attention_multiplier": 0.3}),
     "mamba2": ("mamba2", {}),
     "nemotron_h": ("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp"], "head_dim": 8}),
     "qwen3_5": ("qwen3_5_text", {"linear_num_value_heads": 6}),
@@ -130,7 +134,6 @@ def test_a_path_that_is_none_cannot_be_committed() -> None:
     [
         ("falcon_h1", {"time_step_limit": (0.0, 0.5)}, "time_step_limit"),
         ("bamba", {"time_step_limit": (0.0, 0.5)}, "time_step_limit"),
-        ("granite", {"num_local_experts": 4}, "experts"),
         ("nemotron_h", {"layers_block_type": ["mamba", "attention", "moe"]}, "moe"),
     ],
 )

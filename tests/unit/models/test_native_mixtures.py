@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why())
 
 NAMES = (
     "mixtral", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1",
+    "qwen2_moe", "ernie4_5_moe",
 )  # fmt: skip
 TEXT = torch.randint(0, VOCAB, (1, 40), generator=torch.Generator().manual_seed(3))
 TREE = torch.tensor([[-1, 0, 0, 1, 3, -2, 2]])

@@ -1,19 +1,17 @@
-"""Granite 4 without experts, and Bamba: Mamba 2, and attention in some layers."""
+"""Granite 4, and Bamba: Mamba 2, and attention in some layers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from outrider.models.native.families import family
-from outrider.models.native.parts import attention, gated_mlp, mamba2, unused
-from outrider.models.native.program import Builder, NotNative, Value
+from outrider.models.native.parts import attention, gated_mlp, mamba2, mixture, unused
+from outrider.models.native.program import Builder, Value
 
 
 @family("GraniteMoeHybridForCausalLM")
 def granite_hybrid(b: Builder, c: Any) -> None:
-    """norm, mixer or attention, residual, norm, gated MLP, residual; each residual has a factor."""
-    if c.num_local_experts:
-        raise NotNative("its experts have no part here")
+    """norm, mixer or attention, residual, norm, gated MLP beside a mixture, residual; each residual has a factor."""
     unused(c, "intermediate_size", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
     eps, factor, width = float(c.rms_norm_eps), float(c.residual_multiplier), c.shared_intermediate_size
     x = b.embed(factor=float(c.embedding_multiplier))
@@ -22,6 +20,11 @@ def granite_hybrid(b: Builder, c: Any) -> None:
         h = b.norm(x, f"{layer}.input_layernorm", eps=eps)
         _mixer(b, c, h, x, layer, c.layer_types[i], table, float(c.attention_multiplier), factor)
         h = b.norm(x, f"{layer}.post_attention_layernorm", eps=eps)
+        if c.num_local_experts:
+            mixture(
+                b, h, x, f"{layer}.block_sparse_moe", router="router", count=c.num_local_experts, k=c.num_experts_per_tok,
+                kind="top_softmax", width=c.intermediate_size, activation=c.hidden_act, factor=factor,
+            )  # fmt: skip
         made = b.linear(h, f"{layer}.shared_mlp.input_linear", width=2 * width)
         gate, up = made.split(width, width)
         b.gate(gate, up, c.hidden_act, out=up)

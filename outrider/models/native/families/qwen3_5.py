@@ -1,20 +1,22 @@
-"""Qwen 3.5 without experts: the gated delta rule, and gated attention in each fourth layer."""
+"""Qwen 3.5 and Qwen3-Next: the gated delta rule, gated attention in each fourth layer, and an MLP or a mixture."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from outrider.models.native.families import family
-from outrider.models.native.parts import gated_mlp
+from outrider.models.native.parts import gated_expert, gated_mlp, mixture, unused
 from outrider.models.native.program import Builder, Value
 
 _TINY = 1e-6  # transformers' l2norm
 
 
-@family("Qwen3_5ForCausalLM")
+@family("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")
 def qwen3_5(b: Builder, c: Any) -> None:
-    """norm, delta rule or attention, residual, norm, gated MLP, residual."""
-    eps = float(c.rms_norm_eps)
+    """norm, delta rule or attention, residual, norm, MLP or mixture, residual."""
+    eps, dense = float(c.rms_norm_eps), getattr(c, "mlp_only_layers", None) or ()
+    every = getattr(c, "decoder_sparse_step", 1)
+    unused(c, "intermediate_size")
     x = b.embed()
     table = b.rotary(c.rope_parameters)
     for i, layer in enumerate(b.layers(x, c.num_hidden_layers)):
@@ -24,8 +26,21 @@ def qwen3_5(b: Builder, c: Any) -> None:
         else:
             _delta_net(b, c, h, x, f"{layer}.linear_attn")
         h = b.norm(x, f"{layer}.post_attention_layernorm", eps=eps, one_added=True)
-        gated_mlp(b, h, x, f"{layer}.mlp", width=c.intermediate_size, activation=c.hidden_act)
+        if not getattr(c, "num_experts", 0) or i in dense or (i + 1) % every:
+            gated_mlp(b, h, x, f"{layer}.mlp", width=c.intermediate_size, activation=c.hidden_act)
+        else:
+            _mixture(b, c, h, x, f"{layer}.mlp")
     b.head(b.norm(x, "model.norm", eps=eps, one_added=True))
+
+
+def _mixture(b: Builder, c: Any, h: Value, x: Value, name: str) -> None:
+    """The chosen experts, and one with a gate that all nodes have. Qwen 3.5 always divides the weights by their sum."""
+    mixture(
+        b, h, x, name, router="gate", count=c.num_experts, k=c.num_experts_per_tok, kind="softmax_top",
+        normalised=bool(getattr(c, "norm_topk_prob", True)), width=c.moe_intermediate_size, activation=c.hidden_act,
+    )  # fmt: skip
+    width = c.shared_expert_intermediate_size
+    gated_expert(b, h, x, f"{name}.shared_expert", f"{name}.shared_expert_gate", width=width, activation=c.hidden_act)
 
 
 def _attention(b: Builder, c: Any, h: Value, x: Value, name: str, table: int) -> None:
@@ -51,17 +66,39 @@ def _attention(b: Builder, c: Any, h: Value, x: Value, name: str, table: int) ->
 def _delta_net(b: Builder, c: Any, h: Value, x: Value, name: str) -> None:
     heads, groups = c.linear_num_value_heads, c.linear_num_key_heads
     keys, width = c.linear_key_head_dim, c.linear_value_head_dim
-    made = b.linear(h, f"{name}.in_proj_qkv", width=2 * groups * keys + heads * width)
+    sizes = keys, keys, heads // groups * width, heads // groups * width
+    parts = _by_group if b.has(f"{name}.in_proj_qkvz") else _by_part
+    made, gate, more = parts(b, h, name, heads, groups, sizes)
     mixed = b.conv(made, f"{name}.conv1d", activation=c.hidden_act)
     both, _ = mixed.split(2 * groups * keys, heads * width)
     b.l2_norm(both, group=keys, eps=_TINY)
-    more = b.linear(h, f"{name}.in_proj_b", f"{name}.in_proj_a", width=2 * heads)
     beta, decay = more.split(heads, heads)
     b.map(beta, "sigmoid", out=beta)
     b.map(decay, "softplus", shift=b.vector(f"{name}.dt_bias", heads), out=decay)
     b.map(decay, "exp", scale=-b.vector(f"{name}.A_log", heads).exp(), out=decay)
     y = b.delta_rule(mixed, more, heads=heads, keys=keys, width=width, groups=groups, factor=keys**-0.5)
-    gate = b.linear(h, f"{name}.in_proj_z", width=heads * width)
     b.norm(y, f"{name}.norm", eps=float(c.rms_norm_eps), group=width, out=y)
     b.gate(gate, y, "silu", out=y)
     b.linear(y, f"{name}.out_proj", width=x.width, add_to=x)
+
+
+def _by_part(b: Builder, h: Value, name: str, heads: int, groups: int, sizes: tuple[int, ...]) -> tuple[Value, ...]:
+    """Queries, keys and values; gates; beta and decay. sizes: of a group's queries, keys, values and gates."""
+    made = b.linear(h, f"{name}.in_proj_qkv", width=groups * sum(sizes[:3]))
+    gates = b.linear(h, f"{name}.in_proj_z", width=groups * sizes[3])
+    return made, gates, b.linear(h, f"{name}.in_proj_b", f"{name}.in_proj_a", width=2 * heads)
+
+
+def _by_group(b: Builder, h: Value, name: str, heads: int, groups: int, sizes: tuple[int, ...]) -> tuple[Value, ...]:
+    """The same of Qwen3-Next, whose matrices have one group of heads after another."""
+    each = heads // groups
+    made = b.linear(h, f"{name}.in_proj_qkvz", width=groups * sum(sizes))
+    given = b.linear(h, f"{name}.in_proj_ba", width=2 * groups * each)
+    mixed, gates, more = b.value(groups * sum(sizes[:3])), b.value(groups * sizes[3]), b.value(2 * groups * each)
+    places = [*mixed.split(*(groups * n for n in sizes[:3])), gates]
+    places += more.split(groups * each, groups * each)
+    starts = [*made.part(0, sum(sizes)).split(*sizes), *given.part(0, 2 * each).split(each, each)]
+    for start, place in zip(starts, places, strict=True):
+        step = 2 * each if start.register == given.register else sum(sizes)
+        b.move(start, groups, step=step, out=place.part(0, start.width), out_step=start.width)
+    return mixed, gates, more
