@@ -12,7 +12,16 @@ import typer
 
 from outrider.cli.backends import ChatBackend, LocalBackend, ServerBackend
 from outrider.cli.conversation import Conversation
-from outrider.cli.options import ApiKey, Debug, LoadOptions, ModelArgument, SpeculationOptions, full_name, option
+from outrider.cli.options import (
+    ApiKey,
+    Debug,
+    LoadOptions,
+    ModelArgument,
+    PrefixOptions,
+    SpeculationOptions,
+    full_name,
+    option,
+)
 from outrider.cli.terminal import RED, loading, readable, tell
 from outrider.core.files import state_folder
 from outrider.serve.options import Options, setting
@@ -65,6 +74,7 @@ def chat(
     ] = None,
     *,
     loaded: LoadOptions,
+    prefixes: PrefixOptions,
     speculation: SpeculationOptions,
     talk: TalkOptions,
     api_key: ApiKey = None,
@@ -76,7 +86,7 @@ def chat(
     """
     with readable(debug):
         if url is None and model is not None:
-            with _here(full_name(model), loaded, speculation) as backend:
+            with _here(full_name(model), loaded, prefixes, speculation) as backend:
                 _talk(talk, backend)
             return
         if (loaded, speculation) != (LoadOptions(), SpeculationOptions()):
@@ -94,6 +104,7 @@ def run(
     ] = None,
     *,
     loaded: LoadOptions,
+    prefixes: PrefixOptions,
     speculation: SpeculationOptions,
     talk: TalkOptions,
     debug: Debug = False,
@@ -109,7 +120,7 @@ def run(
             asked = "\n\n".join(text for text in (" ".join(prompt or ()), piped.strip()) if text)
             if not asked:
                 raise ValueError("there is no message; give one: outrider run MODEL 'Why is the sky blue?'")
-        with _here(model, loaded, speculation) as backend:
+        with _here(model, loaded, prefixes, speculation) as backend:
             if asked is None:
                 _talk(talk, backend)
             elif talk.conversation(backend).say(asked):
@@ -148,7 +159,9 @@ def _talk(talk: TalkOptions, backend: ChatBackend) -> None:
 
 
 @contextmanager
-def _here(model: str, loaded: LoadOptions, speculation: SpeculationOptions) -> Iterator[ChatBackend]:
+def _here(
+    model: str, loaded: LoadOptions, prefixes: PrefixOptions, speculation: SpeculationOptions
+) -> Iterator[ChatBackend]:
     """A model in this process, for the length of a block."""
     config = speculation.config(model)
     with loading(model):
@@ -159,7 +172,7 @@ def _here(model: str, loaded: LoadOptions, speculation: SpeculationOptions) -> I
 
         if not model.startswith("builtin:") and not has_chat_template(model):
             raise ValueError(no_template(model))
-        llm = LLM(model, speculative_config=config, max_num_seqs=1, **dict(loaded))
+        llm = LLM(model, speculative_config=config, max_num_seqs=1, **dict(loaded), **dict(prefixes))
         note = set_chat_template(llm, None)
         engine = Engine(llm.runtime)
     for line in [*llm.notes, *([note] if note else [])]:

@@ -19,6 +19,7 @@ from outrider.cli.options import (
     Debug,
     LoadOptions,
     Model,
+    PrefixOptions,
     PromptSpeculationOptions,
     SamplingOptions,
     TraceOptions,
@@ -45,6 +46,7 @@ def generate(
     model: Model = CODE,
     *,
     loaded: LoadOptions,
+    prefixes: PrefixOptions,
     max_model_len: Annotated[int | None, option("Model", "Tokens of prompt and output together, at most.")] = None,
     speculation: PromptSpeculationOptions,
     sampling: SamplingOptions,
@@ -76,7 +78,7 @@ def generate(
             if chat and not has_chat_template(model):
                 raise ValueError(no_template(model))
             params = sampling.params(secrets.randbits(32), speculation.predicted_text())
-            options = {"max_model_len": max_model_len, "max_num_seqs": 1, **dict(loaded)}
+            options = {"max_model_len": max_model_len, "max_num_seqs": 1, **dict(loaded), **dict(prefixes)}
             llm = LLM(model, speculative_config=config, trace=trace.recorder("tokens"), **options)
         output = stream(llm, given.decode(errors="replace"), params, chat=chat)
         if output is None:

@@ -21,6 +21,7 @@ from outrider.drafters.method import AUTO, METHODS, owner
 from outrider.serve.options import LoadOptions as LoadOptions
 from outrider.serve.options import Options as Options
 from outrider.serve.options import PrecisionOptions as PrecisionOptions
+from outrider.serve.options import PrefixOptions as PrefixOptions
 from outrider.serve.options import setting as setting
 from outrider.serve.options import shown
 

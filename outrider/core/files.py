@@ -4,11 +4,33 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
+
+PREFIX_DISK = "20GiB"  # what a folder of the prefix cache may take, where nothing else is said
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def byte_count(given: int | str) -> int:
+    """A number of bytes, from a number or from a text such as 20GiB or 500 MB. Raises ValueError for another text."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(given))
+    if found is None or found[2].upper() not in _UNITS:
+        raise ValueError(f"{given!r} is no number of bytes; write it as 20GiB, 500MB or 21474836480")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 def cache_folder() -> Path:

@@ -208,22 +208,23 @@ class Decoder:
         if sequence.written:
             wanted = None  # a resumed sequence has them already
         done = self.cache.length[sequence.slot]
-        if done == 0 and self.prefixes is not None and wanted is None:
-            done, features = self.prefixes.fetch(self.cache, sequence.slot, tokens[:last])
-            if not sequence.written:
-                sequence.counts.cached = min(done, len(sequence.prompt))
-            if features is not None:
-                self._started(sequence, 0, features)
+        if self.prefixes is not None and wanted is None:
+            before, done = done, self._recall(sequence, tokens[:last])
+            if before < done < last and self.prefixes.files is not None:
+                return  # there may be more, and others need not wait for it
         end = min(done + self.chunk, last)
-        if self.cache.states and self.prefixes is not None and done < (border := self.prefixes.parting(tokens[:last])):
-            end = min(end, border)  # a state can be found again only where one was kept
+        if self.prefixes is not None:
+            end = self.prefixes.chunk_end(self.cache, tokens[:last], done, end)
         part = tokens[done:end]
         if part:
+            began = perf_counter()
             want = "none" if wanted is None else "all"
             out = self.target.forward(
                 Nodes(torch.tensor([part]), self.cache, [sequence.slot]), taps=self.drafter.taps, want=want
             )
             self.cache.commit([sequence.slot], [range(len(part))])
+            if self.prefixes is not None and self.prefixes.files is not None:
+                self.prefixes.files.computed(len(part), perf_counter() - began)
             if out.features is not None:
                 self._started(sequence, done, out.features[0])
             if wanted is not None:
@@ -232,7 +233,7 @@ class Decoder:
                     logprobs(x, t, wanted) for x, t in zip(out.logits[0], following, strict=True)
                 ]
         held = self.cache.length[sequence.slot]
-        if held == last or self.cache.states:
+        if held == last or (self.prefixes is not None and self.prefixes.keeps_chunks(self.cache)):
             self.remember(sequence)
         if held == last:
             self.waiting.remove(sequence)
@@ -241,6 +242,18 @@ class Decoder:
                 del sequence.prompt_logprobs[len(sequence.prompt) :]
             if sequence.request.prefill_only:
                 sequence.end("length")
+
+    def _recall(self, sequence: Sequence, tokens: list[int]) -> int:
+        """Let the prefix cache find what follows in a sequence's slot. Returns how many tokens the slot holds then."""
+        assert self.prefixes is not None
+        before, prompt = self.cache.length[sequence.slot], len(sequence.prompt)
+        done, features = self.prefixes.fetch(self.cache, sequence.slot, tokens)
+        if not sequence.written:
+            known = sequence.counts.cached if before else 0
+            sequence.counts.cached = known + max(min(done, prompt) - before, 0)
+        if features is not None:
+            self._started(sequence, before, features)
+        return done
 
     def remember(self, sequence: Sequence) -> None:
         """Let the prefix cache have what is read of a sequence that has a slot."""

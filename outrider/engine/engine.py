@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from outrider.engine.memory import Memory, spare
-from outrider.engine.prefix_cache import PrefixCache
+from outrider.engine.prefix_cache import BYTES, PrefixCache
 from outrider.engine.request import Request, Sequence
 from outrider.engine.runtime import Runtime
 from outrider.engine.scheduler import CLOSING, Observer, Scheduler
@@ -25,7 +25,8 @@ class Stats:
     """The engine at one moment.
 
     accepted: sequences so far. kv_tokens: committed tokens in the cache, of kv_limit. kv_bytes: of keys and values, those of
-    drafters included. memory_limit: of these and the prefix cache, in bytes.
+    drafters included. memory_limit: of these and the prefix cache, in bytes. prefix_files: tokens that came from files of the
+    prefix cache. prefix_files_bytes: of these files.
     """
 
     running: int
@@ -38,6 +39,8 @@ class Stats:
     prefix_bytes: int
     prefix_queries: int
     prefix_hits: int
+    prefix_files: int
+    prefix_files_bytes: int
     preemptions: int
     drafter_failures: int
 
@@ -58,7 +61,7 @@ class Engine:
         *,
         max_queue: int = 64,
         kv_tokens: int | None = None,
-        prefix_bytes: int = 256 << 20,
+        prefix_bytes: int = BYTES,
         prefill_chunk: int = 64,
         memory: int | None = None,
         fit: bool = False,
@@ -70,7 +73,8 @@ class Engine:
             caches = Memory(runtime.decoder.target, runtime.decoder.cache, runtime.drafters.values())
             length = min(length, max(caches.longest(room - prefix_bytes), SHORTEST))
         self.kv_limit = slots * length if kv_tokens is None else kv_tokens
-        self.prefixes = PrefixCache(prefix_bytes) if prefix_bytes else None
+        files = runtime.files
+        self.prefixes = PrefixCache(prefix_bytes, files) if prefix_bytes or files else None
         # One sequence alone always fits.
         self.decoder, self.roster = runtime.serving(min(length, self.kv_limit), self.prefixes, log.warning)
         self.scheduler = Scheduler(
@@ -122,6 +126,8 @@ class Engine:
             prefix_bytes=prefixes.bytes if prefixes else 0,
             prefix_queries=prefixes.queries if prefixes else 0,
             prefix_hits=prefixes.hits if prefixes else 0,
+            prefix_files=prefixes.files.read if prefixes and prefixes.files else 0,
+            prefix_files_bytes=prefixes.files.folder.bytes if prefixes and prefixes.files else 0,
             preemptions=scheduler.preemptions,
             drafter_failures=self.roster.failures,
         )

@@ -12,11 +12,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from outrider.control import Controller
+from outrider.core.files import PREFIX_DISK, byte_count
 from outrider.core.outputs import Delta, RequestMetrics, RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.drafters.base import Drafter
 from outrider.drafters.config import SpeculativeConfig
 from outrider.engine.decoder import draw_seed, nth_seed
+from outrider.engine.prefix_folder import PrefixFolder
 from outrider.engine.request import Request, Sequence
 from outrider.engine.runtime import build
 from outrider.engine.scheduler import Scheduler
@@ -49,6 +51,9 @@ class LLM:
     fails, there is a warning and the text goes on without it.
     controller: an object of your own that satisfies `outrider.control.Controller`, instead of the configured one.
     calibrate: measure what a step costs anew, and more precisely than the second at the first load does.
+    prefix_dir: a folder that keeps keys and values of texts, so that a later process need not read the same beginning again
+    (docs/guides/memory.md). Several processes may share it. None keeps them in no file. prefix_disk: bytes that it may take, or a
+    text such as "20GiB".
     trace: a file that every step is written to (docs/guides/trace.md), with the token ids of prompts and texts; a `Recorder` says
     how much.
 
@@ -73,6 +78,8 @@ class LLM:
         controller: Controller | None = None,
         calibrate: bool = False,
         trace: Recorder | str | os.PathLike[str] | None = None,
+        prefix_dir: str | os.PathLike[str] | None = None,
+        prefix_disk: int | str = PREFIX_DISK,
     ) -> None:
         self.config = SpeculativeConfig.of(speculative_config)
         if max_num_seqs < 1:
@@ -94,6 +101,7 @@ class LLM:
             controller=controller,
             calibrate=calibrate,
             tell=_warn,
+            prefix_folder=None if prefix_dir is None else PrefixFolder(prefix_dir, byte_count(prefix_disk)),
         )
         self.decoder, self.drafters, self.method = self.runtime.decoder, self.runtime.drafters, self.runtime.method
         self.trace = trace if trace is None or isinstance(trace, Recorder) else Recorder(trace)

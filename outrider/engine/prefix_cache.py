@@ -5,6 +5,8 @@ batch invariant (`LanguageModel.batch_invariant`). There a copy is what computin
 
 The state of a recurrent layer holds all tokens up to it and cannot be cut. So a text with such states can be taken up only
 where its state was stored: at the end of a text, at the end of each chunk of a prompt, and where two prompts were seen to part.
+
+Files are a second level, which outlives the process (`outrider.engine.prefix_files`).
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outrider.engine.prefix_files import PrefixFiles
 from outrider.models.cache import SlotCache
 
+BYTES = 256 << 20  # of a cache in memory, where nothing else is said
 BLOCK = 16  # tokens that are found or missed together
 
 
@@ -43,38 +47,50 @@ class _Block:
 
 
 class PrefixCache:
-    """A tree of blocks, at most `limit` bytes of keys and values.
+    """A tree of blocks, at most `limit` bytes of keys and values, and files behind it.
 
-    bytes: held now. queries, hits: tokens asked for, tokens found.
+    bytes: held now. queries, hits: tokens asked for, tokens found. files: None without a folder.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, files: PrefixFiles | None = None) -> None:
+        self.limit, self.files = limit, files
         self.root = _Block(None, (), [])
         self.bytes = self.queries = self.hits = 0
         self._used: OrderedDict[_Block, None] = OrderedDict()  # least used first; a parent is used whenever a child is
 
     def fetch(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> tuple[int, Tensor | None]:
-        """Copy the longest known start of `tokens` into an empty slot and commit it.
+        """Copy the longest known start of `tokens` into an empty slot and commit it. With files, a slot that holds a start of
+        them is continued, too, and a later call may find more.
 
-        Returns its length, and the features [token, feature] that were kept with it, if any.
+        Returns the length now, and the features [token, feature] that were kept with what is new, if any.
         """
+        before, features = cache.length[slot], None
+        if not before:
+            self.queries += len(tokens)
+            features = self._recall(cache, slot, tokens)
+        if self.files is not None:
+            more = self.files.load(cache, slot, tokens)
+            features = more if features is None else features if more is None else torch.cat([features, more])
+        self.hits += cache.length[slot] - before
+        return cache.length[slot], features
+
+    def _recall(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> Tensor | None:
+        """Fetch from memory, into an empty slot."""
         path = self._path(tokens)
         if cache.states:
             path += self._ends(path[-1] if path else self.root, tokens[BLOCK * len(path) :])
             while path and path[-1].states is None:
                 path.pop()
         count = sum(len(block.key) for block in path)
-        self.queries, self.hits = self.queries + len(tokens), self.hits + count
         if not path:
-            return 0, None
+            return None
         cache.reserve([slot], count)
         for layer, (keys, values) in enumerate(cache.layers):
             keys[slot, :, :count] = torch.cat([block.layers[layer][0] for block in path], 1)
             values[slot, :, :count] = torch.cat([block.layers[layer][1] for block in path], 1)
         cache.restore(slot, count, path[-1].states or ())
         features = [block.features for block in path if block.features is not None]
-        return count, torch.cat(features) if features else None
+        return torch.cat(features) if features else None
 
     def keep(
         self, cache: SlotCache, slot: int, tokens: Sequence[int], features: Tensor | None = None, first: int = 0
@@ -91,6 +107,7 @@ class PrefixCache:
         if cache.states and (ends := self._ends(at, rest)) and len(ends[0].key) == len(rest):
             path += ends
             at = ends[0]
+        total = sum(block.bytes for block in path)
         for start in range(sum(len(block.key) for block in path), stop, BLOCK):
             end = min(start + BLOCK, stop)
             if features is not None and start < first:
@@ -98,8 +115,8 @@ class PrefixCache:
             layers = [(k[slot, :, start:end].clone(), v[slot, :, start:end].clone()) for k, v in cache.layers]
             own = None if features is None else features[start - first : end - first].clone()
             block = _Block(at, tuple(tokens[start:end]), layers, own)
-            if block.bytes > self.limit:
-                break
+            if (total := total + block.bytes) > self.limit:
+                break  # its own end would be dropped at once
             at.children[block.key] = block
             self.bytes += block.bytes
             path.append(block)
@@ -114,7 +131,22 @@ class PrefixCache:
             self._used.move_to_end(block)
         while self.bytes > self.limit:
             self._drop(next(iter(self._used)))
-        return len(tokens) - len(tokens) % BLOCK
+        if self.files is None:
+            return len(tokens) - len(tokens) % BLOCK
+        self.files.keep(cache, slot, tokens, features, first)
+        return len(tokens) - len(tokens) % self.files.segment
+
+    def keeps_chunks(self, cache: SlotCache) -> bool:
+        """Whether `keep` is to be called after each chunk of a prompt: states are gone later, and files are written meanwhile."""
+        return bool(cache.states) or self.files is not None
+
+    def chunk_end(self, cache: SlotCache, tokens: Sequence[int], start: int, end: int) -> int:
+        """Where a chunk of `tokens` from `start` to `end` should end. A state can be found again only where one was kept."""
+        if not cache.states:
+            return end
+        if start < (border := self.parting(tokens)):
+            end = min(end, border)
+        return end if self.files is None else min(end, start - start % self.files.segment + self.files.segment)
 
     def parting(self, tokens: Sequence[int]) -> int:
         """How many of these tokens earlier texts begin with, in whole blocks, whether their states were kept or not."""

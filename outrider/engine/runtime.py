@@ -14,7 +14,9 @@ from outrider.drafters.method import NONE, plugins
 from outrider.drafters.registry import lookup_names, request_drafters
 from outrider.engine.calibrate import make_planner
 from outrider.engine.decoder import Decoder
-from outrider.engine.prefix_cache import PrefixCache
+from outrider.engine.prefix_cache import BYTES, PrefixCache
+from outrider.engine.prefix_files import PrefixFiles
+from outrider.engine.prefix_folder import PrefixFolder
 from outrider.models.load import Loaded
 
 
@@ -24,6 +26,7 @@ class Runtime:
 
     drafters: the configured ones, by name; none for plain decoding. method: what all of them together are called, "none" without
     one. roster: the drafters under a planner, which chooses among them and says how long drafts are; None if nothing drafts.
+    files: what later processes find of texts; None without a folder.
     """
 
     loaded: Loaded
@@ -32,6 +35,7 @@ class Runtime:
     method: str
     roster: PlannedDrafter | None
     decoder: Decoder
+    files: PrefixFiles | None = None
 
     def serving(
         self, max_length: int, prefixes: PrefixCache | None = None, tell: Callable[[str], None] | None = None
@@ -60,27 +64,36 @@ def build(
     controller: Controller | None = None,
     calibrate: bool = False,
     tell: Callable[[str], None] | None = None,
+    prefix_folder: PrefixFolder | None = None,
 ) -> Runtime:
     """Make the drafters, the planner, the cache and the decoder of a target.
 
     rows: sequences that decode side by side. max_length: tokens of prompt and output of a sequence, None for as many as the model
     was made for. device: of draft models. drafters: objects of your own, by name, in place of the configured ones. controller: of
     your own, in place of the configured one. calibrate: measure what steps cost anew. tell: gets a message when a drafter that
-    others wrote fails, and the text goes on without it; None lets it raise. Raises ValueError if a drafter cannot draft here.
+    others wrote fails, and the text goes on without it; None lets it raise. prefix_folder: where the starts of texts are kept for
+    later processes. Raises ValueError if a drafter cannot draft here.
     """
     length = max_length or loaded.model.max_length
     foreign = drafters is not None or bool(set(config.methods) & set(plugins()))
     method = "+".join(config.methods if drafters is None else drafters)
     if drafters is None:
         drafters = make_drafters(config, loaded, rows=rows, max_length=length, device=device)
-    if not drafters:
-        fixed = controller or Fixed(config.budget.depth, config.budget.width, config.budget.nodes)
-        decoder = _decoder(loaded, NoDraft(), config.verifier, fixed, rows, length)
-        return Runtime(loaded, config, {}, NONE, None, decoder)
-    planner = make_planner(config, loaded, drafters, controller, calibrate)
-    roster = _roster(loaded, drafters, drafters, method, planner, tell if foreign else None)
-    decoder = _decoder(loaded, roster, config.verifier, planner, rows, length)
-    return Runtime(loaded, config, drafters, method, roster, decoder)
+    roster = None
+    if drafters:
+        planner: Controller = make_planner(config, loaded, drafters, controller, calibrate)
+        roster = _roster(loaded, drafters, drafters, method, planner, tell if foreign else None)
+    else:
+        method, planner = NONE, controller or Fixed(config.budget.depth, config.budget.width, config.budget.nodes)
+    files = prefixes = None
+    if prefix_folder is not None:
+        files = PrefixFiles(prefix_folder, loaded, roster.taps if roster else ())
+        prefixes = PrefixCache(BYTES, files)
+        for drafter in drafters.values():
+            if isinstance(own := getattr(drafter, "loaded", None), Loaded):
+                drafter.prefixes = PrefixCache(0, PrefixFiles(prefix_folder, own))  # pyright: ignore[reportAttributeAccessIssue]
+    decoder = _decoder(loaded, roster or NoDraft(), config.verifier, planner, rows, length, prefixes)
+    return Runtime(loaded, config, drafters, method, roster, decoder, files)
 
 
 def _roster(

@@ -15,9 +15,10 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
+from outrider.core.files import PREFIX_DISK, byte_count
 from outrider.serve.openai.tools import PARSERS
 
 Seconds = float
@@ -71,6 +72,12 @@ def _contents(given: Any) -> Any:
     return given.read_text(encoding="utf-8") if isinstance(given, Path) else given
 
 
+def _size(given: str) -> str:
+    """Raises ValueError for a text that is no number of bytes."""
+    byte_count(given)
+    return given
+
+
 _DTYPE = setting("auto", "Model", "auto (as in the checkpoint), float32, bfloat16 or float16.")
 _QUANTIZATION = setting(None, "Model", "int8 or int4 weights, on the CPU.")
 
@@ -103,7 +110,22 @@ class LoadOptions(Options):
     )
 
 
-class ModelOptions(LoadOptions):
+class PrefixOptions(Options):
+    """Where the starts of texts are kept for later processes."""
+
+    prefix_dir: str | None = setting(
+        None,
+        "Engine",
+        "A folder that keeps what was read of prompts, so that a later start need not read it again.",
+        envvar="OUTRIDER_PREFIX_DIR",
+        metavar="DIR",
+    )
+    prefix_disk: Annotated[str, AfterValidator(_size)] = setting(
+        PREFIX_DISK, "Engine", "What the folder may take.", envvar="OUTRIDER_PREFIX_DISK", metavar="SIZE"
+    )
+
+
+class ModelOptions(LoadOptions, PrefixOptions):
     """A model that writes for many. chat_template: its text."""
 
     model: str
@@ -264,7 +286,7 @@ class BatchOptions(ModelOptions):
     @property
     def of_texts(self) -> dict[str, Any]:
         """The options that may change a text. Drafters do not, unless the verifier only keeps the distribution."""
-        keep = self.model_dump(exclude={"speculative_config", "max_num_seqs"})
+        keep = self.model_dump(exclude={"speculative_config", "max_num_seqs", *PrefixOptions.model_fields})
         if self.chat_template is not None:
             keep["chat_template"] = hashlib.sha256(self.chat_template.encode()).hexdigest()[:24]
         config = self.speculative_config

@@ -101,6 +101,8 @@ class CrossTokenizerDrafter(ModelDrafter):
         if self._room(slot, tokens) <= 0:
             return 0
         ids, reading = self._context(slot, tokens), self._texts[slot]
+        if self._recall(slot, ids[: reading.sure]):
+            reading.held, reading.held_sure = ids[: self.cache.length[slot]], reading.sure
         same = min(alike(reading.held, ids, min(reading.held_sure, len(reading.held))), len(ids) - 1)
         length = self.cache.length[slot]
         if same < length:
@@ -240,5 +242,5 @@ def from_setup(setup: DrafterSetup) -> ModelDrafter:
     chosen = reduce if reduce.may_leave_out(name) else None
     draft = load(name, device=setup.device, quantization=quantization, reduce=chosen)
     drafter = from_draft_model(draft, setup.target, setup.rows, setup.max_length)
-    drafter.reduction = reduce.note
+    drafter.reduction, drafter.loaded = reduce.note, draft
     return drafter

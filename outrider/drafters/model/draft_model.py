@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Protocol, Unpack
 
 import numpy as np
 import torch
@@ -27,11 +27,22 @@ from outrider.drafters.model.tree_drafter import GrowthSettings, TreeDrafter
 from outrider.drafters.model.vocabulary import Vocabulary
 from outrider.models.base import LanguageModel, Want
 from outrider.models.builtin.download import DOWNLOADS
+from outrider.models.cache import SlotCache
 from outrider.models.dtypes import DTYPES
-from outrider.models.load import Contents, Reduction
+from outrider.models.load import Contents, Loaded, Reduction
 from outrider.models.nodes import Nodes
 
 _CHUNK = 256  # prompt tokens read per forward
+
+
+class KnownTexts(Protocol):
+    """Starts of texts that a model need not read again. The members are those of `outrider.engine.prefix_cache.PrefixCache`."""
+
+    def fetch(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> Any: ...
+
+    def keep(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> Any: ...
+
+    def chunk_end(self, cache: SlotCache, tokens: Sequence[int], start: int, end: int) -> int: ...
 
 
 class ModelDrafter(TreeDrafter):
@@ -40,7 +51,8 @@ class ModelDrafter(TreeDrafter):
     The cache takes in committed tokens only: the accepted nodes of the scratch, and what the next proposal reads because it is
     missing. So full acceptance, rejection, steps without a draft and reuse of a slot are one case.
 
-    reduction: what was left out of the model to make it cheaper, in words; None if nothing was.
+    reduction: what was left out of the model to make it cheaper, in words; None if nothing was. loaded: the model and where it
+    came from, if that is known. prefixes: what it has read before; None if nothing is kept.
     """
 
     def __init__(
@@ -50,21 +62,48 @@ class ModelDrafter(TreeDrafter):
         super().__init__(model, num_slots, max_length, **settings)
         self.model = model
         self.reduction: str | None = None
+        self.loaded: Loaded | None = None
+        self.prefixes: KnownTexts | None = None
+        self._sought = set[int]()  # slots whose text was looked up
 
     def missing(self, slot: int, tokens: list[int]) -> int:
         """How many tokens the model must read before it can draft for a sequence, the root not counted.
 
         Counted in the model's own tokens. 0 if the text is too long for the model: then it does not draft.
-        tokens: the committed tokens of the sequence.
+        tokens: the committed tokens of the sequence. Those that it has read before are in the cache then.
         """
-        return len(self._context(slot, tokens)) - 1 - self.cache.length[slot] if self._room(slot, tokens) > 0 else 0
+        if self._room(slot, tokens) <= 0:
+            return 0
+        own = self._context(slot, tokens)
+        self._recall(slot, own)
+        return len(own) - 1 - self.cache.length[slot]
 
     def read(self, slot: int, tokens: list[int], count: int) -> None:
         """Read the next `count` missing tokens, in one forward."""
-        have = self.cache.length[slot]
-        part = self._context(slot, tokens)[have : have + count]
+        have, own = self.cache.length[slot], self._context(slot, tokens)
+        end = have + count
+        if self.prefixes is not None:
+            end = self.prefixes.chunk_end(self.cache, own, have, end)
+        part = own[have:end]
         self.model.forward(Nodes(torch.tensor([part]), self.cache, [slot]), want="none")
         self._ingested(slot, len(part) + 1)
+        if self.prefixes is not None:
+            self.prefixes.keep(self.cache, slot, own[:end])
+
+    def release(self, slot: int) -> None:
+        super().release(slot)
+        self._sought.discard(slot)
+
+    def _recall(self, slot: int, own: list[int]) -> bool:
+        """Let an empty slot have what was read before of a text, in the model's own tokens. Returns whether there was any."""
+        if self.prefixes is None or slot in self._sought or self.cache.length[slot]:
+            return False
+        self._sought.add(slot)
+        held = -1
+        while held < self.cache.length[slot]:
+            held = self.cache.length[slot]
+            self.prefixes.fetch(self.cache, slot, own[:-1])
+        return held > 0
 
     def _context(self, slot: int, tokens: list[int]) -> list[int]:
         """The committed tokens of a sequence as the model reads them, the root last."""
