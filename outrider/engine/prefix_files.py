@@ -53,7 +53,7 @@ class PrefixFiles:
         where = None if loaded.model.path == "native" else sorted(machine().items())
         self._about = _FORMAT, SEGMENT, ARITHMETIC, content(loaded.source), loaded.weights, loaded.model.path, where
         self._root = b""  # digest of `_about` and of what the cache keeps
-        self._wide = 0  # numbers in the features of a token
+        self._wide, self._has_keys = 0, False  # numbers in the features of a token; whether a layer has keys
         self._second_of_token = self._second_of_byte = 0.0  # 0: not measured yet
 
     def computed(self, tokens: int, seconds: float) -> None:
@@ -70,7 +70,9 @@ class PrefixFiles:
         self._prepare(cache, slot)
         held = cache.length[slot]
         first = held // self.segment
-        known = [*takewhile(self._is_there, self._segments(tokens)[first:])]
+        segments = self._segments(tokens)[first:]
+        known = [*takewhile(self._is_there, segments)]
+        self.folder.forget(file for segment in segments[len(known) :] for file in segment)
         while cache.states and known and not known[-1].states.exists():
             known.pop()
         if not known or not self._is_faster(cache):
@@ -86,15 +88,17 @@ class PrefixFiles:
                     part.fill(0)  # bits that are no numbers would spoil sums
                 break
             features.append(own[max(held - start, 0) :])
+            late = perf_counter() - began > SECONDS
             if cache.states:
-                found = cache.snapshot(slot)
-                if not self.folder.read(segment.states, [_bytes(t) for part in found for t in part]):
+                if not (late or segment is known[-1]):
                     continue
-                states = found
+                states = cache.snapshot(slot)
+                if not self.folder.read(segment.states, [_bytes(t) for part in states for t in part]):
+                    continue
             done = start + self.segment
-            if perf_counter() - began > SECONDS:
+            if late:
                 break
-        self._second_of_byte = _moved(self._second_of_byte, (perf_counter() - began) / count)
+        self._second_of_byte = _moved(self._second_of_byte, (perf_counter() - began) / max(count, 1))
         if done == held:
             return None
         cache.restore(slot, done, states)
@@ -128,12 +132,13 @@ class PrefixFiles:
 
     def _prepare(self, cache: SlotCache, slot: int) -> None:
         """Learn what the cache keeps, by one token in its scratch."""
-        if self._root and cache.layers:
+        if self._root and bool(cache.layers) == self._has_keys:
             return
         out = self._model.forward(
             Nodes(torch.zeros(1, 1, dtype=torch.long), cache, [slot]), taps=self._taps, want="none"
         )
         self._wide = 0 if out.features is None else out.features.shape[-1]
+        self._has_keys = bool(cache.layers)
         kept = [(t.shape[1], t.shape[3], str(t.dtype)) for pair in cache.layers for t in pair]
         states = [(t.shape, str(t.dtype)) for part in cache.snapshot(slot) for t in part]
         self._root = hashlib.sha256(repr((self._about, kept, states)).encode()).digest()

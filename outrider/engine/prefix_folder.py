@@ -59,6 +59,10 @@ class PrefixFolder:
         self._writer = ThreadPoolExecutor(1, "outrider-prefixes")
         self._writer.submit(self._trim)
 
+    def forget(self, files: Iterable[Path]) -> None:
+        """These may have been removed by others: let `wants` look again."""
+        self._known.difference_update(files)
+
     def read(self, file: Path, into: Sequence[ndarray]) -> bool:
         """Fill these arrays of bytes from a file. False if it is not whole or not of this name; the arrays hold anything then."""
         try:
@@ -73,6 +77,8 @@ class PrefixFolder:
         if full and head == MAGIC + _sum(file, into):
             return True
         self._known.discard(file)
+        with suppress(OSError):
+            file.unlink()  # no other bytes can be right under this name
         self._tell(f"{file} is damaged or was not written by outrider; its tokens are computed")
         return False
 
