@@ -121,6 +121,7 @@ def test_the_prefix_store_gives_back_what_was_kept_within_its_limit(trial: int) 
     again = texts[-1]
     assert store.fetch(cache, 1, again)[0] == min(len(again) // BLOCK, 12) * BLOCK
     store.clear()
+    cache.release(1)
     assert store.bytes == 0 == store.fetch(cache, 1, again)[0]
 
 

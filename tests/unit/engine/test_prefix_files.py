@@ -245,7 +245,7 @@ def damage(name: str, folder: Path, count: int, caplog: pytest.LogCaptureFixture
         assert not caplog.records or file.read_bytes() == whole
         seen += len(caplog.records)
         file.write_bytes(whole)
-    assert seen > count // 3
+    assert seen >= count // 3
 
 
 @pytest.mark.parametrize("name", ["auto", "native hybrid", "head"])
