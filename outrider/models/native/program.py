@@ -21,6 +21,7 @@ from outrider.kernels.cpu.packed import LANES, MOST, rounded
 from outrider.models.base import FINAL_NORM
 from outrider.models.dtypes import dtype_name
 from outrider.models.native.weights import WeightSource
+from outrider.models.rotary import power
 
 # Numbers that src/abi.hpp and src/program.hpp have, in their order.
 _KINDS = (
@@ -93,8 +94,12 @@ class _Op:
 
 @dataclass(frozen=True)
 class _Angles:
+    """long: the frequencies of caches that may hold longer texts than `first` tokens; None: they have the same ones."""
+
     inv_freq: Tensor
     factor: float
+    long: Tensor | None = None
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,16 @@ class Program:
     def matrices(self) -> list[native.Packed]:
         """Those that a forward multiplies with, if it is given no features."""
         return [m for op in self.ops if op.kind != "embed" and "fresh" not in op.flags for m in op.matrices]
+
+    @property
+    def first_length(self) -> int:
+        """Where a cache may hold longer texts than this, `for_length` has other angles. 0: the angles are always the same."""
+        return max((a.first for a in self.angles), default=0)
+
+    def for_length(self, length: int) -> Program:
+        """With the angles for caches that hold texts of this length."""
+        chosen = (a.long if a.long is not None and length > a.first else a.inv_freq for a in self.angles)
+        return replace(self, angles=tuple(_Angles(f, a.factor) for f, a in zip(chosen, self.angles, strict=True)))
 
     def compiled(self) -> tuple[ProgramStruct, object]:
         """The struct for native code, and what it points to besides the program."""
@@ -328,13 +343,26 @@ class Builder:
         """The number of a table of angles, for `rope`. settings: `rope_parameters` of the configuration. layer_type: of models
         that have frequencies for each type of layers. module: the name of what has them."""
         kind = (settings or {}).get("rope_type", "default")
-        if kind not in _FIXED_ROTARY:
+        if kind not in (*_FIXED_ROTARY, "longrope"):
             raise NotNative(f"its rotary embedding ({kind}) changes with the length of the text")
         name = f"{module}.{layer_type}_" if layer_type else f"{module}."
         frequencies = self.source.tensor(f"{name}inv_freq")
         if frequencies is None or frequencies.dim() != 1:
             raise NotNative(f"it has no frequencies {name}inv_freq")
-        return self.angles(frequencies, float(self.source.number(f"{name}attention_scaling", 1.0)))
+        factor = float(self.source.number(f"{name}attention_scaling", 1.0))
+        return self._long_angles(settings or {}, factor) if kind == "longrope" else self.angles(frequencies, factor)
+
+    def _long_angles(self, settings: Mapping[str, Any], factor: float) -> int:
+        """LongRoPE: the longest text that a cache may hold chooses the frequencies, as in vLLM and `HFModel`. If a text chose,
+        its earlier keys would have other frequencies, and a node would depend on how its prompt was cut."""
+        parts = [torch.tensor(settings[f"{n}_factor"], dtype=torch.float32) for n in ("short", "long")]
+        if parts[0].dim() != 1 or parts[0].shape != parts[1].shape:
+            raise ValueError("LongRoPE has two lists of factors of one length")
+        powers = power(float(settings["rope_theta"]), torch.arange(0, 2 * len(parts[0]), 2) / (2 * len(parts[0])))
+        short, long = (1.0 / (part * powers) for part in parts)
+        number = self.angles(short, factor)
+        self._angles[number] = _Angles(short, factor, long, int(settings["original_max_position_embeddings"]))
+        return number
 
     def angles(self, frequencies: Tensor, factor: float) -> int:
         """The number of a table of angles. frequencies: float32 [n]. factor: of cosines and sines."""

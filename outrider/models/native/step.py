@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outrider.kernels import cpu as native
 from outrider.kernels.cpu.library import ChainsStruct, ChainStruct, ForwardStruct
+from outrider.kernels.cpu.packed import MOST
 from outrider.kernels.vectors import VECTOR_FORMATS, packed_width
 from outrider.models.base import Chain, DrawnChain, Want
 from outrider.models.cache import KV_CACHE_DTYPES, SlotCache
@@ -39,15 +40,21 @@ class NativeStep:
     """A program that is ready to run."""
 
     def __init__(self, program: Program) -> None:
-        self.program = program
-        struct, self._keep = program.compiled()
+        self.program, self._keep, self._handles = program, list[object](), list[Any]()
         library = native.library()
-        self._handle = library.program_new(struct)
+        for length in (0, MOST) if program.first_length else (0,):
+            struct, keep = program.for_length(length).compiled()
+            self._keep.append((struct, keep))
+            self._handles.append(library.program_new(struct))
+            weakref.finalize(self, library.program_free, self._handles[-1])
         self._forward, self._chains = library.forward, library.draft_chains
         self._head_size, self._numbers = program.head.n, max(program.cells, default=-1) + 1
         self._ops, self._recurrent = (struct.ops, struct.count), program.recurrent
         self._addresses: weakref.WeakKeyDictionary[SlotCache, tuple[list[Any], Any]] = weakref.WeakKeyDictionary()
-        weakref.finalize(self, library.program_free, self._handle)
+
+    def _handle(self, cache: SlotCache) -> Any:
+        """Of the program for this cache. All its texts have the same angles, however long they are."""
+        return self._handles[len(self._handles) > 1 and cache.max_length > self.program.first_length]
 
     def states(self, num_slots: int) -> dict[Hashable, NativeStates]:
         """Of the recurrent layers, for a cache. Empty without such layers."""
@@ -107,7 +114,7 @@ class NativeStep:
             int(fused),
             self._states_of(cache),
         )
-        error = self._forward(self._handle, job)
+        error = self._forward(self._handle(cache), job)
         if error <= -(2**50):
             raise RuntimeError(f"slot {slots[-(2**50) - error]} has fewer nodes in its recurrent layers than {held}")
         if error:
@@ -138,7 +145,7 @@ class NativeStep:
         job = ChainsStruct(
             ctypes.addressof(structs), ctypes.addressof(table), len(asked), cache.capacity, _cell_format(cache)
         )
-        error = self._chains(self._handle, job)
+        error = self._chains(self._handle(cache), job)
         if error:
             width = max(len(chains[i].tokens) for i in asked)
             raise _explained(

@@ -30,6 +30,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "starcoder2", "nemotron", "arcee",
         )
     },
+    "phi3-long": ("phi3", {"original_max_position_embeddings": 16, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0],
+        "original_max_position_embeddings": 16}}),
     "cohere-norms": ("cohere", {"use_qk_norm": True}),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
     "exaone4-whole": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
@@ -39,9 +42,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"hidden_act": "relu"}),
     "gemma3_text": ("gemma3_text", {"use_bidirectional_attention": True}),
-    "phi3": ("phi3", {"original_max_position_embeddings": 16, "rope_parameters": {
-        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
-        "original_max_position_embeddings": 16}}),
+    "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
     "stablelm": ("stablelm", {"qk_layernorm": True}),
 }  # fmt: skip
 TAPS = (EMBEDDING, 0, 1, FINAL_NORM)
@@ -81,6 +82,21 @@ def test_a_node_of_a_family_has_the_same_bits_in_any_company(name: str) -> None:
     texts = prompts(30, 18)
     plain = outputs(model, texts)
     assert outputs(model, texts, Guided(plain)) == plain
+
+
+@pytest.mark.parametrize("length", [16, 17])
+def test_the_longest_text_of_a_cache_chooses_the_angles_of_longrope(length: int) -> None:
+    """A text of one length has other angles in a cache for longer texts, and the same on both sides of a border."""
+    ours, reference, [text] = native_of("phi3-long"), HFModel(raw_of("phi3-long"), weights="float32"), prompts(16)
+    made = [m.forward(Nodes(torch.tensor([text]), m.new_cache(1, length), [0])).logits for m in (ours, reference)]
+    torch.testing.assert_close(made[0], made[1], atol=1e-4 * float(made[1].abs().max()), rtol=0)
+    other = ours.forward(Nodes(torch.tensor([text]), ours.new_cache(1, 33 - length), [0])).logits
+    assert float((made[0] - other).abs().max()) > 1e-2
+    cache, parts = ours.new_cache(1, length), list[torch.Tensor]()
+    for a, b in ((0, 9), (9, 16)):
+        parts.append(ours.forward(Nodes(torch.tensor([text[a:b]]), cache, [0])).logits)
+        cache.commit([0], [range(b - a)])
+    assert torch.equal(torch.cat(parts, 1), made[0])
 
 
 @pytest.mark.parametrize("name", OTHERS)

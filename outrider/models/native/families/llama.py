@@ -62,6 +62,6 @@ def ernie(b: Builder, c: Any) -> None:
 
 @family("Phi3ForCausalLM")
 def phi3(b: Builder, c: Any) -> None:
-    """Phi-3 and 4, without LongRoPE, whose angles change with the length of the text."""
+    """Phi-3 and 4. LongRoPE has other angles where a cache may hold longer texts than the first training did."""
     unused(c, "original_max_position_embeddings", "embd_pdrop", "resid_pdrop")
     llama(b, c, joined=True)
