@@ -20,6 +20,7 @@ from outrider.serve.dashboard import viewers as dashboard
 from outrider.serve.errors import Refused, json_response
 from outrider.serve.guard import guards
 from outrider.serve.metrics import CONTENT_TYPE, Metrics
+from outrider.serve.ollama import ollama_route
 from outrider.serve.openai import responses_route
 from outrider.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, plain
 from outrider.serve.openai.translated import Answering
@@ -51,6 +52,9 @@ def _errors(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 OBJECT = {"application/json": {"schema": {"type": "object"}}}
 ANSWER: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer", "content": {**OBJECT, "text/event-stream": {"schema": {"type": "string"}}}}
+}
+LINES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer", "content": {**OBJECT, "application/x-ndjson": {"schema": {"type": "string"}}}}
 }
 
 
@@ -107,6 +111,7 @@ def _texts(app: FastAPI, service: Service, spans: Spans | None) -> None:
 
     responses_route.install(app, answering, ANSWER)
     messages_route.install(app, answering, _errors(errors.MessagesErrorBody) | ANSWER)
+    ollama_route.install(app, answering, _errors(errors.OllamaErrorBody) | LINES)
 
 
 def _model(app: FastAPI, service: Service) -> None:

@@ -77,6 +77,9 @@ class BoundedRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def bounded(request: Request) -> Response:
+            if request.url.path.startswith("/api/"):  # Ollama's clients need not say that a body is JSON
+                headers = [pair for pair in request.scope["headers"] if pair[0] != b"content-type"]
+                request.scope["headers"] = [*headers, (b"content-type", b"application/json")]
             return await handle(_BoundedRequest(request.scope, request.receive))
 
         return bounded

@@ -7,7 +7,7 @@ from collections import abc
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Lock
 from time import perf_counter, time
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from outrider.core.compiling import compiler
 from outrider.core.extras import install
 from outrider.core.grammar import Grammar, GrammarMask, Grammars, available
+from outrider.core.infill import Infilling
 from outrider.core.params import SamplingParams
 from outrider.engine import Engine
 from outrider.engine.decoder import draw_seed
@@ -84,6 +85,9 @@ class Service:
             params = params.with_(skip_special_tokens=False)
         if isinstance(body, ChatRequest):
             prompts = [await self.chat_tokens(body)]
+        elif body.suffix:
+            prompts, ends = await self._infilled(body.prompts, body.suffix)
+            params = params.with_(stop_token_ids=[*params.stop_token_ids, *ends])
         else:
             prompts = [await self.encoder.prompt(p) for p in body.prompts]
         if not prompts:
@@ -162,6 +166,29 @@ class Service:
         special = form.opening in known and not form.bare
         hidden = known if special and body.skip_special_tokens is not False else []
         return offer, lambda: ToolCallReader(form, offer.names, hidden), special
+
+    async def _infilled(self, prompts: list[Any], suffix: str) -> tuple[list[list[int]], tuple[int, ...]]:
+        """The prompts of gaps before one suffix, and the tokens that end an answer. Raises Refused."""
+        form = self.infilling
+        if form is None:
+            raise Refused(
+                "this model was not trained to fill in the middle: its tokenizer has no tokens for it; leave out suffix, or "
+                "serve a model such as Qwen2.5-Coder",
+                param="suffix",
+            )
+        if not all(isinstance(prompt, str) for prompt in prompts):
+            raise Refused("beside a suffix the prompt is a text, not token ids", param="prompt")
+        sizes = [len(prompt) + len(suffix) for prompt in prompts]
+        made = [
+            await self.encoder.run(partial(form.prompt, prompt, suffix), size, "suffix")
+            for prompt, size in zip(prompts, sizes, strict=True)
+        ]
+        return made, form.ends
+
+    @cached_property
+    def infilling(self) -> Infilling | None:
+        """How the model fills a gap; None if it does not."""
+        return Infilling.of(self.llm.tokenizer)
 
     def _within(self, params: SamplingParams, total: int, prompt: int) -> SamplingParams:
         """The parameters, with no more tokens than fit behind a prompt. Raises Refused if none fits."""

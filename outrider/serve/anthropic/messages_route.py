@@ -12,11 +12,10 @@ from outrider.serve.anthropic.messages_writer import MessagesWriter
 from outrider.serve.errors import Refused, json_response
 from outrider.serve.logs import log
 from outrider.serve.openai.pending import PendingAnswer
-from outrider.serve.openai.thinking import ThinkingReader, asked_to_think, thinks
+from outrider.serve.openai.thinking import asked_to_think
 from outrider.serve.openai.translated import Answering
 
 VERSION = "2023-06-01"
-END = 64  # tokens of a prompt that may show that the template began a thought
 
 
 def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict[str, Any]]) -> None:
@@ -52,8 +51,7 @@ def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict
 
         def writer(pending: PendingAnswer) -> MessagesWriter:
             prompt = pending.writer.prompts[0]
-            thinking = ThinkingReader(service.decode(prompt[-END:])) if thinks(service.template) else None
-            name = request.state.request_id
+            name, thinking = request.state.request_id, answering.thinking(pending)
             return MessagesWriter(name, service.settings.model_name, len(prompt), body.max_tokens, thinking)
 
         return await answering.translated(chat, request, writer)

@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from outrider.engine.scheduler import LATE
 from outrider.serve.errors import Refused
 from outrider.serve.openai.thinking import ThinkingReader
-from outrider.serve.openai.translated import AnswerTranslator, Event
+from outrider.serve.openai.translated import AnswerTranslator, Event, check_whole
 
 
 class MessagesWriter(AnswerTranslator):
@@ -47,10 +46,7 @@ class MessagesWriter(AnswerTranslator):
             events += self._call(call)
         if finish is None:
             return events
-        if finish == "abort":
-            raise Refused(
-                f"the answer was cut off: {choice['stop_reason']}", 408 if choice["stop_reason"] == LATE else 503
-            )
+        check_whole(choice)
         self.answer |= {"stop_reason": finish, "seed": choice["seed"], "guarantee": chunk["guarantee"]}
         if "note" in choice:
             self.answer["note"] = choice["note"]

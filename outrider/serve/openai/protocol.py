@@ -272,15 +272,14 @@ HARMLESS |= {"safety_identifier", "prompt_cache_key", "stop_token", "length_pena
 class CompletionRequest(CommonRequest):
     """POST /v1/completions"""
 
-    missing = CommonRequest.missing | {
-        "suffix": "this server does not fill in the middle; send the text before the gap as prompt, no suffix"
-    }
     prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     logprobs: int | None = Field(None, ge=0)
     prompt_logprobs: int | None = Field(None, ge=0)
     echo: bool | None = None
     max_tokens: int | None = Field(16, ge=0, description="0 reads the prompt only, with echo or prompt_logprobs")
-    suffix: str | None = Field(None, description="only the empty text is accepted")
+    suffix: str | None = Field(
+        None, description="the text after a gap; the model writes what stands between prompt and it"
+    )
 
     @field_validator("max_tokens")
     @classmethod

@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 from starlette.responses import Response
 
+from outrider.engine.scheduler import LATE
 from outrider.serve.connection import unless_gone
 from outrider.serve.errors import Refused, dumps, json_response
 from outrider.serve.openai.pending import EventResponse, PendingAnswer
 from outrider.serve.openai.protocol import ChatRequest, CompletionRequest, StreamOptions
+from outrider.serve.openai.thinking import ThinkingReader, thinks
 from outrider.serve.service import Service
 
 if TYPE_CHECKING:
     from outrider.serve.spans import Spans
 
 Event = dict[str, Any]
+END = 64  # tokens of a prompt that may show that the template began a thought
 
 
 class AnswerTranslator(ABC):
@@ -66,11 +69,23 @@ class AnswerTranslator(ABC):
                 yield self.encoded(event)
 
 
+def check_whole(choice: dict[str, Any]) -> None:
+    """Raise Refused for a choice that was cut off by its deadline or by the end of the server."""
+    if choice["finish_reason"] == "abort":
+        reason = choice["stop_reason"]
+        raise Refused(f"the answer was cut off: {reason}", 408 if reason == LATE else 503)
+
+
 class Answering:
     """From the body of a request to its response. spans: are told of each request."""
 
     def __init__(self, service: Service, spans: Spans | None = None) -> None:
         self.service, self._spans = service, spans
+
+    def thinking(self, pending: PendingAnswer) -> ThinkingReader | None:
+        """What reads the thought of an answer; None for a model that does not think."""
+        service = self.service
+        return ThinkingReader(service.decode(pending.writer.prompts[0][-END:])) if thinks(service.template) else None
 
     async def accept(self, body: CompletionRequest | ChatRequest, request: Request) -> PendingAnswer:
         """Queue the texts of a request. Raises Refused."""
