@@ -1,4 +1,4 @@
-"""The HTTP server with the APIs of OpenAI, Anthropic and Ollama. Imports the engine and everything below; imported by the command line.
+"""The HTTP server with the APIs of OpenAI, Anthropic and Ollama. Imports the engine and below; the command line imports it.
 
 app        the routes
 guard      ASGI middleware before every route: request ids, API key, limits
