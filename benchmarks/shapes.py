@@ -219,6 +219,32 @@ def _qwen35(f: Family, i: int) -> Shapes:
     return found | ({f"nextn.{n}.weight": s for n, s in next_one.items()} if own else {})
 
 
+def _shared(f: Family) -> Shapes:
+    """Experts that all nodes have, beside the chosen ones."""
+    wide = f.more["expert_shared_feed_forward_length"]
+    return {
+        "ffn_gate_shexp.weight": (wide, f.hidden), "ffn_up_shexp.weight": (wide, f.hidden),
+        "ffn_down_shexp.weight": (f.hidden, wide),
+    }  # fmt: skip
+
+
+def _qwen35moe(f: Family, i: int) -> Shapes:
+    mix = _attention(f, gate=True, norm=f.dim) if i % 4 == 3 else _delta_net(f)
+    return mix | _experts(f, "post_attention_norm") | _shared(f) | {"ffn_gate_inp_shexp.weight": (f.hidden,)}
+
+
+def _granite_moe(f: Family, i: int) -> Shapes:
+    mix = {n: s for n, s in _granite(f, i).items() if not n.startswith("ffn_")}
+    return mix | _experts(f) | _shared(f)
+
+
+def _lfm2moe(f: Family, i: int) -> Shapes:
+    if i < f.more["leading_dense_block_count"]:
+        return _lfm2(f, i)
+    mix = {n: s for n, s in _lfm2(f, i).items() if not n.startswith("ffn_")}
+    return mix | _experts(f) | {"exp_probs_b.bias": (f.more["expert_count"],)}
+
+
 def _ssm(inner: int, state: int, heads: int, groups: int) -> dict[str, int]:
     return {
         "ssm.conv_kernel": 4, "ssm.inner_size": inner, "ssm.state_size": state, "ssm.time_step_rank": heads,
@@ -289,6 +315,21 @@ FAMILIES: dict[str, Family] = {
         "qwen3moe", _qwen3moe, 151936, 2048, 48, 32, 4, 128, 6144, tied=False,
         more={"expert_count": 128, "expert_used_count": 8, "expert_feed_forward_length": 768},
     ),
+    "qwen3.5-35b-a3b": Family(
+        "qwen35moe", _qwen35moe, 248320, 2048, 40, 16, 2, 256, 512, 1e7, False,
+        more=_SECTIONS | _ssm(4096, 128, 32, 16) | {"expert_count": 256, "expert_used_count": 8,
+            "expert_feed_forward_length": 512, "expert_shared_feed_forward_length": 512},
+    ),
+    "granite4-h-tiny": Family(
+        "granitehybrid", _granite_moe, 100352, 1536, 40, 12, 4, 128, 512, 1e4,
+        more=_GRANITE | _ssm(3072, 128, 48, 1) | _only(40, (5, 15, 25, 35), 4) | {"expert_count": 64, "expert_used_count": 6,
+            "expert_feed_forward_length": 512, "expert_shared_feed_forward_length": 1024},
+    ),
+    "lfm2-8b-a1b": Family(
+        "lfm2moe", _lfm2moe, 65536, 2048, 24, 32, 8, 64, 7168, final_norm="token_embd_norm",
+        more={"shortconv.l_cache": 3, "leading_dense_block_count": 2, "expert_count": 32, "expert_used_count": 4,
+            "expert_feed_forward_length": 1792, "expert_gating_func": 2} | _only(24, (2, 6, 10, 14, 18, 21), 8),
+    ),
     "deepseek-v2-lite": Family(
         "deepseek2", _deepseek, 102400, 2048, 27, 16, 1, 576, 10944, 1e4, False,
         more=_latent(512, 192, 64, 128) | _routed(64, 6, 2, 1408, 1.0, 1),
@@ -310,6 +351,7 @@ _FLOATS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "ssm_dt.bias": lambda z: z - 4,
     "ssm_conv1d.weight": lambda z: z / 2,
     "shortconv.conv.weight": lambda z: z / 2,
+    "ffn_gate_inp_shexp.weight": lambda z: z / math.sqrt(z.shape[-1]),
     "ffn_gate_inp.weight": lambda z: z / math.sqrt(z.shape[-1]),
     "bias": lambda z: z / 50,
     "": lambda z: 1 + abs(z) / 10,  # norms and factors

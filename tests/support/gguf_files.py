@@ -30,9 +30,11 @@ ARCHITECTURE = {
     "qwen3_5_text": "qwen35", "olmo3": "olmo2", "cohere": "command-r", "phi": "phi2", "mixtral": "llama",
     "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2", "glm4_moe": "glm4moe",
+    "qwen2_moe": "qwen2moe", "ernie4_5_moe": "ernie4_5-moe", "lfm2_moe": "lfm2moe", "qwen3_5_moe_text": "qwen35moe",
 }  # fmt: skip
 INTERLEAVED = ("llama", "granite", "granitehybrid", "granitemoe", "smollm3", "olmo", "arcee", "internlm2")
-ONE_ADDED = ("gemma", "gemma2", "gemma3", "qwen35", "nemotron")
+ONE_ADDED = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "nemotron")
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 # The gguf package cannot quantise to these; any bits do.
 RANDOM = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "IQ2_XXS", "IQ3_S")
 
@@ -125,7 +127,7 @@ def _tensors(
     out: dict[str, Any] = {}
     for path, module in model.named_modules():
         for suffix, parameter in module.named_parameters(recurse=False):
-            if module is model.get_output_embeddings() and config.tie_word_embeddings:
+            if suffix in CORRECTIONS or (module is model.get_output_embeddings() and config.tie_word_embeddings):
                 continue
             each = re.fullmatch(r"(.*)\.norms\.(\d+)", path)  # one norm per head, in one tensor
             known = path.replace("model.", "backbone.", 1) if ".mixer." in path else path
@@ -137,11 +139,12 @@ def _tensors(
             if path.endswith("shared_mlp.input_linear"):
                 layer = path.split(".")[2]
                 for part, half in zip(("gate", "up"), values.chunk(2), strict=True):
-                    out[f"blk.{layer}.ffn_{part}.weight"] = _matrix(
+                    shared = "_shexp" if config.num_local_experts else ""
+                    out[f"blk.{layer}.ffn_{part}{shared}.weight"] = _matrix(
                         half, None, kind if isinstance(kind, str) else kind(name)
                     )
                 continue
-            if "shared_mlp" in path:
+            if "shared_mlp" in path and not config.num_local_experts:
                 name = name.replace("ffn_down_shexp", "ffn_down")
             values = values * _multiplier(path, config) if architecture == "falcon-h1" else values
             order = _value_heads(path, config)
@@ -176,9 +179,9 @@ def _tensors(
             if each:
                 values = torch.cat([torch.from_numpy(out[name][0]), values[None]]) if name in out else values[None]
             out[name] = (values.numpy(), "F32")
-        for suffix, values in module.named_buffers(recurse=False):
-            if suffix in ("e_score_correction_bias", "expert_bias"):
-                out[f"blk.{path.split('.')[2]}.exp_probs_b.bias"] = (values.numpy(), "F32")
+        for suffix, values in (*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)):
+            if suffix in CORRECTIONS:
+                out[f"blk.{path.split('.')[2]}.exp_probs_b.bias"] = (values.detach().flatten().numpy(), "F32")
     rotary: Any = getattr(model.base_model, "rotary_emb", None)
     parameters = getattr(config, "rope_parameters", None) or {}
     if parameters.get("rope_type") == "llama3":
@@ -389,19 +392,34 @@ def _metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
         own |= _sizes_of_states(
             config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size, config.n_groups, config.conv_kernel
         )
-    if architecture == "qwen35":
+    if architecture in ("qwen35", "qwen35moe"):
         own |= _sizes_of_states(
             config.linear_num_value_heads, config.linear_value_head_dim, config.linear_key_head_dim,
             config.linear_num_key_heads, config.linear_conv_kernel_dim,
         )  # fmt: skip
+    if architecture in ("qwen35moe", "qwen2moe"):
+        own["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+    if architecture in ("lfm2moe", "ernie4_5-moe"):
+        dense = config.num_dense_layers if architecture == "lfm2moe" else config.moe_layer_start_index
+        own |= {"leading_dense_block_count": dense, "expert_feed_forward_length": config.moe_intermediate_size}
+    if architecture == "ernie4_5-moe":
+        own |= {
+            "expert_count": config.moe_num_experts, "expert_used_count": config.moe_k,
+            "expert_shared_count": config.moe_num_shared_experts,
+        }  # fmt: skip
+    if architecture == "lfm2moe":
+        own |= {"attention.layer_norm_rms_epsilon": config.norm_eps, "shortconv.l_cache": config.conv_L_cache}
     if architecture == "lfm2":
         own |= {"attention.layer_norm_rms_epsilon": config.norm_eps, "shortconv.l_cache": config.conv_L_cache}
         own["feed_forward_length"] = model.model.layers[0].feed_forward.w1.weight.shape[0]  # pyright: ignore
-    if architecture in ("granitehybrid", "nemotron_h", "lfm2"):
+    if architecture in ("granitehybrid", "nemotron_h", "lfm2", "lfm2moe"):
         heads = config.num_key_value_heads
         own["attention.head_count_kv"] = [heads if k in ("full_attention", "attention") else 0 for k in kinds]
     if architecture == "granitehybrid":
         own["feed_forward_length"], own["rope.scaling.finetuned"] = config.shared_intermediate_size, False
+        if experts:
+            own["expert_shared_feed_forward_length"] = config.shared_intermediate_size
+            own["feed_forward_length"] = own["expert_feed_forward_length"] = config.intermediate_size
     scaling = parameters.get("rope_type", "default")
     if scaling in ("linear", "yarn"):
         own["rope.scaling.type"], own["rope.scaling.factor"] = scaling, float(parameters["factor"])

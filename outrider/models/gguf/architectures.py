@@ -27,6 +27,7 @@ class Architecture:
     interleaved rotary pairs. one_added: the norms are stored as w + 1. biases_by_tensor: a linear has a bias if the file has
     one for it. more: settings of this family beside the common ones. attends: some layers have attention. joined: the end of a
     module's name -> those of the modules that the gguf package knows in its place; of several, the rows follow one another.
+    joined_with_experts: others of files with experts.
     order: of rows or numbers, see `hybrids`.
     """
 
@@ -38,6 +39,7 @@ class Architecture:
     more: Callable[[GGUFFile], dict[str, Any]] = lambda file: {}
     attends: bool = True
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    joined_with_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     order: Callable[[str, PretrainedConfig], Tensor | None] = lambda name, config: None
 
 
@@ -58,7 +60,11 @@ def architecture_of(file: GGUFFile) -> Architecture:
     if not file.tensors:
         raise UnsupportedModel(f"{path} has no tensors, only a vocabulary; give the file of the model itself")
     found = ARCHITECTURES[name]
-    return replace(found, model_type=found.mixture) if found.mixture and file.get("expert_count") else found
+    if not file.get("expert_count"):
+        return found
+    return replace(
+        found, model_type=found.mixture or found.model_type, joined={**found.joined, **found.joined_with_experts}
+    )
 
 
 def config_of(file: GGUFFile) -> PretrainedConfig:
@@ -193,6 +199,38 @@ def _qwen3moe(file: GGUFFile) -> dict[str, Any]:
     """llama.cpp divides the weights of these by their sum, whatever their configuration says."""
     width = _number(file, "expert_feed_forward_length")
     return _experts(file) | {"moe_intermediate_size": width, "norm_topk_prob": True, "mlp_only_layers": []}
+
+
+def _shared_expert(file: GGUFFile) -> dict[str, Any]:
+    """Beside the chosen experts one that all nodes have."""
+    width = _number(file, "expert_feed_forward_length")
+    shared = _number(file, "expert_shared_feed_forward_length", width)
+    return _experts(file) | {"moe_intermediate_size": width, "shared_expert_intermediate_size": shared}
+
+
+def _qwen2moe(file: GGUFFile) -> dict[str, Any]:
+    return _shared_expert(file) | {"norm_topk_prob": False, "mlp_only_layers": [], "sliding_window": None}
+
+
+def _ernie_moe(file: GGUFFile) -> dict[str, Any]:
+    return {
+        "moe_num_experts": _number(file, "expert_count"),
+        "moe_k": _number(file, "expert_used_count"),
+        "moe_intermediate_size": _number(file, "expert_feed_forward_length"),
+        "moe_num_shared_experts": file.get("expert_shared_count", 0),
+        "moe_layer_start_index": file.get("leading_dense_block_count", 0),
+        "moe_layer_interval": file.get("interleave_moe_layer_step", 1),
+        "use_bias": any(name.endswith(("attn_q.bias", "ffn_up.bias")) for name in file.tensors),
+    }
+
+
+def _lfm2moe(file: GGUFFile) -> dict[str, Any]:
+    return _experts(file) | {
+        "moe_intermediate_size": _number(file, "expert_feed_forward_length"),
+        "num_dense_layers": file.get("leading_dense_block_count", 0),
+        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in file.tensors),
+        "norm_topk_prob": True,
+    }
 
 
 def _olmoe(file: GGUFFile) -> dict[str, Any]:
@@ -432,10 +470,24 @@ ARCHITECTURES = {
         joined={
             "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
             "shared_mlp.output_linear": ("mlp.down_proj",),
+            "block_sparse_moe.router": ("block_sparse_moe.router.layer",),
+        },
+        joined_with_experts={
+            "shared_mlp.input_linear": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+            "shared_mlp.output_linear": ("mlp.shared_expert.down_proj",),
         },
     ),
     "lfm2": Architecture("lfm2", more=hybrids.lfm2),
     "mamba2": Architecture("mamba2", attends=False, more=hybrids.mamba2),
     "nemotron_h": Architecture("nemotron_h", more=hybrids.nemotron_h),
+    "qwen2moe": Architecture("qwen2_moe", more=_qwen2moe),
+    "ernie4_5-moe": Architecture("ernie4_5_moe", more=_ernie_moe),
+    "lfm2moe": Architecture("lfm2_moe", more=lambda file: hybrids.lfm2(file) | _lfm2moe(file)),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        one_added=True,
+        more=lambda file: hybrids.qwen35(file) | _shared_expert(file),
+        order=hybrids.value_heads,
+    ),
     "qwen35": Architecture("qwen3_5_text", one_added=True, more=hybrids.qwen35, order=hybrids.value_heads),
 }

@@ -15,7 +15,10 @@ from outrider.models.gguf.reader import GGUFFile
 from outrider.models.hf.hooks import UnsupportedModel
 
 # Tensors with the numbers of a parameter, in another shape.
-_RESHAPED = ("ssm_conv1d.weight", "shortconv.conv.weight", "ssm_norm.weight", "ssm_a", "ssm_d")
+_RESHAPED = (
+    "ffn_gate_inp_shexp.weight", "exp_probs_b.bias", "ssm_conv1d.weight", "shortconv.conv.weight", "ssm_norm.weight", "ssm_a",
+    "ssm_d",
+)  # fmt: skip
 
 
 def as_parameter(name: str, values: Tensor, shape: torch.Size) -> Tensor:
@@ -112,6 +115,7 @@ def granite_hybrid(file: GGUFFile) -> dict[str, Any]:
         "logits_scaling": file.get("logit_scale", 1.0),
         "num_local_experts": file.get("expert_count", 0),
         "num_experts_per_tok": file.get("expert_used_count", 0),
+        "intermediate_size": file.get("expert_feed_forward_length") or file.get("feed_forward_length"),
         "shared_intermediate_size": file.get("expert_shared_feed_forward_length", file.get("feed_forward_length")),
     }
 

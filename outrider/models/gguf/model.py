@@ -104,7 +104,8 @@ def _filled(model: PreTrainedModel, file: GGUFFile) -> PreTrainedModel:
         if len(names) > 1 and names[0].endswith("attn_k_b.weight"):
             give_latent_(place.module, [_matrix(file, (name,), None) for name in names])
         elif place.kind == "weight" and isinstance(place.module, (nn.Linear, nn.Embedding)):
-            give_matrix_(place.module, _matrix(file, names, order))
+            matrix = _matrix(file, names, order)
+            give_matrix_(place.module, matrix[None] if isinstance(matrix, Tensor) and matrix.dim() == 1 else matrix)
         else:
             values = file.floats(names[0])
             values = values if order is None else values[order]

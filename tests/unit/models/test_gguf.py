@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import VOCAB, prompts, tiny
-from gguf_files import tokenizer_metadata, write_file, write_gguf
+from gguf_files import CORRECTIONS, tokenizer_metadata, write_file, write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from outrider import LLM, SamplingParams
@@ -92,6 +92,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": ("deepseek_v2", {"q_lora_rank": None, **_LATENT}),
     "glm4_moe_lite": ("glm4_moe_lite", _LATENT),
     "glm4_moe": ("glm4_moe", {"use_qk_norm": True, "moe_intermediate_size": 32}),
+    "qwen2_moe": ("qwen2_moe", {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}),
+    "ernie4_5_moe": ("ernie4_5_moe", {"moe_intermediate_size": 32}),
+    "lfm2_moe": ("lfm2_moe", {"moe_intermediate_size": 32}),
+    "qwen35moe": ("qwen3_5_moe_text", {"linear_num_value_heads": 6, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64}),
+    "granite-hybrid-moe": ("granitemoehybrid", {"mamba_expand": 1, "residual_multiplier": 0.7}),
     "dots1": ("dots1", {"moe_intermediate_size": 32}),
 }  # fmt: skip
 
@@ -118,6 +124,9 @@ def test_an_architecture_gives_the_logits_of_transformers(name: str, tmp_path: P
         for n, p in raw.named_parameters():
             if "layernorm.norms" in n:
                 p.data.normal_()
+    for n, b in raw.named_buffers():
+        if n.endswith(CORRECTIONS):
+            b.normal_(0, 0.3)
     named = {"general.architecture": name} if name == "internlm2" else None
     form = "F32" if kind == "falcon_h1" else "Q8_0"  # its matrices are multiplied first
     write_gguf(raw, file, form, metadata=named)
