@@ -1,0 +1,102 @@
+"""The first token of a long prompt after a server was killed and started again, with the prefix cache in files.
+
+    python -m benchmarks.first_token MODEL --tokens 16000
+
+One server reads a prompt of random tokens and is killed by SIGKILL. Another one with the same folder gets the same prompt, then
+the first half of it with another end. With `--compare` a server without a folder reads the prompt, too. The texts must be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import sleep
+
+from benchmarks import ROOT
+from benchmarks.machine import facts
+from benchmarks.serve import Sample, ask
+from outrider.models.load import load
+
+NAME = "model"
+
+
+@contextmanager
+def served(model: str, *options: str) -> Iterator[int]:
+    """The port of a server, which is killed at the end."""
+    command = [sys.executable, "-u", "-m", "outrider", "serve", model, "--port", "0", "--max-num-seqs", "1", *options]
+    command += ["--served-model-name", NAME, "--request-timeout", "3600", "--log-file", "/dev/null"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("curl"):
+                    yield int(line.split()[2].partition("//127.0.0.1:")[2].partition("/")[0])
+                    break
+            else:
+                raise SystemExit(f"{model} did not start: {' '.join(command)}")
+        finally:
+            process.send_signal(signal.SIGKILL)
+
+
+def asked(port: int, prompt: list[int]) -> Sample:
+    """The answer to a prompt: time to its first token, and its text."""
+    body = {"model": NAME, "prompt": prompt, "max_tokens": 16, "temperature": 0, "stream": True, "ignore_eos": True}
+    found = asyncio.run(ask("127.0.0.1", port, "/v1/completions", body))
+    if found.error:
+        raise SystemExit(found.error)
+    return found
+
+
+def written(folder: Path) -> int:
+    """Bytes of the files, once their number does not change."""
+    before = -1
+    while before != (now := sum(f.stat().st_size for f in folder.glob("*/*"))):
+        before = now
+        sleep(1.0)
+    return now
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--tokens", type=int, default=16000)
+    parser.add_argument("--config", default='{"method": "none"}', help="the speculative_config")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--compare", action="store_true", help="also read the prompt without a folder")
+    given = parser.parse_args()
+    loaded = load(given.model)
+    draw = random.Random(given.tokens)
+    prompt = [draw.randrange(loaded.model.vocab_size // 2) for _ in range(given.tokens)]
+    other = [*prompt[: given.tokens // 2], *reversed(prompt[-8:])]
+    options = ["--speculative-config", given.config, "--kv-cache-dtype", given.kv_cache_dtype]
+    print(facts())
+    with tempfile.TemporaryDirectory() as folder:
+        disk = [*options, "--prefix-dir", folder]
+        with served(given.model, *disk) as port:
+            asked(port, prompt[-40:])
+            first = asked(port, prompt)
+            size = written(Path(folder))
+        with served(given.model, *disk) as port:
+            asked(port, prompt[-40:])
+            again, half = asked(port, prompt), asked(port, other)
+        kept = given.tokens // 256 * 256
+        print(
+            f"{given.tokens} tokens: first token after {first.ttft:.2f} s, and after a kill and a start {again.ttft:.3f} s"
+        )
+        print(f"share {again.ttft / first.ttft:.4f}; the first half with another end {half.ttft:.3f} s")
+        print(f"{size / kept:.0f} bytes a token on disk; texts equal: {again.text == first.text}")
+    if given.compare:
+        with served(given.model, *options) as port:
+            print(f"texts of a server without a folder equal: {asked(port, prompt).text == first.text}")
+
+
+if __name__ == "__main__":
+    main()
