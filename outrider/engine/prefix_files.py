@@ -77,8 +77,8 @@ class PrefixFiles:
             known.pop()
         if not known or not self._is_faster(cache):
             return None
+        cache.reserve([slot], len(tokens) + 1 - held)  # once in a text's life; the disk is not slow for it
         began, count, done, states, features = perf_counter(), 0, held, (), list[Tensor]()
-        cache.reserve([slot], len(tokens) + 1 - held)
         for start, segment in zip(range(first * self.segment, len(tokens), self.segment), known, strict=False):
             cells, own = [*_cells(cache, slot, start, start + self.segment)], torch.empty(self.segment, self._wide)
             whole = self.folder.read(segment.keys, cells)
