@@ -1,9 +1,10 @@
-"""Attention over a long context: its time with rounded keys and values over its time with float32 ones.
+"""Attention over a long context: its time over that of its bytes, by precision of keys and values.
 
-    python -m benchmarks.attention --context 4096 16384 --nodes 1 5
+    python -m benchmarks.attention --context 4096 16384 --nodes 5
 
 One layer, with the heads of real models. The precisions take turns within a round, each on a cache of its own that is larger than
-the processor's, as the layers of a model are. A ratio is taken within a round. Medians over the rounds, the first discarded.
+the processor's, as the layers of a model are. `beyond its bytes` is the time of one node beyond that at 128 tokens, over the time
+that the bytes of the further tokens take at the machine's read bandwidth. Medians over the rounds, the first discarded.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import headline
+from benchmarks.machine import bandwidth
 from benchmarks.report import console, rich_table
 from outrider.kernels import cpu as native
 from outrider.kernels.attention import Scoring
-from outrider.models.cache import KV_CACHE_DTYPES
+from outrider.kernels.vectors import packed_width
+from outrider.models.cache import KV_CACHE_DTYPES, SlotCache
 
 MEMORY = 128 << 20  # bytes of float32 keys and values that the calls of a turn go through, so that none is in a cache
-HEAD = ["heads", "context", "nodes", "ms, float32", "bfloat16 over it", "int8 over it"]
+SHORT = 128  # tokens of the context to compare with
+PRECISIONS = ("float32", "bfloat16", "int8")
 
 
 class Heads(NamedTuple):
@@ -36,59 +40,76 @@ class Heads(NamedTuple):
 
 
 SHAPES = (
-    Heads("builtin:code", 10, 2, 32),
     Heads("SmolLM2-135M", 9, 3, 64),
     Heads("Qwen2.5-1.5B", 12, 2, 128),
+    Heads("Gemma-3-270M", 4, 1, 256),
     Heads("Llama-3-8B", 32, 8, 128),
 )
 
 
-def measure(shape: Heads, context: int, nodes: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a call by precision, one number a round."""
+def measure(shape: Heads, context: int, nodes: Sequence[int], rounds: int) -> dict[tuple[str, int], float]:
+    """Seconds of a call by precision and nodes."""
     layers = max(1, MEMORY // (8 * shape.kv_heads * context * shape.dim))
-    query = torch.randn(1, nodes, shape.heads, shape.dim)
-    plan = native.AttentionPlan([0], [context - nodes], nodes)
-    stored = {}
-    for name, dtype in KV_CACHE_DTYPES.items():
-        pairs = [
-            [
-                native.pack_vectors(torch.randn(1, shape.kv_heads, context, shape.dim), dtype or torch.float32)
-                for _ in "kv"
-            ]
-            for _ in range(layers)
-        ]
-        stored[name] = pairs
-    times: dict[str, list[float]] = {name: [] for name in stored}
+    caches, heads = dict[str, SlotCache](), (shape.kv_heads, shape.dim)
+    for name in PRECISIONS:
+        caches[name] = cache = SlotCache(1, context, name)
+        cache.reserve([0], context)
+        cache.make(dict.fromkeys(range(layers), (heads, heads)), torch.empty(0))
+        some = native.pack_vectors(torch.randn(1, shape.kv_heads, context, shape.dim), cache.layers[0][0].dtype)
+        for pair in cache.layers:
+            for t in pair:
+                t[:, :, :context] = some
+    times: dict[tuple[str, int], list[float]] = {(name, n): [] for name in PRECISIONS for n in nodes}
     for turn in range(rounds + 1):
-        for name, pairs in stored.items():
+        for name, n in times:
+            query, plan = torch.randn(1, n, shape.heads, shape.dim), native.AttentionPlan([0], [context - n], n)
             start = perf_counter()
-            for keys, values in pairs:
+            for keys, values in caches[name].layers:
                 native.attention(plan, query, keys, values, Scoring(shape.dim**-0.5))
             if turn:
-                times[name].append((perf_counter() - start) / layers)
-    return times
+                times[name, n].append((perf_counter() - start) / layers)
+    return {key: statistics.median(found) for key, found in times.items()}
 
 
-def row(shape: Heads, context: int, nodes: int, times: dict[str, list[float]]) -> list[str]:
-    exact = times["auto"]
-    ratios = [statistics.median(t / e for t, e in zip(times[k], exact, strict=True)) for k in ("bfloat16", "int8")]
-    name = f"{shape.name}: {shape.heads} of {shape.dim}, {shape.kv_heads} of keys"
-    return [name, f"{context:,}", str(nodes), f"{1e3 * statistics.median(exact):.3f}", *(f"{r:.2f}" for r in ratios)]
+def rows(shape: Heads, contexts: Sequence[int], nodes: Sequence[int], rounds: int, read: float) -> list[list[str]]:
+    """read: bytes of a second at read bandwidth."""
+    out = list[list[str]]()
+    short = measure(shape, SHORT, [1], rounds)
+    for context in contexts:
+        times = measure(shape, context, [1, *nodes], rounds)
+        for name in PRECISIONS:
+            one, dtype = times[name, 1], KV_CACHE_DTYPES[name] or torch.float32
+            size = 2 * shape.kv_heads * packed_width(shape.dim, dtype) * dtype.itemsize * (context - SHORT)
+            beyond = (one - short[name, 1]) / (size / read)
+            more = [f"{times[name, n] / one:.2f}" for n in nodes]
+            heads = f"{shape.name}: {shape.heads} of {shape.dim}, {shape.kv_heads} of keys"
+            out.append([heads, f"{context:,}", name, f"{1e3 * one:.3f}", f"{beyond:.2f}", *more])
+    return out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=headline(__doc__))
     parser.add_argument("--context", type=int, nargs="+", default=[4096, 16384], help="tokens that a node attends to")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 5], help="nodes of a forward")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[5], help="nodes of a forward, compared with one")
+    parser.add_argument("--shape", nargs="+", choices=[s.name for s in SHAPES], default=[s.name for s in SHAPES])
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    rows: list[Sequence[str]] = [
-        row(shape, context, nodes, measure(shape, context, nodes, args.rounds))
+    read = bandwidth()["all"] * 1e9
+    found = [
+        row
         for shape in SHAPES
-        for context in args.context
-        for nodes in args.nodes
+        if shape.name in args.shape
+        for row in rows(shape, args.context, args.nodes, args.rounds, read)
     ]
-    console.print(rich_table("attention of one layer", HEAD, rows))
+    head = [
+        "heads",
+        "context",
+        "keys and values",
+        "ms, one node",
+        "beyond its bytes",
+        *(f"{n} nodes" for n in args.nodes),
+    ]
+    console.print(rich_table(f"attention of one layer, {read / 1e9:.1f} GB/s", head, found))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ error over the tokens.
 
     python -m benchmarks.quality model.gguf --dtype float32 auto --quantization int8 int4 --llama llama-perplexity
 
+With --needle, a number is hidden at nine depths of a text of so many tokens, and asked for at its end. `found` is how many of
+them the model writes again.
+
 With --llama, llama.cpp's tool reads the same file. All sides then read the texts as that tool does: joined, in windows of
 --length tokens, and only the second half of each window counts.
 """
@@ -42,7 +45,8 @@ from outrider.models.nodes import Nodes
 
 KEPT = 1000  # likeliest tokens of the reference that are compared one by one
 CHUNK = 64
-HEAD = ["weights", "keys and values", "tokens", "perplexity", "nats over the reference", "divergence", "same"]
+HEAD = ["weights", "keys and values", "tokens", "perplexity", "nats over the reference", "divergence", "same", "found"]
+DEPTHS = 9
 
 
 class Reading(NamedTuple):
@@ -87,6 +91,24 @@ def read(model: LanguageModel, ids: Sequence[int], kv_cache_dtype: str, ids_kept
         kept = logp.topk(min(KEPT, logp.shape[1])).indices if ids_kept is None else ids_kept[start:end]
         parts.append(Reading(-logp.gather(1, wanted)[:, 0], logp.argmax(-1), logp.gather(1, kept), kept))
     return Reading(*(torch.cat(some) for some in zip(*parts, strict=True)))
+
+
+def needles(model: LanguageModel, tokenizer: Any, kv_cache_dtype: str, length: int) -> int:
+    """How many of DEPTHS numbers, each hidden in a text of `length` tokens, are the likeliest continuation at its end."""
+    text, found = tokenizer("\n\n".join(code(10**6)))["input_ids"][:length], 0
+    for depth in range(DEPTHS):
+        hint = "\n# The secret number is"
+        number = 1_000_000 * (depth + 1) + 871_234 * (depth + 3) % 1_000_000
+        asked, told = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in (hint, f"{hint} {number}"))
+        at = len(text) * depth // DEPTHS
+        ids, cache = [*text[:at], *told, *text[at:]], SlotCache(1, 2 * length, kv_cache_dtype)
+        for start in range(0, len(ids), 256):
+            part = ids[start : start + 256]
+            model.forward(Nodes(torch.tensor([part]), cache, [0]), want="none")
+            cache.commit([0], [range(len(part))])
+        best = model.forward(Nodes(torch.tensor([told]), cache, [0])).logits[0].argmax(-1).tolist()
+        found += best[len(asked) - 1 : -1] == told[len(asked) :]
+    return found
 
 
 def windows(ids: Sequence[int], length: int, first: int | None) -> list[list[int]]:
@@ -156,11 +178,12 @@ def measure(
     count: int,
     length: int,
     llama: Path | None = None,
+    needle: int = 0,
 ) -> Iterator[dict[str, Any]]:
     """A record for each precision of weights, and of keys and values. The first is the reference.
 
     weights: names of a dtype or a quantization. count, length: texts of a kind and tokens of a text, at most. llama: the tool
-    that reads them, too; all then read windows.
+    that reads them, too; all then read windows. needle: tokens of the text in which numbers are hidden, 0 for none.
     """
     references, found = list[Reading](), texts(names, count)
     for kind in weights:
@@ -187,6 +210,7 @@ def measure(
                 "weights": loaded.weights,
                 "kv_cache_dtype": cell,
                 **compared(readings, references),
+                "found": needles(loaded.model, loaded.tokenizer, cell, needle) if needle else None,
             }
         del loaded
     if llama is not None:
@@ -199,7 +223,7 @@ def measure(
 
 def row(record: dict[str, Any]) -> list[str]:
     if record["weights"] == "llama.cpp":
-        return ["llama.cpp", "", "", f"{record['perplexity']:.4f}", "", "", ""]
+        return ["llama.cpp", "", "", f"{record['perplexity']:.4f}", *[""] * 4]
     return [
         record["weights"],
         record["kv_cache_dtype"],
@@ -208,6 +232,7 @@ def row(record: dict[str, Any]) -> list[str]:
         f"{record['nats']:+.5f} ± {record['error']:.5f}",
         f"{record['divergence']:.2e}",
         f"{record['same']:.2%}",
+        "" if record.get("found") is None else f"{record['found']} of {DEPTHS}",
     ]
 
 
@@ -227,6 +252,7 @@ def main() -> None:
     parser.add_argument("--texts", nargs="+", default=["code"], help="code, chat, or text files")
     parser.add_argument("--count", type=int, default=20, help="texts of a kind, at most")
     parser.add_argument("--length", type=int, default=400, help="tokens of a text, at most")
+    parser.add_argument("--needle", type=int, default=0, help="tokens of a text in which a number is hidden; 0: none")
     parser.add_argument("--llama", type=Path, help="llama.cpp's llama-perplexity, which reads the same GGUF file")
     parser.add_argument("--out", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
@@ -242,7 +268,9 @@ def main() -> None:
         rows = list[list[str]]()
         result["models"].append(identity(model))
         weights = [*args.dtype, *args.quantization]
-        for record in measure(model, weights, args.kv_cache_dtype, args.texts, args.count, args.length, args.llama):
+        for record in measure(
+            model, weights, args.kv_cache_dtype, args.texts, args.count, args.length, args.llama, args.needle
+        ):
             result["records"].append(record)
             rows.append(row(record))
             if args.out:

@@ -47,7 +47,7 @@ def check(name: str) -> dict[str, Any]:
 
     name: a folder, a config.json, a GGUF file, a built-in name, or a hub name whose config.json is in the hub's cache. Raises
     FileNotFoundError or ValueError, with the line that works, if there is no configuration to read. memory_bytes: of the
-    weights, by precision. kv_bytes_per_token: of the cache, as float32; 0 if unknown. drafters: method -> what it needs.
+    weights, by precision. kv_bytes_per_token: of the cache, as "auto" keeps it; 0 if unknown. drafters: method -> what it needs.
     """
     found: dict[str, Any] = {"name": name, "runs": False}
     try:
@@ -80,7 +80,7 @@ def check(name: str) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in shell.parameters()),
         "stored": (getattr(config, "quantization_config", None) or {}).get("quant_method") or sizes.stored,
         "memory_bytes": {kind: sizes.bytes(kind) for kind in (*(["gguf"] if sizes.blocks else []), *WEIGHT_FORMATS)},
-        "kv_bytes_per_token": 8 if slow else _kv_bytes(config),
+        "kv_bytes_per_token": 8 if slow else _kv_bytes(config, 4 if sizes.stored == "float32" else 2),
         "drafters": dict(_drafters(config, whole)),
     }
 
@@ -165,13 +165,14 @@ def _sizes(shell: Any, config: Any) -> checkpoint.Sizes:
     return checkpoint.Sizes(dtype, matrices, rest * (DTYPES[dtype].itemsize if dtype in DTYPES else 2), int(kept))
 
 
-def _kv_bytes(config: Any) -> int:
+def _kv_bytes(config: Any, size: int) -> int:
+    """Of keys and values of a token, whose numbers have so many bytes."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
     if not isinstance(heads, int) or getattr(text, "kv_lora_rank", None):
         return 0
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 4 * 2 * heads * int(size) * text.num_hidden_layers
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return size * 2 * heads * int(dim) * text.num_hidden_layers
 
 
 def _drafters(config: Any, whole: bool) -> Iterator[tuple[str, str]]:

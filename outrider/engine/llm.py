@@ -42,8 +42,9 @@ class LLM:
     speculative_config: see `SpeculativeConfig`; None is plain decoding.
     dtype: float32, bfloat16 or float16, what the weights are kept in; "auto" keeps the checkpoint's own precision.
     quantization: "int8" or "int4" for the weights, on the CPU; None keeps them at dtype.
-    kv_cache_dtype: how keys and values are kept: "int8" takes 28 % of the memory of float32 and "bfloat16" half of it; "auto" is
-    float32 on the CPU, and dtype on the GPU. A draft model keeps its own as with "auto".
+    kv_cache_dtype: how keys and values are kept: "float32", "bfloat16" in half of its memory, or "int8" in 28 % of it. "auto" on
+    the CPU is bfloat16 for weights of 16 bits or fewer, and float32 for others. On the GPU it is dtype. A draft model keeps its
+    own as with "auto".
     device: "cpu" or "cuda"; "auto" is the GPU if there is one, and for a loaded model where it is.
     max_model_len: tokens of prompt and output together, at least 2; None: as many as the model was made for.
     max_num_seqs: sequences that decode side by side, at least 1; further ones wait.

@@ -21,7 +21,12 @@ from outrider.kernels.vectors import packed_width
 from outrider.models.states import SlotStates
 
 # How keys and values may be kept. None: as the model computes them, which is float32 on the CPU.
-KV_CACHE_DTYPES: dict[str, torch.dtype | None] = {"auto": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
+KV_CACHE_DTYPES: dict[str, torch.dtype | None] = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+}
 # Cells of a slot at first. The capacity then doubles as needed.
 _BLOCK = 256
 # Cells past `max_length` that the doubling may add. A larger tree takes what it needs.

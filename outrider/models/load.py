@@ -135,7 +135,8 @@ def load(
 
     model: a built-in name, a folder, a GGUF file, a hub name, `owner/name:file.gguf` on the hub, or a model object. tokenizer: an
     object, or a name or path as for the model; None for the model's own. dtype: "auto" keeps the precision of the checkpoint.
-    quantization: "int8" or "int4" weights, on the CPU. kv_cache_dtype: "auto", "bfloat16" or "int8" keys and values.
+    quantization: "int8" or "int4" weights, on the CPU. kv_cache_dtype: "float32", "bfloat16" or "int8" keys and values;
+    "auto" is bfloat16 on the CPU, and float32 where the weights are, too.
     reduce: decides what a draft model can do without, once its sizes are known. Its quantization counts if none is given here.
 
     Raises FileNotFoundError, ConnectionError, ValueError, MemoryError or UnsupportedModel. The message says what would work. It
@@ -193,7 +194,8 @@ def _made(
         tokenizer = tokenizer_named(str(tokenizer))
     ends = read.end_ids or token_ids(getattr(tokenizer, "eos_token_id", None))
     if isinstance(read.model, Program):
-        model, weights = NativeModel(read.model, kv_cache_dtype=kv_cache_dtype), str(read.weights)
+        weights = str(read.weights)
+        model = NativeModel(read.model, kv_cache_dtype=_kept(kv_cache_dtype, weights, request.device))
         return Loaded(model, request.name, tokenizer, ends, weights, source, read.config)
     from outrider.models import pretrained
     from outrider.models.hf.model import refuse, vocabulary
@@ -211,8 +213,15 @@ def _made(
         )
         weights = request.quantization or reduced or weights
     own = source is not raw
-    model = pretrained.runnable(raw, own, where, weights, kv_cache_dtype, head_ids)
+    model = pretrained.runnable(raw, own, where, weights, _kept(kv_cache_dtype, weights, where), head_ids)
     return Loaded(model, request.name, tokenizer, ends, weights, source, read.config)
+
+
+def _kept(kv_cache_dtype: str, weights: str, where: torch.device) -> str:
+    """How caches keep keys and values. "auto" rounds them where the native kernels read them and the weights are rounded, too."""
+    if kv_cache_dtype != "auto" or weights == "float32" or for_device(where).missing:
+        return kv_cache_dtype
+    return "bfloat16"
 
 
 def _read(request: LoadRequest) -> tuple[ReadModel, str | None]:

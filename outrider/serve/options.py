@@ -106,7 +106,7 @@ class LoadOptions(Options):
     device: str = setting("auto", "Model", "auto, cpu or cuda.")
     quantization: str | None = _QUANTIZATION
     kv_cache_dtype: str = setting(
-        "auto", "Model", "Keys and values: auto (float32 on the CPU), bfloat16, or int8 with 28 % of the memory."
+        "auto", "Model", "Keys and values: auto (bfloat16, or float32 for such weights), float32, bfloat16 or int8."
     )
 
 

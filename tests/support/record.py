@@ -99,8 +99,8 @@ class Group:
 def target(weights: str) -> Loaded:
     """The built-in target at one precision, loaded once."""
     if weights in ("int8", "int4"):
-        return load("builtin:code", quantization=weights)
-    return load("builtin:code", dtype=weights)
+        return load("builtin:code", quantization=weights, kv_cache_dtype="float32")
+    return load("builtin:code", dtype=weights, kv_cache_dtype="float32")
 
 
 def groups() -> Iterator[Group]:

@@ -90,6 +90,6 @@ def test_rounding_changes_the_logits_of_the_built_in_model_little() -> None:
 
 def test_an_unknown_precision_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        ValueError, match=r"kv_cache_dtype must be auto, bfloat16, int8; got 'int88' \(did you mean 'int8'"
+        ValueError, match=r"kv_cache_dtype must be auto, float32, bfloat16, int8; got 'int88' \(did you mean 'int8'"
     ):
         LLM("builtin:code", kv_cache_dtype="int88")

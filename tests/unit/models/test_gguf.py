@@ -19,7 +19,8 @@ from outrider.models.gguf.model import PACKED_FORMATS
 from outrider.models.gguf.reader import read
 from outrider.models.hf.linear import PackedEmbedding
 from outrider.models.hf.model import HFModel
-from outrider.models.load import load
+from outrider.models.load import Loaded
+from outrider.models.load import load as load_model
 from outrider.models.native.model import NativeModel, supports
 from outrider.models.nodes import Nodes
 
@@ -36,6 +37,12 @@ _LONG = {
 _WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # rows of whole blocks, in every format
 _LATENT = {"moe_intermediate_size": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32}
 _SHAPE = {"hidden_size": 64, "intermediate_size": 96}
+
+
+def load(model: Any, **given: Any) -> Loaded:
+    """With keys and values in float32, as the modelling code of transformers has them."""
+    return load_model(model, **{"kv_cache_dtype": "float32"} | given)
+
 
 # name: (model type, changes of the tiny model)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -46,7 +46,7 @@ def change(file: Path, **changes) -> None:
 
 
 def test_dtype_auto_keeps_what_is_stored(saved: Path) -> None:
-    loaded = load(saved)
+    loaded = load(saved, kv_cache_dtype="float32")
     assert (loaded.weights, loaded.end_ids, loaded.tokenizer, loaded.name) == ("bfloat16", (5, 7), None, str(saved))
     with torch.inference_mode():
         raw = AutoModelForCausalLM.from_pretrained(saved).float()
@@ -55,9 +55,21 @@ def test_dtype_auto_keeps_what_is_stored(saved: Path) -> None:
 
 
 def test_float32_computes_the_same_of_16_bit_weights(saved: Path) -> None:
-    wide = load(saved, dtype=torch.float32)
+    wide, narrow = load(saved, dtype=torch.float32), load(saved, kv_cache_dtype="float32")
     assert wide.weights == "float32"
-    assert torch.equal(logits(wide.model, prompts(9)[0]), logits(load(saved).model, prompts(9)[0]))
+    assert torch.equal(logits(wide.model, prompts(9)[0]), logits(narrow.model, prompts(9)[0]))
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
+def test_keys_and_values_are_rounded_where_the_weights_are(saved: Path) -> None:
+    kept = {kind: load(saved, quantization=kind).kv_cache_dtype for kind in ("int8", "int4", None)}
+    assert kept == {"int8": "bfloat16", "int4": "bfloat16", None: "bfloat16"}
+    wide = load(saved, dtype="float32")
+    assert wide.model.new_cache(1, 8).dtype == wide.kv_cache_dtype == "auto"
+    exact, rounded = load(saved, kv_cache_dtype="float32").model, load(saved).model
+    assert (exact.new_cache(1, 8).dtype, rounded.new_cache(1, 8).dtype) == ("float32", "bfloat16")
+    gap = (logits(exact, prompts(9)[0]) - logits(rounded, prompts(9)[0])).abs().max()
+    assert 0 < gap < 0.1
 
 
 def test_sharded_weights(tmp_path: Path) -> None:
@@ -120,7 +132,7 @@ def test_quantisation(saved: Path, quantization: str) -> None:
 
 
 def test_without_the_native_kernels(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = logits(load(saved).model, prompts(9)[0])
+    expected = logits(load(saved, kv_cache_dtype="float32").model, prompts(9)[0])
     monkeypatch.setattr(native, "available", lambda: False)
     monkeypatch.setattr(native, "why", lambda: "of this test")
     with pytest.warns(RuntimeWarning, match="not in use \\(of this test\\)"):
