@@ -33,7 +33,7 @@ from outrider.models.checkpoint import fingerprint
 from outrider.models.load import Loaded
 from outrider.models.packs import store
 
-REVISION = "4"  # of this method of measurement; costs that an older one has stored are measured again
+REVISION = "5"  # of this method of measurement; costs that an older one has stored are measured again
 AT_LOAD, WHOLE = (1, 4, 16), (1, 2, 3, 4, 6, 8, 12, 16, 32)
 """Nodes of the forwards that are measured, at load and by `outrider calibrate`."""
 ROUNDS = 8
@@ -140,7 +140,7 @@ def measure(
     does not count. models: drafters that cost something; they forget the text. sizes: nodes of a forward, the root counted.
     """
     store.wait()  # a pack that is being written slows some of the steps
-    with Workbench(target, Wrong()) as bench:
+    with Workbench(target, Different(target.vocab_size)) as bench:
         sizes = tuple(n for n in sizes if n == 1 or bench.room > 2 * n) if bench.room > 2 else (1,)
         first = bench.seconds(1)[1]
         if first > _SLOW and sizes == AT_LOAD:
@@ -189,6 +189,21 @@ class Wrong(BaseDrafter):
         return chains(context, [[self.token] * b.depth for b in context.budgets])
 
 
+class Different(BaseDrafter):
+    """Proposes tokens that all differ. Each wakes its own experts of a mixture; equal ones would share them, and look cheap."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def propose(self, context: DraftContext) -> Draft:
+        return chains(context, [[_token(n, self.vocab_size) for n in range(b.depth)] for b in context.budgets])
+
+
+def _token(place: int, vocab_size: int) -> int:
+    """Neighbours are far apart; none is repeated in a small vocabulary before it is through."""
+    return (7919 * place + 1) % vocab_size
+
+
 class Workbench:
     """A decoder with one sequence. room: draft tokens that its text has room for."""
 
@@ -196,7 +211,7 @@ class Workbench:
         self.asked, length = Fixed(0), min(4 * _PROMPT + 64, target.max_length)
         self.decoder = Decoder(target, drafter, controller=self.asked, rows=1, max_length=length)
         count = min(_PROMPT, length // 3)
-        prompt = [(7 * n + 1) % target.vocab_size for n in range(max(count, 1))]
+        prompt = [_token(n, target.vocab_size) for n in range(max(count, 1))]
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
         self.row = self.decoder.start(Request(0, prompt, params))
         self.room = length - len(prompt) - 2

@@ -55,6 +55,19 @@ def test_every_setting_has_its_seconds(sizes: tuple[int, ...]) -> None:
     assert own.error.scale == type(own.error)().scale
 
 
+def test_the_measured_nodes_are_different_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal tokens wake the same experts of a mixture: many nodes would look as cheap as one."""
+    target, seen = toy(), list[list[int]]()
+    forward = target.forward
+    monkeypatch.setattr(
+        target, "forward", lambda nodes, *a, **k: (seen.append(nodes.tokens[0].tolist()), forward(nodes, *a, **k))[1]
+    )
+    measure(target, {}, {}, AT_LOAD)
+    drafts = [tokens[1:] for tokens in seen if len(tokens) in AT_LOAD]
+    assert any(len(draft) == 3 for draft in drafts)
+    assert all(len({*draft}) == min(len(draft), target.vocab_size) for draft in drafts)
+
+
 def test_a_slow_draft_is_measured_as_slow() -> None:
     """What is measured is the drafter's own time, not that of the target."""
     from time import sleep
