@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,7 +68,8 @@ class Packed:
             self._data = torch.empty(0, dtype=torch.uint8)
         else:
             self.parts = []
-            self._data = room(max(panels * library().panel_bytes(FORMATS[formats[0]], self.k), 1)).zero_()
+            self._data = _untouched(max(panels * library().panel_bytes(FORMATS[formats[0]], self.k), 1))
+            library().advise_huge(self._data.data_ptr(), len(self._data))
         self._point(paired)
         start = 0
         for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
@@ -181,10 +183,15 @@ def zeros_in_large_pages(count: int) -> Tensor:
     if count < _LARGE_PAGE:
         return torch.zeros(count, dtype=torch.uint8)
     size = -(-count // _LARGE_PAGE) * _LARGE_PAGE
-    t = torch.zeros(size + _LARGE_PAGE, dtype=torch.uint8)
-    t = t[-t.data_ptr() % _LARGE_PAGE :][:size]
+    t = _untouched(size, _LARGE_PAGE)
     library().advise_huge(t.data_ptr(), size)
     return t[:count]
+
+
+def _untouched(count: int, begin: int = 64) -> Tensor:
+    """uint8 [count] of zeros, begun at a multiple of `begin`. torch would write its zeros, and so take every page at once."""
+    t = torch.from_numpy(np.zeros(count + begin, np.uint8))
+    return t[-t.data_ptr() % begin :][:count]
 
 
 def room(count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
