@@ -34,8 +34,8 @@ def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict
             )
 
     def chat_of(body: CountTokensRequest, version: str) -> Any:
-        if version != VERSION:
-            raise Refused(f"anthropic-version {version[:40]!r} is not known here; send {VERSION}")
+        if version < VERSION:  # dates; streams before this one had another form
+            raise Refused(f"anthropic-version {version[:40]!r} is older than this server knows; send {VERSION}")
         service.check_model(body.model)
         chat = body.chat(service.settings.client_headers, headers_seen)
         variables = asked_to_think(service.template, body.thinking_wanted)

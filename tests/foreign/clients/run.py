@@ -158,6 +158,8 @@ CLIENTS = (
     Client("langchain", ("langchain-openai==1.7.3",), _script("ask_langchain.py"), _last),
     # it imports mcp for tools and responses, and does not depend on it
     Client("litellm", ("litellm==1.106.2", "mcp"), _script("ask_litellm.py"), _last),
+    Client("anthropic", ("anthropic==2.13.0",), _script("ask_anthropic.py"), _last),
+    Client("ollama", ("ollama==0.6.3",), _script("ask_ollama.py"), _last),
     Client("lm-eval", ("torch==2.13.0", "lm-eval[api]==0.4.13", "transformers"), _lm_eval, _lm_eval_found),
     # with HF_HUB_OFFLINE it takes the path of a tokenizer for a name on the hub
     Client("aiperf", ("aiperf==0.13.0",), _aiperf, _aiperf_found, offline=False),
