@@ -16,7 +16,6 @@ from outrider.engine.llm import LLM
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.lab.bench.interleave import TimedRun, interleave
 from outrider.lab.bench.local import SampleRecorder
-from outrider.lab.bench.run import Sample
 from outrider.models.load import load
 
 STRETCH = 8  # tokens that a method writes before the next one's turn
@@ -129,7 +128,7 @@ class Ours:
             name: TimedRun(
                 llm.decoder,
                 llm.requests({"prompt_token_ids": prompt}, params)[0],
-                recorder=SampleRecorder(Sample(prompt="", setting=name, repeat=0, turn=0, seconds=0)),
+                recorder=SampleRecorder(prompt="", setting=name, repeat=0, turn=0),
             )
             for name, llm in self.llms.items()
         }
@@ -145,7 +144,7 @@ class Ours:
 
 def _timing(run: TimedRun, plain: Sequence[int], fresh: bool) -> Timing:
     assert run.recorder is not None
-    sample = run.recorder.sample
+    sample = run.recorder.sample()
     return Timing(
         tokens=sum(count for _, count in sample.gaps),
         seconds=sum(seconds for seconds, _ in sample.gaps),

@@ -263,7 +263,7 @@ class Decoder:
         features = torch.cat(sequence.features) if sequence.features else None
         needed = self.prefixes.keep(self.cache, sequence.slot, held, features, first)
         if features is not None:
-            sequence.features, sequence.features_from = [features[needed - first :].clone()], needed
+            sequence.keep(features[needed - first :].clone(), needed)
 
     def _started(self, sequence: Sequence, first: int, features: torch.Tensor) -> None:
         """Hand a chunk's features to the drafter, and keep them until the prefix cache has them."""

@@ -211,6 +211,14 @@ class Sequence:
         self.counts.accepted.append(commit.num_accepted)
         self.cursor.from_draft += [i < commit.num_accepted for i in range(len(commit.tokens))]
 
+    def keep(self, features: torch.Tensor, first: int) -> None:
+        """Keep these features for the prefix cache, and no others. first: the token of the first one."""
+        self.features, self.features_from = [features], first
+
+    def cancel(self) -> None:
+        """Its reader has left."""
+        self.cancelled = True
+
     def advance(self, tokens: abc.Sequence[int], steps: int) -> None:
         """Take over what earlier steps wrote, as a replay does, before the sequence is read."""
         for token in tokens:

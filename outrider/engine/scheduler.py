@@ -127,7 +127,7 @@ class Scheduler:
     def cancel(self, sequences: abc.Sequence[Sequence]) -> None:
         """These have no reader any more. They leave before the next step."""
         for sequence in sequences:
-            sequence.cancelled = True
+            sequence.cancel()
 
     def watch(self, observer: Observer) -> None:
         """Add an observer. It sees every step and every end from now on."""
@@ -391,4 +391,4 @@ class Scheduler:
         try:
             sink(sequence.delta())
         except Exception:  # the reader is gone
-            sequence.cancelled = True
+            sequence.cancel()

@@ -36,6 +36,18 @@ class Progress:
     batch: int = 0
     curve: list[dict[str, Any]] = field(default_factory=list)
 
+    def next_epoch(self) -> None:
+        """Every batch of this epoch was read."""
+        self.epoch, self.batch = self.epoch + 1, 0
+
+    def step_begins(self, tokens: int) -> None:
+        """A step reads so many tokens."""
+        self.step, self.tokens = self.step + 1, self.tokens + tokens
+
+    def step_ends(self, seconds: float) -> None:
+        """It took so many seconds, with what was done since the last one."""
+        self.batch, self.seconds = self.batch + 1, self.seconds + seconds
+
 
 class RunFolder:
     """The files of a run. Each is replaced whole."""

@@ -152,14 +152,13 @@ class Training:
         self._rates = [o.param_groups[0]["lr"] for o in self._optimisers]
         self._rows = self.head.teacher.output(self.head.token_ids)
         self._held = HeldOut(held[:MEASURED_TEXTS], self.head, settings.seed, self._dtype)
-        self.progress = Progress()
+        begun = state["progress"] if state else {}
+        self.progress = Progress(**{**begun, "writing_seconds": folder.writing_seconds})
         if state:
             self.head.module.load_state_dict(state["head"], strict=False)
             for optimiser, saved in zip(self._optimisers, state["optimisers"], strict=True):
                 optimiser.load_state_dict(saved)
-            self.progress = Progress(**state["progress"])
             say(f"goes on at step {self.progress.step}, after {self.progress.tokens:,} tokens")
-        self.progress.writing_seconds = folder.writing_seconds
 
     def run(self) -> list[Survival]:
         """Train until the budget is used, with measurements on the way."""
@@ -173,13 +172,13 @@ class Training:
         while done < 1:
             batches = epoch(lengths, settings.batch_tokens, settings.seed, progress.epoch)
             if progress.batch >= len(batches):
-                progress.epoch, progress.batch = progress.epoch + 1, 0
+                progress.next_epoch()
                 continue
             loss, accepted = self._step([self._answers[i] for i in batches[progress.batch]], done)
             recent.append(loss)
-            progress.batch += 1
             now = time.monotonic()
-            progress.seconds, clock = progress.seconds + now - clock, now
+            progress.step_ends(now - clock)
+            clock = now
             before, done = done, self._budget.done(progress)
             if now - told >= NEWS_SECONDS:
                 told, left = now, (now - begun) * (1 - done) / max(done - first, 1e-9)
@@ -214,8 +213,7 @@ class Training:
         batch = batch_of(answers)
         generator = torch.Generator().manual_seed(self._folder.settings.seed * 1_000_003 + progress.step)
         anchors = draw_anchors(batch, self.head.depth, self.head.share, generator)
-        progress.step += 1
-        progress.tokens += batch.size
+        progress.step_begins(batch.size)
         taught = self.head.teacher.read(batch.tokens)
         device = self.head.teacher.device
         with torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):

@@ -14,7 +14,7 @@ from outrider.core.types import Step
 from outrider.engine.llm import LLM
 from outrider.engine.request import Sequence
 from outrider.lab.bench.prompts import Prompt
-from outrider.lab.bench.run import Sample, Setting
+from outrider.lab.bench.run import Arrivals, Sample, Setting
 
 
 class Local:
@@ -66,10 +66,10 @@ class Local:
         llm = self.llms[setting.name]
         requests = [llm.requests(p.content, self._params(p, repeat))[0] for p in prompts]
         recorders = {
-            r.id: SampleRecorder(Sample(prompt=p.id, setting=setting.name, repeat=repeat, turn=turn, seed=r.seed))
+            r.id: SampleRecorder(prompt=p.id, setting=setting.name, repeat=repeat, turn=turn, seed=r.seed)
             for p, r in zip(prompts, requests, strict=True)
         }
-        start = perf_counter()
+        start, failed = perf_counter(), None
         try:
             for step, rows in llm.scheduler.run(requests):
                 now = perf_counter() - start
@@ -77,9 +77,8 @@ class Local:
                     assert step is not None
                     recorders[row.id].add(step, b, row, now)
         except Exception as error:
-            for recorder in recorders.values():
-                recorder.sample.error = f"{type(error).__name__}: {error}"
-        return [recorders[r.id].sample for r in requests]
+            failed = f"{type(error).__name__}: {error}"
+        return [recorders[r.id].sample(failed) for r in requests]
 
     def _params(self, prompt: Prompt, repeat: int) -> SamplingParams:
         return sampling_params(self.sampling, prompt, repeat)
@@ -95,42 +94,47 @@ def sampling_params(sampling: Mapping[str, Any], prompt: Prompt, repeat: int) ->
 
 
 class SampleRecorder:
-    """Fills a sample, step by step."""
+    """Collects what a sample says, step by step. about: the fields that are known before: prompt, setting, repeat, turn, seed."""
 
-    def __init__(self, sample: Sample) -> None:
-        self.sample = sample
-        self.drafted, self.accepted = list[int](), list[int]()
-        sample.origins, sample.drafted, sample.accepted = "", self.drafted, self.accepted
+    def __init__(self, **about: Any) -> None:
+        self._about, self._came = about, Arrivals()
+        self._row: Sequence | None = None
+        self._drafted, self._accepted, self._origins = list[int](), list[int](), ""
+        self._phases = dict[str, float]()
 
     def add(self, step: Step, b: int, row: Sequence, now: float) -> None:
         """b: index of the sequence in the step. now: seconds since the request."""
-        sample, commit = self.sample, step.commits[b]
-        if sample.ttft is None:
-            sample.ttft = now
-        else:
-            sample.gaps.append((now - sample.seconds, len(commit.tokens)))
-        sample.seconds = now
-        drafted = len(step.draft.host[b]) - 1
-        self.drafted.append(drafted)
-        self.accepted.append(commit.num_accepted)
-        sample.origins = (sample.origins or "") + origins(step, b, drafted)
+        drafted, commit = len(step.draft.host[b]) - 1, step.commits[b]
+        self._row = row
+        self._came.add(now, len(commit.tokens))
+        self._drafted.append(drafted)
+        self._accepted.append(commit.num_accepted)
+        self._origins += origins(step, b, drafted)
         for name, seconds in step.seconds.items():
-            sample.phases[name] = sample.phases.get(name, 0.0) + seconds
-        if row.finish is not None:
-            self._finish(row)
+            self._phases[name] = self._phases.get(name, 0.0) + seconds
 
-    def _finish(self, row: Sequence) -> None:
-        sample, end, checker, text = self.sample, row.finish, row.checker, row.text
-        assert end is not None
-        sample.prompt_tokens, sample.output_tokens = len(row.prompt), len(row.output)
-        sample.token_ids, sample.text, sample.finish_reason = row.output, text, end.finish
-        sample.phases["rest"] = max(0.0, sample.seconds - sum(sample.phases.values()))
-        if checker.marks:
-            borders = [0, *(min(mark, len(text)) for mark in checker.marks)]
-            borders[-1] = len(text)
-            sample.pieces = [text[a:b] for a, b in itertools.pairwise(borders)]
-        if end.finish == "error":
-            sample.error = str(end.reason)
+    def sample(self, error: str | None = None) -> Sample:
+        """What was collected. error: why there is no answer."""
+        known = {**self._about, **vars(self._came), "phases": self._phases, "origins": self._origins, "error": error}
+        known |= {"drafted": self._drafted, "accepted": self._accepted}
+        row = self._row
+        if row is None or row.finish is None:
+            return Sample(**known)
+        known["phases"] = {**self._phases, "rest": max(0.0, self._came.seconds - sum(self._phases.values()))}
+        if row.checker.marks:
+            borders = [0, *(min(mark, len(row.text)) for mark in row.checker.marks)]
+            borders[-1] = len(row.text)
+            known["pieces"] = [row.text[a:b] for a, b in itertools.pairwise(borders)]
+        if row.finish.finish == "error":
+            known["error"] = str(row.finish.reason)
+        return Sample(
+            **known,
+            prompt_tokens=len(row.prompt),
+            output_tokens=len(row.output),
+            token_ids=row.output,
+            text=row.text,
+            finish_reason=row.finish.finish,
+        )
 
 
 def origins(step: Step, b: int, drafted: int) -> str:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from outrider.core.extras import needs
 from outrider.core.http import StreamError, address, error_message, error_text, events
 from outrider.lab.bench.prompts import Prompt
-from outrider.lab.bench.run import Sample, Setting
+from outrider.lab.bench.run import Arrivals, Sample, Setting
 
 with needs("bench", "a measurement of servers"):
     import httpx
@@ -104,13 +104,9 @@ class Remote:
             client.close()
 
     def _one(self, setting: Setting, prompt: Prompt, repeat: int, turn: int) -> Sample:
-        url = setting.base_url or ""
-        sample = Sample(
-            prompt=prompt.id,
-            setting=setting.name,
-            repeat=repeat,
-            turn=turn,
-            seed=self.sampling["seed"] + repeat,
+        url, about = (
+            setting.base_url or "",
+            {"prompt": prompt.id, "setting": setting.name, "repeat": repeat, "turn": turn},
         )
         path, body = self._request(setting, prompt, repeat)
         start = perf_counter()
@@ -118,20 +114,19 @@ class Remote:
             with self.clients[url].stream("POST", path, json=body) as response:
                 if response.status_code != 200:
                     raise RequestFailed(f"HTTP {response.status_code}: {_message(response)}")
-                self._read(events(_timed(response.iter_bytes(), start + self.timeout)), sample, setting, start)
+                parts = events(_timed(response.iter_bytes(), start + self.timeout))
+                return Sample(**about, seed=body["seed"], **self._read(parts, setting, start))
         except httpx.ReadTimeout:
-            sample.error = f"no data for {self.timeout:g} s; --timeout allows more"
+            failed = f"no data for {self.timeout:g} s; --timeout allows more"
         except httpx.ConnectError as error:
-            sample.error = f"no connection to {url} ({error})"
+            failed = f"no connection to {url} ({error})"
         except httpx.HTTPError as error:
-            sample.error = f"the connection broke ({type(error).__name__}: {error})"
+            failed = f"the connection broke ({type(error).__name__}: {error})"
         except (RequestFailed, StreamError) as error:
-            sample.error = str(error)
+            failed = str(error)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            sample.error = f"the server's answer is not valid ({type(error).__name__}: {error})"
-        if sample.error:
-            sample.seconds = perf_counter() - start
-        return sample
+            failed = f"the server's answer is not valid ({type(error).__name__}: {error})"
+        return Sample(**about, seed=body["seed"], seconds=perf_counter() - start, error=failed)
 
     def _request(self, setting: Setting, prompt: Prompt, repeat: int) -> tuple[str, dict[str, Any]]:
         url = setting.base_url or ""
@@ -150,9 +145,10 @@ class Remote:
             return "/v1/completions", {**body, "prompt": prompt.content}
         return "/v1/chat/completions", {**body, "messages": prompt.content}
 
-    def _read(self, events: Iterator[dict[str, Any]], sample: Sample, setting: Setting, start: float) -> None:
-        """Fill in the sample from a stream."""
-        received, usage = 0, None
+    def _read(self, events: Iterator[dict[str, Any]], setting: Setting, start: float) -> dict[str, Any]:
+        """Fields of a sample, from a stream."""
+        received, usage, came, found = 0, None, Arrivals(), dict[str, Any]()
+        written, finish = "", None
         for event in events:
             now = perf_counter() - start
             if event.get("error"):
@@ -162,57 +158,53 @@ class Remote:
             for choice in event.get("choices") or ():
                 delta = choice.get("delta") or {}
                 text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
-                sample.finish_reason = choice.get("finish_reason") or sample.finish_reason
+                finish = choice.get("finish_reason") or finish
                 if not text:
                     continue
-                came = max(int(so_far) - received, 1) if so_far else 1
-                received += came
-                if sample.ttft is None:
-                    sample.ttft = now
-                else:
-                    sample.gaps.append((now - sample.seconds, came))
-                sample.text, sample.seconds = sample.text + text, now
+                tokens = max(int(so_far) - received, 1) if so_far else 1
+                received, written = received + tokens, written + text
+                came.add(now, tokens)
             setting.guarantee = event.get("guarantee") or setting.guarantee
             if "draft_n" in (timings := event.get("timings") or {}):
                 self.draft_totals.append((int(timings["draft_n"]), int(timings.get("draft_n_accepted") or 0)))
-            self._steps((event.get("metrics") or {}).get("speculative_decoding"), sample)
-        if sample.finish_reason is None:
-            raise RequestFailed("the stream ended before the answer did" if sample.text else "the stream had no text")
-        if not sample.text:
-            sample.seconds = perf_counter() - start
+            found |= _steps((event.get("metrics") or {}).get("speculative_decoding"))
+        if finish is None:
+            raise RequestFailed("the stream ended before the answer did" if written else "the stream had no text")
         if usage:
             lost = (usage.get("completion_tokens_details") or {}).get("rejected_prediction_tokens") or 0
-            sample.prompt_tokens, sample.output_tokens = usage["prompt_tokens"], usage["completion_tokens"] - lost
+            found |= {"prompt_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"] - lost}
         else:
-            sample.output_tokens = received
+            found["output_tokens"] = received
             self.notes[
                 f"{setting.base_url} does not report the number of tokens. Each event counts as one token, so tokens/s are too "
                 "low if it sends several at once"
             ] = None
+        seconds = {} if written else {"seconds": perf_counter() - start}
+        return {**vars(came), **seconds, **found, "text": written, "finish_reason": finish}
 
-    def _steps(self, metrics: dict[str, Any] | None, sample: Sample) -> None:
-        """Draft tokens of each step, from vLLM's `metrics.speculative_decoding`.
 
-        Without the details the order of the steps is unknown. Without the histogram by length, every draft counts as one of
-        the largest length.
-        """
-        if not metrics:
-            return
-        if metrics.get("per_step_drafted") is not None:
-            sample.drafted, sample.accepted = list(metrics["per_step_drafted"]), list(metrics["per_step_accepted"])
-            return
-        by_length = metrics.get("acceptance_histogram_by_draft_length")
-        if not by_length and metrics.get("acceptance_histogram"):
-            by_length = {metrics.get("num_spec_tokens") or 0: metrics["acceptance_histogram"]}
-        pairs = [
-            (int(length), accepted, int(count))
-            for length, counts in (by_length or {}).items()
-            for accepted, count in enumerate(counts)
-        ]
-        if not 0 < sum(count for *_, count in pairs) < _MOST_STEPS:
-            return
-        sample.drafted = [length for length, _, count in pairs for _ in range(count)]
-        sample.accepted = [accepted for _, accepted, count in pairs for _ in range(count)]
+def _steps(metrics: dict[str, Any] | None) -> dict[str, list[int]]:
+    """Draft tokens of each step, from vLLM's `metrics.speculative_decoding`.
+
+    Without the details the order of the steps is unknown. Without the histogram by length, every draft counts as one of
+    the largest length.
+    """
+    if not metrics:
+        return {}
+    if metrics.get("per_step_drafted") is not None:
+        return {"drafted": list(metrics["per_step_drafted"]), "accepted": list(metrics["per_step_accepted"])}
+    by_length = metrics.get("acceptance_histogram_by_draft_length")
+    if not by_length and metrics.get("acceptance_histogram"):
+        by_length = {metrics.get("num_spec_tokens") or 0: metrics["acceptance_histogram"]}
+    pairs = [
+        (int(length), accepted, int(count))
+        for length, counts in (by_length or {}).items()
+        for accepted, count in enumerate(counts)
+    ]
+    if not 0 < sum(count for *_, count in pairs) < _MOST_STEPS:
+        return {}
+    drafted = [length for length, _, count in pairs for _ in range(count)]
+    return {"drafted": drafted, "accepted": [accepted for _, accepted, count in pairs for _ in range(count)]}
 
 
 def _first_model(client: httpx.Client, url: str) -> str:

@@ -32,9 +32,9 @@ def measure_limits(run: Run, llms: Mapping[str, LLM]) -> None:
     plain = stats.answered(run, first.name)
     steps = [seconds for s in plain for seconds, tokens in s.gaps if tokens == 1]
     target = llms[first.name].loaded.model
-    run.limits = Limits(plain_step=median(steps) if steps else None, weight_bytes=target.weight_bytes or None)
-    if run.limits.weight_bytes:
-        run.limits.read_bytes_per_second = read_speed(MATRIX, PASSES)
+    plain_step, size = median(steps) if steps else None, target.weight_bytes or None
+    speed, forwards, level = read_speed(MATRIX, PASSES) if size else None, dict[str, float](), None
+    run.allow(Limits(plain_step=plain_step, weight_bytes=size, read_bytes_per_second=speed))
     if run.concurrency > 1 or not steps or median(steps) > SLOW_STEP:
         return
     for setting in others:
@@ -45,9 +45,10 @@ def measure_limits(run: Run, llms: Mapping[str, LLM]) -> None:
         lookups = lookup_names(llm.drafters)
         models = {name: drafter for name, drafter in llm.drafters.items() if name not in lookups}
         cost = costs(config, llm.loaded, models)
-        run.limits.target = run.limits.target or {str(n): seconds for n, seconds in cost.target.items()}
-        if run.limits.draft_token is None and model_method() in models:
-            run.limits.draft_token = cost.drafters[model_method()].level
+        forwards = forwards or {str(n): seconds for n, seconds in cost.target.items()}
+        if level is None and model_method() in models:
+            level = cost.drafters[model_method()].level
+        run.allow(run.limits.model_copy(update={"target": forwards, "draft_token": level}))
         name = next(iter(models), "")
         if (speed := predict(stats.answered(run, setting.name), plain, cost, name)) is not None:
             run.predicted[setting.name] = speed

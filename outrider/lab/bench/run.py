@@ -6,6 +6,7 @@ import datetime
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -82,6 +83,23 @@ class Sample(RunPart):
     error: str | None = None
 
 
+@dataclass
+class Arrivals:
+    """When the tokens of an answer came: fields of a `Sample`."""
+
+    seconds: float = 0.0
+    ttft: float | None = None
+    gaps: list[tuple[float, int]] = field(default_factory=list)
+
+    def add(self, now: float, tokens: int) -> None:
+        """Tokens came. now: seconds since the request."""
+        if self.ttft is None:
+            self.ttft = now
+        else:
+            self.gaps.append((now - self.seconds, tokens))
+        self.seconds = now
+
+
 class Limits(RunPart):
     """What the machine allows, as far as it was measured. Times are in seconds.
 
@@ -147,6 +165,23 @@ class Run(RunPart):
             ],
             **more,
         )
+
+    def resume(self, old: Run) -> None:
+        """Take over what an interrupted part of this measurement has."""
+        self.samples, self.limits, self.predicted = old.samples, old.limits, old.predicted
+
+    def forget_failed(self) -> None:
+        """Drop the turns that have a failed answer."""
+        failed = {s.turn for s in self.samples if s.error is not None}
+        self.samples = [s for s in self.samples if s.turn not in failed]
+
+    def allow(self, limits: Limits) -> None:
+        """What the machine allows was measured."""
+        self.limits = limits
+
+    def finish(self) -> None:
+        """All turns were measured."""
+        self.complete = True
 
     def save(self, path: Path) -> None:
         """Write the file. It is replaced as a whole, so a reader never sees half of it."""

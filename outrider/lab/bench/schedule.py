@@ -60,8 +60,7 @@ def measure(run: Run, backend: Backend, prompts: Sequence[Prompt]) -> Iterator[l
 
     A resumed run repeats the turns that have a failed answer. An interrupt leaves a run of whole turns.
     """
-    failed = {s.turn for s in run.samples if s.error is not None}
-    run.samples = [s for s in run.samples if s.turn not in failed]
+    run.forget_failed()
     done, together = {s.turn for s in run.samples}, groups(prompts, run.concurrency)
     turns = plan(len(together), len(run.settings), run.repeats)
     missing = [turn for turn in turns if turn.number not in done]
@@ -74,9 +73,9 @@ def measure(run: Run, backend: Backend, prompts: Sequence[Prompt]) -> Iterator[l
             backend.reset()
             repeat = turn.repeat
         samples = backend.answer(run.settings[turn.setting], together[turn.group], turn.repeat, turn.number)
-        run.samples += samples
+        run.samples.extend(samples)
         yield samples
-    run.complete = True
+    run.finish()
 
 
 def check_resumable(old: Run, new: Run) -> None:

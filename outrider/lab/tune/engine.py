@@ -185,7 +185,7 @@ class EngineSearch:
         words, environment = shlex.split(command.command), dict(command.environment)
         trial = EngineTrial(name, config, options=words, environment=environment)
         if not command.supported:
-            trial.dropped = command.notes[0]
+            trial.drop(command.notes[0])
         for file, text in command.files.items():
             if any(file in word for word in trial.options):
                 path = self.logs / re.sub(r"\W+", "-", name) / file
@@ -199,7 +199,7 @@ class EngineSearch:
             if not trial.dropped:
                 yield from self._served(trial, always)
         except ServerFailed as error:
-            trial.dropped = str(error)
+            trial.drop(str(error))
         if trial.dropped:
             yield f"{trial.name}: {trial.dropped}"
 
@@ -227,7 +227,7 @@ class EngineSearch:
             remote.warm(setting, [warm])
             before, start = engine_counters(server.url), perf_counter()
             for turn, together in enumerate(groups(self.prompts, self.concurrency)):
-                trial.samples += remote.answer(setting, together, 0, turn)
+                trial.samples.extend(remote.answer(setting, together, 0, turn))
                 yield f"{trial.name}: {trial.speed:.0f} tokens/s, {len(trial.samples)} of {len(self.prompts)} texts"
                 if server.ended:
                     break

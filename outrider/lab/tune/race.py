@@ -40,6 +40,10 @@ class Candidate:
     dropped: str = ""
     llm: LLM | None = None
 
+    def drop(self, why: str) -> None:
+        """Measure it no longer."""
+        self.dropped = why
+
     @property
     def answered(self) -> list[Sample]:
         return [s for s in self.samples if s.error is None]
@@ -71,16 +75,16 @@ class Racer:
         """Each candidate answers the prompt, and gets one more sample. Raises ValueError for a setting that cannot be made."""
         runs = dict[str, TimedRun]()
         [request] = self.requests([prompt], repeat)
-        samples = {
-            c.name: Sample(prompt=prompt.id, setting=c.name, repeat=repeat, turn=self.turn, seed=request.seed)
+        recorders = {
+            c.name: SampleRecorder(prompt=prompt.id, setting=c.name, repeat=repeat, turn=self.turn, seed=request.seed)
             for c in candidates
         }
         for c in candidates if self.turn % 2 else candidates[::-1]:
-            runs[c.name] = TimedRun(self.llm(c).decoder, request, recorder=SampleRecorder(samples[c.name]))
+            runs[c.name] = TimedRun(self.llm(c).decoder, request, recorder=recorders[c.name])
         self.turn += 1
         interleave(runs, STRETCH)
         for c in candidates:
-            c.samples.append(samples[c.name])
+            c.samples.append(recorders[c.name].sample())
 
     def llm(self, candidate: Candidate) -> LLM:
         """A candidate's own drafters: what one learns from answers helps no other. The target is shared.

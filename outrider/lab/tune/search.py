@@ -94,7 +94,7 @@ class Search:
             found = candidate.gain(leader)
             if found is not None and found.high < 1 + EQUAL:
                 slower = found.high < 1
-                candidate.dropped = f"{found.value:.2f} x {leader.name}" if slower else f"not faster than {leader.name}"
+                candidate.drop(f"{found.value:.2f} x {leader.name}" if slower else f"not faster than {leader.name}")
 
     def run(self) -> Iterator[str]:
         yield from self.forecasts.run()
@@ -118,12 +118,12 @@ class Search:
             if left and close:
                 left -= 1
             else:
-                candidate.dropped = "slower in the replay"
+                candidate.drop("slower in the replay")
         if found and (best := found[0]).predicted and best.predicted > CLOSE:
             self.candidates.extend(self._with_verifier(best, v) for v in self.verifiers if v != "match")
         if "match" not in self.verifiers:
             for candidate in found:
-                candidate.dropped = candidate.dropped or "the verifier match was not asked for"
+                candidate.drop(candidate.dropped or "the verifier match was not asked for")
 
     def _with_verifier(self, best: Candidate, verifier: str) -> Candidate:
         config = {**best.config, "verifier": verifier}
@@ -131,7 +131,7 @@ class Search:
         try:
             self.racer.llm(candidate)
         except ValueError as error:
-            candidate.dropped = " ".join(str(error).split())
+            candidate.drop(" ".join(str(error).split()))
         return candidate
 
     def _measure(self) -> Iterator[str]:

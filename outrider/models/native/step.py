@@ -130,18 +130,31 @@ class NativeStep:
         table = self._cache_table(
             cache, [chains[i].slot for i in asked], max(len(c.tokens) + c.depth - 1 for c in chains)
         )
-        structs, keep = (ChainStruct * len(asked))(), []
-        for struct, i in zip(structs, asked, strict=True):
-            c = chains[i]
+        made, keep = list[ChainStruct](), []
+        for c in (chains[i] for i in asked):
             given, out = (ctypes.c_int64 * len(c.tokens))(*c.tokens), (ctypes.c_int64 * c.depth)()
             chances = (ctypes.c_float * c.depth)()
             keep.append((given, out, chances))
-            struct.tokens, struct.drafted, struct.chances = map(ctypes.addressof, (given, out, chances))
-            struct.features = None if c.features is None else c.features.data_ptr()
-            struct.count, struct.depth, struct.row, struct.length = len(c.tokens), c.depth, c.slot, cache.length[c.slot]
-            seed, struct.stream, step, position = c.noise
-            struct.seed, struct.step, struct.position = seed & (2**64 - 1), step & (2**32 - 1), position & (2**32 - 1)
-            struct.temperature, struct.error, struct.min_probability = c.temperature, c.error, c.min_probability
+            seed, stream, step, position = c.noise
+            one = ChainStruct(
+                tokens=ctypes.addressof(given),
+                features=None if c.features is None else c.features.data_ptr(),
+                drafted=ctypes.addressof(out),
+                count=len(c.tokens),
+                depth=c.depth,
+                chances=ctypes.addressof(chances),
+                seed=seed & (2**64 - 1),
+                row=c.slot,
+                length=cache.length[c.slot],
+                stream=stream,
+                step=step & (2**32 - 1),
+                position=position & (2**32 - 1),
+                temperature=c.temperature,
+                error=c.error,
+                min_probability=c.min_probability,
+            )
+            made.append(one)
+        structs = (ChainStruct * len(asked))(*made)
         job = ChainsStruct(
             ctypes.addressof(structs), ctypes.addressof(table), len(asked), cache.capacity, _cell_format(cache)
         )

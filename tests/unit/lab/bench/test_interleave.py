@@ -8,7 +8,6 @@ from outrider.core.params import SamplingParams
 from outrider.drafters import ModelDrafter, NoDraft
 from outrider.lab.bench.interleave import TimedRun, interleave
 from outrider.lab.bench.local import SampleRecorder
-from outrider.lab.bench.run import Sample
 from outrider.testing.toy import ToyModel
 
 REQUEST = request([1, 2, 3], SamplingParams(max_tokens=21, ignore_eos=True))
@@ -32,14 +31,14 @@ def test_all_write_the_text_of_plain_decoding_in_as_many_stretches():
 def test_runs_may_share_a_decoder_with_a_slot_and_a_controller_each():
     target = ToyModel(97)
     shared = decoder(target, ModelDrafter(ToyModel(97), 3, 64), rows=3)
-    samples = {k: Sample(prompt="a", setting=str(k), repeat=0, turn=0, seconds=0) for k in (0, 2, 4)}
-    runs = {str(k): TimedRun(shared, REQUEST, Fixed(k), SampleRecorder(samples[k])) for k in samples}
+    recorders = {k: SampleRecorder(prompt="a", setting=str(k), repeat=0, turn=0) for k in (0, 2, 4)}
+    runs = {str(k): TimedRun(shared, REQUEST, Fixed(k), recorder) for k, recorder in recorders.items()}
     interleave(runs, 5)
     [text] = plain_texts(target, [REQUEST])
-    assert [runs[str(k)].row.output for k in samples] == [text] * 3
-    assert [runs[str(k)].steps for k in samples] == [21, 7, 5]
-    for k, sample in samples.items():
-        run = runs[str(k)]
+    assert [run.row.output for run in runs.values()] == [text] * 3
+    assert [run.steps for run in runs.values()] == [21, 7, 5]
+    for k, recorder in recorders.items():
+        run, sample = runs[str(k)], recorder.sample()
         assert sample.token_ids == text
         assert sample.drafted is not None
         assert max(sample.drafted) == k
