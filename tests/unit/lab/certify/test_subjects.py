@@ -190,7 +190,8 @@ def test_a_model_that_cannot_be_loaded_is_explained(
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_draft_model_and_a_reference_that_cannot_be_loaded() -> None:
+def test_a_draft_model_and_a_reference_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # the certificate's journal is written there
     why = "there is no folder /nowhere; give a model folder"
     draft = ("--speculative-config", '{"method": "draft_model", "model": "/nowhere"}')
     assert why in outrider("builtin:code", *draft, code=2)
