@@ -38,6 +38,11 @@ def classes(modules: Modules) -> list[str]:
     return [n.name for tree in modules.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
 
 
+def twice(modules: Modules) -> list[str]:
+    """Names of more than one class. `_Line` beside `Line` confuses, too."""
+    return [name for name, count in Counter(name.lstrip("_") for name in classes(modules)).items() if count > 1]
+
+
 def protocols(modules: Modules) -> list[str]:
     """The name of each Protocol: it says what an object can do, and not what it is."""
     return [
@@ -152,14 +157,13 @@ def figures(checkout: Path) -> dict[str, int | list[str]]:
     modules = read(package)
     rooms = {".".join(path.parent.relative_to(checkout).parts) for path in package.rglob("__init__.py")}
     arrows = imports(modules)
-    names = Counter(name.lstrip("_") for name in classes(modules))  # _Line beside Line confuses, too
     return {
         "lines of Python": sum(len(path.read_text().splitlines()) for path in package.rglob("*.py")),
         "modules": len(modules),
         "isinstance of own types": own_checks(modules),
         "writes to other objects' attributes": writes(modules),
         "of them, to attributes that only classes of other files have": foreign_writes(modules),
-        "class names used twice": [name for name, count in names.items() if count > 1],
+        "class names used twice": twice(modules),
         "modules with exactly one importer": single_importers(arrows, rooms),
         "circles of imports at file level": [" ".join(circle) for circle in circles(arrows)],
         "fields of Request": fields(modules, "Request"),

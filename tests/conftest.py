@@ -14,6 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 torch.set_num_threads(1)
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a hundred processes of the tests would compile the same files
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # as `outrider` does; before transformers is imported
 
 # No test depends on how fast the machine is. In CI the examples are the same in every run.

@@ -14,11 +14,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, given
 from hypothesis import settings as quick
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi import checks as openapi
 from serving import Live, builtin, serving
 
 from outrider import LLM, SamplingParams
@@ -29,12 +26,6 @@ from outrider.serve.openai.pending import Pace
 from outrider.serve.options import ServeOptions
 
 PROMPT = "def quicksort(xs):\n"
-CHECKS = [
-    not_a_server_error,
-    openapi.status_code_conformance,
-    openapi.content_type_conformance,
-    openapi.response_schema_conformance,
-]
 LONG = {"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True}
 
 
@@ -79,6 +70,16 @@ def post(live: Live, **body) -> httpx.Response:
 
 
 def test_its_openapi_document_holds_under_schemathesis() -> None:
+    import schemathesis  # it takes a second, which each process would spend at the collection of tests
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi import checks as openapi
+
+    checks = [
+        not_a_server_error,
+        openapi.status_code_conformance,
+        openapi.content_type_conformance,
+        openapi.response_schema_conformance,
+    ]
     with serving(builtin(2, max_model_len=64)) as live:
         schema = schemathesis.openapi.from_url(live.url + "/openapi.json")
         asked = 0
@@ -88,7 +89,7 @@ def test_its_openapi_document_holds_under_schemathesis() -> None:
             @given(case=operation.as_strategy())
             @quick(max_examples=15, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
             def judge(case: schemathesis.Case) -> None:
-                case.call_and_validate(checks=CHECKS, timeout=120)  # 10 s if not given, which a busy machine exceeds
+                case.call_and_validate(checks=checks, timeout=120)  # 10 s if not given, which a busy machine exceeds
 
             judge()
             asked += 1
