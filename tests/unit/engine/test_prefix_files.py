@@ -242,7 +242,8 @@ def damage(name: str, folder: Path, count: int, caplog: pytest.LogCaptureFixture
             assert outputs(process.write(requests)) == expected
         assert len(caplog.records) <= 1
         assert caplog.records or ".states" in file.name  # only the last one is needed
-        assert not caplog.records or file.read_bytes() == whole
+        # states that are passed over on the way to later ones need not come again
+        assert not caplog.records or (".states" in file.name and not file.exists()) or file.read_bytes() == whole
         seen += len(caplog.records)
         file.write_bytes(whole)
     assert seen >= count // 3
