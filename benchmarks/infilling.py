@@ -7,7 +7,6 @@ Plain decoding and `auto` run in turns in one process.
 from __future__ import annotations
 
 import argparse
-import bisect
 import heapq
 import inspect
 import json
@@ -20,8 +19,8 @@ from outrider import LLM, SamplingParams
 from outrider.core.infill import Infilling
 
 CASES = [
-    bisect.insort_right, bisect.insort_left, bisect.bisect_left, heapq._siftup, heapq.heapreplace, heapq.nlargest,
-    textwrap.indent, json.dumps, shlex.join, inspect.getmro, textwrap.dedent, json.load,
+    heapq.nlargest, textwrap.indent, json.dumps, textwrap.dedent, json.load, heapq.merge, inspect.cleandoc, json.loads,
+    inspect.getmodule, textwrap.shorten, shlex.split, heapq.nsmallest,
 ]  # fmt: skip
 
 
