@@ -78,17 +78,17 @@ class PrefixFiles:
         if not known or not self._is_faster(cache):
             return None
         cache.reserve([slot], len(tokens) + 1 - held)  # once in a text's life; the disk is not slow for it
-        began, count, done, states, features = perf_counter(), 0, held, (), list[Tensor]()
+        began, fastest, done, states, features = perf_counter(), float("inf"), held, (), list[Tensor]()
         for start, segment in zip(range(first * self.segment, len(tokens), self.segment), known, strict=False):
             cells, own = [*_cells(cache, slot, start, start + self.segment)], torch.empty(self.segment, self._wide)
-            whole = self.folder.read(segment.keys, cells)
-            count += sum(map(len, cells))
+            last, whole = perf_counter(), self.folder.read(segment.keys, cells)
+            fastest = min(fastest, (perf_counter() - last) / max(sum(map(len, cells)), 1))
             if not whole or (self._taps and not self.folder.read(segment.features, [_bytes(own)])):
                 for part in cells:
                     part.fill(0)  # bits that are no numbers would spoil sums
                 break
             features.append(own[max(held - start, 0) :])
-            late = perf_counter() - began > SECONDS
+            late = len(features) > 1 and perf_counter() - began > SECONDS
             if cache.states:
                 if not (late or segment is known[-1]):
                     continue
@@ -98,7 +98,8 @@ class PrefixFiles:
             done = start + self.segment
             if late:
                 break
-        self._second_of_byte = _moved(self._second_of_byte, (perf_counter() - began) / max(count, 1))
+        # the first file also waits until the system has found memory for a new slot: that is not the disk
+        self._second_of_byte = _moved(self._second_of_byte, fastest)
         if done == held:
             return None
         cache.restore(slot, done, states)
