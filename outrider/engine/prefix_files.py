@@ -16,7 +16,6 @@ from time import perf_counter
 from typing import NamedTuple
 
 import torch
-from numpy import ndarray
 from torch import Tensor
 
 from outrider.engine.prefix_folder import PrefixFolder
@@ -85,7 +84,7 @@ class PrefixFiles:
             fastest = min(fastest, (perf_counter() - last) / max(sum(map(len, cells)), 1))
             if not whole or (self._taps and not self.folder.read(segment.features, [_bytes(own)])):
                 for part in cells:
-                    part.fill(0)  # bits that are no numbers would spoil sums
+                    part[:] = bytes(len(part))  # bits that are no numbers would spoil sums
                 break
             features.append(own[max(held - start, 0) :])
             late = len(features) > 1 and perf_counter() - began > SECONDS
@@ -120,7 +119,7 @@ class PrefixFiles:
             if cache.states and end != len(tokens):
                 continue
             if self.folder.wants(segment.keys, self.segment * cache.bytes_per_token):
-                self.folder.write(segment.keys, [part.copy() for part in _cells(cache, slot, start, end)])
+                self.folder.write(segment.keys, [bytes(part) for part in _cells(cache, slot, start, end)])
             if (
                 features is not None
                 and start >= first
@@ -166,16 +165,16 @@ class PrefixFiles:
         return faster
 
 
-def _cells(cache: SlotCache, slot: int, start: int, end: int) -> Iterator[ndarray]:
+def _cells(cache: SlotCache, slot: int, start: int, end: int) -> Iterator[memoryview]:
     """The bytes of a segment in the cache: of each layer the keys, then the values, [kv_head, cell, head_dim] each."""
     for pair in cache.layers:
         for t in pair:
             yield from map(_bytes, t[slot, :, start:end])
 
 
-def _bytes(t: Tensor) -> ndarray:
+def _bytes(t: Tensor) -> memoryview:
     """The memory of a tensor in one piece."""
-    return t.view(-1).view(torch.uint8).numpy()
+    return t.view(-1).view(torch.uint8).numpy().data
 
 
 def _moved(old: float, new: float) -> float:

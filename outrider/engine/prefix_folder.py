@@ -18,8 +18,6 @@ from contextlib import suppress
 from heapq import heapify, heappop, heappush
 from pathlib import Path
 
-from numpy import ndarray
-
 from outrider.core.files import written_whole
 
 log = logging.getLogger("outrider.engine")
@@ -63,8 +61,8 @@ class PrefixFolder:
         """These may have been removed by others: let `wants` look again."""
         self._known.difference_update(files)
 
-    def read(self, file: Path, into: Sequence[ndarray]) -> bool:
-        """Fill these arrays of bytes from a file. False if it is not whole or not of this name; the arrays hold anything then."""
+    def read(self, file: Path, into: Sequence[memoryview]) -> bool:
+        """Fill these bytes from a file. False if it is not whole or not of this name; they hold anything then."""
         try:
             with file.open("rb") as opened:
                 head = opened.read(HEAD)
@@ -86,8 +84,8 @@ class PrefixFolder:
         """Whether `write` would take a file of so many bytes now."""
         return file not in self._known and self._pending + size <= PENDING and time.monotonic() >= self._rests_until
 
-    def write(self, file: Path, parts: Sequence[ndarray]) -> None:
-        """Write a file later. parts: arrays of bytes, which do not change any more."""
+    def write(self, file: Path, parts: Sequence[memoryview | bytes]) -> None:
+        """Write a file later. parts: bytes, which do not change any more."""
         size = HEAD + sum(map(len, parts))
         self._known.add(file)
         if not file.exists():
@@ -105,7 +103,7 @@ class PrefixFolder:
     def _make(self) -> None:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def _write(self, file: Path, parts: Sequence[ndarray], size: int) -> None:
+    def _write(self, file: Path, parts: Sequence[memoryview | bytes], size: int) -> None:
         try:
             self._make()
             with written_whole(file) as partial, partial.open("wb") as opened:
@@ -167,7 +165,7 @@ class PrefixFolder:
             log.warning(message)
 
 
-def _sum(file: Path, parts: Sequence[ndarray]) -> bytes:
+def _sum(file: Path, parts: Sequence[memoryview | bytes]) -> bytes:
     """A checksum of the name and the content."""
     found = zlib.crc32(f"{file.parent.name}/{file.name}".encode())
     for part in parts:
