@@ -224,7 +224,7 @@ def _load_eagle(folder: Path) -> None:
     target = _target()
     model = eagle_model(read_eagle(folder, target), target.model, 64)
     if model.has_draft_chains:
-        wide = len(model.taps) * model.config.target_hidden_size
+        wide = len(model.taps) * target.model.config.hidden_size
         model.draft_chains(model.new_cache(1, 32), [Chain(0, [1, 2], 3, features=torch.zeros(2, wide))])
 
 

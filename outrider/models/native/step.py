@@ -42,14 +42,14 @@ class NativeStep:
     def __init__(self, program: Program) -> None:
         self.program, self._keep, self._handles = program, list[object](), list[Any]()
         library = native.library()
-        for length in (0, MOST) if program.first_length else (0,):
-            struct, keep = program.for_length(length).compiled()
-            self._keep.append((struct, keep))
+        made = [program.for_length(length).compiled() for length in ((0, MOST) if program.first_length else (0,))]
+        self._keep += made
+        for struct, _ in made:
             self._handles.append(library.program_new(struct))
             weakref.finalize(self, library.program_free, self._handles[-1])
         self._forward, self._chains = library.forward, library.draft_chains
         self._head_size, self._numbers = program.head.n, max(program.cells, default=-1) + 1
-        self._ops, self._recurrent = (struct.ops, struct.count), program.recurrent
+        self._ops, self._recurrent = (made[-1][0].ops, made[-1][0].count), program.recurrent
         self._addresses: weakref.WeakKeyDictionary[SlotCache, tuple[list[Any], Any]] = weakref.WeakKeyDictionary()
 
     def _handle(self, cache: SlotCache) -> Any:

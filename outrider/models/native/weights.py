@@ -303,14 +303,15 @@ class ShapeSource(ModuleSource):
     def latent(self, name: str, heads: int, keys: int) -> Sequence[Packed]:
         module = self._modules[name]
         if hasattr(module, LATENT[0]):
-            sizes = [matrix_of(module.get_submodule(part)).shape for part in LATENT]
+            sizes = [tuple(matrix_of(module.get_submodule(part)).shape) for part in LATENT]
         else:
             n, k = matrix_of(module).shape
             sizes = [(heads * k, keys), (n - heads * keys, k)]
-        return cast("list[Packed]", [_MatrixSize(*size) for size in sizes])
+        return cast("list[Packed]", [_MatrixSize(size[0], size[1]) for size in sizes])
 
     def table(self, name: str) -> Packed | Tensor:
-        return cast("Packed", _MatrixSize(*matrix_of(self._modules[name]).shape))
+        rows, width = matrix_of(self._modules[name]).shape
+        return cast("Packed", _MatrixSize(rows, width))
 
     def _embeddings(self, inputs: Any, outputs: Any) -> tuple[Packed, Packed | Tensor]:
         empty = torch.empty(0)

@@ -295,9 +295,8 @@ def _restored(
 
     model = skeleton(config)
     modules = dict(model.named_modules())
-    matrices, tensors = (
-        {n: p for n, p in parts.items() if not n.startswith(f"{MTP}.")} for parts in (matrices, tensors)
-    )
+    matrices = {name: matrix for name, matrix in matrices.items() if not name.startswith(f"{MTP}.")}
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{MTP}.")}
     for name, matrix in matrices.items():
         owner, _, part = name.rpartition(".")
         if name in modules:

@@ -82,6 +82,10 @@ class _EagleSource:
         """No head of this kind has any."""
         raise KeyError(name)
 
+    def latent(self, name: str, heads: int, keys: int) -> Sequence[native.Packed]:
+        """No head of this kind has one."""
+        raise KeyError(name)
+
     def table(self, name: str) -> native.Packed | Tensor:
         assert self._embedding is not None
         return self._embedding

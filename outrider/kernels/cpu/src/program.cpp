@@ -454,7 +454,7 @@ OUTRIDER_API int64_t outrider_draft_chains(void* program, const ChainsJob* asked
             c->made += last >= 0;
             bool likely = c->error <= 0 || c->alive >= c->min_probability;
             if (last < 0 || !likely || c->made >= c->depth) continue;
-            copy(given.data() + static_cast<int64_t>(going.size()) * fed, job.fed_back + b * fed, fed);
+            if (fed) copy(given.data() + static_cast<int64_t>(going.size()) * fed, job.fed_back + b * fed, fed);
             going.push_back(c);
         }
         live.swap(going);
