@@ -83,7 +83,8 @@ def mtp_of(file: GGUFFile) -> PreTrainedModel | None:
         if name.startswith(block) and (own := _MTP_NAMES.get(short := name.removeprefix(block), f"blk.0.{short}")):
             kept[own] = tensor
     model = mtp.joined_(_skeleton(mtp.one_layer(config)), own_head="output.weight" in kept)
-    return _filled(model, replace(file, tensors=kept))
+    one = file.metadata | {f"{file.architecture}.block_count": 1}
+    return _filled(model, replace(file, tensors=kept, metadata=one))
 
 
 def _skeleton(config: PretrainedConfig) -> PreTrainedModel:
