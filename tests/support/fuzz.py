@@ -222,9 +222,10 @@ def _load_eagle(folder: Path) -> None:
     from outrider.models.base import Chain
 
     target = _target()
-    model = eagle_model(read_eagle(folder, target), target.model, 64)
+    head = read_eagle(folder, target)
+    model = eagle_model(head, target.model, 64)
     if model.has_draft_chains:
-        wide = len(model.taps) * target.model.config.hidden_size
+        wide = len(model.taps) * head.config.target_hidden_size
         model.draft_chains(model.new_cache(1, 32), [Chain(0, [1, 2], 3, features=torch.zeros(2, wide))])
 
 

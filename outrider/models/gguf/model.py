@@ -102,18 +102,19 @@ def _filled(model: PreTrainedModel, file: GGUFFile) -> PreTrainedModel:
         if family.interleaved and (found := re.search(r"attn_([qk])\.", names[0])):
             heads = config.num_attention_heads if found[1] == "q" else config.num_key_value_heads
             order = _rotary_order(file.tensors[names[0]].shape[0], heads)
-        if len(names) > 1 and names[0].endswith("attn_k_b.weight"):
+        first = names[0]
+        if len(names) > 1 and first.endswith("attn_k_b.weight"):
             give_latent_(place.module, [_matrix(file, (name,), None) for name in names])
         elif place.kind == "weight" and isinstance(place.module, (nn.Linear, nn.Embedding)):
             matrix = _matrix(file, names, order)
             give_matrix_(place.module, matrix[None] if isinstance(matrix, Tensor) and matrix.dim() == 1 else matrix)
         else:
-            values = file.floats(names[0])
+            values = file.floats(first)
             values = values if order is None else values[order]
             values = values if place.row is None else values[place.row]
-            if family.one_added and names[0].endswith("norm.weight") and "ssm_norm" not in names[0]:
+            if family.one_added and first.endswith("norm.weight") and "ssm_norm" not in first:
                 values = values - 1
-            values = hybrids.as_parameter(names[0], values, getattr(place.module, place.kind).shape)
+            values = hybrids.as_parameter(first, values, getattr(place.module, place.kind).shape)
             if place.kind in place.module._buffers:
                 place.module._buffers[place.kind] = values
             else:
