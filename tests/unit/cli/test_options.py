@@ -28,6 +28,7 @@ OPTIONS = {
     },
     "generate": {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --max-model-len",
+        "Engine": "--prefix-dir --prefix-disk",
         "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus --verifier "
         "--speculative-config --prediction",
         "Sampling": "--temperature/-t --top-p --top-k --min-p --repetition-penalty --max-tokens/-n --stop --ignore-eos --seed",
@@ -70,25 +71,29 @@ OPTIONS = {
     },
     "serve": {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template "
-        "--tool-call-parser",
+        "--tool-call-parser "
+        "--client-headers",
         "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus --verifier "
         "--speculative-config",
         "Server": "--host --port --allowed-host --api-key --api-key-file --ssl-certfile --ssl-keyfile",
-        "Engine": "--max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes --prefix-cache --prefill-chunk",
+        "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes "
+        "--prefix-cache --prefill-chunk",
         "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
         "Privacy": "--pad-stream --cors-origin --log-prompts",
         "Output": "--metrics-prefix --monitor-port --log-file --trace --trace-detail --otlp-traces-endpoint --debug",
     },
     "deploy": {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template "
-        "--tool-call-parser",
+        "--tool-call-parser "
+        "--client-headers",
         "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus --verifier "
         "--speculative-config",
         "Cluster": "--address --name --start-timeout",
         "Server": "--host --port --allowed-host --api-key --api-key-file --ssl-certfile --ssl-keyfile",
         "Replicas": "--replicas --min-replicas --max-replicas --target-requests --upscale-delay --downscale-delay --cpus "
         "--gpus --fronts --prefix-weight --patience",
-        "Engine": "--max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes --prefix-cache --prefill-chunk",
+        "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes "
+        "--prefix-cache --prefill-chunk",
         "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
         "Privacy": "--cors-origin",
         "Output": "--metrics-prefix --write-config --debug",
@@ -98,7 +103,7 @@ OPTIONS = {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template",
         "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus --verifier "
         "--speculative-config",
-        "Engine": "--max-model-len --max-num-seqs",
+        "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs",
         "Sampling": "--seed",
         "Cluster": "--ray --replicas --cpus",
     },
@@ -163,6 +168,7 @@ OPTIONS = {
     },
     "chat": {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype",
+        "Engine": "--prefix-dir --prefix-disk",
         "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes "
         "--corpus --verifier --speculative-config",
         "Conversation": "--system --temperature/-t --max-tokens/-n --seed --stats/--verbose --history",
@@ -171,6 +177,7 @@ OPTIONS = {
     },
     "run": {
         "Model": "--dtype --device --quantization --kv-cache-dtype",
+        "Engine": "--prefix-dir --prefix-disk",
         "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes "
         "--corpus --verifier --speculative-config",
         "Conversation": "--system --temperature/-t --max-tokens/-n --seed --stats/--verbose --history",
