@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 from collections.abc import Iterator
@@ -89,7 +90,9 @@ def chat(
             with _here(full_name(model), loaded, prefixes, speculation) as backend:
                 _talk(talk, backend)
             return
-        if (loaded, speculation) != (LoadOptions(), SpeculationOptions()):
+        # a folder may come from the environment, for all commands
+        elsewhere = prefixes.prefix_dir is not None and prefixes.prefix_dir != os.environ.get("OUTRIDER_PREFIX_DIR")
+        if elsewhere or (loaded, speculation) != (LoadOptions(), SpeculationOptions()):
             raise ValueError(
                 "a server decides how its model is loaded and drafted for; give these options to outrider serve, or start "
                 "the model here: outrider chat -m MODEL"

@@ -110,6 +110,7 @@ def test_ctrl_c_ends_a_server_in_one_line() -> None:
         (["chat", "ftp://x"], "not the address of a server"),
         (["chat", "http://127.0.0.1:9"], "start one: outrider serve"),
         (["chat", "-d", "builtin:code-draft"], "a server decides how its model is loaded and drafted for"),
+        (["chat", "--prefix-dir", "folder"], "a server decides how its model is loaded and drafted for"),
     ],
 )
 def test_mistakes_are_one_line(options: list[str], words: str) -> None:
