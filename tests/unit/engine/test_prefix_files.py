@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from architectures import tiny
 from heads import GOLDEN, small_target
 from helpers import Loop, request
@@ -40,6 +41,7 @@ from outrider.kernels import cpu as native
 from outrider.models.hf.model import HFModel
 from outrider.models.load import Loaded, load
 from outrider.models.native.model import NativeModel
+from outrider.models.nodes import Nodes
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="bit-identical prefixes need the native kernels")
 ROOM, LENGTH, SEGMENT = 1 << 30, 120, 16
@@ -179,6 +181,54 @@ def test_the_next_process_reads_what_the_first_one_wrote(name: str, tmp_path: Pa
         assert a.counts.accepted == b.counts.accepted
     sizes = sum(f.stat().st_size for f in tmp_path.glob("*/*"))
     assert second.folder.bytes <= sizes
+
+
+def test_a_segment_belongs_to_all_tokens_before_it(tmp_path: Path) -> None:
+    """The tokens of a segment and of the one before it are not enough: keys and values depend on the beginning, too."""
+    first, other, same, last = (prompt(SEGMENT, seed) for seed in range(4))
+    for known in ([*first, *same, *last, 5], [*other, *same, 5]):
+        Process("auto", tmp_path).write([asked(known)])
+    process, text = Process("auto", tmp_path), [asked([*other, *same, *last, 5])]
+    assert outputs(process.write(text)) == outputs(plain("auto", text))
+    assert process.files.read == 2 * SEGMENT
+
+
+@pytest.mark.parametrize("held", [0, 5, 16])
+def test_features_come_back_bit_for_bit(tmp_path: Path, held: int) -> None:
+    """Also where the slot holds a part of the first segment."""
+    tokens, model = prompt(100), kind("head").target.model
+    Process("head", tmp_path).write([asked(tokens)])
+    process = Process("head", tmp_path)
+    cache, taps = process.loop.cache, process.drafter.taps
+    if held:
+        model.forward(Nodes(torch.tensor([tokens[:held]]), cache, [0]), want="none")
+        cache.commit([0], [range(held)])
+    found = process.files.load(cache, 0, tokens)
+    computed = model.forward(Nodes(torch.tensor([tokens[:96]]), model.new_cache(1, LENGTH), [0]), taps=taps).features
+    assert found is not None
+    assert computed is not None
+    assert torch.equal(found, computed[0, held:])
+
+
+def test_kinds_of_keys_and_values_live_side_by_side(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("bfloat16", "int8"):
+        Process(name, tmp_path).write([asked(prompt(100))])
+    again = Process("bfloat16", tmp_path)
+    again.write([asked(prompt(100))])
+    assert again.files.read == 96
+    assert not caplog.records
+
+
+def test_nothing_of_a_damaged_file_stays_in_the_cache(tmp_path: Path) -> None:
+    """Its bits may be no numbers, and a masked cell counts as zero times what it holds."""
+    Process("auto", tmp_path).write([asked(prompt(100))])
+    for file in tmp_path.glob("*/*"):
+        file.write_bytes(file.read_bytes()[: prefix_folder.HEAD] + b"\xff" * (file.stat().st_size - prefix_folder.HEAD))
+    process = Process("auto", tmp_path)
+    process.files.load(process.loop.cache, 0, prompt(100))
+    assert process.loop.cache.length[0] == 0
+    for t in (t for pair in process.loop.cache.layers for t in pair):
+        assert not t[0, :, SEGMENT - 8 : SEGMENT].any()
 
 
 def test_a_file_takes_what_its_keys_and_values_take(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from serving import TEMPLATE, Live, builtin, serving
 
+from outrider.serve.ollama.ollama_request import OllamaOptions
 from outrider.serve.options import ServeOptions
 
 HELLO = [{"role": "user", "content": "sort a list"}]
@@ -63,6 +64,11 @@ def test_lines_add_up_and_durations_are_within_each_other(live: Live) -> None:
             assert 0 < end["prompt_eval_duration"] + end["eval_duration"] <= end["total_duration"]
             assert end["load_duration"] == 0
         assert set(found[-1]) == set(whole)
+
+
+def test_what_is_not_said_is_as_ollama_has_it() -> None:
+    given = {k: v for k, v in OllamaOptions.model_validate({}).shared(512).items() if v is not None}
+    assert given == {"max_tokens": 512, "max_total_tokens": 512, "temperature": 0.8, "top_k": 40, "top_p": 0.9}
 
 
 def test_options_reach_the_engine(live: Live) -> None:
