@@ -117,6 +117,18 @@ def test_the_cache_of_a_latent_holds_nothing_else(dtype: str) -> None:
     assert (torch.cat(ones, 1) - exact).abs().mean() < close * exact.abs().max()
 
 
+@pytest.mark.parametrize("shares", [(1.0, 1.0), (0.7, 1.0), (1.0, 0.0)])
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_yarn_with_a_factor_for_the_scores(name: str, shares: tuple[float, float]) -> None:
+    """As the published DeepSeek models have it: shares are mscale and mscale_all_dim."""
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "beta_fast": 32, "beta_slow": 1}
+    rope |= {"mscale": shares[0], "mscale_all_dim": shares[1], "original_max_position_embeddings": 16}
+    raw = model_of(name, rope_parameters=rope)
+    assert supports(raw) is None
+    got, expected = (run(m, TEXT).logits for m in (NativeModel(raw), HFModel(raw, weights="float32")))
+    assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
 def test_layers_without_experts() -> None:
     raw = tiny("qwen3_moe", mlp_only_layers=[1])
     assert supports(raw) is None
