@@ -2,6 +2,8 @@
 
 A family writes its forward with a `Builder`. Each call adds one op, and returns the value that the op makes. Weights come from a
 `WeightSource` by the names of their modules, so a family does not know where they are kept.
+
+The file is long because each op is one method, with its settings in words beside the code that writes them down.
 """
 
 from __future__ import annotations
