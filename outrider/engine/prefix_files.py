@@ -1,6 +1,6 @@
 """What one model knows of earlier texts, in files: the second level of the prefix cache.
 
-A segment is SEGMENT tokens behind all tokens before them. Its name is a chain of hashes, from all that its bytes depend on to
+A segment is some tokens behind all tokens before them. Its name is a chain of hashes, from all that its bytes depend on to
 the last of its tokens. It has a file of keys and values. Where a head reads features it has a file of them, and with recurrent
 layers one of their states after its last token.
 """
@@ -26,7 +26,8 @@ from outrider.models.identity import content
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
 
-SEGMENT = 256  # tokens of a file
+SEGMENT = 64  # tokens of a file: those behind the last whole segment of a prompt are read again
+OF_STATES = 256  # the same with recurrent layers, whose states are as large as the keys of many tokens
 SECONDS = 0.05  # after which a step stops to read, so that other sequences go on
 _FORMAT = 1  # of the files; raise it with each change of what they hold
 _NEWEST = 0.3  # weight of the newest measurement
@@ -46,11 +47,11 @@ class PrefixFiles:
         """taps: of the features; none if no head reads any. Raises ValueError for a model whose content has no name."""
         if loaded.model.device.type != "cpu":
             raise ValueError(f"prefix_dir is for models on the CPU, and {loaded.name} is not; leave it out")
-        self.folder, self.read, self.segment = folder, 0, SEGMENT
+        self.folder, self.read, self.segment = folder, 0, OF_STATES if loaded.model.new_cache(1, 1).states else SEGMENT
         self._model, self._taps = loaded.model, taps
         # other machines give other bits, unless the path is native
         where = None if loaded.model.path == "native" else sorted(machine().items())
-        self._about = _FORMAT, SEGMENT, ARITHMETIC, content(loaded.source), loaded.weights, loaded.model.path, where
+        self._about = _FORMAT, self.segment, ARITHMETIC, content(loaded.source), loaded.weights, loaded.model.path, where
         self._root = b""  # digest of `_about` and of what the cache keeps
         self._wide, self._has_keys = 0, False  # numbers in the features of a token; whether a layer has keys
         self._second_of_token = self._second_of_byte = 0.0  # 0: not measured yet

@@ -124,6 +124,7 @@ def outputs(found: list[Sequence]) -> list[list[int]]:
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_files, "SEGMENT", SEGMENT)
+    monkeypatch.setattr(prefix_files, "OF_STATES", SEGMENT)
     monkeypatch.setattr(draft_model, "_CHUNK", SEGMENT)
 
 
@@ -516,3 +517,9 @@ def test_numbers_of_bytes(text: str | int, count: int) -> None:
 def test_no_number_of_bytes(text: str) -> None:
     with pytest.raises(ValueError, match="write it as 20GiB"):
         byte_count(text)
+
+
+def test_states_have_longer_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_files, "OF_STATES", 4 * SEGMENT)
+    sizes = {name: Process(name, tmp_path).files.segment for name in ("auto", "hybrid", "native hybrid")}
+    assert sizes == {"auto": SEGMENT, "hybrid": 4 * SEGMENT, "native hybrid": 4 * SEGMENT}
