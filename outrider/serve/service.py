@@ -106,9 +106,11 @@ class Service:
             wishes |= {"prefill_only": body.limit == 0, "deadline": perf_counter() + seconds}
             requests = self._requests(prompts, before, params, mask, wishes)
             prints = self._fingerprints(requests) if body.return_fingerprint else None
+            with trial.enrolled(requests) if trial else nullcontext(requests) as requests:
+                pending.submit(requests)  # it refuses token ids that the writer could not show
             if self.settings.log_prompts:
                 log.info("%s asks %s", request_id, [self.decode(p) for p in prompts])
-            writer = ResponseWriter(
+            return ResponseWriter(
                 id=("chatcmpl-" if body.is_chat else "cmpl-") + request_id,
                 model=self.settings.model_name,
                 chat=body.is_chat,
@@ -120,9 +122,6 @@ class Service:
                 reader=reader,
                 fingerprints=prints,
             )
-            with trial.enrolled(requests) if trial else nullcontext(requests) as requests:
-                pending.submit(requests)
-            return writer
 
         told = sum(map(len, body.bad_words or ())) + len(params.prediction or ())
         told += (LONG + 1) * bool(body.return_fingerprint)  # the first one reads the model's files
