@@ -51,7 +51,15 @@ class PrefixFiles:
         self._model, self._taps = loaded.model, taps
         # other machines give other bits, unless the path is native
         where = None if loaded.model.path == "native" else sorted(machine().items())
-        self._about = _FORMAT, self.segment, ARITHMETIC, content(loaded.source), loaded.weights, loaded.model.path, where
+        self._about = (
+            _FORMAT,
+            self.segment,
+            ARITHMETIC,
+            content(loaded.source),
+            loaded.weights,
+            loaded.model.path,
+            where,
+        )
         self._root = b""  # digest of `_about` and of what the cache keeps
         self._wide, self._has_keys = 0, False  # numbers in the features of a token; whether a layer has keys
         self._second_of_token = self._second_of_byte = 0.0  # 0: not measured yet
