@@ -17,6 +17,7 @@ from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.self_speculation import LayerSearch
 from outrider.engine import calibrate as module
+from outrider.engine import decoder
 from outrider.engine.calibrate import AT_LOAD, WHOLE, costs, costs_of, make_planner, measure
 from outrider.engine.llm import LLM
 from outrider.models.builtin.shipped import builtin_folder
@@ -68,18 +69,28 @@ def test_the_measured_nodes_are_different_tokens(monkeypatch: pytest.MonkeyPatch
     assert all(len({*draft}) == min(len(draft), target.vocab_size) for draft in drafts)
 
 
-def test_a_slow_draft_is_measured_as_slow() -> None:
-    """What is measured is the drafter's own time, not that of the target."""
-    from time import sleep
+def test_a_slow_draft_is_measured_as_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured is the drafter's own time, not that of the target. The clock goes only where the test says so."""
+    clock = [1.0]
+    for timed in (module, decoder):
+        monkeypatch.setattr(timed, "perf_counter", lambda: clock[0])
 
     class Slow(Wrong):
         def propose(self, context: Any) -> Any:
-            sleep(0.002 * context.budgets[0].depth)
+            clock[0] += 0.002 * context.budgets[0].depth
             return super().propose(context)
 
-    cost = measure(toy(), {"slow": Slow(), "quick": Wrong()}, {})
-    assert cost.drafters["slow"].level > 0.0015
-    assert cost.drafters["quick"].level < 0.001
+    target = toy()
+    forward = target.forward
+
+    def slow(*given: Any, **more: Any) -> Any:
+        clock[0] += 0.01
+        return forward(*given, **more)
+
+    monkeypatch.setattr(target, "forward", slow)
+    cost = measure(target, {"slow": Slow(), "quick": Wrong()}, {})
+    assert cost.drafters["slow"].level == pytest.approx(0.002)
+    assert cost.drafters["quick"].level < 1e-6
 
 
 @pytest.mark.parametrize("length", [4, 12, 20, 40])
