@@ -83,9 +83,9 @@ def test_a_slow_draft_is_measured_as_slow(monkeypatch: pytest.MonkeyPatch) -> No
     target = toy()
     forward = target.forward
 
-    def slow(*given: Any, **more: Any) -> Any:
-        clock[0] += 0.01
-        return forward(*given, **more)
+    def slow(nodes: Any, **more: Any) -> Any:
+        clock[0] += 0.01 * nodes.tokens.shape[1]
+        return forward(nodes, **more)
 
     monkeypatch.setattr(target, "forward", slow)
     cost = measure(target, {"slow": Slow(), "quick": Wrong()}, {})
