@@ -106,7 +106,8 @@ class Ours:
         decoder = self.decoder(method)
         params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
         clock, text, steps = [], [], []
-        for step, moved in Scheduler(decoder, raises=True).run([Request(0, prompt, params, seed)]):
+        scheduler = Scheduler(decoder, raises=True)
+        for step, moved in scheduler.run(scheduler.add([Request(0, prompt, params, seed)])):
             if step is None:
                 continue
             clock.append(perf_counter())

@@ -127,7 +127,7 @@ class Ours:
         runs = {
             name: TimedRun(
                 llm.decoder,
-                llm.requests({"prompt_token_ids": prompt}, params)[0],
+                llm.requests(prompt, params)[0],
                 recorder=SampleRecorder(prompt="", setting=name, repeat=0, turn=0),
             )
             for name, llm in self.llms.items()

@@ -103,7 +103,7 @@ class LocalBackend:
         from outrider.serve.openai.responses import metrics, usage
 
         params = SamplingParams(**{"max_tokens": None, **options})
-        [request] = self._llm.requests(messages, params)
+        [request] = self._llm.requests(self._llm.encode(messages), params)
         deltas: SimpleQueue[Delta] = SimpleQueue()
         [sequence] = self._engine.submit([replace(request, sink=deltas.put)])
         try:

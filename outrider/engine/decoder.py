@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections import abc
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -29,19 +30,8 @@ from outrider.models.nodes import Nodes
 from outrider.verify import VERIFIERS
 
 _NO_DRAFT = NoDraft()
+STAGES = ("draft", "target", "verify", "commit")  # of a round, in order
 PREFILL_CHUNK = 256  # prompt tokens per forward; sequences that decode wait for one chunk at most
-
-
-class _Laps:
-    """Seconds between calls, by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._then = perf_counter()
-
-    def __call__(self, name: str) -> None:
-        now = perf_counter()
-        self.seconds[name], self._then = now - self._then, now
 
 
 class Decoder:
@@ -182,22 +172,23 @@ class Decoder:
     def round(self, live: list[Sequence]) -> Step:
         """One draft-verify round of some of the sequences that decode."""
         with native.one_torch_thread(self.target.device):
-            before, lap = [len(sequence.tokens) for sequence in live], _Laps()
+            before, times = [len(sequence.tokens) for sequence in live], [perf_counter()]
             context = self._context(live)
             asked = any(b.depth and b.max_nodes for b in context.budgets)  # a drafter that may not draft costs nothing
             draft = (self.drafter if asked else _NO_DRAFT).propose(context).to(self.target.device)
-            lap("draft")
+            times.append(perf_counter())
             nodes = Nodes(draft.tokens, self.cache, context.slots, draft.parents)
             out = self.target.forward(nodes, taps=self.drafter.taps)
-            lap("target")
+            times.append(perf_counter())
             target = LogitsDistribution(out.logits, draft, context.warp)
             verdict = self.verifier(target, draft, context.noise, context.positions)
-            lap("verify")
+            times.append(perf_counter())
             commits = self._commit(live, draft, verdict, out)
             if asked or self.drafter.taps:
                 self.drafter.update(context, commits, TargetPass(draft, out.logits))
-            lap("commit")
-            step = Step(draft, verdict, commits, context.slots, before, context.budgets, lap.seconds, out.logits)
+            times.append(perf_counter())
+            seconds = {part: end - start for part, (start, end) in zip(STAGES, pairwise(times), strict=True)}
+            step = Step(draft, verdict, commits, context.slots, before, context.budgets, seconds, out.logits)
             self.controller.observe(step)
             return step
 

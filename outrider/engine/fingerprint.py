@@ -103,7 +103,7 @@ def fingerprint(llm: LLM, output: RequestOutput, params: SamplingParams, index: 
     Reads the model's files once. Raises ValueError with the reason for a text that cannot be written again.
     """
     text = output.outputs[index]
-    [request] = llm.requests({"prompt_token_ids": output.prompt_token_ids}, params.with_(n=1, seed=text.seed))
+    [request] = llm.requests(output.prompt_token_ids, params.with_(n=1, seed=text.seed))
     return Fingerprints(llm, llm.decoder, llm.loaded.name).of(request, text.token_ids, text.finish_reason)
 
 

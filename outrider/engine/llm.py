@@ -142,9 +142,17 @@ class LLM:
         sampling_params: one for all, or one per prompt; None is `SamplingParams()`. Returns one output per prompt, in their
         order. Raises ValueError for a bad request before anything runs.
         """
-        many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
-        params = self._params(sampling_params, len(many))
-        groups = [self.requests(p, s) for p, s in zip(many, params, strict=True)]
+        one = isinstance(prompts, (str, Mapping)) or (
+            prompts and all(isinstance(p, Mapping) and "role" in p for p in prompts)
+        )
+        many: list[Any] = [prompts] if one else list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(many)
+        elif len(params := list(sampling_params)) != len(many):
+            raise ValueError(
+                f"{len(params)} sampling_params for {len(many)} prompts; give one for all, or one per prompt"
+            )
+        groups = [self.requests(self.encode(prompt), own) for prompt, own in zip(many, params, strict=True)]
         done = iter(self.scheduler.generate(itertools.chain.from_iterable(groups)))
         return [
             self._output(prompt, list(itertools.islice(done, len(group))))
@@ -161,17 +169,13 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise ValueError(f"stream writes one text, got n={params.n}; use generate for several")
-        [sequence] = self.scheduler.add(self.requests(prompt, params))
-        for _, moved in self.scheduler.follow([sequence]):
+        [sequence] = self.scheduler.add(self.requests(self.encode(prompt), params))
+        for _, moved in self.scheduler.run([sequence]):
             if sequence in moved:
                 output = self._output(prompt, [sequence]) if sequence.finish else None
                 yield replace(sequence.delta(), output=output)
 
-    def requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
-        """The requests of one prompt, see `requests_of`. Raises ValueError for what cannot be encoded."""
-        return self.requests_of(self.encode(prompt), params)
-
-    def requests_of(self, ids: list[int], params: SamplingParams, **fields: Any) -> list[Request]:
+    def requests(self, ids: list[int], params: SamplingParams, **fields: Any) -> list[Request]:
         """The requests of one prompt of token ids: params.n of them, each with a number and a seed of its own.
 
         Bad words and the prediction are token ids in them. fields: further ones of each `Request`. Runs and checks nothing.
@@ -179,10 +183,11 @@ class LLM:
         """
         seed = draw_seed() if params.seed is None else params.seed
         bad = tuple(form for word in params.bad_words for form in self._bad_word(word))
-        prediction = self._prediction(params.prediction)
-        return [
-            Request(next(self._ids), ids, params, nth_seed(seed, i), bad, prediction, **fields) for i in range(params.n)
-        ]
+        said = params.prediction or ()
+        told = (
+            self._ids_of(said, "a prediction as text", "prediction=[17, 4]") if isinstance(said, str) else tuple(said)
+        )
+        return [Request(next(self._ids), ids, params, nth_seed(seed, i), bad, told, **fields) for i in range(params.n)]
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt. Raises ValueError for what cannot be encoded."""
@@ -203,30 +208,17 @@ class LLM:
         encoded = self.loaded.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
 
-    def _params(self, given: SamplingParams | abc.Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            return [given or SamplingParams()] * count
-        if len(given) != count:
-            raise ValueError(f"{len(given)} sampling_params for {count} prompts; give one for all, or one per prompt")
-        return list(given)
-
-    def _prediction(self, given: str | abc.Sequence[int] | None) -> tuple[int, ...]:
-        """The tokens of a prediction; none without one."""
-        if not isinstance(given, str):
-            return tuple(given or ())
+    def _ids_of(self, text: str, what: str, instead: str) -> tuple[int, ...]:
+        """The token ids of a text within a request. what: it is. instead: how to give it without a tokenizer."""
         if self.loaded.tokenizer is None:
-            raise ValueError("a prediction given as text needs a tokenizer; give token ids, e.g. prediction=[17, 4]")
-        return tuple(self.loaded.tokenizer(given, add_special_tokens=False)["input_ids"])
+            raise ValueError(f"{what} needs a tokenizer; give token ids, e.g. {instead}")
+        return tuple(self.loaded.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _bad_word(self, word: str | abc.Sequence[int]) -> list[tuple[int, ...]]:
         """The token sequences that write a forbidden word: at the start of a text and after a space."""
         if not isinstance(word, str):
             return [tuple(word)]
-        if self.loaded.tokenizer is None:
-            raise ValueError("bad_words given as strings need a tokenizer; give token ids, e.g. bad_words=[[17, 4]]")
-        forms = {
-            tuple(self.loaded.tokenizer(f, add_special_tokens=False)["input_ids"]) for f in (word, " " + word.lstrip())
-        }
+        forms = {self._ids_of(f, "a word of bad_words", "bad_words=[[17, 4]]") for f in (word, " " + word.lstrip())}
         return [f for f in forms if f]
 
     def _output(self, prompt: Prompt, sequences: list[Sequence]) -> RequestOutput:
@@ -251,10 +243,3 @@ class LLM:
 
 def _warn(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-
-def _is_one(prompts: Any) -> bool:
-    """A string, a dict, or a list of chat messages is one prompt."""
-    if isinstance(prompts, (str, Mapping)):
-        return True
-    return bool(prompts) and all(isinstance(p, Mapping) and "role" in p for p in prompts)

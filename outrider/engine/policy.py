@@ -7,11 +7,6 @@ import math
 HEADROOM = 32  # tokens that a seated sequence must be able to grow by
 
 
-def room(limit: float, free: int, waiting: int) -> float:
-    """How many more sequences may come. limit: of the queue. free: slots. waiting: sequences in the queue."""
-    return limit + free - waiting
-
-
 def share(limit: float) -> float:
     """How many of the queue's places one owner may take: the rest is for others."""
     return limit if limit == math.inf else limit - limit // 4

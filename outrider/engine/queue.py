@@ -50,12 +50,8 @@ class FairQueue(Generic[T]):
         self._clients.setdefault(sequence.client, deque()).appendleft(sequence)
         self._clients.move_to_end(sequence.client, last=False)
 
-    def peek(self) -> T:
-        """The sequence whose turn it is. Raises StopIteration when none waits."""
-        return next(iter(self._clients.values()))[0]
-
     def pop(self) -> T:
-        """Take that sequence; its client goes to the end of the line."""
+        """Take the sequence whose turn it is, the first in order; its client goes to the end of the line."""
         client, sequences = next(iter(self._clients.items()))
         sequence = sequences.popleft()
         del self._clients[client]

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from outrider.core.types import Step
 from outrider.drafters.combine.planned import PlannedDrafter
-from outrider.drafters.method import PREDICTION
+from outrider.drafters.method import NONE
 from outrider.engine import policy
 from outrider.engine.decoder import Decoder
 from outrider.engine.prefix_cache import PrefixCache
@@ -86,23 +86,16 @@ class Scheduler:
         """Nothing runs and nothing waits."""
         return not self.running and not len(self.queue)
 
-    def method(self, request: Request) -> str:
-        """The drafter of a request. One with a prediction of its own, and no other wish, gets the method for it."""
-        if request.num_speculative_tokens == 0:
-            return "none"
-        if self.roster is None:
-            return "none" if self.decoder.plain else type(self.decoder.drafter).__name__
-        own, default = PREDICTION if request.prediction else None, self.roster.default
-        if own not in self.roster.drafters or own in self.roster.methods.get(default, ()):
-            own = default
-        return request.method or own
-
     def _sequence(self, request: Request) -> Sequence:
         """A sequence of a request. Raises ValueError if the request could never run."""
-        if self.roster is not None and request.method is not None:
-            self.roster.check_method(request.method)
-        depth = request.num_speculative_tokens
-        return self.decoder.sequence(request, self.method(request), self.max_draft_tokens if depth is None else depth)
+        depth, method = request.num_speculative_tokens, NONE
+        if self.roster is not None:
+            method = self.roster.method(request.method, bool(request.prediction))
+        elif not self.decoder.plain:
+            method = type(self.decoder.drafter).__name__
+        if depth == 0:
+            method = NONE
+        return self.decoder.sequence(request, method, self.max_draft_tokens if depth is None else depth)
 
     def add(self, requests: Iterable[Request]) -> list[Sequence]:
         """Queue a sequence of each request, all or none. Raises ValueError, QueueFull or EngineStopped."""
@@ -110,12 +103,11 @@ class Scheduler:
         with self.lock:
             if self.stop_at < math.inf:
                 raise EngineStopped(self.stopped)
-            waiting, free = len(self.queue), len(self.decoder.free)
-            owner = sequences[0].request.owner if sequences else ""
-            room = policy.room(self.queue.limit, free, waiting)
+            waiting, free, limit = len(self.queue), len(self.decoder.free), self.queue.limit
+            owner, room = sequences[0].request.owner if sequences else "", limit + free - waiting
             if owner:
                 mine = sum(other.request.owner == owner for other in self.queue)
-                room = min(room, policy.room(policy.share(self.queue.limit), free, mine))
+                room = min(room, policy.share(limit) + free - mine)
             if len(sequences) > room:
                 slots = self.decoder.cache.num_slots
                 raise QueueFull(waiting, max(1, math.ceil(self._seconds * (waiting + 1) / slots)))
@@ -150,19 +142,17 @@ class Scheduler:
         for sequence, why in over:
             self.finish(sequence, "abort", why)
         self._seat()
-        self._make_way()
-        self._preempt()
+        while policy.must_preempt(
+            len(self.running), self._held(), self.kv_limit
+        ):  # the youngest; one alone always fits
+            self._unseat(list(self.decoder.sequences)[-1])
         if self.decoder.waiting:
             self._prefill(self.decoder.waiting[0])
         live = self.decoder.live
         return (self._round(live) if live else None), live
 
-    def run(self, requests: Iterable[Request]) -> Iterator[tuple[Step | None, list[Sequence]]]:
-        """Run sequences of these requests to their ends, and yield each step as `step` returns it. A reader may stop early."""
-        yield from self.follow(self.add(requests))
-
-    def follow(self, mine: abc.Sequence[Sequence]) -> Iterator[tuple[Step | None, list[Sequence]]]:
-        """As `run`, for sequences that `add` queued."""
+    def run(self, mine: abc.Sequence[Sequence]) -> Iterator[tuple[Step | None, list[Sequence]]]:
+        """Run sequences that `add` queued to their ends, and yield each step as `step` returns it. A reader may stop early."""
         try:
             while any(sequence.finish is None for sequence in mine):
                 yield self.step()
@@ -178,7 +168,7 @@ class Scheduler:
     def generate(self, requests: Iterable[Request]) -> list[Sequence]:
         """Run sequences of these requests to their ends; returns them in the same order."""
         sequences = self.add(requests)
-        for _ in self.follow(sequences):
+        for _ in self.run(sequences):
             pass
         return sequences
 
@@ -205,15 +195,8 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         """Free the slot of a sequence that has ended, and hand out its last delta."""
-        slot = sequence.slot
-        if self.running.get(slot) is sequence:
-            del self.running[slot]
-            self._note_loss(sequence)
-            if (
-                sequence.finish is not None and sequence.finish.finish != "error"
-            ):  # a conversation goes on after an answer that was stopped, too
-                self.decoder.remember(sequence)
-            self.decoder.release(slot)
+        if self.running.get(sequence.slot) is sequence:
+            self._free(sequence.slot)
         self._seconds += 0.2 * (sequence.clock.total - sequence.clock.queued - self._seconds)
         self._tell(sequence)
 
@@ -247,19 +230,19 @@ class Scheduler:
 
     def _seat(self) -> None:
         """Give free slots to the sequences whose turn it is, while they fit."""
+        running = self.running
         while self.decoder.free:
             with self.lock:
-                if not len(self.queue):
-                    return
-                sequence = self.queue.peek()
-                if not policy.may_seat(len(self.running), self._held(), len(sequence.tokens), self.kv_limit):
+                first = next(iter(self.queue), None)
+                if first is None or not policy.may_seat(len(running), self._held(), len(first.tokens), self.kv_limit):
                     return
                 self.queue.pop()
-            self._admit(sequence)
+            self._admit(first)
+        self._make_way()
 
     def _make_way(self) -> None:
         """Give an owner that waits and has no slot one of the owner that has the most."""
-        if self.decoder.free or not len(self.queue):
+        if not len(self.queue):
             return
         running = Counter(sequence.request.owner for sequence in self.running.values())
         most, count = running.most_common(1)[0]
@@ -283,7 +266,7 @@ class Scheduler:
         slot = sequence.slot
         self.running[slot] = sequence
         if self.roster:
-            self.roster.assign(slot, "none" if sequence.counts.undrafted else sequence.counts.method)
+            self.roster.assign(slot, NONE if sequence.counts.undrafted else sequence.counts.method)
             if sequence.request.num_speculative_tokens is not None:
                 self.roster.planner.depths[slot] = sequence.request.num_speculative_tokens
         if sequence.finish is not None:  # the tokens that it continues end the text
@@ -293,25 +276,25 @@ class Scheduler:
         """Tokens that the seated sequences hold, or will hold once they are read."""
         return sum(len(sequence.tokens) for sequence in self.decoder.sequences.values())
 
-    def _preempt(self) -> None:
-        """Free slots, the youngest first, until the next step fits. One sequence alone always does."""
-        while policy.must_preempt(len(self.running), self._held(), self.kv_limit):
-            self._unseat(list(self.decoder.sequences)[-1])
+    def _free(self, slot: int) -> Sequence:
+        """Take a slot back from the sequence that has it, and keep why a drafter lost it."""
+        sequence = self.running.pop(slot)
+        if self.roster is not None:
+            sequence.counts.undrafted = self.roster.lost.get(slot, sequence.counts.undrafted)
+        if (
+            sequence.finish is not None and sequence.finish.finish != "error"
+        ):  # a conversation may go on after the answer
+            self.decoder.remember(sequence)
+        self.decoder.release(slot)
+        return sequence
 
     def _unseat(self, slot: int) -> None:
         """Take a slot back. Its sequence waits for its turn and is computed again."""
-        sequence = self.running.pop(slot)
-        self._note_loss(sequence)
-        self.decoder.release(slot)
+        sequence = self._free(slot)
         sequence.counts.preemptions += 1
         self.preemptions += 1
         with self.lock:
             self.queue.put_back(sequence)
-
-    def _note_loss(self, sequence: Sequence) -> None:
-        """Keep why a drafter lost the sequence, before the slot is free."""
-        if self.roster is not None:
-            sequence.counts.undrafted = self.roster.lost.get(sequence.slot, sequence.counts.undrafted)
 
     def _prefill(self, sequence: Sequence) -> None:
         self.decoder.chunk = policy.prefill_tokens(len(self.running), self._chunk, self._chunk_alone)

@@ -182,7 +182,7 @@ class CustomGenerate:
         words: Any = tuple(params.bad_words)
         requests = [Request(i, p, params, nth_seed(seed, i), words) for i, p in enumerate(prompts)]
         rows, sent = engine.scheduler.add(requests), 0
-        for _ in engine.scheduler.follow(rows):
+        for _ in engine.scheduler.run(rows):
             if streamer is not None and all(row.output for row in rows):
                 sent = _put(streamer, rows, sent, pad)
         if streamer is not None:

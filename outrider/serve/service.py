@@ -231,7 +231,7 @@ class Service:
             params = params.with_(prediction=params.prediction[:room])
         for prompt in prompts:
             drawn = params if params.seed is not None else params.with_(seed=draw_seed() % 2**53)  # exact in JSON
-            made += self.llm.requests_of(prompt, drawn, **wishes)
+            made += self.llm.requests(prompt, drawn, **wishes)
             # as token ids they need not be encoded again
             params = params.with_(bad_words=list(made[0].bad_words), prediction=made[0].prediction or None)
         if before:

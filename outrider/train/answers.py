@@ -139,10 +139,10 @@ def _round(
             continue
         room = length - len(asked.tokens)
         params = SamplingParams(temperature=temperature, max_tokens=room, seed=nth_seed(seed, number))
-        [request] = llm.requests({"prompt_token_ids": asked.tokens}, params)
+        [request] = llm.requests(asked.tokens, params)
         running[request.id] = number, source, temperature, asked.held_out
         begun.append(request)
-    for _, moved in llm.scheduler.run(begun):
+    for _, moved in llm.scheduler.run(llm.scheduler.add(begun)):
         ended = [s for s in moved if s.finish]
         for sequence in ended:
             number, source, temperature, held = running[sequence.id]

@@ -113,7 +113,7 @@ def test_the_twin_drafts_the_same_tokens(verifier: str, width: int) -> None:
                 enumerate(zip(prompts, PARAMS, strict=True))]  # fmt: skip
         scheduler = Scheduler(decoder, raises=True)
         rows = scheduler.add(made)
-        drafts = [step.draft.host for step, _ in scheduler.follow(rows) if step is not None]
+        drafts = [step.draft.host for step, _ in scheduler.run(rows) if step is not None]
         return [s.output for s in rows], drafts
 
     small, twin = NativeModel(raw, "float32", head_ids=ids), Masked(NativeModel(raw, "float32"), ids)

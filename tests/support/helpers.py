@@ -107,7 +107,8 @@ class Loop(Decoder):
     """A decoder that runs sequences by itself, as a library's user would with a scheduler."""
 
     def steps(self, requests: Iterable[Request]) -> Iterator[tuple[Step | None, list[Sequence]]]:
-        return Scheduler(self, raises=True).run(requests)
+        scheduler = Scheduler(self, raises=True)
+        return scheduler.run(scheduler.add(requests))
 
     def generate(self, requests: Iterable[Request]) -> list[Sequence]:
         return Scheduler(self, raises=True).generate(requests)

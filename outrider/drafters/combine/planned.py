@@ -24,7 +24,7 @@ from outrider.core.tree import levels, lists, tree, validate
 from outrider.core.types import Budget, Commit, Draft, Siblings
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, TargetPass
 from outrider.drafters.combine.merge import NodeList, Proposal, SharedTaps, join, own_commit
-from outrider.drafters.method import NONE
+from outrider.drafters.method import NONE, PREDICTION
 
 
 class PlannedDrafter(BaseDrafter):
@@ -67,6 +67,9 @@ class PlannedDrafter(BaseDrafter):
         self.default, self.vocab_size, self.tell = default, vocab_size, tell
         self._shared = SharedTaps.of(drafters)
         self._foreign = {name for name, drafter in drafters.items() if not trusted(drafter)}
+        self._updated = {
+            n: d for n, d in drafters.items() if getattr(d.update, "__func__", None) is not BaseDrafter.update
+        }
         self.taps = self._shared.taps
         self.lost: dict[int, str] = {}
         self.failures = 0
@@ -77,16 +80,19 @@ class PlannedDrafter(BaseDrafter):
     # -- methods --------------------------------------------------------------------------------------------------------
 
     def assign(self, slot: int, method: str | None) -> None:
-        """Choose a sequence's method; None is the default. Raises ValueError for an unknown method."""
-        method = self.default if method is None else method
-        self.check_method(method)
-        self.assigned[slot] = method
+        """Give a sequence a method that `method` named; None is the default."""
+        self.assigned[slot] = self.default if method is None else method
 
-    def check_method(self, method: str) -> None:
-        """Raise ValueError for a method that is not there."""
-        if method != NONE and method not in self.methods:
+    def method(self, asked: str | None, predicts: bool = False) -> str:
+        """The method of a request that asks for one, or for none: then it is the default. One that brings a prediction gets the
+        drafter for predictions, where the default has none. Raises ValueError for an unknown method."""
+        if asked is None:
+            own = self.methods.get(self.default, ())
+            return PREDICTION if predicts and PREDICTION in self.drafters and PREDICTION not in own else self.default
+        if asked != NONE and asked not in self.methods:
             known = ", ".join(self.methods)
-            raise BadParameter(f"there is no drafter {method[:80]!r} here; use one of: none, {known}", "method")
+            raise BadParameter(f"there is no drafter {asked[:80]!r} here; use one of: none, {known}", "method")
+        return asked
 
     def of_slot(self, slot: int) -> Sequence[str]:
         """The names of a sequence's drafters; none if it has none or lost them."""
@@ -106,7 +112,9 @@ class PlannedDrafter(BaseDrafter):
         offered = self._offered(context)
         views = [self._view(context, b, offered) for b in range(len(context.slots))]
         plans = self.planner.plan(views)
-        self._read(context, plans)
+        for slot, tokens, plan in zip(context.slots, context.tokens, plans, strict=True):
+            if plan.read is not None:
+                self._read(slot, tokens, *plan.read)
         made = dict[int, Proposal]()
         for name in dict.fromkeys(plan.drafter for plan in plans if plan.drafter is not None):
             budgets = {b: plan.budget for b, plan in enumerate(plans) if plan.drafter == name}
@@ -117,7 +125,7 @@ class PlannedDrafter(BaseDrafter):
         return self._verified(context, views, plans, made)
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
-        for name, drafter in self.drafters.items():
+        for name, drafter in self._updated.items():
             some = [
                 b
                 for b, slot in enumerate(context.slots)
@@ -205,13 +213,11 @@ class PlannedDrafter(BaseDrafter):
             self.planner.lengths is not None or slot in self.planner.depths,
         )
 
-    def _read(self, context: DraftContext, plans: Sequence[Plan]) -> None:
-        """Let drafters read what their plans say."""
-        for slot, tokens, plan in zip(context.slots, context.tokens, plans, strict=True):
-            if plan.read is not None:
-                (name, count), began = plan.read, perf_counter()
-                self._guarded(name, [slot], self.drafters[name].read, slot, tokens, count)
-                self._charges.setdefault(slot, []).append(Charge(name, 0, 0, count, perf_counter() - began))
+    def _read(self, slot: int, tokens: list[int], name: str, count: int) -> None:
+        """Let a drafter read a part of a text, without a draft."""
+        began = perf_counter()
+        self._guarded(name, [slot], self.drafters[name].read, slot, tokens, count)
+        self._charges.setdefault(slot, []).append(Charge(name, 0, 0, count, perf_counter() - began))
 
     def _asked(self, name: str, context: DraftContext, budgets: Mapping[int, Budget]) -> dict[int, Proposal]:
         """A drafter's proposals for some entries of the batch, within these budgets.
@@ -266,8 +272,11 @@ class PlannedDrafter(BaseDrafter):
                     if level > len(line):
                         line.append(0.0)
                     line[level - 1] = max(line[level - 1], survival[b][n])
-                verified[b] = self._cut(context, b, one, kept[b])
-                shown = deep if verified[b] is one else max(verified[b].levels)
+                verified[b], shown = one, deep
+                masked = context.warp.histories[b].mask is not None and one.draft.probs is None
+                if masked or len(kept[b]) < len(one.nodes) - 1:
+                    verified[b] = self._cut(context, b, one, kept[b], masked)
+                    shown = max(verified[b].levels)
             charges = tuple(self._charges.get(slot, ()))
             notes.append(PlanNote(plan, view.offers, line, shown, deep, charges, stated))
         return join(context, verified, notes)
@@ -283,12 +292,9 @@ class PlannedDrafter(BaseDrafter):
         chance = self.planner.models[plan.drafter].chance
         return [chance**level for level in made.levels[1:]]
 
-    def _cut(self, context: DraftContext, b: int, made: Proposal, kept: Sequence[int]) -> Proposal:
-        """A proposal with the nodes that are kept and that a grammar allows."""
+    def _cut(self, context: DraftContext, b: int, made: Proposal, kept: Sequence[int], masked: bool) -> Proposal:
+        """A proposal with the nodes that are kept and, where it is masked, that a grammar allows."""
         nodes = made.nodes
-        masked = context.warp.histories[b].mask is not None and made.draft.probs is None
-        if len(kept) == len(nodes) - 1 and not masked:
-            return made
         place = {0: 0} | {old: new for new, old in enumerate(kept, 1)}
         some = [nodes[0], *((nodes[n][0], place[nodes[n][1]]) for n in kept)]
         if masked:  # taking back a drawn token would change the distribution

@@ -54,7 +54,7 @@ class Recorder:
 
         with Recorder("run.jsonl", Detail.COUNTS) as trace:
             trace.begin(describe(...))
-            for step, rows in scheduler.run(requests):
+            for step, rows in scheduler.run(scheduler.add(requests)):
                 if step is not None:
                     trace.keep(step, rows)
     """

@@ -47,7 +47,7 @@ class Local:
         """The length of a prompt. Raises ValueError for a prompt that does not fit."""
         llm = next(iter(self.llms.values()))
         try:
-            [request] = llm.requests(prompt.content, self._params(prompt, 0))
+            [request] = llm.requests(llm.encode(prompt.content), self._params(prompt, 0))
             llm.decoder.check(request)
             return len(request.prompt)
         except ValueError as error:
@@ -64,14 +64,14 @@ class Local:
 
     def answer(self, setting: Setting, prompts: abc.Sequence[Prompt], repeat: int, turn: int) -> list[Sample]:
         llm = self.llms[setting.name]
-        requests = [llm.requests(p.content, self._params(p, repeat))[0] for p in prompts]
+        requests = [llm.requests(llm.encode(p.content), self._params(p, repeat))[0] for p in prompts]
         recorders = {
             r.id: SampleRecorder(prompt=p.id, setting=setting.name, repeat=repeat, turn=turn, seed=r.seed)
             for p, r in zip(prompts, requests, strict=True)
         }
         start, failed = perf_counter(), None
         try:
-            for step, rows in llm.scheduler.run(requests):
+            for step, rows in llm.scheduler.run(llm.scheduler.add(requests)):
                 now = perf_counter() - start
                 for b, row in enumerate(rows):
                     assert step is not None

@@ -185,8 +185,9 @@ class EngineSubject(Subject):
         return [self._text(text, config.verifier) for text in done[: len(texts)]]
 
     def _texts(self, request: TextRequest) -> list[Request]:
-        prompt = request.prompt if isinstance(request.prompt, str) else {"prompt_token_ids": list(request.prompt)}
-        [first, *_] = self.llm.requests(prompt, SamplingParams(**asdict(request.params)))
+        prompt = request.prompt
+        ids = self.llm.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        [first, *_] = self.llm.requests(ids, SamplingParams(**asdict(request.params)))
         return [replace(first, id=first.id * 64 + i, seed=nth_seed(first.seed, i)) for i in range(request.params.n)]
 
     def _companion(self, number: int, at: int) -> Request:

@@ -159,7 +159,7 @@ class SimulatedReplica:
 
     def _seat(self) -> None:
         while len(self.running) < self.limits.max_num_seqs and len(self.queue):
-            request = self.queue.peek()
+            request = next(iter(self.queue))
             if not policy.may_seat(len(self.running), self._held, request.tokens, self.limits.kv_tokens):
                 return
             self.queue.pop()

@@ -108,7 +108,7 @@ class Racer:
         return [
             request
             for p in prompts
-            for request in self.plain.requests(p.content, sampling_params(self.sampling, p, repeat))
+            for request in self.plain.requests(self.plain.encode(p.content), sampling_params(self.sampling, p, repeat))
         ]
 
 

@@ -150,7 +150,7 @@ def test_methods_of_several_drafters_and_none() -> None:
     with pytest.raises(
         ValueError, match="there is no drafter 'magic' here; use one of: none, suffix, draft, ngram, auto"
     ):
-        used.assign(0, "magic")
+        used.method("magic")
     used.release(0)
     assert used.of_slot(0) == ("suffix", "draft")
     with pytest.raises(ValueError, match="several methods need drafters"):

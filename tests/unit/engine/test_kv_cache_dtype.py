@@ -33,7 +33,7 @@ def small() -> LLM:
 
 def requests(llm: LLM, prompts: list[str]) -> list[Sequence]:
     params = SamplingParams(max_tokens=60, ignore_eos=True)
-    return [llm.requests(p, params.with_(temperature=i % 2, seed=i))[0] for i, p in enumerate(prompts)]
+    return [llm.requests(llm.encode(p), params.with_(temperature=i % 2, seed=i))[0] for i, p in enumerate(prompts)]
 
 
 @cache

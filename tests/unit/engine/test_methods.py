@@ -31,7 +31,7 @@ class SlowAndWrong(Wrong):
 
 def ask(llm: LLM, eng: Engine, prediction: list[int] | None = None, method: str | None = None) -> Text:
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, prediction=prediction)
-    [asked] = llm.requests("def area(r):\n", params)
+    [asked] = llm.requests(llm.encode("def area(r):\n"), params)
     return run(eng, [read(asked, method=method)])[0]
 
 

@@ -147,7 +147,7 @@ def test_64_mixed_requests_at_once_have_the_texts_of_plain_decoding_one_by_one(l
         else:
             asked = Grammar.regex(grammar["regex"]) if "regex" in grammar else Grammar.choice(grammar["choice"])
             made = grammars.compiled(asked)
-            [asked] = plain.requests(body["prompt"], SamplingParams(**named))
+            [asked] = plain.requests(plain.encode(body["prompt"]), SamplingParams(**named))
             mask = grammars.mask(made)
             [row] = plain.scheduler.generate(
                 [Request(0, asked.prompt, asked.params, asked.seed, asked.bad_words, (), mask)]

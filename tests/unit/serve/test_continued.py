@@ -50,7 +50,9 @@ def live() -> Iterator[Live]:
 
 
 def asked(llm: LLM, **options: Any) -> Request:
-    [request] = llm.requests(PROMPT, SamplingParams(**{"max_tokens": COUNT, "ignore_eos": True, "seed": 7, **options}))
+    [request] = llm.requests(
+        llm.encode(PROMPT), SamplingParams(**{"max_tokens": COUNT, "ignore_eos": True, "seed": 7, **options})
+    )
     return request
 
 
