@@ -4,6 +4,7 @@
 
 One server reads a prompt of random tokens and is killed by SIGKILL. Another one with the same folder gets the same prompt, then
 the first half of it with another end. With `--compare` a server without a folder reads the prompt, too. The texts must be equal.
+With `--folder` the files stay, so that a second run measures the start alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import sleep
 
@@ -70,6 +71,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16000)
     parser.add_argument("--config", default='{"method": "none"}', help="the speculative_config")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--folder", help="where the files stay; by default they are removed")
     parser.add_argument("--compare", action="store_true", help="also read the prompt without a folder")
     given = parser.parse_args()
     loaded = load(given.model)
@@ -78,7 +80,7 @@ def main() -> None:
     other = [*prompt[: given.tokens // 2], *reversed(prompt[-8:])]
     options = ["--speculative-config", given.config, "--kv-cache-dtype", given.kv_cache_dtype]
     print(facts())
-    with tempfile.TemporaryDirectory() as folder:
+    with nullcontext(given.folder) if given.folder else tempfile.TemporaryDirectory() as folder:
         disk = [*options, "--prefix-dir", folder]
         with served(given.model, *disk) as port:
             asked(port, prompt[-40:])
@@ -87,12 +89,11 @@ def main() -> None:
         with served(given.model, *disk) as port:
             asked(port, prompt[-40:])
             again, half = asked(port, prompt), asked(port, other)
-        kept = given.tokens // 256 * 256
         print(
             f"{given.tokens} tokens: first token after {first.ttft:.2f} s, and after a kill and a start {again.ttft:.3f} s"
         )
         print(f"share {again.ttft / first.ttft:.4f}; the first half with another end {half.ttft:.3f} s")
-        print(f"{size / kept:.0f} bytes a token on disk; texts equal: {again.text == first.text}")
+        print(f"{size / given.tokens:.0f} bytes a token on disk; texts equal: {again.text == first.text}")
     if given.compare:
         with served(given.model, *options) as port:
             print(f"texts of a server without a folder equal: {asked(port, prompt).text == first.text}")

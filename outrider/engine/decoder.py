@@ -252,7 +252,8 @@ class Decoder:
             return
         held, first = sequence.tokens[: self.cache.length[sequence.slot]], sequence.features_from
         features = torch.cat(sequence.features) if sequence.features else None
-        needed = self.prefixes.keep(self.cache, sequence.slot, held, features, first)
+        ended = len(held) >= len(sequence.tokens) - 1
+        needed = self.prefixes.keep(self.cache, sequence.slot, held, features, first, ended=ended)
         if features is not None:
             sequence.keep(features[needed - first :].clone(), needed)
 

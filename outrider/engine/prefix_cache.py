@@ -57,6 +57,7 @@ class PrefixCache:
         self.root = _Block(None, (), [])
         self.bytes = self.queries = self.hits = 0
         self._used: OrderedDict[_Block, None] = OrderedDict()  # least used first; a parent is used whenever a child is
+        self._filed = set[int]()  # slots whose text began in files: the system keeps those in memory, too
 
     def fetch(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> tuple[int, Tensor | None]:
         """Copy the longest known start of `tokens` into an empty slot and commit it. With files, a slot that holds a start of
@@ -67,9 +68,12 @@ class PrefixCache:
         before, features = cache.length[slot], None
         if not before:
             self.queries += len(tokens)
+            self._filed.discard(slot)
             features = self._recall(cache, slot, tokens)
         if self.files is not None:
-            more = self.files.load(cache, slot, tokens)
+            held, more = cache.length[slot], self.files.load(cache, slot, tokens)
+            if cache.length[slot] > held:
+                self._filed.add(slot)
             features = more if features is None else features if more is None else torch.cat([features, more])
         self.hits += cache.length[slot] - before
         return cache.length[slot], features
@@ -93,13 +97,31 @@ class PrefixCache:
         return torch.cat(features) if features else None
 
     def keep(
-        self, cache: SlotCache, slot: int, tokens: Sequence[int], features: Tensor | None = None, first: int = 0
+        self,
+        cache: SlotCache,
+        slot: int,
+        tokens: Sequence[int],
+        features: Tensor | None = None,
+        first: int = 0,
+        *,
+        ended: bool = False,
     ) -> int:
         """Remember the whole blocks of a slot, which holds `tokens`, and their features [token, feature] from token `first` on.
+        ended: a prompt or a text ends here, so that files keep its end, too.
 
-        With states, the rest of the tokens is a block as well, and the last block gets the states. Returns where the block
-        that is not whole begins: a later call needs the features from there on.
+        Returns where the block that is not whole begins: a later call needs the features from there on.
         """
+        if slot not in self._filed:
+            self._remember(cache, slot, tokens, features, first)
+        if self.files is None:
+            return len(tokens) - len(tokens) % BLOCK
+        self.files.keep(cache, slot, tokens, features, first, ended)
+        return len(tokens) - len(tokens) % self.files.segment
+
+    def _remember(
+        self, cache: SlotCache, slot: int, tokens: Sequence[int], features: Tensor | None, first: int
+    ) -> None:
+        """Keep in memory. With states, the rest of the tokens is a block as well, and the last block gets the states."""
         path = self._path(tokens)
         at = path[-1] if path else self.root
         stop = len(tokens) - (0 if cache.states else len(tokens) % BLOCK)
@@ -131,10 +153,6 @@ class PrefixCache:
             self._used.move_to_end(block)
         while self.bytes > self.limit:
             self._drop(next(iter(self._used)))
-        if self.files is None:
-            return len(tokens) - len(tokens) % BLOCK
-        self.files.keep(cache, slot, tokens, features, first)
-        return len(tokens) - len(tokens) % self.files.segment
 
     def keeps_chunks(self, cache: SlotCache) -> bool:
         """Whether `keep` is to be called after each chunk of a prompt: states are gone later, and files are written meanwhile."""

@@ -2,7 +2,7 @@
 
 A segment is some tokens behind all tokens before them. Its name is a chain of hashes, from all that its bytes depend on to
 the last of its tokens. It has a file of keys and values. Where a head reads features it has a file of them, and with recurrent
-layers one of their states after its last token.
+layers one of their states after its last token. The end of a long text is a segment of fewer tokens.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,8 +29,10 @@ from outrider.models.identity import content
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
 
-SEGMENT = 64  # tokens of a file: those behind the last whole segment of a prompt are read again
+SEGMENT = 64  # tokens of a file
 OF_STATES = 256  # the same with recurrent layers, whose states are as large as the keys of many tokens
+END_OF = 100  # times as long as its end a text must be, so that both ends, of a prompt and its answer, take a fiftieth
+READERS = 4  # threads: one waits for the disk or for memory while another one checks sums
 SECONDS = 0.05  # after which a step stops to read, so that other sequences go on
 _FORMAT = 1  # of the files; raise it with each change of what they hold
 _NEWEST = 0.3  # weight of the newest measurement
@@ -35,9 +40,15 @@ _DOUBT = 0.9  # a disk that was too slow may have become faster: what is believe
 
 
 class _Segment(NamedTuple):
-    keys: Path
-    features: Path
-    states: Path
+    """Tokens from `start` to `end`. chain: digest of all that its bytes depend on. stem: path of its files, without a kind."""
+
+    start: int
+    end: int
+    chain: bytes
+    stem: str
+
+    def file(self, kind: str) -> Path:
+        return Path(f"{self.stem}.{kind}")
 
 
 class PrefixFiles:
@@ -62,6 +73,9 @@ class PrefixFiles:
         )
         self._root = b""  # digest of `_about` and of what the cache keeps
         self._wide, self._has_keys = 0, False  # numbers in the features of a token; whether a layer has keys
+        self._kinds = ("keys", f"f{hashlib.sha256(repr(taps).encode()).hexdigest()[:8]}", "states")
+        self._newest = array("q"), list[_Segment]()  # the tokens of the last call, and their segments
+        self._readers = ThreadPoolExecutor(READERS, "outrider-prefix-reader")
         self._second_of_token = self._second_of_byte = 0.0  # 0: not measured yet
 
     def computed(self, tokens: int, seconds: float) -> None:
@@ -76,68 +90,74 @@ class PrefixFiles:
         if len(tokens) < self.segment:
             return None
         self._prepare(cache, slot)
-        held = cache.length[slot]
-        first = held // self.segment
-        segments = self._segments(tokens)[first:]
-        known = [*takewhile(self._is_there, segments)]
-        self.folder.forget(file for segment in segments[len(known) :] for file in segment)
-        while cache.states and known and not known[-1].states.exists():
+        held, segments = cache.length[slot], self._segments(tokens)
+        known = [*takewhile(self._is_there, segments[held // self.segment :])]
+        whole = held // self.segment + len(known)
+        self.folder.forget(one.file(kind) for one in segments[whole:] for kind in self._kinds)
+        known += self._ends(segments[:whole], tokens, held)
+        while cache.states and known and not known[-1].file("states").exists():
             known.pop()
         if not known or not self._is_faster(cache):
             return None
-        cache.reserve([slot], len(tokens) + 1 - held)  # once in a text's life; the disk is not slow for it
-        began, fastest, done, states, features = perf_counter(), float("inf"), held, (), list[Tensor]()
-        for start, segment in zip(range(first * self.segment, len(tokens), self.segment), known, strict=False):
-            cells, own = [*_cells(cache, slot, start, start + self.segment)], torch.empty(self.segment, self._wide)
-            last, whole = perf_counter(), self.folder.read(segment.keys, cells)
-            fastest = min(fastest, (perf_counter() - last) / max(sum(map(len, cells)), 1))
-            if not whole or (self._taps and not self.folder.read(segment.features, [_bytes(own)])):
-                for part in cells:
-                    part[:] = bytes(len(part))  # bits that are no numbers would spoil sums
+        cache.reserve([slot], len(tokens) + 1 - held)
+        cells, began, fastest, found = _cells(cache, slot), perf_counter(), float("inf"), list[Tensor]()
+        for at in range(0, len(known), READERS):
+            some, last = known[at : at + READERS], perf_counter()
+            read = [*takewhile(_is_read, self._readers.map(partial(self._fill, cells), some))]
+            now, size = perf_counter(), cache.bytes_per_token * sum(one.end - one.start for one in some)
+            found += [t for t in read if t is not None]
+            fastest = min(fastest, (now - last) / max(size, 1))
+            if len(read) < len(some) or now - began > SECONDS:
                 break
-            features.append(own[max(held - start, 0) :])
-            late = len(features) > 1 and perf_counter() - began > SECONDS
-            if cache.states:
-                if not (late or segment is known[-1]):
-                    continue
-                states = cache.snapshot(slot)
-                if not self.folder.read(segment.states, [_bytes(t) for part in states for t in part]):
-                    continue
-            done = start + self.segment
-            if late:
-                break
-        # the first file also waits until the system has found memory for a new slot: that is not the disk
+        # the first files also wait until the system has found memory for a new slot: that is not the disk
         self._second_of_byte = _moved(self._second_of_byte, fastest)
-        if done == held:
+        states = cache.snapshot(slot)
+        while cache.states and found and not self._fill_states(known[len(found) - 1], states):
+            found.pop()
+        if not found:
             return None
-        cache.restore(slot, done, states)
-        self.read += done - held
-        return torch.cat(features)[: done - held] if self._taps else None
+        cache.restore(slot, known[len(found) - 1].end, states)
+        self.read += cache.length[slot] - held
+        return torch.cat(found)[held - known[0].start :] if self._taps else None
 
-    def keep(self, cache: SlotCache, slot: int, tokens: Sequence[int], features: Tensor | None, first: int) -> None:
-        """Write the whole segments of a slot, which holds `tokens`, in the background. features: of the tokens from `first` on.
+    def keep(
+        self, cache: SlotCache, slot: int, tokens: Sequence[int], features: Tensor | None, first: int, ended: bool
+    ) -> None:
+        """Write the segments of a slot, which holds `tokens`, in the background. features: of the tokens from `first` on.
+        ended: a prompt or a text ends here, and not a chunk of it.
 
         With states only a segment that ends where the slot does is written: the states of the others are gone.
         """
         if len(tokens) < self.segment:
             return
         self._prepare(cache, slot)
-        segments = self._segments(tokens)
-        for start, segment in zip(range(0, len(tokens), self.segment), segments, strict=False):
-            end = start + self.segment
-            if cache.states and end != len(tokens):
+        segments, cells = self._segments(tokens), _cells(cache, slot)
+        rest = len(tokens) % self.segment
+        if ended and 0 < rest * END_OF <= len(tokens):
+            ids, start = array("q", tokens), segments[-1].end
+            segments.append(self._segment(segments[-1].chain, ids, start, len(ids)))
+        keys, taps, states = self._kinds
+        for one in segments:
+            count = one.end - one.start
+            if cache.states and one.end != len(tokens):
                 continue
-            if self.folder.wants(segment.keys, self.segment * cache.bytes_per_token):
-                self.folder.write(segment.keys, [bytes(part) for part in _cells(cache, slot, start, end)])
+            if self.folder.wants(one.file(keys), size := count * cache.bytes_per_token):
+                content = np.empty(size, np.uint8)
+                for part, kept in _parts(cells, content, one):
+                    kept[:] = part
+                self.folder.write(one.file(keys), [content.data])
             if (
                 features is not None
-                and start >= first
-                and self.folder.wants(segment.features, 4 * self.segment * self._wide)
+                and one.start >= first
+                and self.folder.wants(one.file(taps), 4 * count * self._wide)
             ):
-                self.folder.write(segment.features, [_bytes(features[start - first : end - first].float().clone())])
-            if cache.states and self.folder.wants(segment.states, cache.bytes_per_slot):
-                self.folder.write(segment.states, [_bytes(t) for part in cache.snapshot(slot) for t in part])
-        self.folder.used(file for segment in segments for file in segment)
+                self.folder.write(
+                    one.file(taps), [_bytes(features[one.start - first : one.end - first].float().clone())]
+                )
+            if cache.states and self.folder.wants(one.file(states), cache.bytes_per_slot):
+                self.folder.write(one.file(states), [_bytes(t) for part in cache.snapshot(slot) for t in part])
+        if ended:
+            self.folder.used(one.file(kind) for one in segments for kind in self._kinds)
 
     def _prepare(self, cache: SlotCache, slot: int) -> None:
         """Learn what the cache keeps, by one token in its scratch."""
@@ -151,20 +171,62 @@ class PrefixFiles:
         kept = [(t.shape[1], t.shape[3], str(t.dtype)) for pair in cache.layers for t in pair]
         states = [(t.shape, str(t.dtype)) for part in cache.snapshot(slot) for t in part]
         self._root = hashlib.sha256(repr((self._about, kept, states)).encode()).digest()
+        self._newest = array("q"), []
 
     def _segments(self, tokens: Sequence[int]) -> list[_Segment]:
-        """The names of whole segments."""
-        ids, chain, found = array("q", tokens), self._root, list[_Segment]()
-        folder = self.folder.path / self._root.hex()[:16]
-        taps = "f" + hashlib.sha256(repr(self._taps).encode()).hexdigest()[:8]
-        for start in range(0, len(ids) - self.segment + 1, self.segment):
-            before, chain = chain, hashlib.sha256(chain + ids[start : start + self.segment].tobytes()).digest()
-            stem = f"{before.hex()[:16]}-{chain.hex()[:40]}"
-            found.append(_Segment(*(folder / f"{stem}.{kind}" for kind in ("keys", taps, "states"))))
-        return found
+        """The names of whole segments. Those of the last call are not computed again."""
+        ids, (old, known) = array("q", tokens), self._newest
+        found = [*takewhile(lambda one: old[one.start : one.end] == ids[one.start : one.end], known)]
+        for start in range(len(found) * self.segment, len(ids) - self.segment + 1, self.segment):
+            before = found[-1].chain if found else self._root
+            found.append(self._segment(before, ids, start, start + self.segment))
+        self._newest = ids, found
+        return [*found]
+
+    def _segment(self, before: bytes, ids: array[int], start: int, end: int) -> _Segment:
+        """before: the chain up to its first token."""
+        chain = hashlib.sha256(before + ids[start:end].tobytes()).digest()
+        stem = self.folder.path / self._root.hex()[:16] / f"{before.hex()[:16]}-{chain.hex()[:40]}"
+        return _Segment(start, end, chain, str(stem))
+
+    def _ends(self, before: Sequence[_Segment], tokens: Sequence[int], held: int) -> list[_Segment]:
+        """The longest end of an earlier text that follows these segments and has more than the slot, if there is one."""
+        if not before:
+            return []
+        ids, start = array("q", tokens), before[-1].end
+        for end in range(min(start + self.segment - 1, len(ids)), max(held, start), -1):
+            one = self._segment(before[-1].chain, ids, start, end)
+            if self._is_there(one):
+                return [one]
+        return []
 
     def _is_there(self, segment: _Segment) -> bool:
-        return segment.keys.exists() and (not self._taps or segment.features.exists())
+        keys, taps, _ = self._kinds
+        return segment.file(keys).exists() and (not self._taps or segment.file(taps).exists())
+
+    def _fill(self, cells: Sequence[np.ndarray], segment: _Segment) -> Tensor | None:
+        """Put a segment into the cells of its tokens. Returns its features [token, feature], None if a file is not whole."""
+        count = segment.end - segment.start
+        keys, taps, _ = self._kinds
+        content = self.folder.read(segment.file(keys), count * sum(part.shape[0] * part.shape[2] for part in cells))
+        features = torch.empty(count, self._wide)
+        if content is None or (self._taps and not self._fill_tensors(segment.file(taps), [features])):
+            return None
+        for part, kept in _parts(cells, np.frombuffer(content, np.uint8), segment):
+            part[:] = kept
+        return features
+
+    def _fill_states(self, segment: _Segment, states: Sequence[Sequence[Tensor]]) -> bool:
+        return self._fill_tensors(segment.file("states"), [t for part in states for t in part])
+
+    def _fill_tensors(self, file: Path, tensors: Sequence[Tensor]) -> bool:
+        into = [_bytes(t) for t in tensors]
+        content = self.folder.read(file, sum(map(len, into)))
+        if content is None:
+            return False
+        for part in into:
+            part[:], content = content[: len(part)], content[len(part) :]
+        return True
 
     def _is_faster(self, cache: SlotCache) -> bool:
         """Whether the disk is, or one of the two is not measured yet."""
@@ -174,11 +236,24 @@ class PrefixFiles:
         return faster
 
 
-def _cells(cache: SlotCache, slot: int, start: int, end: int) -> Iterator[memoryview]:
-    """The bytes of a segment in the cache: of each layer the keys, then the values, [kv_head, cell, head_dim] each."""
-    for pair in cache.layers:
-        for t in pair:
-            yield from map(_bytes, t[slot, :, start:end])
+def _cells(cache: SlotCache, slot: int) -> list[np.ndarray]:
+    """The bytes of a slot: of each layer the keys, then the values, uint8 [kv_head, cell, byte] each."""
+    return [t[slot].view(torch.uint8).numpy() for pair in cache.layers for t in pair if t.shape[1]]
+
+
+def _parts(
+    cells: Sequence[np.ndarray], content: np.ndarray, segment: _Segment
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Of each tensor what a segment has in the cache, and in the content of its file."""
+    at = 0
+    for whole in cells:
+        part = whole[:, segment.start : segment.end]
+        yield part, content[at : at + part.size].reshape(part.shape)
+        at += part.size
+
+
+def _is_read(features: Tensor | None) -> bool:
+    return features is not None
 
 
 def _bytes(t: Tensor) -> memoryview:

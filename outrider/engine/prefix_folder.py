@@ -61,24 +61,24 @@ class PrefixFolder:
         """These may have been removed by others: let `wants` look again."""
         self._known.difference_update(files)
 
-    def read(self, file: Path, into: Sequence[memoryview]) -> bool:
-        """Fill these bytes from a file. False if it is not whole or not of this name; they hold anything then."""
+    def read(self, file: Path, size: int) -> memoryview | None:
+        """What a file of so many bytes keeps; None if it is not whole or not of this name. Several threads may call it."""
         try:
             with file.open("rb") as opened:
-                head = opened.read(HEAD)
-                full = all(opened.readinto(part) == len(part) for part in into) and not opened.read(1)
+                found = memoryview(opened.read(HEAD + size + 1))
         except OSError as error:
             self._known.discard(file)
             if not isinstance(error, FileNotFoundError):
                 self._tell(f"{file} cannot be read ({error.strerror}); its tokens are computed")
-            return False
-        if full and head == MAGIC + _sum(file, into):
-            return True
+            return None
+        if len(found) == HEAD + size and found[:HEAD] == MAGIC + _sum(file, [found[HEAD:]]):
+            self._known.add(file)
+            return found[HEAD:]
         self._known.discard(file)
         with suppress(OSError):
             file.unlink()  # no other bytes can be right under this name
         self._tell(f"{file} is damaged or was not written by outrider; its tokens are computed")
-        return False
+        return None
 
     def wants(self, file: Path, size: int) -> bool:
         """Whether `write` would take a file of so many bytes now."""

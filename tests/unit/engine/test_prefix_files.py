@@ -128,6 +128,12 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_model, "_CHUNK", SEGMENT)
 
 
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of each text has a file."""
+    monkeypatch.setattr(prefix_files, "END_OF", 1)
+
+
 def check(name: str, folder: Path, tokens: int, seed: int = 0) -> None:
     """Random texts that begin alike, in processes that end after some of them: all are those without a cache.
 
@@ -155,12 +161,14 @@ def check(name: str, folder: Path, tokens: int, seed: int = 0) -> None:
         found += process.files.read
 
 
+@pytest.mark.usefixtures("ends")
 @pytest.mark.parametrize("name", KINDS)
 def test_no_token_differs(name: str, tmp_path: Path) -> None:
     check(name, tmp_path, 250)
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("ends")
 @pytest.mark.parametrize("name", KINDS)
 def test_no_token_of_a_hundred_thousand_differs(name: str, tmp_path: Path) -> None:
     for seed in range(5):
@@ -182,6 +190,38 @@ def test_the_next_process_reads_what_the_first_one_wrote(name: str, tmp_path: Pa
         assert a.counts.accepted == b.counts.accepted
     sizes = sum(f.stat().st_size for f in tmp_path.glob("*/*"))
     assert second.folder.bytes <= sizes
+
+
+@pytest.mark.usefixtures("ends")
+@pytest.mark.parametrize("name", KINDS)
+def test_no_token_of_a_known_prompt_is_read_again(name: str, tmp_path: Path) -> None:
+    """Also those behind the last whole segment, and those of the answer. Nothing of it is copied into memory."""
+    [first] = Process(name, tmp_path).write([asked(prompt(100))])
+    for known in (prompt(100), [*first.tokens[:-1], 7]):
+        process = Process(name, tmp_path, memory=1 << 24)
+        requests = [asked(known)]
+        run = process.write(requests)
+        assert outputs(run) == outputs(plain(name, requests))
+        assert run[0].counts.cached == len(known) - 1
+        assert process.prefixes.bytes == 0
+
+
+@pytest.mark.usefixtures("ends")
+def test_a_text_goes_on_after_the_end_of_another(tmp_path: Path) -> None:
+    """That end is not read again at each small chunk. A later text in its slot is kept in memory."""
+    Process("auto", tmp_path).write([asked(prompt(100), 1)])
+    process, requests = Process("auto", tmp_path, memory=1 << 24), [asked([*prompt(99), *prompt(12, 5)])]
+    process.loop.chunk = 3
+    assert outputs(process.write(requests)) == outputs(plain("auto", requests))
+    assert process.files.read == 99
+    process.write([asked(prompt(20, 6))])
+    assert process.prefixes.bytes > 0
+
+
+def test_the_end_of_a_short_text_has_no_file(tmp_path: Path) -> None:
+    """It would be a larger part of the bytes than the fiftieth that is allowed."""
+    Process("auto", tmp_path).write([asked(prompt(100))])
+    assert len([*tmp_path.glob("*/*")]) == 100 // SEGMENT
 
 
 def test_a_segment_belongs_to_all_tokens_before_it(tmp_path: Path) -> None:
@@ -285,14 +325,15 @@ def damage(name: str, folder: Path, count: int, caplog: pytest.LogCaptureFixture
         file = draw.choice(sorted(folder.glob("*/*")))
         whole = file.read_bytes()
         DAMAGES[n % len(DAMAGES)](file, draw)
-        if file.read_bytes() == whole:
+        if (damaged := file.read_bytes()) == whole:
             continue
         caplog.clear()
         process = Process(name, folder)
         for _ in range(2):
             assert outputs(process.write(requests)) == expected
         assert len(caplog.records) <= 1
-        assert caplog.records or ".states" in file.name  # only the last one is needed
+        # of states only the last ones are needed, and nothing of the answer's end
+        assert caplog.records or ".states" in file.name or file.read_bytes() == damaged
         # states that are passed over on the way to later ones need not come again
         assert not caplog.records or (".states" in file.name and not file.exists()) or file.read_bytes() == whole
         seen += len(caplog.records)
@@ -300,6 +341,7 @@ def damage(name: str, folder: Path, count: int, caplog: pytest.LogCaptureFixture
     assert seen >= count // 3
 
 
+@pytest.mark.usefixtures("ends")
 @pytest.mark.parametrize("name", ["auto", "native hybrid", "head"])
 def test_a_damaged_file_is_left_out_with_one_line_and_written_again(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -308,6 +350,7 @@ def test_a_damaged_file_is_left_out_with_one_line_and_written_again(
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("ends")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_hundred_damaged_files(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     damage(name, tmp_path, 100, caplog)
