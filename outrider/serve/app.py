@@ -22,7 +22,7 @@ from outrider.serve.guard import guards
 from outrider.serve.metrics import CONTENT_TYPE, Metrics
 from outrider.serve.ollama import ollama_route
 from outrider.serve.openai import responses_route
-from outrider.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, plain
+from outrider.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.serve.openai.translated import Answering
 from outrider.serve.options import public_name
 from outrider.serve.service import Service
@@ -156,7 +156,7 @@ def _model(app: FastAPI, service: Service) -> None:
         if body.prompt is not None:
             tokens = await encoder.prompt(body.prompt, encoder.most_tokenized)
         else:
-            tokens = await encoder.chat(lambda: plain(messages or []), most=encoder.most_tokenized)
+            tokens = await encoder.chat(messages or [], most=encoder.most_tokenized)
 
         def answer() -> Response:
             texts = {t: service.decode([t]) for t in set(tokens)} if body.return_token_strs else {}

@@ -23,7 +23,7 @@ from outrider.engine.llm import LLM
 from outrider.serve.bodies import check_size
 from outrider.serve.errors import Refused
 from outrider.serve.lanes import Lanes
-from outrider.serve.openai.tools import spelled_out
+from outrider.serve.openai.tools import for_template
 
 T = TypeVar("T")
 LONG = 16 << 10  # characters; what has more is long work
@@ -74,24 +74,24 @@ class Encoder:
 
     async def chat(
         self,
-        messages: Callable[[], list[dict[str, Any]]],
+        messages: list[dict[str, Any]],
         tools: Any = None,
         variables: dict[str, Any] | None = None,
         most: int | None = None,
         goes_on: bool = False,
     ) -> list[int]:
-        """The ids of chat messages. messages: makes them. variables: of the template. goes_on: the answer continues the text
+        """The ids of chat messages. variables: of the template. goes_on: the answer continues the text
         of the last message. Raises Refused."""
         tokenizer = self.llm.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
-            return await self.run(lambda: self.llm.encode(messages()), LONG + 1, "messages")
+            return await self.run(lambda: self.llm.encode(for_template(messages)), LONG + 1, "messages")
         template = tokenizer.apply_chat_template
         for name in variables or ():  # they are variables of the template, never arguments of the function
             if name == "messages" or name in inspect.signature(template).parameters:
                 message = f"chat_template_kwargs cannot set {name!r}, which the server sets; leave it out"
                 raise Refused(message, param="chat_template_kwargs")
         given = {"tools": tools, "add_generation_prompt": not goes_on, **(variables or {})}
-        made = await self.run(lambda: spelled_out(messages(), check_size), param="messages")
+        made = await self.run(lambda: for_template(messages, check_size), param="messages")
         if self._renderers is None:  # the tokenizer has code of its own in place of a template
 
             def apply() -> list[int]:

@@ -74,12 +74,12 @@ class Guard:
         try:
             try:
                 state["owner"] = self._check(scope, headers)
-                body = await self._body(headers, receive)
+                received = await self._received(headers, receive)
                 if scope["path"] not in MONITOR:
                     self.active, counted = self.active + 1, True
                     if self.active > self.settings.max_connections:
                         raise Refused("the server has too many requests", 503, code="overloaded", retry=1)
-                await self.app(scope, _replayed(body, receive), answer)
+                await self.app(scope, received, answer)
             except Refused as refused:
                 await refused.response(scope["path"])(scope, receive, answer)
         except _Gone:
@@ -120,8 +120,9 @@ class Guard:
                 403,
                 code="cross_origin",
             )
-        key = None if path in OPEN else self._check_key(headers, page=path in PAGES)
-        return network((scope.get("client") or ("",))[0]) if key is None else f"key {key}"
+        if path not in OPEN and settings.api_key:
+            return f"key {self._check_key(headers, page=path in PAGES)}"
+        return network((scope.get("client") or ("",))[0])
 
     def _foreign(self, headers: Headers) -> bool:
         """Whether a page of another site asks. A link to a page is followed; what a page loads by itself is not."""
@@ -133,14 +134,12 @@ class Guard:
         apart = headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
         return apart and headers.get("sec-fetch-mode") != "navigate"
 
-    def _check_key(self, headers: Headers, page: bool) -> int | None:
-        """The number of the key, None if none is needed. Raises Refused for a wrong one.
+    def _check_key(self, headers: Headers, page: bool) -> int:
+        """The number of the key. Raises Refused for a wrong one.
 
         Compares digests with every key, so the time shows neither length nor content of a key.
         page: the key may also come as the password of any user, which is what a browser's own dialog sends.
         """
-        if not self.settings.api_key:
-            return None
         sent = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"  # the second is Anthropic's way
         scheme, _, given = sent.partition(" ")
         if page and scheme.lower() == "basic":
@@ -159,7 +158,8 @@ class Guard:
             )
         return same.index(True)
 
-    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+    async def _received(self, headers: Headers, receive: Receive) -> Receive:
+        """Receives the whole body once, then the real messages, such as the disconnect."""
         limit = self.settings.body_bytes
         too_large = Refused(f"the request is larger than {limit} bytes", 413, code="request_too_large")
         length = headers.get("content-length", "")
@@ -176,9 +176,15 @@ class Guard:
                     if len(body) > limit:
                         raise too_large
                     if not message.get("more_body"):
-                        return bytes(body)
+                        break
         except TimeoutError:
             raise Refused(f"the request did not arrive within {self.settings.body_timeout:g} s", 408) from None
+        messages: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def replay() -> Message:
+            return messages.pop() if messages else await receive()
+
+        return replay
 
 
 def guards(settings: ServeOptions, metrics: Metrics) -> list[Middleware]:
@@ -205,17 +211,3 @@ def _password(given: str) -> str:
 
 class _Gone(Exception):
     """The client left before its request was complete, or it does not read the response."""
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Receives the body once, then the real messages, such as the disconnect."""
-    sent = False
-
-    async def replay() -> Message:
-        nonlocal sent
-        if sent:
-            return await receive()
-        sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay

@@ -34,7 +34,6 @@ from outrider.serve.openai.protocol import (
     CompletionRequest,
     ResponseFormat,
     StructuredOutputs,
-    plain,
 )
 from outrider.serve.openai.responses import ResponseWriter
 from outrider.serve.openai.tools import PLAIN, ToolCallReader, ToolFormat, ToolOffer, chosen, offered
@@ -132,7 +131,7 @@ class Service:
         """The prompt that the template makes of a chat. Raises Refused."""
         tools = None if body.tool_choice == "none" else body.tools
         goes_on = bool(body.continue_final_message)
-        return await self.encoder.chat(lambda: plain(body.messages), tools, body.chat_template_kwargs, goes_on=goes_on)
+        return await self.encoder.chat(body.messages, tools, body.chat_template_kwargs, goes_on=goes_on)
 
     @property
     def template(self) -> Any:

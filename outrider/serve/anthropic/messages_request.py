@@ -13,7 +13,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from outrider.serve.errors import Refused, refusing
-from outrider.serve.openai.protocol import ChatRequest, CommonRequest, JsonObject, Objects, Texts, text_of
+from outrider.serve.openai.protocol import ChatRequest, CommonRequest, JsonObject, Objects, Texts
+from outrider.serve.openai.tools import text_of
 
 # Lines before a system text that tell the bill, not the model; clients change them in each request
 _HEADER = re.compile(r"(?:x-[a-z0-9-]+:[^\n]*(?:\n+|$))+", re.IGNORECASE)

@@ -6,6 +6,7 @@ import asyncio
 from collections import abc
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -41,7 +42,7 @@ class PendingAnswer:
         """Queue the texts, all or none. Raises ValueError for what the engine cannot run, and Refused if it takes nothing now."""
         try:
             self.sequences = self.engine.submit(
-                [replace(request, sink=self._sink(index)) for index, request in enumerate(requests)]
+                [replace(request, sink=partial(self._hand_over, index)) for index, request in enumerate(requests)]
             )
         except QueueFull as full:
             raise Refused(str(full), 429, code="queue_full", retry=full.retry_after) from full
@@ -93,14 +94,15 @@ class PendingAnswer:
                 chunk := await asyncio.to_thread(choice.open, self.sequences[index].prompt_logprobs)
             ):
                 yield chunk
-            choice.count(delta)
+            if counts:
+                choice.count(delta)
             for part in pace.cut(delta, self.writer.shows_tokens):
-                for chunk in choice.add(part):
+                for chunk in choice.read(part.text, part):
                     await pace.tick()
                     yield {**chunk, "so_far": choice.so_far} if counts else chunk
             if delta.ended:
                 _check(self.sequences[index])
-                *rest, end = choice.close(self.sequences[index])
+                *rest, end = choice.close()
                 for chunk in rest:
                     await pace.tick()
                     yield chunk
@@ -129,13 +131,9 @@ class PendingAnswer:
     def _ordered(self) -> list[Sequence]:
         return [self.results[i] for i in range(len(self.sequences))]
 
-    def _sink(self, index: int) -> Callable[[Delta], None]:
+    def _hand_over(self, index: int, delta: Delta) -> None:
         """For the engine's thread: hands a delta to the event loop."""
-
-        def hand_over(delta: Delta) -> None:
-            self._loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))
-
-        return hand_over
+        self._loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))
 
 
 class EventResponse(StreamingResponse):
@@ -177,36 +175,30 @@ class StreamedChoice:
         self.so_far["drafted"] += delta.drafted
         self.so_far["accepted"] += delta.accepted
 
-    def add(self, delta: Delta) -> list[dict[str, Any]]:
-        """The chunks for more text: its content, then the tool calls that it completes."""
-        chunks = self._read(delta.text, delta)
-        self._offset += len(delta.text)
-        return chunks
-
-    def close(self, result: Sequence) -> list[dict[str, Any]]:
+    def close(self) -> list[dict[str, Any]]:
         """The chunks for what is still held back, then the last chunk."""
-        called = self._read("", None, last=True)
-        return [
-            *called,
-            self._writer.closing(self._index, result, self._reader is not None and self._reader.called > 0),
-        ]
+        held, called = self.read("", None, last=True), self._reader is not None and self._reader.called > 0
+        return [*held, self._writer.closing(self._index, self._sequence, called)]
 
-    def _read(self, text: str, delta: Delta | None, last: bool = False) -> list[dict[str, Any]]:
+    def read(self, text: str, delta: Delta | None, last: bool = False) -> list[dict[str, Any]]:
+        """The chunks for more text: its content, then the tool calls that it completes."""
         reader, writer, index = self._reader, self._writer, self._index
         if self._behind:  # the text before is known since the sequence had its slot
             before, self._behind = self._sequence.cursor.continued_text, False
             self._offset += len(before)
             if reader is not None:
                 reader.feed(before)
+        at = self._offset
+        self._offset += len(text)
         content, calls = reader.feed(text, last) if reader else (text, [])
         tokens = delta is not None and delta.token_ids and writer.shows_tokens
         if not calls:
-            return [writer.piece(index, content, delta, self._offset)] if content or tokens else []
+            return [writer.piece(index, content, delta, at)] if content or tokens else []
         assert reader is not None
-        chunks = [writer.piece(index, content, None, self._offset)] if content else []
+        chunks = [writer.piece(index, content, None, at)] if content else []
         chunks += [writer.call(index, n, call) for n, call in enumerate(calls, reader.called - len(calls))]
         # The tokens come last: a client that has read them has the call, so the answer can go on from there.
-        return [*chunks, writer.piece(index, "", delta, self._offset)] if tokens else chunks
+        return [*chunks, writer.piece(index, "", delta, at)] if tokens else chunks
 
 
 class Pace:

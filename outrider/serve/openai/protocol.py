@@ -23,8 +23,8 @@ from pydantic import (
 )
 
 from outrider.core.params import BadParameter, SamplingParams
-from outrider.core.stopping import content_text
 from outrider.serve.openai.responses import Shown
+from outrider.serve.openai.tools import text_of
 from outrider.serve.options import ServeOptions
 
 # Validation stops at the first wrong item. An error for each of a million items would take minutes.
@@ -354,29 +354,6 @@ class DetokenizeRequest(JsonObject):
 
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
-
-
-def plain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, each content as one string: chat templates need that. Raises ValueError for other content."""
-    out = []
-    for number, message in enumerate(messages):
-        if not isinstance(message.get("role"), str):
-            raise ValueError(f"messages.{number} has no role")
-        content = message.get("content")
-        out.append(
-            {**message, "content": text_of(content, f"messages.{number}.content") if content is not None else ""}
-        )
-    return out
-
-
-def text_of(content: Any, where: str, kind: str = "text") -> str:
-    """A string, or the joined texts of a list of text parts. kind: how errors call a part. Raises ValueError."""
-    text = content_text(content)
-    if text is None:
-        raise ValueError(
-            f'{where} is a string or a list of {{"type": "{kind}", "text": ...}}; this model reads text only'
-        )
-    return text
 
 
 def _is_number(model: type[BaseModel], name: str) -> bool:

@@ -19,8 +19,8 @@ from outrider.serve.openai.protocol import (
     Objects,
     Texts,
     few,
-    text_of,
 )
+from outrider.serve.openai.tools import text_of
 
 _LOGPROBS = "message.output_text.logprobs"
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.core.params import BadParameter
+from outrider.core.stopping import content_text
 
 
 @dataclass(frozen=True)
@@ -276,12 +277,12 @@ class ToolCallReader:
         return text
 
 
-def spelled_out(
+def for_template(
     messages: Sequence[dict[str, Any]], check: Callable[[bytes], None] = lambda _: None
 ) -> list[dict[str, Any]]:
-    """The messages, with the arguments of earlier calls as objects: chat templates need objects.
+    """The messages as chat templates need them: each content as one string, the arguments of earlier calls as objects.
 
-    check: raises ValueError for arguments that are too large to be read.
+    check: raises ValueError for arguments that are too large to be read. Raises ValueError for other content than text.
     """
 
     def loaded(call: Any) -> Any:
@@ -295,10 +296,26 @@ def spelled_out(
             return call
         return {**call, "function": {**function, "arguments": arguments}}
 
-    return [
-        {**m, "tool_calls": [loaded(c) for c in m["tool_calls"]]} if isinstance(m.get("tool_calls"), list) else m
-        for m in messages
-    ]
+    out = list[dict[str, Any]]()
+    for number, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"messages.{number} has no role")
+        content, calls = message.get("content"), message.get("tool_calls")
+        text = "" if content is None else text_of(content, f"messages.{number}.content")
+        out.append({**message, "content": text})
+        if isinstance(calls, list):
+            out[-1]["tool_calls"] = [loaded(call) for call in calls]
+    return out
+
+
+def text_of(content: Any, where: str, kind: str = "text") -> str:
+    """A string, or the joined texts of a list of text parts. kind: how errors call a part. Raises ValueError."""
+    text = content_text(content)
+    if text is None:
+        raise ValueError(
+            f'{where} is a string or a list of {{"type": "{kind}", "text": ...}}; this model reads text only'
+        )
+    return text
 
 
 def begun(text: str, mark: str) -> int:

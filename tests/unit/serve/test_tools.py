@@ -13,7 +13,7 @@ from hypothesis import settings as quick
 from hypothesis import strategies as st
 from serving import TEMPLATE, Live, builtin, serving
 
-from outrider.serve.openai.tools import FORMATS, PLAIN, ToolCallReader, ToolOffer, chosen, offered, spelled_out
+from outrider.serve.openai.tools import FORMATS, PLAIN, ToolCallReader, ToolOffer, chosen, for_template, offered
 
 LOOK = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 TOOLS = [
@@ -137,7 +137,7 @@ ANY = {"type": "object", "properties": {}}
 
 def test_earlier_calls_reach_the_template_as_objects() -> None:
     call = {"id": "a", "function": {"name": "look", "arguments": '{"x": 1}'}}
-    [told, broken, user] = spelled_out(
+    [told, broken, user] = for_template(
         [
             {"role": "assistant", "tool_calls": [call]},
             {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}, 7]},
