@@ -1,10 +1,12 @@
-"""The first token of a long prompt after a server was killed and started again, with the prefix cache in files.
+"""The first token of a long prompt: after a server was killed and started again, and with speculation over without.
 
     python -m benchmarks.first_token MODEL --tokens 16000
+    python -m benchmarks.first_token MODEL --tokens 512 --beside 9 --config '{"method": "auto"}'
 
 One server reads a prompt of random tokens and is killed by SIGKILL. Another one with the same folder gets the same prompt, then
 the first half of it with another end. With `--compare` a server without a folder reads the prompt, too. The texts must be equal.
-With `--folder` the files stay, so that a second run measures the start alone.
+With `--folder` the files stay, so that a second run measures the start alone. With `--beside N` two servers, one of them without
+speculation, read N new prompts each, in turns.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import argparse
 import asyncio
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import sleep
@@ -65,21 +68,47 @@ def written(folder: Path) -> int:
     return now
 
 
+def beside(model: str, config: str, tokens: int, count: int, draw: Callable[[int], list[int]]) -> None:
+    """First tokens with speculation over those without."""
+    with served(model, "--speculative-config", config) as one, served(model) as other:
+        ratios, texts = list[float](), 0
+        for n in range(count + 1):
+            prompt = draw(tokens)
+            order = (one, other) if n % 2 else (other, one)
+            found = {port: asked(port, prompt) for port in order}
+            if n:  # the first one warms up
+                ratios.append(found[one].ttft / found[other].ttft)
+                texts += found[one].text == found[other].text
+                print(f"{1000 * found[one].ttft:.0f} and {1000 * found[other].ttft:.0f} ms", flush=True)
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    print(
+        f"{tokens} tokens, {config}: first token {middle:.3f} ({low:.3f}-{high:.3f}) of that without; {texts} texts equal"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=16000)
     parser.add_argument("--config", default='{"method": "none"}', help="the speculative_config")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--beside", type=int, help="prompts that servers with and without speculation read in turns")
     parser.add_argument("--folder", help="where the files stay; by default they are removed")
     parser.add_argument("--compare", action="store_true", help="also read the prompt without a folder")
     given = parser.parse_args()
-    loaded = load(given.model)
+    vocab = load(given.model).model.vocab_size // 2
     draw = random.Random(given.tokens)
-    prompt = [draw.randrange(loaded.model.vocab_size // 2) for _ in range(given.tokens)]
+
+    def drawn(count: int) -> list[int]:
+        return [draw.randrange(vocab) for _ in range(count)]
+
+    prompt = drawn(given.tokens)
     other = [*prompt[: given.tokens // 2], *reversed(prompt[-8:])]
     options = ["--speculative-config", given.config, "--kv-cache-dtype", given.kv_cache_dtype]
     print(facts())
+    if given.beside:
+        beside(given.model, given.config, given.tokens, given.beside, drawn)
+        return
     with nullcontext(given.folder) if given.folder else tempfile.TemporaryDirectory() as folder:
         disk = [*options, "--prefix-dir", folder]
         with served(given.model, *disk) as port:

@@ -30,6 +30,7 @@ _LATELY = 1 - 1 / 24  # weight of the past in a text's speed
 _SPEED_PRIOR = 24.0  # steps that the expected speed counts for
 _COVER = 2.0  # reading must promise so many times what it costs: gain and length are both estimates
 _WAIT, _WAITED = 0.25, 6.0  # tokens of the answer to wait for, for each that reading costs, and at most: it may copy
+_SOON = 64  # tokens that a drafter may read before the first token, where the size of drafts is fixed
 _CHEAP = 0.5  # tokens; reading that costs less is part of the step
 _LOOKUPS = 0.8  # tokens a step that lookups add, where the end of an answer is estimated in steps
 _HOPE, _LOOKED, _PAUSE = 0.5, 0.1, 3  # tokens that lookups are worth at first; rate of their mean; steps without them
@@ -401,10 +402,10 @@ class Planner:
 
     def _refused(self, name: str, view: View, price: float, missing: int, worth: float) -> str:
         """Why a drafter is not asked, whatever it is worth; "" if it may be."""
+        if not view.written and not (view.fixed and missing - 1 <= _SOON):
+            return "the first token comes first"
         if view.fixed:
             return ""
-        if not view.written:
-            return "the first token comes first"
         if worth <= 0:
             return "not worth it"
         reading = price * self.costs.reading(name, missing - 1)

@@ -26,9 +26,9 @@ from outrider.engine.trace import Detail, Recorder, describe, read, replay
 def test_every_job_is_written_down_and_can_be_computed_again(tmp_path: Path) -> None:
     """Jobs that join, leave, give way and come back: one text each, whole, and equal to what was answered."""
     trace = Recorder(tmp_path / "t")
-    eng = engine(kv_tokens=500, rows=4, trace=trace)
+    eng = engine(kv_tokens=420, rows=4, trace=trace)
     trace.begin(describe(LOADED, SpeculativeConfig(), eng.decoder))  # type: ignore[arg-type]
-    jobs = [reader(r) for r in mixed(14, 3)]
+    jobs = [reader(r) for r in mixed(14, 4)]
     results = run(eng, jobs)
     gone = reader(request([1, 2, 3], LONG))
     submit(eng, [gone])

@@ -123,6 +123,12 @@ def test_the_first_token_comes_first() -> None:
         assert plan.drafter is None
         assert plan.read is None
         assert plan.why[0].verdict == "the first token comes first"
+    plans = [
+        own.plan([view(0, written, 90, missing, fixed=True)])[0] for written, missing in ((0, 40), (0, 900), (1, 900))
+    ]
+    assert [plan.drafter for plan in plans[:2]] == ["model", None]
+    assert plans[1].read is None
+    assert plans[2].drafter or plans[2].read, "after one token it may read"
 
 
 @pytest.mark.parametrize(("left", "asked"), [(6, False), (400, True)])
