@@ -9,11 +9,12 @@ import typer
 
 from outrider.cli.options import Debug, LoadOptions, Model, option
 from outrider.cli.terminal import loading, readable
-from outrider.train.settings import METHODS, TrainingSettings
+from outrider.drafters.method import TRAINED
+from outrider.train.settings import TrainingSettings
 
 
 def train(
-    method: Annotated[str, typer.Argument(metavar="METHOD", help=f"The kind of head: {', '.join(METHODS)}.")],
+    method: Annotated[str, typer.Argument(metavar="METHOD", help=f"The kind of head: {', '.join(TRAINED)}.")],
     model: Model,
     out: Annotated[
         Path, option("Output", "The folder of the head. A run in it goes on.", "--out", "-o", metavar="FOLDER")
@@ -32,9 +33,9 @@ def train(
     The model writes answers, and the head learns to say them first. A run that was stopped goes on with the same command.
     """
     with readable(debug):
-        if method not in METHODS:
+        if method not in TRAINED:
             raise ValueError(
-                f"outrider trains heads of the kinds {', '.join(METHODS)}, not {method!r}; write: outrider train {METHODS[0]}"
+                f"outrider trains heads of the kinds {', '.join(TRAINED)}, not {method!r}; write: outrider train {TRAINED[0]}"
             )
         with loading(model):
             from outrider.engine.llm import LLM

@@ -207,7 +207,8 @@ class SpeculativeConfig(BaseModel):
 class DrafterSetup:
     """What a drafter is made for.
 
-    rows: sequences in a batch, at most. max_length: tokens of a sequence, at most. device: "cpu", "cuda" or "auto".
+    rows: sequences in a batch, at most. max_length: tokens of a sequence, at most. device: "cpu", "cuda" or "auto". tried: a
+    head drafts along a known text first, so that one that was misread is noticed.
     """
 
     config: SpeculativeConfig
@@ -215,6 +216,7 @@ class DrafterSetup:
     rows: int
     max_length: int
     device: str
+    tried: bool = True
 
 
 @dataclass(frozen=True)

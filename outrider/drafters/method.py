@@ -24,6 +24,9 @@ PLUGINS = "outrider.drafters"
 NONE, AUTO, PREDICTION = "none", "auto", "prediction"
 """The methods that stand for no drafter, for all that help, and for the text that a request expects."""
 
+TRAINED = ("eagle3", "medusa", "dflash", "dspark")
+"""The kinds of heads that `outrider train` makes."""
+
 LOWER_PRECISION = {
     "float32": ("int8", "int4"),
     "bfloat16": ("int8", "int4"),

@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
 
 def make_drafters(
-    config: SpeculativeConfig, target: Loaded, *, rows: int, max_length: int, device: str
+    config: SpeculativeConfig, target: Loaded, *, rows: int, max_length: int, device: str, tried: bool = True
 ) -> dict[str, Drafter]:
-    """Make the drafters that a configuration names, by name; none for plain decoding.
+    """Make the drafters that a configuration names, by name; none for plain decoding. tried: as of `DrafterSetup`.
 
     Raises ValueError if one cannot draft for this target.
     """
     from outrider.drafters.config import DrafterSetup
 
-    setup = DrafterSetup(config, target, rows, max_length, device)
+    setup = DrafterSetup(config, target, rows, max_length, device, tried)
     if not config.budget.max_nodes or config.method == NONE:
         return {}
     names = _fitting(setup) if config.method == AUTO else config.methods

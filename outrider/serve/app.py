@@ -195,6 +195,14 @@ def _state(app: FastAPI, service: Service, metrics: Metrics) -> None:
         """Counters, gauges and histograms for Prometheus."""
         return Response(metrics.page(), headers={"content-type": CONTENT_TYPE})
 
+    if (learner := service.learner) is not None:
+
+        @app.delete("/v1/learn", responses=_object("What was removed"))
+        async def forget(request: Request) -> Response:
+            """Remove your texts from those that train the head, and the heads that were trained on them."""
+            removed = await anyio.to_thread.run_sync(learner.forget, request.state.owner)
+            return json_response({"object": "learn.deleted", "removed": removed})
+
     @app.get("/version", responses=_object("The version"))
     async def version() -> Response:
         """The version of outrider."""

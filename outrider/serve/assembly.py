@@ -11,8 +11,9 @@ from outrider.engine import Engine
 from outrider.engine.llm import LLM
 from outrider.engine.memory import gib, spare
 from outrider.engine.trace import Recorder
+from outrider.serve.learn.learner import Learner
 from outrider.serve.metrics import Metrics
-from outrider.serve.options import ModelOptions, ServeOptions
+from outrider.serve.options import LoadOptions, ModelOptions, ServeOptions
 from outrider.serve.service import Service
 
 PLAIN = Path(__file__).with_name("assets") / "plain.jinja"
@@ -80,6 +81,11 @@ def assemble(options: ServeOptions, recorder: Recorder | None = None, fit: bool 
     chats = note is None and bool(getattr(llm.tokenizer, "chat_template", None))
     service = Service(llm, engine, options)
     service.encoder.start()
+    if options.learn is not None:
+        load = options.model_dump(include={"model", *LoadOptions.model_fields})
+        service.learner = Learner(options.learn, llm, engine, load, options.learn_share)
+        service.learner.start()
+        metrics.learner = service.learner
     gc.collect()
     gc.freeze()  # what was loaded stays: to look through it again would stop every thread for a fifth of a second
     sys.setswitchinterval(SWITCH)

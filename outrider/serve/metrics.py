@@ -15,6 +15,7 @@ from outrider.core.types import Step
 from outrider.engine import Engine
 from outrider.engine.prefix_cache import BLOCK
 from outrider.engine.request import Sequence
+from outrider.serve.learn.learner import Learner
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2, 4, 8, 15, 30, 60, 120)
@@ -32,6 +33,7 @@ class Metrics:
         """prefix: stands before every name, with a colon. model_name: the label of that name."""
         self.registry, self._prefix, self._model = CollectorRegistry(), prefix, model_name
         self._engine: Engine | None = None
+        self.learner: Learner | None = None
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"{prefix}:{name}", text, [*LABELS, *labels], registry=self.registry)
@@ -125,6 +127,12 @@ class Metrics:
             "num_preemptions": ("Texts that lost their cache slot and were computed again.", stats.preemptions),
             "drafter_failures": ("Times that a drafter raised or broke its contract.", stats.drafter_failures),
         }
+        if self.learner is not None:
+            learnt = self.learner.status()
+            gauges["learn_texts"] = ("Texts that are kept to learn from.", learnt["texts"])
+            gauges["learn_running"] = ("1 while the head is trained in this moment.", int(learnt["running"]))
+            counters["learn_rounds"] = ("Trainings on served texts that ended.", learnt["rounds"])
+            counters["learn_takeovers"] = ("Trainings whose head took over.", learnt["taken"])
         for kind, named in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (text, value) in named.items():
                 family = kind(f"{self._prefix}:{name}", text, labels=LABELS)

@@ -26,6 +26,7 @@ from outrider.serve.dashboard.trial import Trials
 from outrider.serve.encoding import LONG, WIDE, Encoder
 from outrider.serve.errors import Refused, refusing
 from outrider.serve.lanes import SECONDS, Lanes
+from outrider.serve.learn.learner import Learner
 from outrider.serve.logs import log
 from outrider.serve.openai.pending import PendingAnswer
 from outrider.serve.openai.protocol import (
@@ -50,6 +51,7 @@ class Service:
         self.llm, self.engine, self.settings = llm, engine, settings
         self.started = int(time())
         self.trials = Trials(engine)
+        self.learner: Learner | None = None
         self._grammars: tuple[Grammars, Lanes] | None = None
         self._compiling, self._first = 0, Lock()  # grammars that wait; for the first of them
         self.encoder = Encoder(llm, engine.decoder.max_length, settings.model_name)
@@ -101,7 +103,13 @@ class Service:
 
         def begin() -> ResponseWriter:
             """Beside the event loop, because all of it grows with the request."""
-            wishes = {"client": client, "owner": owner, "method": body.method, "num_speculative_tokens": body.depth}
+            wishes = {
+                "workload": body.workload,
+                "client": client,
+                "owner": owner,
+                "method": body.method,
+                "num_speculative_tokens": body.depth,
+            }
             wishes |= {"prefill_only": body.limit == 0, "deadline": perf_counter() + seconds}
             requests = self._requests(prompts, before, params, mask, wishes)
             prints = self._fingerprints(requests) if body.return_fingerprint else None
@@ -145,6 +153,8 @@ class Service:
 
     def close(self) -> None:
         """End the engine and the threads."""
+        if self.learner is not None:
+            self.learner.close()
         self.engine.close()
         self.encoder.close()
         if self._grammars is not None:

@@ -120,8 +120,13 @@ class RunFolder:
             f"A head of the kind {s.method} with {parameters:,} trained parameters, for speculative decoding. Made by "
             "`outrider train`.",
             "",
-            f"* Text: {self.answers.tokens:,} tokens in {len(self.answers.answers):,} answers that {model} wrote, at "
-            f"temperatures {', '.join(f'{t:g}' for t in s.temperatures)}. Prompts: {', '.join(Path(p).name for p in s.prompts)}.",
+            f"* Text: {self.answers.tokens:,} tokens in {len(self.answers.answers):,} answers that {model} wrote, "
+            + (
+                "as a server kept them."
+                if s.texts is not None
+                else f"at temperatures {', '.join(f'{t:g}' for t in s.temperatures)}. Prompts: "
+                f"{', '.join(Path(p).name for p in s.prompts)}."
+            ),
             f"* Training: {progress.tokens:,} tokens in {progress.step:,} steps, {progress.seconds / 60:.0f} minutes; writing "
             f"the answers took {self.writing_seconds / 60:.0f} minutes. Seed {s.seed}.",
             f"* Machine: {machine()['cpu']}, {machine()['cores']} cores.",
@@ -147,8 +152,10 @@ class RunFolder:
                 )
 
 
-def point(progress: Progress, loss: float, measured: list[Survival]) -> dict[str, Any]:
-    """An entry of the curve."""
+def point(
+    progress: Progress, loss: float, measured: list[Survival], lengths: list[tuple[str, int, int]]
+) -> dict[str, Any]:
+    """An entry of the curve. lengths: as of `HeldOut`."""
     groups = [
         {
             "group": s.group,
@@ -158,7 +165,8 @@ def point(progress: Progress, loss: float, measured: list[Survival]) -> dict[str
         }
         for s in measured
     ]
-    return {"tokens": progress.tokens, "seconds": round(progress.seconds), "loss": round(loss, 4), "held_out": groups}
+    done = {"tokens": progress.tokens, "seconds": round(progress.seconds), "loss": round(loss, 4)}
+    return {**done, "held_out": groups, "texts": lengths}
 
 
 def verdict(curve: list[dict[str, Any]], now: Survival) -> str:

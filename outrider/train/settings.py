@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from outrider.serve.options import Options, setting
 
-METHODS = ("eagle3", "medusa", "dflash", "dspark")
-
 
 class TrainingSettings(Options):
     """What a run was asked for. A run that goes on must be asked for the same.
 
-    method: one of `METHODS`. model: as `load` takes it. temperatures: of the answers.
+    method: one of `TRAINED`. model: as `load` takes it. temperatures: of the answers.
     """
 
     method: str
@@ -29,6 +27,12 @@ class TrainingSettings(Options):
         8192, "Training", "Tokens that the head can propose, the most frequent ones; 0 for all.", ge=0
     )
     batch_tokens: int = setting(2048, "Training", "Tokens of a training step.", ge=32)
+    texts: str | None = setting(
+        None,
+        "Training",
+        "Texts that a server kept with --learn. They are learnt as they are, in place of prompts.",
+        metavar="FILE",
+    )
     seed: int = setting(0, "Training", "Of the answers, and of the head's beginning.")
     start: str | None = setting(
         None, "Training", "A head to begin with, in place of a new one.", "--from", metavar="FOLDER"

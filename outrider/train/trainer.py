@@ -18,6 +18,7 @@ from outrider.train.method import Beginning, TrainedHead, loss_of
 from outrider.train.methods import head_to_begin_with, start_head
 from outrider.train.muon import Muon
 from outrider.train.prompts import sources
+from outrider.train.served import served_texts
 from outrider.train.settings import TrainingSettings
 from outrider.train.survival import HeldOut, Survival
 from outrider.train.teacher import multiplying_dtype
@@ -28,8 +29,8 @@ SLOTS = 40  # texts that the target writes side by side
 MUON_RATE, ADAM_RATE, FALL = 0.01, 1e-3, 0.85
 SAVE_SECONDS = 60.0
 NEWS_SECONDS = 20.0
-POINTS = 20  # measurements of a run
-MEASURED_TEXTS = 40
+POINTS, FEW_POINTS = 20, 2  # measurements of a run; of one on served texts, where the first and the last decide
+MEASURED_TEXTS, MANY_TEXTS = 40, 120  # and on how many texts
 WARM_UP = 0.02  # of the whole run
 
 
@@ -86,6 +87,11 @@ def train(settings: TrainingSettings, budget: TrainingBudget, out: Path, llm: LL
 def write(folder: RunFolder, budget: TrainingBudget, llm: LLM, say: Say) -> None:
     """Write the answers that are still missing."""
     settings, file, wanted = folder.settings, folder.answers, budget.answer_tokens
+    if settings.texts is not None:
+        if not file.answers:
+            for text in served_texts(Path(settings.texts), settings.length):
+                file.add(text)
+        return
     seconds = folder.writing_seconds
     if wanted is None and budget.written(file.tokens, seconds) >= 1:
         return
@@ -151,7 +157,9 @@ class Training:
             self._optimisers.append(torch.optim.AdamW(rest, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0))
         self._rates = [o.param_groups[0]["lr"] for o in self._optimisers]
         self._rows = self.head.teacher.output(self.head.token_ids)
-        self._held = HeldOut(held[:MEASURED_TEXTS], self.head, settings.seed, self._dtype)
+        self._held = HeldOut(
+            held[: MEASURED_TEXTS if settings.texts is None else MANY_TEXTS], self.head, settings.seed, self._dtype
+        )
         begun = state["progress"] if state else {}
         self.progress = Progress(**{**begun, "writing_seconds": folder.writing_seconds})
         if state:
@@ -163,6 +171,7 @@ class Training:
     def run(self) -> list[Survival]:
         """Train until the budget is used, with measurements on the way."""
         progress, settings = self.progress, self._folder.settings
+        points = POINTS if settings.texts is None else FEW_POINTS
         lengths = [len(a.tokens) for a in self._answers]
         clock = saved = told = time.monotonic()
         begun, done = clock, self._budget.done(progress)
@@ -186,7 +195,7 @@ class Training:
                 self._say(
                     f"{progress.tokens:,} tokens, loss {loss:.3f}, training acceptance {shares}, {_minutes(left)} left"
                 )
-            if int(done * POINTS) > int(before * POINTS) or done >= 1:
+            if int(done * points) > int(before * points) or done >= 1:
                 measured = self._measure(sum(recent) / len(recent))
                 recent.clear()
                 self._save()
@@ -231,7 +240,7 @@ class Training:
     def _measure(self, loss: float) -> list[Survival]:
         """Measure the held-out answers, and write head and card."""
         measured = self._held.measure()
-        self.progress.curve.append(point(self.progress, loss, measured))
+        self.progress.curve.append(point(self.progress, loss, measured, self._held.lengths))
         every = measured[0]
         shares = " ".join(f"{x:.3f}" for x in every.shares)
         self._say(

@@ -17,6 +17,7 @@ from outrider.drafters.heads.eagle.module import Eagle, KeysValues
 from outrider.models.load import Loaded
 from outrider.models.native.model import NativeModel
 
+VOCAB, WIDTH = 64, 64  # of `chain_model`
 GOLDEN = Path(__file__).parents[1] / "unit" / "drafters" / "heads" / "golden"
 EAGLE3 = ("eagle3", "eagle3_full_vocab", "eagle31", "eagle3_before_fc", "eagle3_before_residual")
 
@@ -142,3 +143,32 @@ def causal(
     seen = own if past is None else past.then(own)
     mask = torch.ones(count, held + count, dtype=torch.bool).tril(held)
     return head.attended(x, residual, positions, seen, mask), seen
+
+
+def chain_model(vocab: int = VOCAB, weights: tuple[float, ...] = (8.0, 7.0, 6.0)) -> LlamaForCausalLM:
+    """Each token has successors of different weight, and the layers add nothing: a Markov chain."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        table = torch.linalg.qr(torch.randn(WIDTH, WIDTH)).Q[:vocab]
+        model.model.embed_tokens.weight.copy_(table)
+        model.lm_head.weight.zero_()
+        for weight in weights:
+            following = torch.randperm(vocab - 1) + 1  # nothing leads to token 0, which ends a text
+            model.lm_head.weight[following[torch.arange(vocab) % (vocab - 1)]] += weight / WIDTH**0.5 * table
+    return model

@@ -7,6 +7,7 @@ A number may also come as a string that holds a JSON number, "0.7": clients in s
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import re
 from dataclasses import fields
@@ -203,6 +204,11 @@ class CommonRequest(JsonObject):
         return data
 
     @property
+    def workload(self) -> str:
+        """Names texts of one kind."""
+        return "completions"
+
+    @property
     def shared(self) -> dict[str, Any]:
         """The fields that all requests have, as they were given: another protocol's request becomes one of ours with them."""
         return self.model_dump(include=set(CommonRequest.model_fields), exclude_none=True, by_alias=True)
@@ -331,6 +337,13 @@ class ChatRequest(CommonRequest):
     @property
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def workload(self) -> str:
+        """Names texts of one kind: chats with the same system text and tools."""
+        system = [m.get("content") for m in self.messages if m.get("role") in ("system", "developer")]
+        told = json.dumps([system, self.tools], sort_keys=True).encode()
+        return f"chat {hashlib.sha256(told).hexdigest()[:8]}"
 
     @property
     def shown(self) -> Shown:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from heads import GOLDEN
-from transformers import LlamaConfig, LlamaForCausalLM
+from heads import GOLDEN, VOCAB, chain_model
+from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
-from outrider.cli.train import METHODS as METHOD_NAMES
 from outrider.core.params import SamplingParams
 from outrider.drafters.heads.eagle.files import read_eagle
+from outrider.drafters.method import TRAINED as METHOD_NAMES
 from outrider.engine.llm import LLM
 from outrider.train import trainer
 from outrider.train.answers import AnswerFile
@@ -26,41 +26,11 @@ from outrider.train.settings import TrainingSettings
 from outrider.train.survival import Survival
 from outrider.train.trainer import TrainingBudget, train
 
-VOCAB, WIDTH = 64, 64
 SETTINGS = TrainingSettings(method="eagle3", model="tiny", length=64, draft_vocab_size=0, batch_tokens=512)
 
 
 def vary(**changes: object) -> TrainingSettings:
     return SETTINGS.with_(**changes)
-
-
-def chain_model(vocab: int = VOCAB, weights: tuple[float, ...] = (8.0, 7.0, 6.0)) -> LlamaForCausalLM:
-    """Each token has successors of different weight, and the layers add nothing: a Markov chain."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=WIDTH,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        bos_token_id=0,
-        eos_token_id=0,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        table = torch.linalg.qr(torch.randn(WIDTH, WIDTH)).Q[:vocab]
-        model.model.embed_tokens.weight.copy_(table)
-        model.lm_head.weight.zero_()
-        for weight in weights:
-            following = torch.randperm(vocab - 1) + 1  # nothing leads to token 0, which ends a text
-            model.lm_head.weight[following[torch.arange(vocab) % (vocab - 1)]] += weight / WIDTH**0.5 * table
-    return model
 
 
 def ring_model() -> LlamaForCausalLM:
