@@ -200,7 +200,7 @@ class ServeOptions(ModelOptions):
     learn: Path | None = setting(
         None,
         "Privacy",
-        "Train the head on what is served, while nobody asks. The folder keeps the token ids of prompts and answers for 30 days.",
+        "Train the head on what is served, in idle time. The folder keeps the token ids of prompts and answers for 30 days.",
         metavar="DIR",
     )
     learn_share: float = setting(0.5, "Privacy", "Share of the idle time in which it trains.", ge=0.01, le=1)

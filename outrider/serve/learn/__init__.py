@@ -1,1 +1,1 @@
-"""Learns on the job: the texts that a server writes train its head further while nobody asks."""
+"""Learns on the job: the texts that a server writes train its head further in idle time."""

@@ -1,4 +1,4 @@
-"""Trains the head of a server on what the server writes, while nobody asks.
+"""Trains the head of a server on what the server writes, in idle time.
 
 A child process trains at the lowest priority and is stopped while requests run. A new head takes over only if it drafts longer on
 held-out texts than the one before. Drafts change speed only, so a bad head costs time and never a word.
