@@ -188,7 +188,7 @@ def written(llm: LLM, engine: Engine, numbers: range, between: Callable[[], None
     made, ended = [], SimpleQueue[int]()
     for n in numbers:
         params = SamplingParams(temperature=0.8 * (n % 2), max_tokens=40, seed=n, ignore_eos=True)
-        [request] = llm.requests({"prompt_token_ids": [1 + n % 60, 2 + n % 7]}, params)
+        [request] = llm.requests([1 + n % 60, 2 + n % 7], params)
         sink = lambda delta: delta.ended and ended.put(0)  # noqa: E731
         made += engine.submit([replace(request, sink=sink, workload="kind", owner="key 1")])
     between()
