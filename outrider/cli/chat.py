@@ -16,9 +16,9 @@ from outrider.cli.conversation import Conversation
 from outrider.cli.options import (
     ApiKey,
     Debug,
+    FolderOptions,
     LoadOptions,
     ModelArgument,
-    PrefixOptions,
     SpeculationOptions,
     full_name,
     option,
@@ -75,7 +75,7 @@ def chat(
     ] = None,
     *,
     loaded: LoadOptions,
-    prefixes: PrefixOptions,
+    folders: FolderOptions,
     speculation: SpeculationOptions,
     talk: TalkOptions,
     api_key: ApiKey = None,
@@ -87,11 +87,11 @@ def chat(
     """
     with readable(debug):
         if url is None and model is not None:
-            with _here(full_name(model), loaded, prefixes, speculation) as backend:
+            with _here(full_name(model), loaded, folders, speculation) as backend:
                 _talk(talk, backend)
             return
         # a folder may come from the environment, for all commands
-        elsewhere = prefixes.prefix_dir is not None and prefixes.prefix_dir != os.environ.get("OUTRIDER_PREFIX_DIR")
+        elsewhere = folders.prefix_dir is not None and folders.prefix_dir != os.environ.get("OUTRIDER_PREFIX_DIR")
         if elsewhere or (loaded, speculation) != (LoadOptions(), SpeculationOptions()):
             raise ValueError(
                 "a server decides how its model is loaded and drafted for; give these options to outrider serve, or start "
@@ -107,7 +107,7 @@ def run(
     ] = None,
     *,
     loaded: LoadOptions,
-    prefixes: PrefixOptions,
+    folders: FolderOptions,
     speculation: SpeculationOptions,
     talk: TalkOptions,
     debug: Debug = False,
@@ -123,7 +123,7 @@ def run(
             asked = "\n\n".join(text for text in (" ".join(prompt or ()), piped.strip()) if text)
             if not asked:
                 raise ValueError("there is no message; give one: outrider run MODEL 'Why is the sky blue?'")
-        with _here(model, loaded, prefixes, speculation) as backend:
+        with _here(model, loaded, folders, speculation) as backend:
             if asked is None:
                 _talk(talk, backend)
             elif talk.conversation(backend).say(asked):
@@ -163,7 +163,7 @@ def _talk(talk: TalkOptions, backend: ChatBackend) -> None:
 
 @contextmanager
 def _here(
-    model: str, loaded: LoadOptions, prefixes: PrefixOptions, speculation: SpeculationOptions
+    model: str, loaded: LoadOptions, folders: FolderOptions, speculation: SpeculationOptions
 ) -> Iterator[ChatBackend]:
     """A model in this process, for the length of a block."""
     config = speculation.config(model)
@@ -175,7 +175,7 @@ def _here(
 
         if not model.startswith("builtin:") and not has_chat_template(model):
             raise ValueError(no_template(model))
-        llm = LLM(model, speculative_config=config, max_num_seqs=1, **dict(loaded), **dict(prefixes))
+        llm = LLM(model, speculative_config=config, max_num_seqs=1, **dict(loaded), **dict(folders))
         note = set_chat_template(llm, None)
         engine = Engine(llm.runtime)
     for line in [*llm.notes, *([note] if note else [])]:

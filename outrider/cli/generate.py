@@ -17,9 +17,9 @@ from outrider.cli.chat import no_template
 from outrider.cli.options import (
     CODE,
     Debug,
+    FolderOptions,
     LoadOptions,
     Model,
-    PrefixOptions,
     PromptSpeculationOptions,
     SamplingOptions,
     TraceOptions,
@@ -46,7 +46,7 @@ def generate(
     model: Model = CODE,
     *,
     loaded: LoadOptions,
-    prefixes: PrefixOptions,
+    folders: FolderOptions,
     max_model_len: Annotated[int | None, option("Model", "Tokens of prompt and output together, at most.")] = None,
     speculation: PromptSpeculationOptions,
     sampling: SamplingOptions,
@@ -78,7 +78,7 @@ def generate(
             if chat and not has_chat_template(model):
                 raise ValueError(no_template(model))
             params = sampling.params(secrets.randbits(32), speculation.predicted_text())
-            options = {"max_model_len": max_model_len, "max_num_seqs": 1, **dict(loaded), **dict(prefixes)}
+            options = {"max_model_len": max_model_len, "max_num_seqs": 1, **dict(loaded), **dict(folders)}
             llm = LLM(model, speculative_config=config, trace=trace.recorder("tokens"), **options)
         output = stream(llm, given.decode(errors="replace"), params, chat=chat)
         if output is None:

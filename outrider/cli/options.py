@@ -18,10 +18,10 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from outrider.drafters.method import AUTO, METHODS, owner
+from outrider.serve.options import FolderOptions as FolderOptions
 from outrider.serve.options import LoadOptions as LoadOptions
 from outrider.serve.options import Options as Options
 from outrider.serve.options import PrecisionOptions as PrecisionOptions
-from outrider.serve.options import PrefixOptions as PrefixOptions
 from outrider.serve.options import setting as setting
 from outrider.serve.options import shown
 

@@ -12,6 +12,11 @@ from pathlib import Path
 from typing import Any, cast
 
 PREFIX_DISK = "20GiB"  # what a folder of the prefix cache may take, where nothing else is said
+MEMORY_DISK, MEMORY_DAYS, MEMORY_BY = (
+    "64MiB",
+    30.0,
+    ("client", "all"),
+)  # the same of a memory of texts; the second is its age
 _UNITS = {
     "": 1,
     "KB": 10**3,

@@ -35,6 +35,7 @@ class DraftContext:
     prompt_lengths: tokens of each prompt.
     predictions: for each sequence, the tokens that its user expects in the answer; may be empty.
     left: for each sequence, the tokens that it may still get; empty if that is not known.
+    clients: for each sequence, whose it is; empty if that is not known.
     cache: the target's. A drafter made of the target's layers may use the space behind the committed tokens.
     """
 
@@ -49,6 +50,7 @@ class DraftContext:
     predictions: Sequence[Sequence[int]] = ()
     cache: SlotCache | None = None
     left: Sequence[int] = ()
+    clients: Sequence[str] = ()
 
     @property
     def positions(self) -> Tensor:
@@ -69,6 +71,7 @@ class DraftContext:
             prompt_lengths=[self.prompt_lengths[b] for b in some],
             predictions=[self.predictions[b] for b in some] if self.predictions else (),
             left=[self.left[b] for b in some] if self.left else (),
+            clients=[self.clients[b] for b in some] if self.clients else (),
         )
 
 

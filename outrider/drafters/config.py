@@ -15,6 +15,7 @@ from outrider.drafters.method import AUTO, METHODS, NONE, find, model_method, ow
 from outrider.verify import VERIFIERS
 
 if TYPE_CHECKING:
+    from outrider.drafters.lookup.memory import TextMemory
     from outrider.models.load import Loaded
 
 _VLLM_METHODS = {"eagle3": "eagle"}
@@ -208,7 +209,7 @@ class DrafterSetup:
     """What a drafter is made for.
 
     rows: sequences in a batch, at most. max_length: tokens of a sequence, at most. device: "cpu", "cuda" or "auto". tried: a
-    head drafts along a known text first, so that one that was misread is noticed.
+    head drafts along a known text first, so that one that was misread is noticed. memory: texts of earlier requests.
     """
 
     config: SpeculativeConfig
@@ -217,6 +218,7 @@ class DrafterSetup:
     max_length: int
     device: str
     tried: bool = True
+    memory: TextMemory | None = None
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from outrider.drafters.method import (
 if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
     from outrider.drafters.config import DrafterSetup, SpeculativeConfig
+    from outrider.drafters.lookup.memory import TextMemory
     from outrider.models.base import LanguageModel
     from outrider.models.load import Loaded
 
@@ -38,15 +39,22 @@ if TYPE_CHECKING:
 
 
 def make_drafters(
-    config: SpeculativeConfig, target: Loaded, *, rows: int, max_length: int, device: str, tried: bool = True
+    config: SpeculativeConfig,
+    target: Loaded,
+    *,
+    rows: int,
+    max_length: int,
+    device: str,
+    tried: bool = True,
+    memory: TextMemory | None = None,
 ) -> dict[str, Drafter]:
-    """Make the drafters that a configuration names, by name; none for plain decoding. tried: as of `DrafterSetup`.
+    """Make the drafters that a configuration names, by name; none for plain decoding. tried, memory: as of `DrafterSetup`.
 
     Raises ValueError if one cannot draft for this target.
     """
     from outrider.drafters.config import DrafterSetup
 
-    setup = DrafterSetup(config, target, rows, max_length, device, tried)
+    setup = DrafterSetup(config, target, rows, max_length, device, tried, memory)
     if not config.budget.max_nodes or config.method == NONE:
         return {}
     names = _fitting(setup) if config.method == AUTO else config.methods

@@ -21,6 +21,7 @@ from outrider.core.sampling import LogitsDistribution, LogitsWarper
 from outrider.core.stopping import StopChecker
 from outrider.core.types import Commit, Draft, Guarantee, Step, Verdict
 from outrider.drafters.base import DraftContext, Drafter, NoDraft, TargetPass
+from outrider.drafters.lookup.memory import TextMemory
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.request import Request, Sequence
 from outrider.kernels import cpu as native
@@ -53,15 +54,17 @@ class Decoder:
         end_ids: abc.Sequence[int] = (),
         tokenizer: Any | None = None,
         prefixes: PrefixCache | None = None,
+        memory: TextMemory | None = None,
     ) -> None:
         """rows: slots of the cache. max_length: tokens of prompt and output of a sequence. end_ids: the model's end tokens.
-        tokenizer: for text. prefixes: where starts of prompts are found that were read before; None reads every prompt."""
+        tokenizer: for text. prefixes: where starts of prompts are found that were read before; None reads every prompt.
+        memory: where finished texts are kept for drafts of later ones; None keeps none."""
         self.target, self.drafter = target, drafter or NoDraft()
         self.verifier = VERIFIERS[verifier]
         self.controller = controller or Fixed(5)
         self.max_length = min(max_length or target.max_length, target.max_length)
         self.end_ids, self.tokenizer = tuple(end_ids), tokenizer
-        self.prefixes, self.chunk = prefixes, PREFILL_CHUNK
+        self.prefixes, self.memory, self.chunk = prefixes, memory, PREFILL_CHUNK
         self.cache = target.new_cache(rows, self.max_length)
         self.free = list(range(rows))[::-1]
         self.sequences: dict[int, Sequence] = {}
@@ -286,6 +289,7 @@ class Decoder:
             predictions=[sequence.request.prediction for sequence in live],
             cache=self.cache,
             left=[sequence.left for sequence in live],
+            clients=[sequence.request.whose for sequence in live],
         )
 
     def _commit(self, live: list[Sequence], draft: Draft, verdict: Verdict, out: Output) -> list[Commit]:

@@ -12,13 +12,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from outrider.control import Controller
-from outrider.core.files import PREFIX_DISK, byte_count
+from outrider.core.contents import ContentFolder
+from outrider.core.files import MEMORY_DAYS, MEMORY_DISK, PREFIX_DISK, byte_count
 from outrider.core.outputs import Delta, RequestMetrics, RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.drafters.base import Drafter
 from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.lookup.memory import text_memory
 from outrider.engine.decoder import draw_seed, nth_seed
-from outrider.engine.prefix_folder import PrefixFolder
 from outrider.engine.request import Request, Sequence
 from outrider.engine.runtime import build
 from outrider.engine.scheduler import Scheduler
@@ -55,6 +56,9 @@ class LLM:
     prefix_dir: a folder that keeps keys and values of texts, so that a later process need not read the same beginning again
     (docs/guides/memory.md). Several processes may share it. None keeps them in no file. prefix_disk: bytes that it may take, or a
     text such as "20GiB".
+    memory_dir: a folder that keeps the texts of requests, to draft later ones from (docs/guides/memory.md). memory_disk: as
+    prefix_disk. memory_days: texts that are older go. memory_by: "client" for a memory of each client, "all" for one. None keeps
+    no text, because texts on a disk are a secret to guard, which only their owner can agree to.
     trace: a file that every step is written to (docs/guides/trace.md), with the token ids of prompts and texts; a `Recorder` says
     how much.
 
@@ -81,6 +85,10 @@ class LLM:
         trace: Recorder | str | os.PathLike[str] | None = None,
         prefix_dir: str | os.PathLike[str] | None = None,
         prefix_disk: int | str = PREFIX_DISK,
+        memory_dir: str | os.PathLike[str] | None = None,
+        memory_disk: int | str = MEMORY_DISK,
+        memory_days: float = MEMORY_DAYS,
+        memory_by: str = "client",
     ) -> None:
         self.config = SpeculativeConfig.of(speculative_config)
         if max_num_seqs < 1:
@@ -92,6 +100,9 @@ class LLM:
         longest = model.model.max_length
         if max_model_len is not None and not 2 <= max_model_len <= longest:
             raise ValueError(f"max_model_len must be in 2..{longest} for {model.name}, got {max_model_len}")
+        memory = None
+        if memory_dir is not None:
+            memory = text_memory(model, memory_dir, memory_disk, memory_days, memory_by)
         self.runtime = build(
             model,
             self.config,
@@ -102,7 +113,8 @@ class LLM:
             controller=controller,
             calibrate=calibrate,
             tell=_warn,
-            prefix_folder=None if prefix_dir is None else PrefixFolder(prefix_dir, byte_count(prefix_disk)),
+            prefix_folder=None if prefix_dir is None else ContentFolder(prefix_dir, byte_count(prefix_disk)),
+            memory=memory,
         )
         self.decoder, self.drafters, self.method = self.runtime.decoder, self.runtime.drafters, self.runtime.method
         self.trace = trace if trace is None or isinstance(trace, Recorder) else Recorder(trace)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.prefix_folder import PrefixFolder
+from outrider.core.contents import ContentFolder
 from outrider.kernels import ARITHMETIC
 from outrider.kernels.machine import machine
 from outrider.models.cache import SlotCache
@@ -54,7 +54,7 @@ class _Segment(NamedTuple):
 class PrefixFiles:
     """The files of one model in a folder. read: tokens that came from them. segment: tokens of a file."""
 
-    def __init__(self, folder: PrefixFolder, loaded: Loaded, taps: tuple[int, ...] = ()) -> None:
+    def __init__(self, folder: ContentFolder, loaded: Loaded, taps: tuple[int, ...] = ()) -> None:
         """taps: of the features; none if no head reads any. Raises ValueError for a model whose content has no name."""
         if loaded.model.device.type != "cpu":
             raise ValueError(f"prefix_dir is for models on the CPU, and {loaded.name} is not; leave it out")

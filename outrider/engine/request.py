@@ -49,6 +49,11 @@ class Request:
     sink: Callable[[Delta], None] | None = None
     continued: tuple[int, ...] = ()
 
+    @property
+    def whose(self) -> str:
+        """The client, as a memory of texts knows it: two owners may name their clients alike."""
+        return f"{self.owner}\n{self.client}"
+
 
 @dataclass
 class Clock:

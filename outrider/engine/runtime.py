@@ -6,17 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from outrider.control import Controller, Fixed, Planner
+from outrider.core.contents import ContentFolder
 from outrider.drafters import make_drafters
 from outrider.drafters.base import Drafter, NoDraft
 from outrider.drafters.combine.planned import PlannedDrafter
 from outrider.drafters.config import DrafterSetup, SpeculativeConfig
+from outrider.drafters.lookup.memory import TextMemory
 from outrider.drafters.method import NONE, plugins
 from outrider.drafters.registry import lookup_names, request_drafters
 from outrider.engine.calibrate import make_planner
 from outrider.engine.decoder import Decoder
 from outrider.engine.prefix_cache import BYTES, PrefixCache
 from outrider.engine.prefix_files import PrefixFiles
-from outrider.engine.prefix_folder import PrefixFolder
 from outrider.models.load import Loaded
 
 
@@ -26,7 +27,7 @@ class Runtime:
 
     drafters: the configured ones, by name; none for plain decoding. method: what all of them together are called, "none" without
     one. roster: the drafters under a planner, which chooses among them and says how long drafts are; None if nothing drafts.
-    files: what later processes find of texts; None without a folder.
+    files: what later processes find of starts of texts; None without a folder. memory: texts that later ones draft from.
     """
 
     loaded: Loaded
@@ -36,6 +37,7 @@ class Runtime:
     roster: PlannedDrafter | None
     decoder: Decoder
     files: PrefixFiles | None = None
+    memory: TextMemory | None = None
 
     def serving(
         self, max_length: int, prefixes: PrefixCache | None = None, tell: Callable[[str], None] | None = None
@@ -46,11 +48,13 @@ class Runtime:
         two decoders may run.
         """
         rows, device = self.decoder.cache.num_slots, str(self.loaded.model.device)
-        setup = DrafterSetup(SpeculativeConfig.of(None), self.loaded, rows, self.decoder.max_length, device)
+        length = self.decoder.max_length
+        setup = DrafterSetup(SpeculativeConfig.of(None), self.loaded, rows, length, device, memory=self.memory)
         every = {**request_drafters(setup), **self.drafters}
         planner = self.roster.planner if self.roster else make_planner(self.config, self.loaded, every)
         roster = _roster(self.loaded, self.drafters, every, self.method, planner, tell)
-        return _decoder(self.loaded, roster, self.config.verifier, planner, rows, max_length, prefixes), roster
+        made = _decoder(self.loaded, roster, self.config.verifier, planner, rows, max_length, prefixes, self.memory)
+        return made, roster
 
     def remade(self, name: str, model: str) -> Drafter:
         """The drafter of one name with other weights. It is not tried on a text, so the target may run meanwhile."""
@@ -77,7 +81,8 @@ def build(
     controller: Controller | None = None,
     calibrate: bool = False,
     tell: Callable[[str], None] | None = None,
-    prefix_folder: PrefixFolder | None = None,
+    prefix_folder: ContentFolder | None = None,
+    memory: TextMemory | None = None,
 ) -> Runtime:
     """Make the drafters, the planner, the cache and the decoder of a target.
 
@@ -85,13 +90,13 @@ def build(
     was made for. device: of draft models. drafters: objects of your own, by name, in place of the configured ones. controller: of
     your own, in place of the configured one. calibrate: measure what steps cost anew. tell: gets a message when a drafter that
     others wrote fails, and the text goes on without it; None lets it raise. prefix_folder: where the starts of texts are kept for
-    later processes. Raises ValueError if a drafter cannot draft here.
+    later processes. memory: texts of earlier requests. Raises ValueError if a drafter cannot draft here.
     """
     length = max_length or loaded.model.max_length
     foreign = drafters is not None or bool(set(config.methods) & set(plugins()))
     method = "+".join(config.methods if drafters is None else drafters)
     if drafters is None:
-        drafters = make_drafters(config, loaded, rows=rows, max_length=length, device=device)
+        drafters = make_drafters(config, loaded, rows=rows, max_length=length, device=device, memory=memory)
     roster = None
     if drafters:
         planner: Controller = make_planner(config, loaded, drafters, controller, calibrate)
@@ -105,8 +110,8 @@ def build(
         for drafter in drafters.values():
             if isinstance(own := getattr(drafter, "loaded", None), Loaded):
                 drafter.prefixes = PrefixCache(0, PrefixFiles(prefix_folder, own))  # pyright: ignore[reportAttributeAccessIssue]
-    decoder = _decoder(loaded, roster or NoDraft(), config.verifier, planner, rows, length, prefixes)
-    return Runtime(loaded, config, drafters, method, roster, decoder, files)
+    decoder = _decoder(loaded, roster or NoDraft(), config.verifier, planner, rows, length, prefixes, memory)
+    return Runtime(loaded, config, drafters, method, roster, decoder, files, memory)
 
 
 def _roster(
@@ -130,6 +135,7 @@ def _decoder(
     rows: int,
     max_length: int,
     prefixes: PrefixCache | None = None,
+    memory: TextMemory | None = None,
 ) -> Decoder:
     return Decoder(
         loaded.model,
@@ -141,4 +147,5 @@ def _decoder(
         end_ids=loaded.end_ids,
         tokenizer=loaded.tokenizer,
         prefixes=prefixes,
+        memory=memory,
     )

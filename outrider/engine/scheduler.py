@@ -285,6 +285,8 @@ class Scheduler:
             sequence.finish is not None and sequence.finish.finish != "error"
         ):  # a conversation may go on after the answer
             self.decoder.remember(sequence)
+            if self.decoder.memory is not None:
+                self.decoder.memory.keep(sequence.request.whose, sequence.tokens)
         self.decoder.release(slot)
         return sequence
 

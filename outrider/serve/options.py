@@ -18,7 +18,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from outrider.core.files import PREFIX_DISK, byte_count
+from outrider.core.files import MEMORY_DAYS, MEMORY_DISK, PREFIX_DISK, byte_count
 from outrider.serve.openai.tools import PARSERS
 
 Seconds = float
@@ -110,8 +110,8 @@ class LoadOptions(Options):
     )
 
 
-class PrefixOptions(Options):
-    """Where the starts of texts are kept for later processes."""
+class FolderOptions(Options):
+    """What is kept for later processes."""
 
     prefix_dir: str | None = setting(
         None,
@@ -123,9 +123,21 @@ class PrefixOptions(Options):
     prefix_disk: Annotated[str, AfterValidator(_size)] = setting(
         PREFIX_DISK, "Engine", "What the folder may take.", envvar="OUTRIDER_PREFIX_DISK", metavar="SIZE"
     )
+    memory_dir: str | None = setting(
+        None,
+        "Privacy",
+        "A folder that keeps the texts of requests, to draft later ones from. Off by default: they are a secret to guard.",
+        envvar="OUTRIDER_MEMORY_DIR",
+        metavar="DIR",
+    )
+    memory_disk: Annotated[str, AfterValidator(_size)] = setting(
+        MEMORY_DISK, "Privacy", "What that folder may take.", metavar="SIZE"
+    )
+    memory_days: float = setting(MEMORY_DAYS, "Privacy", "Days until a text is forgotten.")
+    memory_by: str = setting("client", "Privacy", "Whose texts a draft may come from: client (the same) or all.")
 
 
-class ModelOptions(LoadOptions, PrefixOptions):
+class ModelOptions(LoadOptions, FolderOptions):
     """A model that writes for many. chat_template: its text."""
 
     model: str
@@ -293,7 +305,7 @@ class BatchOptions(ModelOptions):
     @property
     def of_texts(self) -> dict[str, Any]:
         """The options that may change a text. Drafters do not, unless the verifier only keeps the distribution."""
-        keep = self.model_dump(exclude={"speculative_config", "max_num_seqs", *PrefixOptions.model_fields})
+        keep = self.model_dump(exclude={"speculative_config", "max_num_seqs", *FolderOptions.model_fields})
         if self.chat_template is not None:
             keep["chat_template"] = hashlib.sha256(self.chat_template.encode()).hexdigest()[:24]
         config = self.speculative_config

@@ -99,8 +99,9 @@ class TargetTree(BaseDrafter):
         return Draft(*tree(rows))
 
 
-def request(prompt: list[int], params: SamplingParams, seed: int = 0) -> Request:
-    return Request(next(_ids), prompt, params, seed, tuple(tuple(w) for w in params.bad_words))  # pyright: ignore
+def request(prompt: list[int], params: SamplingParams, seed: int = 0, **fields: Any) -> Request:
+    bad: Any = tuple(tuple(w) for w in params.bad_words)
+    return Request(next(_ids), prompt, params, seed, bad, **fields)
 
 
 class Loop(Decoder):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import warnings
 import zipfile
 from bisect import bisect_left, bisect_right
@@ -26,22 +27,28 @@ REACH = 64  # tokens of context that are compared
 SAMPLE = 64  # most places of one match that are used
 VERSION = 1
 Entry = str | Path | Mapping[str, str] | Sequence[int]
-_BORDER = 2**31 - 1  # separates two documents; no token
+LARGEST = 2**18  # tokens of a segment that others are merged to, at most
+BORDER = 2**31 - 1  # separates two documents; no token
 _PART = 2**20  # characters of a long file that are encoded at a time
 _ZIP = b"PK\x03\x04"  # the first bytes of a saved corpus
 
 
 class Index:
-    """Documents, and their places sorted by the `REACH` tokens before them. Immutable."""
+    """Documents, and their places sorted by the `REACH` tokens before them. Immutable.
 
-    def __init__(self, tokens: np.ndarray, order: np.ndarray | None = None) -> None:
+    since: the time of the oldest one, in seconds.
+    """
+
+    def __init__(self, tokens: np.ndarray, order: np.ndarray | None = None, since: float = 0.0) -> None:
         """tokens: int32, of `bordered`. order: int32, the sorted places of a saved index. Without it they are sorted here, about
-        a microsecond a token."""
-        self.tokens = tokens
+        a microsecond a token. Raises ValueError for an order that is none."""
+        if order is not None and not (len(order) == len(tokens) > int(order.max(initial=0)) and order.min() >= 0):
+            raise ValueError("the order of an index does not fit its tokens")
+        self.tokens, self.since = tokens, since
         self.order = _sorted(tokens[::-1]) if order is None else order
         self._reversed = tokens[::-1].astype(">u4").tobytes()  # compared as bytes, tokens compare as numbers
         self._places = self.order.data
-        self.source = TextSource(tokens.data, end=_BORDER)
+        self.source = TextSource(tokens.data, end=BORDER)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -49,7 +56,7 @@ class Index:
     @property
     def vocabulary(self) -> list[int]:
         """The least and the largest token."""
-        real = self.tokens[self.tokens != _BORDER]
+        real = self.tokens[self.tokens != BORDER]
         return [int(real.min()), int(real.max())] if len(real) else []
 
     def longest(self, tail: Sequence[int]) -> int:
@@ -79,7 +86,7 @@ class Index:
 
 def bordered(documents: Sequence[Sequence[int]]) -> np.ndarray:
     """int32: the tokens of documents in a row, with a border after each."""
-    return _joined([np.asarray([*d, _BORDER], np.int32) for d in documents])
+    return _joined([np.asarray([*d, BORDER], np.int32) for d in documents])
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -113,39 +120,53 @@ class Corpus:
     """Documents to draft from, at most `limit` tokens. Beyond that the oldest are dropped.
 
     New documents form sorted segments, and segments of similar size are merged. So adding costs little and a match asks few
-    segments. tokenizer: a name of the tokenizer, kept in saved files (`fingerprint`). Raises ValueError for a limit below 1.
+    segments. tokenizer: a name of the tokenizer, kept in saved files (`fingerprint`). span: seconds between the times of
+    segments that are merged, at most. One thread may add while others look. Raises ValueError for a limit below 1.
     """
 
-    def __init__(self, limit: int = 2**22, tokenizer: str = "") -> None:
+    def __init__(self, limit: int = 2**22, tokenizer: str = "", span: float = math.inf) -> None:
         if limit < 1:
             raise ValueError(f"a corpus holds 1 token or more, got limit={limit}")
-        self.limit, self.tokenizer = limit, tokenizer
+        self.limit, self.tokenizer, self.span = limit, tokenizer, span
+        self._largest = min(limit // 4, LARGEST)
         self.segments: list[Index] = []  # the oldest first
         self.dropped = 0  # tokens that had to go
 
     def __len__(self) -> int:
         return sum(map(len, self.segments))
 
-    def add(self, *documents: Sequence[int]) -> None:
-        """Adds documents, given as token ids. If they exceed `limit` tokens, the last tokens are kept."""
+    def add(self, *documents: Sequence[int], since: float = 0.0) -> None:
+        """Adds documents of one time, given as token ids. If they exceed `limit` tokens, the last tokens are kept."""
         new = bordered([d for d in documents if len(d)])
         self.dropped += max(0, len(new) - self.limit)
-        new = new[-self.limit :]
-        if not len(new):
-            return
-        while self.segments and len(self.segments[-1]) <= min(2 * len(new), self.limit // 4 - len(new)):
-            new = np.concatenate([self.segments.pop().tokens, new])
-        self.segments.append(Index(new))
-        while len(self) > self.limit:
-            self.dropped += len(self.segments.pop(0))
+        if len(new):
+            self._merge(new[-self.limit :], since, None)
+
+    def take(self, index: Index) -> None:
+        """Adds an index as it is, unless it is merged."""
+        self._merge(index.tokens, index.since, index)
+
+    def _merge(self, new: np.ndarray, since: float, index: Index | None) -> None:
+        segments = list(self.segments)
+        while segments:
+            last, most = segments[-1], min(2 * len(new), self._largest - len(new))
+            if len(last) > most or abs(since - last.since) > self.span:
+                break
+            new, since, index = np.concatenate([last.tokens, new]), min(since, last.since), None
+            segments.pop()
+        segments.append(Index(new, since=since) if index is None else index)
+        while sum(map(len, segments)) > self.limit:
+            self.dropped += len(segments.pop(0))
+        self.segments = segments
 
     def contexts(self, tail: Sequence[int]) -> list[Context]:
         """The longest ends of the text that were found in the two best segments, and ends half as long."""
-        best = sorted(((s.longest(tail), at) for at, s in enumerate(self.segments)), reverse=True)[:2]
+        segments = self.segments
+        best = sorted(((s.longest(tail), at) for at, s in enumerate(segments)), reverse=True)[:2]
         found = []
         for length, at in best:
             while length and length >= best[0][0] // 2:
-                segment = self.segments[at]
+                segment = segments[at]
                 found.append(Context(segment.source, segment.places(tail, length), float(length) ** 2, length))
                 length //= 2
         return found
@@ -180,15 +201,15 @@ class Corpus:
                 f"its token ids mean other texts; {again} and this model's tokenizer"
             )
         ends = np.cumsum(head["lengths"]).tolist()
-        whole = len(tokens) == len(order) == (ends or [0])[-1] and tokens.dtype == order.dtype == np.int32
         corpus, start = cls(max(limit, len(tokens)), tokenizer), 0
-        for end in ends if whole else ():
-            places = order[start:end]
-            if whole := bool(len(places)) and places.min() >= 0 and places.max() < end - start:
-                corpus.segments.append(Index(tokens[start:end], places))
-            start = end
-        if not whole:
-            raise ValueError(f"{path} is damaged: its parts do not fit together; {again}")
+        try:
+            if not (len(tokens) == (ends or [0])[-1] and tokens.dtype == order.dtype == np.int32):
+                raise ValueError
+            for end in ends:
+                corpus.segments.append(Index(tokens[start:end], order[start:end]))
+                start = end
+        except ValueError:
+            raise ValueError(f"{path} is damaged: its parts do not fit together; {again}") from None
         return corpus
 
 

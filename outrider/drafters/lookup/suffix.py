@@ -9,6 +9,7 @@ from outrider.core.types import Draft
 from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.lookup.corpus import REACH, Corpus, read_corpus
+from outrider.drafters.lookup.memory import TextMemory
 from outrider.drafters.lookup.mixture import WIDEST, Context, drafted, grow
 
 _FEED = 256  # tokens of a running answer that are added to the shared store at a time
@@ -91,20 +92,28 @@ class SuffixDrafter(BaseDrafter):
     It looks in three places: the sequence's own prompt and answer (an automaton); the answers of other requests, running and
     finished (a store); and `corpus`, texts that the user gives. `mixture` explains how counts become probabilities.
 
-    shared: most tokens in the store of other answers; the oldest go first; 0 for no store. least: a path ends where its
-    probability falls below this. doubt: match length, in tokens, at which a continuation seen once has probability 1/2.
+    shared: most tokens in the store of other answers; the oldest go first; 0 for no store. memory: finished texts, in place of
+    the store. least: a path ends where its probability falls below this. doubt: match length, in tokens, at which a continuation
+    seen once has probability 1/2.
 
     Other requests change only how fast an answer comes, never its tokens under `match`. If users must not learn even that of
-    each other, set shared=0. Raises ValueError for values out of range.
+    each other, set shared=0, or give a memory by client. Raises ValueError for values out of range.
     """
 
     def __init__(
-        self, corpus: Corpus | None = None, shared: int = 2**18, *, least: float = 0.1, doubt: float = 2.0
+        self,
+        corpus: Corpus | None = None,
+        shared: int = 2**18,
+        *,
+        memory: TextMemory | None = None,
+        least: float = 0.1,
+        doubt: float = 2.0,
     ) -> None:
         if shared < 0 or not 0 <= least <= 1 or doubt < 0:
             raise ValueError(f"shared, doubt >= 0 and 0 <= least <= 1, got {shared}, {doubt} and {least}")
         self.corpora = [] if corpus is None else [corpus]
-        self.store = Corpus(shared) if shared else None
+        self.store = Corpus(shared) if shared and memory is None else None
+        self.memory = memory
         if self.store is not None:
             self.corpora.append(self.store)
         self.least, self.doubt = least, doubt
@@ -130,10 +139,15 @@ class SuffixDrafter(BaseDrafter):
             automaton = self._automata.setdefault(slot, SuffixAutomaton())
             automaton.extend(tokens)
             found = [Context(automaton, state, float(n) ** 2, n) for state, n in automaton.suffixes()[:3]]
-            for corpus in self.corpora if budget.max_nodes else ():
+            for corpus in self._corpora(context, b) if budget.max_nodes else ():
                 found += corpus.contexts(tokens[-REACH:])
             trees.append(grow(tokens[-1], found, budget, least=self.least, doubt=self.doubt))
         return drafted(trees)
+
+    def _corpora(self, context: DraftContext, b: int) -> list[Corpus]:
+        """Where to look for an entry of the batch."""
+        client = context.clients[b] if context.clients else ""
+        return self.corpora if self.memory is None else [*self.corpora, self.memory.corpus(client)]
 
     def _feed(self, slot: int, least: int) -> None:
         """Adds the new tokens of an answer to the store, if there are `least` or more."""
@@ -148,4 +162,5 @@ def from_setup(setup: DrafterSetup) -> SuffixDrafter:
     corpus = None
     if config.corpus is not None:
         corpus = read_corpus(config.corpus, target.tokenizer, target.model.vocab_size, config.corpus_tokens)
-    return SuffixDrafter(corpus, config.suffix_shared_tokens, least=config.suffix_decoding_min_token_prob)
+    shared, least = config.suffix_shared_tokens, config.suffix_decoding_min_token_prob
+    return SuffixDrafter(corpus, shared, memory=setup.memory, least=least)

@@ -29,6 +29,7 @@ OPTIONS = {
     "generate": {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --max-model-len",
         "Engine": "--prefix-dir --prefix-disk",
+        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
         "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus --verifier "
         "--speculative-config --prediction",
         "Sampling": "--temperature/-t --top-p --top-k --min-p --repetition-penalty --max-tokens/-n --stop --ignore-eos --seed",
@@ -79,7 +80,7 @@ OPTIONS = {
         "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes "
         "--prefix-cache --prefill-chunk",
         "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
-        "Privacy": "--pad-stream --cors-origin --log-prompts",
+        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by --pad-stream --cors-origin --log-prompts",
         "Output": "--metrics-prefix --monitor-port --log-file --trace --trace-detail --otlp-traces-endpoint --debug",
     },
     "deploy": {
@@ -95,7 +96,7 @@ OPTIONS = {
         "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes "
         "--prefix-cache --prefill-chunk",
         "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
-        "Privacy": "--cors-origin",
+        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by --cors-origin",
         "Output": "--metrics-prefix --write-config --debug",
     },
     "batch": {
@@ -104,6 +105,7 @@ OPTIONS = {
         "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus --verifier "
         "--speculative-config",
         "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs",
+        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
         "Sampling": "--seed",
         "Cluster": "--ray --replicas --cpus",
     },
@@ -169,6 +171,7 @@ OPTIONS = {
     "chat": {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype",
         "Engine": "--prefix-dir --prefix-disk",
+        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
         "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes "
         "--corpus --verifier --speculative-config",
         "Conversation": "--system --temperature/-t --max-tokens/-n --seed --stats/--verbose --history",
@@ -178,6 +181,7 @@ OPTIONS = {
     "run": {
         "Model": "--dtype --device --quantization --kv-cache-dtype",
         "Engine": "--prefix-dir --prefix-disk",
+        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
         "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes "
         "--corpus --verifier --speculative-config",
         "Conversation": "--system --temperature/-t --max-tokens/-n --seed --stats/--verbose --history",

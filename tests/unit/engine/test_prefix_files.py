@@ -24,6 +24,8 @@ from helpers import Loop, request
 
 from outrider import LLM
 from outrider.control import Fixed
+from outrider.core import contents
+from outrider.core.contents import ContentFolder
 from outrider.core.files import byte_count
 from outrider.core.params import SamplingParams
 from outrider.drafters.base import BaseDrafter, NoDraft
@@ -32,10 +34,9 @@ from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.eagle.model import eagle_model
 from outrider.drafters.model import draft_model
 from outrider.drafters.model.draft_model import ModelDrafter
-from outrider.engine import prefix_files, prefix_folder
+from outrider.engine import prefix_files
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.prefix_files import PrefixFiles
-from outrider.engine.prefix_folder import PrefixFolder
 from outrider.engine.request import Request, Sequence
 from outrider.kernels import cpu as native
 from outrider.models.hf.model import HFModel
@@ -86,7 +87,7 @@ class Process:
 
     def __init__(self, name: str, folder: Path, memory: int = 0, limit: int = ROOM) -> None:
         loaded, make = kind(name)
-        self.drafter, self.folder = make(), PrefixFolder(folder, limit)
+        self.drafter, self.folder = make(), ContentFolder(folder, limit)
         self.files = PrefixFiles(self.folder, loaded, self.drafter.taps)
         self.prefixes = PrefixCache(memory, self.files)
         if isinstance(self.drafter, ModelDrafter):
@@ -264,7 +265,7 @@ def test_nothing_of_a_damaged_file_stays_in_the_cache(tmp_path: Path) -> None:
     """Its bits may be no numbers, and a masked cell counts as zero times what it holds."""
     Process("auto", tmp_path).write([asked(prompt(100))])
     for file in tmp_path.glob("*/*"):
-        file.write_bytes(file.read_bytes()[: prefix_folder.HEAD] + b"\xff" * (file.stat().st_size - prefix_folder.HEAD))
+        file.write_bytes(file.read_bytes()[: contents.HEAD] + b"\xff" * (file.stat().st_size - contents.HEAD))
     process = Process("auto", tmp_path)
     process.files.load(process.loop.cache, 0, prompt(100))
     assert process.loop.cache.length[0] == 0
@@ -277,7 +278,7 @@ def test_a_file_takes_what_its_keys_and_values_take(tmp_path: Path) -> None:
     process.write([asked(prompt(100))])
     files = [*tmp_path.glob("*/*")]
     each = process.loop.cache.bytes_per_token * SEGMENT
-    assert {f.stat().st_size for f in files} == {each + prefix_folder.HEAD}
+    assert {f.stat().st_size for f in files} == {each + contents.HEAD}
     assert len(files) == 100 // SEGMENT
     assert tmp_path.stat().st_mode & 0o777 == 0o700 or os.name == "nt"
 
@@ -407,7 +408,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, number: int):
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patched:
-        patched.setattr(prefix_folder, "written_whole", fail)
+        patched.setattr(contents, "written_whole", fail)
         yield
 
 
@@ -422,7 +423,7 @@ def test_a_disk_that_takes_nothing_costs_one_line(
     assert len(caplog.records) == 1
     assert os.strerror(number) in caplog.text
     assert [*tmp_path.glob("*/*")] == []
-    monkeypatch.setattr(prefix_folder, "_REST", 0)
+    monkeypatch.setattr(contents, "_REST", 0)
     process = Process("auto", tmp_path)
     process.write(requests)
     assert len([*tmp_path.glob("*/*")]) == 6
@@ -443,9 +444,9 @@ def test_a_folder_that_is_removed_while_it_is_used(tmp_path: Path, caplog: pytes
 def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"the prefix cache cannot use .*file.*--prefix-dir"):
-        PrefixFolder(tmp_path / "file", ROOM)
+        ContentFolder(tmp_path / "file", ROOM)
     with pytest.raises(ValueError, match="prefix_disk must be 1 byte or more"):
-        PrefixFolder(tmp_path, 0)
+        ContentFolder(tmp_path, 0)
 
 
 def test_a_clock_that_went_back_lets_old_files_go(tmp_path: Path) -> None:

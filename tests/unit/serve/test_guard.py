@@ -99,8 +99,8 @@ def test_a_browser_sends_the_key_of_pages_by_itself_so_their_origin_counts_with_
 
 def test_there_may_be_several_keys_and_each_is_an_owner() -> None:
     settings = ServeOptions(model="m", api_key=["one", "two"])
-    assert ask(settings, authorization="Bearer one").json() == {"owner": "key 0"}
-    assert ask(settings, authorization="Bearer two").json() == {"owner": "key 1"}
+    assert ask(settings, authorization="Bearer one").json() == {"owner": "key 7692c3ad3540bb80"}
+    assert ask(settings, authorization="Bearer two").json() == {"owner": "key 3fc4ccfe745870e2"}
     for wrong in ("Bearer three", "Bearer onetwo", "Bearer one,two", "Bearer ", "one"):
         assert code(ask(settings, authorization=wrong)) == (401, "invalid_api_key")
     assert made(api_key=["a", "b"]).api_key == ["a", "b"]

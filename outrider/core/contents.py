@@ -1,7 +1,8 @@
-"""A folder with what models know of earlier texts. Several processes and several models may share it.
+"""A folder of files that later processes use. Several processes and several models may share it.
 
 A file is whole or absent, and its name says what it depends on. So two processes can only write the same bytes under one name,
-and there are no locks. Where a folder is full, the least recently used ends of texts make room.
+and there are no locks. A name is NAME OF THE FILE BEFORE-NAME.KIND, and the one before has the same beginning: files form chains.
+Where a folder is full, the least recently used ends of chains make room.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import re
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from heapq import heapify, heappop, heappush
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from outrider.core.files import written_whole
 
 log = logging.getLogger("outrider.engine")
+Seconds = float
 MAGIC = b"outrider prefix 1\n"
 HEAD = len(MAGIC) + 4
 PENDING = 256 << 20  # bytes that wait for the disk; what comes while it is so late is not kept
@@ -31,8 +34,18 @@ _REST = 60  # seconds without writing after an error of the disk
 _NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{40})\.[a-z0-9]+(\.[0-9-]+\.partial)?")
 
 
-class PrefixFolder:
-    """Reads and writes files, at most `limit` bytes of them.
+class Use(NamedTuple):
+    """What a folder is for, in messages. what: whose it is. option: the beginning of its options."""
+
+    what: str
+    option: str
+
+
+PREFIXES, TEXTS = Use("the prefix cache", "prefix"), Use("the memory of texts", "memory")
+
+
+class ContentFolder:
+    """Reads and writes files, at most `limit` bytes of them, none older than `age` seconds.
 
     Reading never raises: a file that is missing, damaged or of another origin is one that is not there. A thread writes, and the
     end of the process waits for it.
@@ -40,21 +53,26 @@ class PrefixFolder:
     bytes: of the files, when they were counted last, and of those written since.
     """
 
-    def __init__(self, path: str | os.PathLike[str], limit: int) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], limit: int, use: Use = PREFIXES, age: Seconds = float("inf")
+    ) -> None:
         """Make the folder, for its owner alone: what is kept of a text reveals it. Raises ValueError if that is not possible."""
-        self.path, self.limit, self.bytes = Path(path).expanduser().absolute(), limit, 0
+        self.path, self.limit, self.age, self.bytes = Path(path).expanduser().absolute(), limit, age, 0
+        self._use = use
         if limit < 1:
-            raise ValueError(f"prefix_disk must be 1 byte or more, got {limit}; for example prefix_disk='20GiB'")
+            raise ValueError(
+                f"{use.option}_disk must be 1 byte or more, got {limit}; for example {use.option}_disk='20GiB'"
+            )
         try:
             self._make()
         except OSError as error:
             raise ValueError(
-                f"the prefix cache cannot use {self.path}: {error.strerror}; give a folder that you may write to, for example "
-                "--prefix-dir ~/.cache/outrider/prefixes"
+                f"{use.what} cannot use {self.path}: {error.strerror}; give a folder that you may write to, for example "
+                f"--{use.option}-dir ~/.cache/outrider/{use.option}"
             ) from error
         self._known, self._told = set[Path](), set[str]()
         self._pending, self._written, self._rests_until = 0, 0, 0.0
-        self._writer = ThreadPoolExecutor(1, "outrider-prefixes")
+        self._writer = ThreadPoolExecutor(1, f"outrider-{use.option}")
         self._writer.submit(self._trim)
 
     def forget(self, files: Iterable[Path]) -> None:
@@ -69,7 +87,7 @@ class PrefixFolder:
         except OSError as error:
             self._known.discard(file)
             if not isinstance(error, FileNotFoundError):
-                self._tell(f"{file} cannot be read ({error.strerror}); its tokens are computed")
+                self._tell(f"{file} cannot be read ({error.strerror}); it is left out")
             return None
         if len(found) == HEAD + size and found[:HEAD] == MAGIC + _sum(file, [found[HEAD:]]):
             self._known.add(file)
@@ -77,7 +95,7 @@ class PrefixFolder:
         self._known.discard(file)
         with suppress(OSError):
             file.unlink()  # no other bytes can be right under this name
-        self._tell(f"{file} is damaged or was not written by outrider; its tokens are computed")
+        self._tell(f"{file} is damaged or was not written by outrider; it is left out")
         return None
 
     def wants(self, file: Path, size: int) -> bool:
@@ -96,19 +114,20 @@ class PrefixFolder:
         """These were used now."""
         self._writer.submit(_touch, list(files))
 
-    def flush(self) -> None:
-        """Wait until all is written."""
-        self._writer.submit(int).result()
+    def later(self, act: Callable[..., None], *given: Any) -> None:
+        """Do this in the thread that writes. An error goes to the log."""
+        self._writer.submit(self._guarded, act, given)
 
-    def _make(self) -> None:
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-    def _write(self, file: Path, parts: Sequence[memoryview | bytes], size: int) -> None:
+    def put(self, file: Path, parts: Sequence[memoryview | bytes], since: Seconds | None = None) -> bool:
+        """Write a file now, in the thread that writes. since: its age counts from this time; None is now. False if that fails."""
         try:
             self._make()
-            with written_whole(file) as partial, partial.open("wb") as opened:
-                opened.writelines((MAGIC, _sum(file, parts), *parts))
-            self.bytes += size
+            with written_whole(file) as partial:
+                with partial.open("wb") as opened:
+                    opened.writelines((MAGIC, _sum(file, parts), *parts))
+                if since is not None:
+                    os.utime(partial, (since, since))
+            self.bytes += HEAD + sum(map(len, parts))
             self._written += 1
             if self.bytes > self.limit or self._written % _SCANS == 0:
                 self._trim()
@@ -116,13 +135,39 @@ class PrefixFolder:
             self._known.discard(file)
             self._rests_until = time.monotonic() + _REST
             self._tell(
-                f"the prefix cache cannot write to {self.path} ({error.strerror}); it tries again in {_REST} seconds"
+                f"{self._use.what} cannot write to {self.path} ({error.strerror}); it tries again in {_REST} seconds"
             )
+            return False
+        return True
+
+    def remove(self, files: Iterable[Path]) -> None:
+        """Remove these now, in the thread that writes."""
+        for file in files:
+            self._known.discard(file)
+            with suppress(OSError):
+                file.unlink()
+
+    def flush(self) -> None:
+        """Wait until all is written."""
+        self._writer.submit(int).result()
+
+    def _make(self) -> None:
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def _guarded(self, act: Callable[..., None], given: Sequence[Any]) -> None:
+        try:
+            act(*given)
+        except Exception:
+            log.exception("%s failed", self._use.what)
+
+    def _write(self, file: Path, parts: Sequence[memoryview | bytes], size: int) -> None:
+        try:
+            self.put(file, parts)
         finally:
             self._pending -= size
 
     def _trim(self) -> None:
-        """Count the files and remove the least recently used ends of texts, until there is room."""
+        """Count the files, remove those that are too old and the least recently used ends of chains, until there is room."""
         now = time.time()
         sizes, times, files, parents = Counter[str](), dict[str, float](), dict[str, list[Path]](), dict[str, str]()
         for file in self.path.glob("*/*"):
@@ -136,6 +181,9 @@ class PrefixFolder:
                     continue
                 if about.st_mtime > now:
                     os.utime(file)  # the clock was set back
+                if now - about.st_mtime > self.age:
+                    self.remove([file])
+                    continue
                 name = f"{file.parent.name}/{found[2][:16]}"
                 sizes[name] += about.st_size
                 times[name] = max(times.get(name, 0.0), min(about.st_mtime, now))
@@ -149,10 +197,7 @@ class PrefixFolder:
         heapify(ends)
         while ends and self.bytes > _ROOM * self.limit:
             _, name = heappop(ends)
-            for file in files[name]:
-                self._known.discard(file)
-                with suppress(OSError):
-                    file.unlink()
+            self.remove(files[name])
             self.bytes -= sizes[name]
             parent = parents[name]
             children[parent] -= 1
