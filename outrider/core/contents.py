@@ -89,7 +89,7 @@ class ContentFolder:
             if not isinstance(error, FileNotFoundError):
                 self._tell(f"{file} cannot be read ({error.strerror}); it is left out")
             return None
-        if len(found) == HEAD + size and found[:HEAD] == MAGIC + _sum(file, [found[HEAD:]]):
+        if len(found) == HEAD + size and bytes(found[:HEAD]) == MAGIC + _sum(file, [found[HEAD:]]):
             self._known.add(file)
             return found[HEAD:]
         self._known.discard(file)
