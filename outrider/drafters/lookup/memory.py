@@ -124,7 +124,7 @@ class TextMemory:
         found = self.folder.read(file, about.st_size - HEAD)
         if found is None or len(found) % _NUMBERS:
             return None
-        tokens, order = np.frombuffer(found, np.int32).reshape(2, -1)
+        tokens, order = np.frombuffer(found, np.int32).reshape(2, -1).copy()  # aligned
         try:
             index = Index(tokens, order, about.st_mtime)
         except ValueError:
