@@ -20,8 +20,7 @@ from outrider.core.types import Budget, Commit
 from outrider.drafters.base import Drafter
 from outrider.drafters.heads.block.drafter import BlockDrafter
 from outrider.drafters.heads.block.module import BlockConfig
-from outrider.drafters.heads.eagle.drafter import EagleDrafter, PEagleDrafter
-from outrider.drafters.heads.eagle.model import eagle_model
+from outrider.drafters.heads.eagle.drafter import EagleDrafter, PEagleDrafter, eagle_model
 from outrider.drafters.heads.eagle.module import EagleConfig
 from outrider.drafters.heads.mtp import mtp_model
 from outrider.drafters.heads.reading import HeadWeights

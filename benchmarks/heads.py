@@ -22,8 +22,7 @@ from benchmarks import headline
 from benchmarks.head_kinds import kinds_table
 from benchmarks.report import console, rich_table
 from outrider.core.types import Budget, Commit
-from outrider.drafters.heads.eagle.drafter import EagleDrafter
-from outrider.drafters.heads.eagle.model import eagle_model
+from outrider.drafters.heads.eagle.drafter import EagleDrafter, eagle_model
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.kernels import cpu as native

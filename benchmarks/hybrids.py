@@ -28,7 +28,7 @@ from benchmarks.machine import cores
 from benchmarks.peers.ours import some_tokens
 from outrider.models import states
 from outrider.models.builtin.shipped import builtin_folder
-from outrider.models.hf import steps
+from outrider.models.hf import recurrent
 from outrider.models.hf.model import HFModel
 from outrider.models.nodes import Nodes
 
@@ -81,13 +81,13 @@ class Hybrid:
 
     def prefill(self, native: bool) -> float:
         """Seconds for `context` tokens of another text."""
-        before = {**steps.STEPS}
+        before = {**recurrent.STEPS}
         try:
             if not native:
-                steps.STEPS.update(dict.fromkeys(before, _nothing))
+                recurrent.STEPS.update(dict.fromkeys(before, _nothing))
             return self._feed(1, self.context)
         finally:
-            steps.STEPS.update(before)
+            recurrent.STEPS.update(before)
             self._cache.release(1)
 
 

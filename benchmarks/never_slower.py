@@ -3,7 +3,7 @@
     python -m benchmarks.never_slower                                       synthetic 160M, some minutes
     python -m benchmarks.never_slower --cases wrong noisy --texts 2 --tokens 512
 
-In each case plain decoding and the planner write the same texts, in turns of a few tokens (outrider.lab.bench.interleave).
+In each case plain decoding and the planner write the same texts, in turns of a few tokens (outrider.lab.tune.race).
 Costs are measured as at load. Asked: 0.99 of plain. `after_256` leaves out the first 256 tokens of each text.
 """
 
@@ -32,7 +32,7 @@ from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.engine.calibrate import measure as measure_costs
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request
-from outrider.lab.bench.interleave import TimedRun, interleave
+from outrider.lab.tune.race import TimedRun, interleave
 from outrider.models.load import Loaded, load
 from outrider.testing.stubs import Noisy, Wrong
 

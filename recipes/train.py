@@ -27,8 +27,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from outrider.train.muon import Muon
-from outrider.train.trainer import rate
+from outrider.train.trainer import Muon, rate
 from recipes.bigram import start_as_bigram
 from recipes.models import build, export
 

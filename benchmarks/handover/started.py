@@ -26,8 +26,7 @@ from outrider import LLM, SamplingParams
 from outrider.drafters.heads.files import open_head
 from outrider.integrations.engines.handover import hand_over, write_files, write_head
 from outrider.lab.bench.prompts import read
-from outrider.lab.tune.engine import engine_counters
-from outrider.lab.tune.server import EngineServer, ServerFailed, free_port
+from outrider.lab.tune.engine import EngineServer, ServerFailed, engine_counters, free_port
 from outrider.models.load import load
 
 TARGET = "builtin:code"

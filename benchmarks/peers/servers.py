@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks import PEERS
 from benchmarks.peers.llama_cpp import converted, installed
 from benchmarks.peers.llama_server import LlamaServer
-from outrider.lab.tune.server import free_port
+from outrider.lab.tune.engine import free_port
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from benchmarks.peers.llama_server import LLAMA, LOOKUP, LlamaServer
 from outrider.core.params import SamplingParams
 from outrider.engine.llm import LLM
 from outrider.engine.prefix_cache import PrefixCache
-from outrider.lab.bench.interleave import TimedRun, interleave
 from outrider.lab.bench.local import SampleRecorder
+from outrider.lab.tune.race import TimedRun, interleave
 from outrider.models.load import load
 
 STRETCH = 8  # tokens that a method writes before the next one's turn

@@ -217,8 +217,8 @@ def _make_head(name: str, folder: Path) -> None:
 
 
 def _load_eagle(folder: Path) -> None:
+    from outrider.drafters.heads.eagle.drafter import eagle_model
     from outrider.drafters.heads.eagle.files import read_eagle
-    from outrider.drafters.heads.eagle.model import eagle_model
     from outrider.models.base import Chain
 
     target = _target()

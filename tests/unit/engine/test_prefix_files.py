@@ -29,9 +29,8 @@ from outrider.core.contents import ContentFolder
 from outrider.core.files import byte_count
 from outrider.core.params import SamplingParams
 from outrider.drafters.base import BaseDrafter, NoDraft
-from outrider.drafters.heads.eagle.drafter import EagleDrafter
+from outrider.drafters.heads.eagle.drafter import EagleDrafter, eagle_model
 from outrider.drafters.heads.eagle.files import read_eagle
-from outrider.drafters.heads.eagle.model import eagle_model
 from outrider.drafters.model import draft_model
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.engine import prefix_files

@@ -16,7 +16,7 @@ from outrider.core.tree import tree
 from outrider.kernels import cpu as native
 from outrider.models.base import FINAL_NORM
 from outrider.models.hf.model import HFModel
-from outrider.models.native import states
+from outrider.models.native import step
 from outrider.models.native.model import NativeModel, supports
 from outrider.models.nodes import Nodes
 
@@ -73,12 +73,12 @@ def test_rows_do_not_depend_on_their_neighbours(name: str) -> None:
     assert_rows_do_not_depend_on_their_neighbours(pair(name)[1])
 
 
-@pytest.mark.parametrize("kept", [1, states.KEPT])
+@pytest.mark.parametrize("kept", [1, step.KEPT])
 @pytest.mark.parametrize("name", ["falcon_h1", "qwen3_5"])
 def test_after_any_history_the_state_is_that_of_the_tokens(
     name: str, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(states, "KEPT", kept)
+    monkeypatch.setattr(step, "KEPT", kept)
     check_histories(pair(name)[1], 60)
 
 

@@ -28,7 +28,7 @@ from outrider.kernels import cpu as native
 from outrider.models import states
 from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.cache import SlotCache
-from outrider.models.hf import recurrent, steps
+from outrider.models.hf import recurrent
 from outrider.models.hf.model import HFModel
 from outrider.models.nodes import Nodes
 from outrider.models.states import KEPT, LayerStates, NodeChain
@@ -162,7 +162,7 @@ def test_planted_faults_are_found(fault: Callable[[pytest.MonkeyPatch], None], m
 
 def test_a_window_that_is_one_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(chains: list[NodeChain], inputs: list[torch.Tensor]) -> tuple[torch.Tensor, list[list[states.State]]]:
-        found, after = steps.windows(chains, inputs)
+        found, after = recurrent.windows(chains, inputs)
         return found.roll(1, -1), after
 
     assert not model_of("lfm2")[1].recurrences.by_node
@@ -180,13 +180,13 @@ def test_the_kernels_are_used(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     def none(kind: str, *_: object) -> None:
         raise AssertionError(f"{kind} has a kernel")
 
-    monkeypatch.setattr(steps, "_by_itself", none)
+    monkeypatch.setattr(recurrent, "_by_itself", none)
     assert HFModel(tiny(name)).recurrences.by_node == slow, "whole layers go node by node only where there is no step"
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "mamba"])
 def test_without_kernels_the_functions_themselves_are_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "STEPS", dict.fromkeys(steps.STEPS, lambda _: None))
+    monkeypatch.setattr(recurrent, "STEPS", dict.fromkeys(recurrent.STEPS, lambda _: None))
     raw, model = tiny(name), HFModel(tiny(name))
     assert not model.recurrences.by_node
     texts = [raw.generate(torch.tensor([p]), do_sample=False, max_new_tokens=8)[0].tolist() for p in prompts(3, 13)]

@@ -18,8 +18,8 @@ from heads import GOLDEN, small_target
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
+from outrider.drafters.heads.eagle.drafter import eagle_model
 from outrider.drafters.heads.eagle.files import read_eagle
-from outrider.drafters.heads.eagle.model import eagle_model
 from outrider.kernels import cpu as native
 from outrider.kernels.cpu import Packed
 from outrider.models import pretrained

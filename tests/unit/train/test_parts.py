@@ -17,10 +17,9 @@ from outrider.models.load import load, modules
 from outrider.train import prompts
 from outrider.train.answers import AnswerFile, TrainingText, parted, write_answers
 from outrider.train.batches import batch_of, count_tokens, draw_anchors, epoch, positions
-from outrider.train.block import mask_token
-from outrider.train.eagle import TrainedEagle, copy_last_layer_, unrolled
 from outrider.train.folder import verdict
 from outrider.train.method import divergence, loss_of
+from outrider.train.methods import TrainedEagle, copy_last_layer_, mask_token, unrolled
 from outrider.train.prompts import sources
 from outrider.train.survival import Survival, noise_given
 from outrider.train.teacher import Teacher

@@ -1,28 +1,214 @@
-"""Drafts with a trained head of the EAGLE family: EAGLE-1, EAGLE-3 and EAGLE-3.1 as chains and trees, P-EAGLE in one forward."""
+"""Drafts with a trained head of the EAGLE family: EAGLE-1, EAGLE-3 and EAGLE-3.1 as chains and trees, P-EAGLE in one forward.
+
+A head works over the slot cache and at draft trees: by the native step, or in torch over packed linears.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from outrider.core.sampling import TokenSubset
 from outrider.core.tree import chain
 from outrider.core.types import Commit
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.eagle.files import read_eagle
-from outrider.drafters.heads.eagle.model import eagle_model
-from outrider.drafters.heads.eagle.module import EagleConfig
-from outrider.drafters.heads.features import PairModel, PairReader
+from outrider.drafters.heads.eagle.module import EagleConfig, EagleEquations
+from outrider.drafters.heads.features import HeadOutput, PairModel, PairReader, last_nodes
 from outrider.drafters.heads.lattice import ParallelDrafter, chains_only
+from outrider.drafters.heads.layers import Linears, PackedLayer, Rotary, precision_of
+from outrider.drafters.heads.native import NativePairs
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.drafters.heads.selftest import DEPTH, DraftHits, head_drafter, parallel_survival
 from outrider.drafters.model.confidence import FOR_HEADS, LogitError
 from outrider.drafters.model.tree_drafter import GrowthSettings, TreeDrafter
+from outrider.kernels import cpu as native
+from outrider.kernels.attention import Scoring
+from outrider.models.attention import attend, write
 from outrider.models.base import LanguageModel, Want
+from outrider.models.cache import SCRATCH, SlotCache
+from outrider.models.native.parts import attention, gated_mlp
+from outrider.models.native.program import Builder, Program
 from outrider.models.nodes import Nodes
+
+_FEATURE_NORM = "feature_norm"  # of what comes from the target: one norm, or one for each tap
+
+
+def eagle_model(
+    head: HeadWeights[EagleConfig],
+    target: LanguageModel,
+    max_length: int,
+    quantization: str = "auto",
+    *,
+    plain: bool = False,
+) -> PairModel:
+    """A head that is ready to draft: by the native step on a CPU.
+
+    target: gives the embedding, unless the head has its own. quantization: "auto", "none", "int8" or "int4".
+    max_length: tokens of the longest text. plain: in torch also where the native step could run it; the reference.
+    """
+    config, length = head.config, min(max_length, head.config.max_position_embeddings)
+    precision = precision_of(quantization, [t for n, t in head.tensors.items() if "norm" not in n])
+    runs = target.device.type == "cpu" and native.available()
+    if runs and not plain and (table := _table(head, target)) is not None:
+        program = _program(head, _EagleSource(head, precision, table))
+        made = NativePairs(program, config.taps, length, _subset(head, target))
+        made.weight_bytes //= max(config.parallel_drafts, 1)
+        return made
+    return TorchEagle(head, target, length, precision)
+
+
+def _table(head: HeadWeights[EagleConfig], target: LanguageModel) -> native.Packed | Tensor | None:
+    own = head.own_embedding
+    return target.embedding_table if own is None else own.contiguous()
+
+
+def _subset(head: HeadWeights[EagleConfig], target: LanguageModel) -> TokenSubset | None:
+    """The draft vocabulary; None if it is the whole one."""
+    if len(head.token_ids) == (whole := head.config.vocab_size):
+        return None
+    return TokenSubset(head.token_ids.to(target.device), whole)
+
+
+class _EagleSource:
+    """The tensors of a head, by their names in its file."""
+
+    def __init__(self, head: HeadWeights[EagleConfig], precision: str, table: native.Packed | Tensor | None) -> None:
+        self._tensors, self._precision, self._embedding = dict(head.tensors), precision, table
+        self.vocab_size, ids = head.config.vocab_size, head.token_ids.long().contiguous()
+        self.head_ids = ids if len(ids) < self.vocab_size else None
+        taps = range(len(head.config.taps))
+        parts = [self.tensor(f"{n}.weight") for n in ("input_norm", *(f"fc_norm.{i}" for i in taps))]
+        if found := [t for t in parts if t is not None]:
+            self._tensors[f"{_FEATURE_NORM}.weight"] = torch.cat(found)
+
+    def matrix(self, *names: str, paired: bool = False) -> native.Packed:
+        biases = [self._tensors.get(f"{n}.bias") for n in names]
+        return native.Packed([self._tensors[f"{n}.weight"] for n in names], self._precision, biases, paired=paired)
+
+    def experts(self, name: str) -> Sequence[native.Packed]:
+        """No head of this kind has any."""
+        raise KeyError(name)
+
+    def latent(self, name: str, heads: int, keys: int) -> Sequence[native.Packed]:
+        """No head of this kind has one."""
+        raise KeyError(name)
+
+    def table(self, name: str) -> native.Packed | Tensor:
+        assert self._embedding is not None
+        return self._embedding
+
+    def tensor(self, name: str) -> Tensor | None:
+        found = self._tensors.get(name)
+        return None if found is None else found.float().contiguous()
+
+    def number(self, name: str, default: Any = None) -> Any:
+        return default
+
+
+def _program(head: HeadWeights[EagleConfig], source: _EagleSource) -> Program:
+    """EAGLE-3: its first layer attends over [norm(e); norm(g)]. EAGLE-1: over fc([e; g]).
+
+    e is the embedding of a token, and g the state before it: made by fc of features of the target, or what the head fed back."""
+    c, b, eps = head.config, Builder(source), head.config.rms_norm_eps
+    hidden, taps = c.hidden_size, len(c.taps)
+    pair = b.value(2 * hidden)
+    token, state = pair.split(hidden, hidden)
+    b.embed(out=token)
+    if c.eagle1:
+        b.given(hidden, out=state)
+        x = h = b.linear(pair, "fc", width=hidden)
+    else:
+        features = b.given(taps * c.target_hidden_size, when="features")
+        if b.has(_FEATURE_NORM):
+            group = c.target_hidden_size if c.fc_norm else 0
+            b.norm(features, _FEATURE_NORM, eps=eps, group=group, per_group=True, out=features, when="features")
+        x, h = b.linear(features, "fc", width=hidden, when="features"), pair
+        b.given(hidden, when="fed", out=x)
+        b.norm(token, "layers.0.input_layernorm", eps=eps, out=token)
+        b.norm(x, "layers.0.hidden_norm", eps=eps, out=state)
+        x = state if c.norm_before_residual else x
+    table = b.angles(*c.rotary())
+    for b.layer in range(c.num_layers):
+        layer = f"layers.{b.layer}"
+        if b.layer:
+            h = b.norm(x, f"{layer}.input_layernorm", eps=eps)
+        attention(
+            b, h, x, f"{layer}.self_attn", heads=c.num_attention_heads, kv_heads=c.num_key_value_heads, dim=c.head_dim,
+            table=table, scale=c.head_dim**-0.5, eps=eps,
+        )  # fmt: skip
+        h = b.norm(x, f"{layer}.post_attention_layernorm", eps=eps)
+        gated_mlp(b, h, x, f"{layer}.mlp", width=c.intermediate_size, activation="silu")
+    b.layer = -1
+    last = b.norm(x, "norm", eps=eps) if b.has("norm") else x
+    b.head(last, fed_back=last if c.norm_output else x)
+    return b.program()
+
+
+class TorchEagle(EagleEquations, PairModel):
+    """In torch over packed linears: for other devices, and the reference of the native step."""
+
+    def __init__(self, head: HeadWeights[EagleConfig], target: LanguageModel, max_length: int, precision: str) -> None:
+        """precision: of the linears."""
+        self.config = config = head.config
+        self.taps, self.device, self.vocab_size = config.taps, target.device, config.vocab_size
+        self.max_length, self.subset, own = max_length, _subset(head, target), head.own_embedding
+        self.embed_tokens = target.embedding_rows
+        if own is not None:
+            table = own.to(self.device)
+            self.embed_tokens = lambda tokens: table[tokens].float()
+        made = Linears(self.device, precision, head.tensors, config.rms_norm_eps)
+        self.fc = made.named("fc")
+        fused = 0 if config.eagle1 else made.bytes
+        self.layers = [PackedLayer(made, i, "qkv") for i in range(config.num_layers)]
+        self._lm_head = made.named("lm_head")
+        self.weight_bytes = (made.bytes - fused) // max(config.parallel_drafts, 1)
+        self.input_norm, self._norm = made.norm("input_norm"), made.norm("norm")
+        self.fc_norm = [made.norm(f"fc_norm.{i}") for i in range(len(config.taps))]
+        self._rotary = Rotary(config, self.max_length + SCRATCH, self.device)
+        self._scoring = Scoring(config.head_dim**-0.5)
+
+    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
+        return SlotCache(num_slots, min(max_length, self.max_length))
+
+    def forward(
+        self, nodes: Nodes, features: Tensor | None = None, *, g: Tensor | None = None, want: Want | int = "all"
+    ) -> HeadOutput:
+        zeros = torch.zeros(*nodes.tokens.shape, self.config.hidden_size, device=self.device)
+        given = (zeros if g is None else g) if features is None else self.fuse(features.float())
+        nodes = nodes.to(self.device)
+        nodes.cache.reserve(nodes.slots, nodes.total)
+        c, batch = self.config, len(nodes.slots)
+        x, residual = self.pairs(nodes.tokens, given)
+        y = residual
+        for i, layer in enumerate(self.layers):
+            if i:
+                x, residual = layer.input_layernorm(y), y
+            query = self._written(nodes, i, layer, x)
+            last = i == len(self.layers) - 1
+            if last and want == "none":
+                return HeadOutput(x.new_empty(batch, 0, c.draft_vocab_size), x.new_empty(batch, 0, c.hidden_size))
+            attended = attend(nodes, i, query.transpose(1, 2), self._scoring).flatten(2)
+            if last and want != "all":
+                own = last_nodes(nodes, want if isinstance(want, int) else 1)
+                attended, residual = attended[own], residual[own]
+            y = layer.after(residual, attended)
+        z = self._norm(y)
+        return HeadOutput(self._lm_head(z), z if c.norm_output else y)
+
+    def _written(self, nodes: Nodes, i: int, layer: PackedLayer, x: Tensor) -> Tensor:
+        """Write the keys and values of a layer. Returns the rotated queries, [batch, node, head, head_dim]."""
+        c = self.config
+        heads = layer.reads[0](x).unflatten(-1, (-1, c.head_dim))
+        query, key, value = heads.split([c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads], -2)
+        both = self._rotary(torch.cat([layer.q_norm(query), layer.k_norm(key)], -2), nodes.positions)
+        query, key = both.split([c.num_attention_heads, c.num_key_value_heads], -2)
+        write(nodes, i, key.transpose(1, 2), value.transpose(1, 2))
+        return query
 
 
 class EagleDrafter(PairReader, TreeDrafter):

@@ -14,10 +14,10 @@ from outrider.core.origins import ACCEPTED, BONUS, CORRECTED, PLAIN
 from outrider.lab.bench import stats
 from outrider.lab.bench.report import charts
 from outrider.lab.bench.report.analysis import PHASES, SettingResult, analyse, by_category, drift
+from outrider.lab.bench.report.charts import environment
 from outrider.lab.bench.report.compare import compare_runs
 from outrider.lab.bench.report.format import amount, bounds, count, duration, factor, percent, size
 from outrider.lab.bench.report.recommend import Recommendation, no_answers, recommend
-from outrider.lab.bench.report.svg import environment
 from outrider.lab.bench.run import PromptRecord, Run, Sample
 
 # Characters of a prompt, tokens of an answer, prompts at either end, columns of a table.

@@ -14,8 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider import SamplingParams
 from outrider.control import Fixed
 from outrider.drafters.base import BaseDrafter
-from outrider.drafters.heads.eagle.drafter import EagleDrafter
-from outrider.drafters.heads.eagle.model import eagle_model
+from outrider.drafters.heads.eagle.drafter import EagleDrafter, eagle_model
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
 from outrider.drafters.heads.medusa.drafter import MedusaDrafter
 from outrider.drafters.heads.medusa.files import MedusaWeights

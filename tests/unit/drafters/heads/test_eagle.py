@@ -20,9 +20,8 @@ from outrider import LLM, SamplingParams
 from outrider.control import Fixed
 from outrider.core.types import Budget, Draft
 from outrider.drafters.base import DraftContext
-from outrider.drafters.heads.eagle.drafter import EagleDrafter
+from outrider.drafters.heads.eagle.drafter import EagleDrafter, eagle_model
 from outrider.drafters.heads.eagle.files import read_eagle
-from outrider.drafters.heads.eagle.model import eagle_model
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.engine import Engine

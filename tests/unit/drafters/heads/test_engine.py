@@ -14,9 +14,8 @@ from helpers import plain_texts, request
 from outrider import LLM, SamplingParams
 from outrider.drafters.heads.block.drafter import BlockDrafter
 from outrider.drafters.heads.block.files import read_block
-from outrider.drafters.heads.eagle.drafter import EagleDrafter
+from outrider.drafters.heads.eagle.drafter import EagleDrafter, eagle_model
 from outrider.drafters.heads.eagle.files import read_eagle
-from outrider.drafters.heads.eagle.model import eagle_model
 from outrider.engine import Engine
 from outrider.engine.memory import Memory, per_token
 from outrider.models.cache import SCRATCH

@@ -14,9 +14,8 @@ from outrider import LLM, SamplingParams
 from outrider.cli.tune import candidates
 from outrider.drafters import make_drafter, make_drafters
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.heads.eagle.drafter import EagleDrafter
+from outrider.drafters.heads.eagle.drafter import EagleDrafter, eagle_model
 from outrider.drafters.heads.eagle.files import read_eagle
-from outrider.drafters.heads.eagle.model import eagle_model
 from outrider.drafters.heads.files import open_head, own_head
 from outrider.drafters.heads.selftest import examine
 from outrider.drafters.method import TuneInputs

@@ -21,9 +21,8 @@ from outrider.core.types import Draft
 from outrider.drafters.base import DraftContext
 from outrider.drafters.heads.block.drafter import BlockDrafter
 from outrider.drafters.heads.block.files import read_block
-from outrider.drafters.heads.eagle.drafter import EagleDrafter, PEagleDrafter
+from outrider.drafters.heads.eagle.drafter import EagleDrafter, PEagleDrafter, eagle_model
 from outrider.drafters.heads.eagle.files import read_eagle
-from outrider.drafters.heads.eagle.model import eagle_model
 from outrider.drafters.heads.medusa.drafter import MedusaDrafter
 from outrider.drafters.heads.medusa.files import read_medusa
 from outrider.engine import Engine

@@ -22,9 +22,8 @@ from outrider.drafters import make_drafter
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.block.drafter import BlockDrafter
 from outrider.drafters.heads.block.files import read_block
-from outrider.drafters.heads.eagle.drafter import EagleDrafter, PEagleDrafter, survival
+from outrider.drafters.heads.eagle.drafter import EagleDrafter, PEagleDrafter, eagle_model, survival
 from outrider.drafters.heads.eagle.files import read_eagle
-from outrider.drafters.heads.eagle.model import eagle_model
 from outrider.drafters.heads.eagle.module import EagleConfig
 from outrider.drafters.heads.features import PairModel
 from outrider.drafters.heads.files import head_kind

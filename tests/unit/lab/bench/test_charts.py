@@ -7,13 +7,12 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.lab.bench.report import svg
-from outrider.lab.bench.report.svg import Scale, draw
+from outrider.lab.bench.report.charts import Scale, around, draw
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1), st.booleans(), st.booleans())
 def test_scales_hold_what_they_show(values: list[float], zero: bool, log: bool) -> None:
-    scale = svg.around(values, zero=zero, log=log and not zero)
+    scale = around(values, zero=zero, log=log and not zero)
     assert all(0 <= scale.at(v) <= 100 for v in values)
     assert all(math.isfinite(t) and -0.1 <= scale.at(t) <= 100.1 for t in scale.ticks())
     assert 1 <= len(scale.ticks()) <= 8

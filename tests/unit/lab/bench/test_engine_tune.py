@@ -18,15 +18,23 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
-from outrider.cli.tune import candidates
-from outrider.cli.tune_engine import EngineOptions, show_trials, tune_engine, verdict
+from outrider.cli.tune import EngineOptions, candidates, show_trials, tune_engine, verdict
 from outrider.drafters.method import TuneInputs
 from outrider.lab.bench.prompts import Prompt
 from outrider.lab.bench.run import Sample
 from outrider.lab.plan.acceptance_curve import find_curve
-from outrider.lab.tune.engine import AGAIN, EngineSearch, EngineTrial, command_words
+from outrider.lab.tune.engine import (
+    AGAIN,
+    EngineSearch,
+    EngineServer,
+    EngineTrial,
+    ServerFailed,
+    command_words,
+    free_port,
+    members,
+    taken,
+)
 from outrider.lab.tune.race import as_run
-from outrider.lab.tune.server import EngineServer, ServerFailed, free_port, members, taken
 
 FAKE = [sys.executable, str(Path(__file__).parents[3] / "support" / "fake_engine.py")]
 PROMPTS = [Prompt(word, "", f"{word} words") for word in ("one", "two", "six")]
@@ -184,7 +192,7 @@ def test_children_are_stopped_too(tmp_path: Path) -> None:
         child = int(log.read_text().split("child ")[1].split()[0])
         session = os.getsid(child)
         assert child in [process.pid for process in members(session)]
-        patch.setattr("outrider.lab.tune.server._STOP", 1.0)
+        patch.setattr("outrider.lab.tune.engine._STOP", 1.0)
         server.stop()
     assert members(session) == []
     assert not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text()

@@ -6,8 +6,8 @@ from helpers import decoder, plain_texts, request
 from outrider.control import Fixed
 from outrider.core.params import SamplingParams
 from outrider.drafters import ModelDrafter, NoDraft
-from outrider.lab.bench.interleave import TimedRun, interleave
 from outrider.lab.bench.local import SampleRecorder
+from outrider.lab.tune.race import TimedRun, interleave
 from outrider.testing.toy import ToyModel
 
 REQUEST = request([1, 2, 3], SamplingParams(max_tokens=21, ignore_eos=True))

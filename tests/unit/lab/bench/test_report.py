@@ -26,9 +26,9 @@ from outrider.lab.bench.report.analysis import (
     floor,
     step_seconds,
 )
+from outrider.lab.bench.report.charts import Scale
 from outrider.lab.bench.report.page import render, visible, write
 from outrider.lab.bench.report.recommend import BROKEN, CHANGE, DROP, KEEP, OPEN, recommend
-from outrider.lab.bench.report.svg import Scale
 from outrider.lab.bench.run import Limits, Run, Sample
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
