@@ -129,11 +129,12 @@ def served() -> Walk:
     """The walk of a chat request."""
     walk = Walk()
     from outrider.serve.app import create_app
-    from outrider.serve.assembly import assemble
     from outrider.serve.options import ServeOptions
+    from outrider.serve.pool import ModelPool
 
-    server = assemble(ServeOptions(model="builtin:code"))
-    app = create_app(server.service, server.metrics)
+    pool = ModelPool.of([ServeOptions(model="builtin:code")])
+    pool.start()
+    app = create_app(pool)
 
     async def run() -> None:
         await post(app, "/v1/chat/completions", {**BODY, "seed": 2})
@@ -141,9 +142,9 @@ def served() -> Walk:
         answer = await post(app, "/v1/chat/completions", BODY)
         walk.end()
         assert answer.endswith(b"data: [DONE]\n\n"), answer
+        await pool.close()
 
     asyncio.run(run())
-    server.service.close()
     return walk
 
 

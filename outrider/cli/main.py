@@ -119,6 +119,7 @@ add(
     serve,
     "outrider serve builtin:code",
     "outrider serve ./my-model -d ./my-small-model -k 4",
+    "outrider serve smollm2 ./coder.gguf --memory 12GiB --speculative-config coder=coder.json",
     "OUTRIDER_API_KEY=... outrider serve builtin:code --host 0.0.0.0 --metrics-prefix vllm",
     usual="-d -k --method --host --port --api-key --served-model-name --quantization --max-model-len --max-num-seqs --trace",
 )

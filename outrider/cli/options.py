@@ -6,7 +6,7 @@ A group is `outrider.serve.options.Options`. `grouped` lets a command take a gro
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -110,13 +110,15 @@ def validated(kind: type[Kind], **given: Any) -> Kind:
 
 
 def full_name(name: Any) -> Any:
-    """The name of the built-in model that a short name means: smollm2 is builtin:smollm2-135m. Other names stay.
+    """The name of the built-in model that a short name means: smollm2 is builtin:smollm2-135m. Others stay, also in a list.
 
     A file or a folder here goes before a built-in model.
     """
     from outrider.models.builtin.download import DOWNLOADS
     from outrider.models.builtin.shipped import BUILTIN
 
+    if isinstance(name, list):
+        return [full_name(one) for one in name]
     if not isinstance(name, str) or Path(name).exists():
         return name
     known = {full.removeprefix("builtin:"): full for full in (*BUILTIN, *DOWNLOADS)}
@@ -128,6 +130,10 @@ MODEL = "A folder, a GGUF file, a hub name or a built-in model."
 Model = Annotated[str, option("Model", MODEL, "--model", "-m", callback=full_name)]
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, callback=full_name)]
 ModelFirst = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL, callback=full_name)]
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="MODEL...", help=f"{MODEL} Several: each is loaded when asked for.", callback=full_name),
+]
 ModelInstead = Annotated[
     str | None, option("Model", "The same as the argument MODEL.", "--model", "-m", callback=full_name)
 ]
@@ -205,6 +211,51 @@ DRAFT_MODEL: Any = SpeculationOptions.model_fields["draft_model"]
 NUM_SPECULATIVE_TOKENS: Any = SpeculationOptions.model_fields["num_speculative_tokens"]
 DraftModel = Annotated[str | None, _option(DRAFT_MODEL)]
 NumSpeculativeTokens = Annotated[int | None, _option(NUM_SPECULATIVE_TOKENS)]
+
+
+class ServedSpeculationOptions(SpeculationOptions):
+    """How to speculate for each model of a server."""
+
+    speculative_config: list[str] | None = setting(  # pyright: ignore[reportIncompatibleVariableOverride]
+        None,
+        "Speculation",
+        "All of this as JSON or a file, in place of these options. Of one of several models: NAME=JSON|FILE.",
+        metavar="JSON|FILE",
+    )
+
+    def configs(self, models: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+        """The speculative_config of each model, by the name that clients use. models: what to load, by that name.
+
+        Raises ValueError for options that exclude another, and for a name that no model has.
+        """
+        named, everyone = dict[str, str](), list[str]()
+        for given in self.speculative_config or ():
+            name, equal, rest = given.partition("=")
+            if name in models:
+                named[name] = rest
+            elif equal and not given.lstrip().startswith("{") and not Path(given).is_file():
+                raise ValueError(
+                    f"--speculative-config {name}=...: no model has this name; they are {', '.join(models)}"
+                )
+            else:
+                everyone.append(given)
+        if len(everyone) > 1:
+            raise ValueError(
+                "--speculative-config is given twice; for one of several models write NAME=JSON or NAME=FILE"
+            )
+        if len(models) > 1 and self.draft_model is not None:
+            name = next(iter(models))
+            raise ValueError(
+                f"--draft-model {self.draft_model} drafts for one model, and there are {len(models)}; name the model: "
+                f"--speculative-config '{name}={json.dumps({'model': self.draft_model})}'"
+            )
+        shared = self.model_dump(exclude={"speculative_config"})
+        chosen = {name: named.get(name, everyone[0] if everyone else None) for name in models}
+        kept = {name: {} if name in named else shared for name in models}
+        return {
+            name: SpeculationOptions(**kept[name], speculative_config=chosen[name]).config(model)
+            for name, model in models.items()
+        }
 
 
 class PromptSpeculationOptions(SpeculationOptions):

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from outrider.cli.options import (
     Debug,
-    ModelFirst,
     ModelInstead,
-    SpeculationOptions,
+    Models,
+    ServedSpeculationOptions,
     TraceOptions,
     one_model,
     option,
@@ -20,17 +20,17 @@ from outrider.cli.options import (
 )
 from outrider.cli.terminal import DIM, loading, paint, readable
 from outrider.core.extras import needs
-from outrider.serve.options import ServeOptions, public_name
+from outrider.serve.options import ServeOptions, public_name, served_name
 
 if TYPE_CHECKING:
-    from outrider.serve.assembly import Assembly
+    from outrider.serve.pool import ModelPool
 
 
 def serve(
-    model: ModelFirst = None,
+    model: Models = None,
     *,
     model_option: ModelInstead = None,
-    speculation: SpeculationOptions,
+    speculation: ServedSpeculationOptions,
     given: Annotated[dict[str, Any], ServeOptions],
     log_file: Annotated[Path | None, option("Output", "Write the log to this file, not to standard error.")] = None,
     trace: TraceOptions,
@@ -44,11 +44,18 @@ def serve(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Serve a model with OpenAI's API. Requests are batched, and each gets the text that it would get alone."""
+    """Serve a model, or several. Requests are batched, and each gets the text that it would get alone."""
     with readable(debug):
-        model = one_model(model, model_option)
-        options = validated(ServeOptions, model=model, speculative_config=speculation.config(model), **given)
-        with loading(model):
+        models = model or [one_model(None, model_option)]
+        if model and model_option:
+            one_model(model[0], model_option)  # says that these are two ways
+        settings = _settings(models, speculation, given)
+        options = settings[0]
+        if len(models) > 1 and trace.trace is not None:
+            raise ValueError(
+                f"--trace {trace.trace} holds the steps of one model, and there are {len(models)}; serve one of them"
+            )
+        with loading(models[0]):
             with needs("serve", "the server"):
                 from outrider.serve.connection import bound
 
@@ -56,7 +63,7 @@ def serve(
                 sockets = [one for port in ports for one in bound(options.host, port)]  # before seconds of imports
                 from outrider.serve import logs
                 from outrider.serve.app import create_app
-                from outrider.serve.assembly import assemble
+                from outrider.serve.pool import ModelPool
             from outrider.engine.memory import gib
 
             spans = None
@@ -65,9 +72,10 @@ def serve(
                     from outrider.serve.spans import Spans
                 spans = Spans(otlp_traces_endpoint)
             started = perf_counter()
-            made = assemble(options, trace.recorder("counts"), fit=True)
-        service, llm, engine = made.service, made.service.llm, made.service.engine
-        logs.start(log_file, made.metrics.log_failures.inc)
+            pool = ModelPool.of(settings, trace.recorder("counts"), fit=True)
+            made = pool.start()
+        llm, engine = made.service.llm, made.service.engine
+        logs.start(log_file, pool.metrics.log_failures.inc)
         name, said = options.model_name, options.served_model_name or public_name(llm.loaded.name)
         facts = [
             f"{said} is ready after {perf_counter() - started:.1f} s: {'+'.join(llm.config.methods)}",
@@ -77,14 +85,32 @@ def serve(
             *([f"kept as {options.kv_cache_dtype}"] if options.kv_cache_dtype != "auto" else []),
         ]
         what = "; ".join([", ".join(facts), *made.notes, *([f"clients call it {name}"] if name != said else [])])
-        _run(create_app(service, made.metrics, spans), made, sockets, what)
+        if others := [f"{one.name} ({gib(one.weights)})" for one in pool.models[1:]]:
+            what += f"\nloaded when asked for: {', '.join(others)}; all that are loaded take at most {gib(int(pool.memory))}"
+        _run(create_app(pool, spans), pool, sockets, what, made.chats)
 
 
-def _run(app: Any, made: Assembly, sockets: list[socket.socket], what: str) -> None:
-    """Serve at sockets that are bound; the first is for clients. what: is said when it is ready."""
+def _settings(models: list[str], speculation: ServedSpeculationOptions, given: dict[str, Any]) -> list[ServeOptions]:
+    """The options of each model. Raises ValueError for those of one model, if there are several."""
+    for name in ("served_model_name", "chat_template", "learn"):
+        if len(models) > 1 and given.get(name) is not None:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is for one model, and there are {len(models)}; serve that one alone"
+            )
+    named = {given.get("served_model_name") or served_name(model): model for model in models}
+    if len(named) < len(models):
+        raise ValueError(
+            f"two models are called alike: {', '.join(models)}; give one of the files or folders another name"
+        )
+    configs = speculation.configs(named)
+    return [validated(ServeOptions, model=m, speculative_config=configs[name], **given) for name, m in named.items()]
+
+
+def _run(app: Any, pool: ModelPool, sockets: list[socket.socket], what: str, chats: bool) -> None:
+    """Serve at sockets that are bound; the first is for clients. what: is said when it is ready. chats: the first model does."""
     from outrider.serve.connection import ManyWaiting, http_config
 
-    service, options, port = made.service, made.service.settings, sockets[0].getsockname()[1]
+    options, port = pool.settings, sockets[0].getsockname()[1]
 
     class Server(ManyWaiting):
         """Says when it is ready. When stopped, it lets requests finish for a while, then returns what they have."""
@@ -93,15 +119,16 @@ def _run(app: Any, made: Assembly, sockets: list[socket.socket], what: str) -> N
             await super().startup(sockets)
             if self.started:
                 print(what)
-                ready_lines(options, port, made.chats, "ctrl-C")
+                ready_lines(options, port, chats, "ctrl-C")
 
         async def shutdown(self, sockets: list[Any] | None = None) -> None:
-            service.engine.drain(options.shutdown_timeout)
+            pool.drain(options.shutdown_timeout)
             await super().shutdown(sockets)
 
     Server(http_config(app, options)).run(sockets)
-    if not service.engine.alive and service.engine.problem:
-        raise RuntimeError(service.engine.problem)
+    for service in pool.loaded:
+        if service.engine.problem:
+            raise RuntimeError(service.engine.problem)
 
 
 def ready_lines(options: ServeOptions, port: int, chat: bool, stop: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from outrider.drafters.base import Drafter
-from outrider.engine.memory import Memory, spare
+from outrider.engine.memory import Memory
 from outrider.engine.prefix_cache import BYTES, PrefixCache
 from outrider.engine.request import Request, Sequence
 from outrider.engine.runtime import Runtime
@@ -52,8 +52,8 @@ class Engine:
     max_queue: sequences that may wait. kv_tokens: committed tokens of all sequences together, None for as many as fit; see
     `Scheduler`. prefix_bytes: keys and values kept for prompts that start alike, 0 for none. prefill_chunk: prompt tokens per
     step while others decode. memory: bytes that keys and values may take at most, those of drafters and the prefix cache
-    included. Raises ValueError when that is too little for the slots and lengths asked for. fit: shorten the longest texts, so
-    that each slot can hold one of them in the memory that is free now.
+    included. Raises ValueError when that is too little for the slots and lengths asked for. room: bytes for
+    which the longest texts are shortened, so that each slot can hold one of them, beside the prefix cache.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class Engine:
         prefix_bytes: int = BYTES,
         prefill_chunk: int = 64,
         memory: int | None = None,
-        fit: bool = False,
+        room: int | None = None,
         observer: Observer | None = None,
         trace: Recorder | None = None,
     ) -> None:
         slots, length = runtime.decoder.cache.num_slots, runtime.decoder.max_length
-        if fit and (room := spare(runtime.loaded.model.device)):
+        if room is not None:
             caches = Memory(runtime.decoder.target, runtime.decoder.cache, runtime.drafters.values())
             length = min(length, max(caches.longest(room - prefix_bytes), SHORTEST))
         self.kv_limit = slots * length if kv_tokens is None else kv_tokens

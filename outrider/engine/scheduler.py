@@ -24,6 +24,7 @@ from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.queue import EngineStopped, FairQueue, QueueFull
 from outrider.engine.request import Request, Sequence
 from outrider.engine.trace import Recorder
+from outrider.models import precision_gate
 
 LATE, CLOSING = "the deadline of the request has passed", "the server is shutting down"
 log = logging.getLogger("outrider.engine")
@@ -131,6 +132,7 @@ class Scheduler:
         with self.lock:
             self.observers = tuple(o for o in self.observers if o is not observer)
 
+    @precision_gate.step()
     def step(self) -> tuple[Step | None, list[Sequence]]:
         """One step, as the module's docstring says. Returns the draft-verify round, if there was one, and its sequences."""
         now = perf_counter()

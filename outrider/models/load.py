@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from outrider.core.suggest import did_you_mean
 from outrider.kernels import for_device
-from outrider.models import checkpoint
+from outrider.models import checkpoint, precision_gate
 from outrider.models.base import LanguageModel
 from outrider.models.builtin.download import DOWNLOADS
 from outrider.models.builtin.shipped import BUILTIN, builtin_folder
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
 
 # Seconds that the hub has to answer. transformers would try for half a minute per file.
 _HUB_TIMEOUT = 5.0
-# transformers makes a model by changing torch's functions for that time, so two threads cannot.
-_ONE_AT_A_TIME = RLock()
 # A start from a pack reads so many bytes a second. A pack is kept if it saves so much time, and is not small.
 _READ_SPEED, _WORTH_SECONDS, _WORTH_BYTES = 1e9, 1.0, 50e6
 
@@ -95,7 +92,7 @@ def modules(loaded: Loaded) -> PreTrainedModel:
     """
     if isinstance(loaded.source, nn.Module):
         return loaded.source
-    with _ONE_AT_A_TIME:
+    with precision_gate.making():
         found, _ = _read(LoadRequest(str(loaded.source), tokenizer=False, cache=False, modules=True))
     return cast("PreTrainedModel", found.model)
 
@@ -143,7 +140,7 @@ def load(
     is raised before anything large is done.
     """
     check_kv_cache_dtype(kv_cache_dtype)
-    with _ONE_AT_A_TIME:
+    with precision_gate.making():
         started = perf_counter()
         request = _request(model, tokenizer, dtype, device, quantization, cache=reduce is None)
         if isinstance(model, nn.Module):
@@ -281,6 +278,19 @@ def has_chat_template(name: str) -> bool:
     return bool(getattr(tokenizer_of(_path(name)), "chat_template", None))
 
 
+def stored_bytes(name: str, weights: str | None = None) -> int:
+    """Bytes of the weights of a model, by its files. weights: a precision of another size than that of the files.
+
+    Asks no hub: 0 for a model that is only there. Raises what `load` raises for a path that is no model.
+    """
+    files = gguf_files(name)
+    path = Path(files[0] if files else _path(name, _cached))
+    if not files and weights is not None and path.is_dir() and not packs.is_pack(path):
+        stored = checkpoint.sizes(name, path)
+        return 0 if stored is None else int(stored.bytes(weights))
+    return sum(file.stat().st_size for file in files or [*path.glob("*.safetensors"), *path.glob("*.bin")])
+
+
 def files_of(name: str, dtype: str) -> Path:
     """The folder or GGUF file of a model that another program is to load, with dense weights on the CPU. A hub name stays.
 
@@ -315,7 +325,7 @@ def pack(
         raise FileExistsError(f"{out} is there and is no pack; give a folder that is new or empty")
     if missing := for_device(torch.device("cpu")).missing:
         raise ValueError(f"weights are packed for the native CPU kernels: {missing}")
-    with _ONE_AT_A_TIME:
+    with precision_gate.making():
         request = _request(str(model), None, dtype, "cpu", quantization, modules=True)
         read, _ = _read(request)
         made = _contents_of(_made(model, read, request), read)
@@ -344,8 +354,8 @@ def _keep(name: str, loaded: Loaded, read: ReadModel, seconds: float) -> None:
         )
 
 
-def _path(name: str) -> str:
-    """A folder to load from, or a name that the hub knows."""
+def _path(name: str, find: Callable[[str], str] | None = None) -> str:
+    """A folder to load from, or a name that the hub knows. find: says which, in place of `_hub`."""
     if name.startswith("builtin:"):
         if name not in BUILTIN:
             raise ValueError(
@@ -367,12 +377,20 @@ def _path(name: str) -> str:
         raise FileNotFoundError(
             f"there is no folder {path}; give a model folder, a GGUF file, a hub name, or one of {_names()}"
         )
-    return _hub(name)
+    return (find or _hub)(name)
+
+
+def _cached(name: str) -> str:
+    """The folder of the copy in the hub's cache; the name if there is none."""
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, "config.json")
+    return str(Path(cached).parent) if isinstance(cached, str) else name
 
 
 def _hub(name: str) -> str:
     """The name if the hub has it; the folder of the cached copy if the hub cannot be reached."""
-    from huggingface_hub import HfApi, errors, try_to_load_from_cache
+    from huggingface_hub import HfApi, errors
 
     otherwise = f"Give a folder that save_pretrained wrote, or one of {_names()}"
     try:
@@ -385,9 +403,8 @@ def _hub(name: str) -> str:
             f"the spelling, or run `hf auth login`. {otherwise}"
         ) from error
     except Exception as error:  # the hub's client raises many kinds of errors if the network does not answer
-        cached = try_to_load_from_cache(name, "config.json")
-        if isinstance(cached, str):
-            return str(Path(cached).parent)
+        if (cached := _cached(name)) != name:
+            return cached
         raise ConnectionError(
             f"{name!r} is not a folder here, no copy of it is in the hub's cache, and the hub cannot be reached "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no answer'}). {otherwise}; or "

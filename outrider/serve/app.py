@@ -19,13 +19,13 @@ from outrider.serve.bodies import BoundedRoute
 from outrider.serve.dashboard import viewers as dashboard
 from outrider.serve.errors import Refused, json_response
 from outrider.serve.guard import guards
-from outrider.serve.metrics import CONTENT_TYPE, Metrics
+from outrider.serve.metrics import CONTENT_TYPE
 from outrider.serve.ollama import ollama_route
 from outrider.serve.openai import responses_route
 from outrider.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.serve.openai.translated import Answering
 from outrider.serve.options import public_name
-from outrider.serve.service import Service
+from outrider.serve.pool import ModelPool, PooledModel
 
 if TYPE_CHECKING:
     from outrider.serve.spans import Spans
@@ -58,13 +58,13 @@ LINES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -> FastAPI:
-    """The application of a service. It closes the service when it ends."""
+def create_app(pool: ModelPool, spans: Spans | None = None) -> FastAPI:
+    """The application of a server's models. It ends them when it ends."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        await anyio.to_thread.run_sync(service.close)
+        await pool.close()
         if spans is not None:
             await anyio.to_thread.run_sync(spans.close)
 
@@ -73,31 +73,33 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
         version=__version__,
         description="A language model with exact speculative decoding behind the APIs of OpenAI, Anthropic and Ollama.",
         lifespan=lifespan,
-        middleware=guards(service.settings, metrics),
+        middleware=guards(pool.settings, pool.metrics),
         docs_url=None,  # the page would load scripts from another site
         redoc_url=None,
         responses=_errors(errors.ErrorBody),
     )
     app.router.route_class = BoundedRoute
     errors.install(app)
-    _texts(app, service, spans)
-    _model(app, service)
-    _state(app, service, metrics)
-    app.state.dashboard = dashboard.install(app, service)
+    _texts(app, pool, spans)
+    _model(app, pool)
+    _state(app, pool)
+    dashboard.install(app, pool)
 
     def described() -> dict[str, Any]:
         document = FastAPI.openapi(app)
         tokens = document["components"]["schemas"]["DetokenizeRequest"]["properties"]["tokens"]
-        tokens["items"]["maximum"] = service.engine.decoder.target.vocab_size - 1
+        sizes = [service.engine.decoder.target.vocab_size for service in pool.loaded]
+        if len(sizes) == len(pool.models):
+            tokens["items"]["maximum"] = max(sizes) - 1
         return document
 
     app.openapi = described
     return app
 
 
-def _texts(app: FastAPI, service: Service, spans: Spans | None) -> None:
+def _texts(app: FastAPI, pool: ModelPool, spans: Spans | None) -> None:
     """Routes that write a text."""
-    answering = Answering(service, spans)
+    answering = Answering(pool, spans)
 
     @app.post("/v1/completions", responses=ANSWER)
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -114,42 +116,50 @@ def _texts(app: FastAPI, service: Service, spans: Spans | None) -> None:
     ollama_route.install(app, answering, _errors(errors.OllamaErrorBody) | LINES)
 
 
-def _model(app: FastAPI, service: Service) -> None:
-    """Routes about the model and its tokens."""
+def _model(app: FastAPI, pool: ModelPool) -> None:
+    """Routes about the models and their tokens."""
 
-    def described() -> dict[str, Any]:
-        config = service.llm.config
-        return {
-            "id": service.settings.model_name,
+    def described(one: PooledModel) -> dict[str, Any]:
+        found = {
+            "id": one.name,
             "object": "model",
-            "created": service.started,
+            "created": pool.started,
             "owned_by": "outrider",
             "type": "model",  # from here, as Anthropic's clients read it
-            "display_name": service.settings.model_name,
-            "created_at": datetime.fromtimestamp(service.started, UTC).isoformat(),
-            "root": public_name(service.llm.loaded.name),
+            "display_name": one.name,
+            "created_at": datetime.fromtimestamp(pool.started, UTC).isoformat(),
+            "root": public_name(one.settings.model),
+            "state": pool.state(one),
+            "size": one.weights,
+        }
+        if one.assembly is None:
+            return found
+        service, config = one.assembly.service, one.assembly.service.llm.config
+        return {
+            **found,
             "max_model_len": service.engine.decoder.max_length,
+            "memory": one.bytes,
+            "chat": bool(service.template),
             "speculative": {"method": config.method, "num_speculative_tokens": config.budget.depth},
             "guarantee": service.engine.decoder.guarantee.value,
         }
 
-    @app.get("/v1/models", responses=_object("The model"))
+    @app.get("/v1/models", responses=_object("The models"))
     async def models() -> Response:
-        """List the model that is served."""
-        found = [described()]
+        """List the models that are served, with the bytes of their weights. Of those that are loaded it says more."""
+        found = [described(one) for one in pool.models]
         pages = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}  # Anthropic's
         return json_response({"object": "list", "data": found, **pages})
 
     @app.get("/v1/models/{name:path}", responses=_object("The model"))
     async def model(name: str) -> Response:
         """Describe one model."""
-        service.check_model(name)
-        return json_response(described())
+        return json_response(described(pool.find(name)))
 
     @app.post("/tokenize", responses=_object("The tokens"))
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """The token ids of a prompt or of messages."""
-        service.check_model(body.model)
+        service = await pool.lend(body.model, request)
         if (body.prompt is None) == (body.messages is None):
             raise Refused("give a prompt or messages, one of them")
         encoder, messages = service.encoder, body.messages
@@ -167,9 +177,9 @@ def _model(app: FastAPI, service: Service) -> None:
         return await encoder.run(answer, len(tokens))
 
     @app.post("/detokenize", responses=_object("The text"))
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """The text of token ids."""
-        service.check_model(body.model)
+        service = await pool.lend(body.model, request)
         vocab = service.engine.decoder.target.vocab_size
         if wrong := [t for t in body.tokens if not 0 <= t < vocab]:
             raise Refused(f"token {wrong[0]} is outside the vocabulary of {vocab} tokens", param="tokens")
@@ -179,28 +189,30 @@ def _model(app: FastAPI, service: Service) -> None:
         return await service.encoder.run(lambda: json_response({"prompt": decode(body.tokens)}), len(body.tokens))
 
 
-def _state(app: FastAPI, service: Service, metrics: Metrics) -> None:
+def _state(app: FastAPI, pool: ModelPool) -> None:
     """Routes about how the server is."""
 
     @app.get("/health", responses=_object("The engine runs"))
     async def health() -> Response:
-        """Report that the engine works. 503 if it has died, hangs in a step, or is inconsistent."""
-        if (problem := trouble(service)) is not None:
+        """Report that the engines work. 503 if one has died, hangs in a step, or is inconsistent."""
+        if (problem := trouble(pool)) is not None:
             raise Refused(problem, 503, code="unhealthy")
-        stats = service.engine.stats
-        return json_response({"status": "ok", "running": stats.running, "waiting": stats.waiting})
+        stats = [service.engine.stats for service in pool.loaded]
+        waiting = pool.waiting + sum(one.waiting for one in stats)
+        return json_response({"status": "ok", "running": sum(one.running for one in stats), "waiting": waiting})
 
     @app.get("/metrics", responses={200: {"description": "For Prometheus", "content": {"text/plain": {}}}})
     async def read_metrics() -> Response:
         """Counters, gauges and histograms for Prometheus."""
-        return Response(metrics.page(), headers={"content-type": CONTENT_TYPE})
+        return Response(pool.metrics.page(), headers={"content-type": CONTENT_TYPE})
 
-    if (learner := service.learner) is not None:
+    if pool.settings.learn is not None:
 
         @app.delete("/v1/learn", responses=_object("What was removed"))
         async def forget(request: Request) -> Response:
             """Remove your texts from those that train the head, and the heads that were trained on them."""
-            removed = await anyio.to_thread.run_sync(learner.forget, request.state.owner)
+            learner = (await pool.lend(None, request)).learner
+            removed = await anyio.to_thread.run_sync(learner.forget, request.state.owner) if learner else 0
             return json_response({"object": "learn.deleted", "removed": removed})
 
     @app.get("/version", responses=_object("The version"))
@@ -209,13 +221,14 @@ def _state(app: FastAPI, service: Service, metrics: Metrics) -> None:
         return json_response({"version": __version__})
 
 
-def trouble(service: Service) -> str | None:
-    """Why the engine does not work; None if it does."""
-    engine = service.engine
-    if engine.problem is not None or not engine.alive:
-        return engine.problem or "the engine has stopped"
-    if engine.stalled > service.settings.stall_timeout:
-        return f"the engine has been busy with one step for {engine.stalled:.0f} s"
+def trouble(pool: ModelPool) -> str | None:
+    """Why an engine does not work; None if each does."""
+    for service in pool.loaded:
+        engine = service.engine
+        if engine.problem is not None or not engine.alive:
+            return engine.problem or "the engine has stopped"
+        if engine.stalled > service.settings.stall_timeout:
+            return f"the engine has been busy with one step for {engine.stalled:.0f} s"
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from outrider.engine import Engine
 from outrider.engine.llm import LLM
 from outrider.engine.memory import gib, spare
 from outrider.engine.trace import Recorder
+from outrider.serve.dashboard.viewers import Dashboard
 from outrider.serve.learn.learner import Learner
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import LoadOptions, ModelOptions, ServeOptions
@@ -20,14 +22,16 @@ PLAIN = Path(__file__).with_name("assets") / "plain.jinja"
 SWITCH = 0.0005  # seconds that a thread keeps Python to itself while the engine's waits for it
 
 
-@dataclass(frozen=True)
+@dataclass
 class Assembly:
-    """A server without an address. notes: what its user should know. chats: the model has a chat template of its own."""
+    """A model that is loaded. notes: what its user should know. chats: it has a chat template of its own. caches: bytes that
+    keys, values and prefixes may take. dashboard: its live page, once that was opened."""
 
     service: Service
-    metrics: Metrics
     notes: list[str]
     chats: bool
+    caches: int = 0
+    dashboard: Dashboard | None = None
 
 
 def load_llm(options: ModelOptions, recorder: Recorder | None = None) -> tuple[LLM, str | None]:
@@ -58,26 +62,30 @@ def set_chat_template(llm: LLM, template: str | None) -> str | None:
     return None
 
 
-def assemble(options: ServeOptions, recorder: Recorder | None = None, fit: bool = False) -> Assembly:
-    """Load the model and start its engine. recorder: where steps are written. fit: as of `Engine`, unless options say how long
-    texts are or what they may take.
+def assemble(
+    options: ServeOptions, room: float, metrics: Metrics, recorder: Recorder | None = None, fit: bool = False
+) -> Assembly:
+    """Load the model and start its engine. room: bytes that its caches may take. recorder: where steps are written. fit: let
+    texts become no longer than fits in the room and in the memory that is free, unless options say how long they are or what
+    they may take.
 
     Raises what `LLM` and `Engine` raise for options that are wrong and models that cannot be had.
     """
     llm, note = load_llm(options, recorder)
-    metrics = Metrics(options.metrics_prefix, options.model_name)
+    most = min(room, spare(llm.loaded.model.device) or math.inf)
+    fit = fit and options.max_model_len is None and options.kv_cache_memory_bytes is None and most < math.inf
+    prefix_bytes = int(min(options.prefix_cache << 20, room / 2))
     engine = Engine(
         llm.runtime,
         max_queue=options.max_queue,
         kv_tokens=options.kv_tokens,
-        prefix_bytes=options.prefix_cache << 20,
+        prefix_bytes=prefix_bytes,
         prefill_chunk=options.prefill_chunk,
         memory=options.kv_cache_memory_bytes,
-        fit=fit and options.max_model_len is None and options.kv_cache_memory_bytes is None,
-        observer=metrics,
+        room=int(most) if fit else None,
+        observer=metrics.of(options.model_name),
         trace=recorder,
     )
-    metrics.attach(engine)
     chats = note is None and bool(getattr(llm.tokenizer, "chat_template", None))
     service = Service(llm, engine, options)
     service.encoder.start()
@@ -85,17 +93,17 @@ def assemble(options: ServeOptions, recorder: Recorder | None = None, fit: bool 
         load = options.model_dump(include={"model", *LoadOptions.model_fields})
         service.learner = Learner(options.learn, llm, engine, load, options.learn_share)
         service.learner.start()
-        metrics.learner = service.learner
+        metrics.of(options.model_name).learner = service.learner
     gc.collect()
     gc.freeze()  # what was loaded stays: to look through it again would stop every thread for a fifth of a second
     sys.setswitchinterval(SWITCH)
     notes = [*llm.notes, *([note] if note else [])]
-    most, room, longest = engine.memory.most, spare(llm.loaded.model.device), llm.decoder.max_length
+    most, free, longest = engine.memory.most, spare(llm.loaded.model.device), llm.decoder.max_length
     if engine.decoder.max_length < min(longest, engine.kv_limit):
         notes.append(
             f"not {longest} tokens: so much in each sequence would not fit in the memory that is free. For longer texts give a "
             f"smaller --max-num-seqs or --kv-cache-dtype int8; --max-model-len {longest} is believed"
         )
-    elif engine.memory.limit is None and 0 < room < most:
-        notes.append(f"that does not fit in the {gib(room)} that are free, if all sequences become so long")
-    return Assembly(service, metrics, notes, chats)
+    elif engine.memory.limit is None and 0 < free < most:
+        notes.append(f"that does not fit in the {gib(free)} that are free, if all sequences become so long")
+    return Assembly(service, notes, chats, most + prefix_bytes)

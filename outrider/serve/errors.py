@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
@@ -98,6 +98,13 @@ class Refused(Exception):
         if self.status == 401:
             headers["www-authenticate"] = self.challenge
         return json_response(self.body_at(path), self.status, headers)
+
+
+def no_model(name: str, served: Iterable[str]) -> Refused:
+    """The error for a model that is not served. served: those that are."""
+    here = ", ".join(map(repr, served))
+    text = f"there is no model {name[:80]!r} here; this server has {here}"
+    return Refused(text, 404, param="model", code="model_not_found")
 
 
 @contextmanager

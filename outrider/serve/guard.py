@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import re
 import secrets
+from contextlib import ExitStack
 from time import perf_counter
 from urllib.parse import urlsplit
 
@@ -79,7 +80,8 @@ class Guard:
                     self.active, counted = self.active + 1, True
                     if self.active > self.settings.max_connections:
                         raise Refused("the server has too many requests", 503, code="overloaded", retry=1)
-                await self.app(scope, received, answer)
+                with ExitStack() as state["lent"]:  # models that the request borrows
+                    await self.app(scope, received, answer)
             except Refused as refused:
                 await refused.response(scope["path"])(scope, receive, answer)
         except _Gone:
@@ -93,7 +95,7 @@ class Guard:
                 await failed.response(scope["path"])(scope, receive, answer)
         finally:
             self.active -= counted
-            self.metrics.http(status or 499)
+            self.metrics.http(status or 499, state.get("model"))
             took = 1000 * (perf_counter() - started)
             log.info("%s %s %s %s %.0f ms", name, scope["method"], clean(scope["path"][:SHOWN]), status or "gone", took)
 

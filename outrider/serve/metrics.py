@@ -5,7 +5,7 @@ With the prefix `vllm`, dashboards and `vllm bench serve` read this server as th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -27,82 +27,122 @@ ENGINE = "0"  # vLLM numbers the engines of a server; this server has one
 
 
 class Metrics:
-    """Counts steps and finished texts as the `Observer` of the engine. Reads the engine's state for each scrape."""
+    """The metrics of a server. Those of a model have its name as a label."""
 
-    def __init__(self, prefix: str, model_name: str) -> None:
-        """prefix: stands before every name, with a colon. model_name: the label of that name."""
+    def __init__(self, prefix: str, model_name: str = "") -> None:
+        """prefix: stands before every name, with a colon. model_name: the label of what is counted before the model is known."""
         self.registry, self._prefix, self._model = CollectorRegistry(), prefix, model_name
-        self._engine: Engine | None = None
-        self.learner: Learner | None = None
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"{prefix}:{name}", text, [*LABELS, *labels], registry=self.registry)
-
-        def total(name: str, text: str) -> Counter:
-            return counter(name, text).labels(model_name, ENGINE)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(f"{prefix}:{name}", text, LABELS, buckets=buckets, registry=self.registry)
-            return made.labels(model_name, ENGINE)
-
-        self.drafts = total("spec_decode_num_drafts", "Drafts: one for each sequence and step that had draft tokens.")
-        self.drafted = total("spec_decode_num_draft_tokens", "Draft tokens.")
-        self.accepted = total("spec_decode_num_accepted_tokens", "Accepted draft tokens.")
-        self._per_position = counter(
+        self._models = dict[str, ModelMetrics]()
+        self._http = self.counter("http_requests", "HTTP responses, by status.", "status")
+        failures = self.counter("log_failures", "Lines that could not be written to the log.")
+        self.log_failures = failures.labels(model_name, ENGINE)
+        self.drafts = self.counter(
+            "spec_decode_num_drafts", "Drafts: one for each sequence and step that had draft tokens."
+        )
+        self.drafted = self.counter("spec_decode_num_draft_tokens", "Draft tokens.")
+        self.accepted = self.counter("spec_decode_num_accepted_tokens", "Accepted draft tokens.")
+        self.per_position = self.counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens, by position in the draft.", "position"
         )
-        self.generated = total("generation_tokens", "Tokens written.")
-        self.prompts = total("prompt_tokens", "Tokens of prompts.")
-        self._success = counter("request_success", "Finished texts, by reason.", "finished_reason")
-        self._http = counter("http_requests", "HTTP responses, by status.", "status")
-        self.log_failures = total("log_failures", "Lines that could not be written to the log.")
-        self.first = histogram("time_to_first_token_seconds", "From request to first token.", FIRST)
-        self.between = histogram("inter_token_latency_seconds", "Between the tokens of two steps.", BETWEEN)
-        self.per_token = histogram(
+        self.generated = self.counter("generation_tokens", "Tokens written.")
+        self.prompts = self.counter("prompt_tokens", "Tokens of prompts.")
+        self.success = self.counter("request_success", "Finished texts, by reason.", "finished_reason")
+        self.loads = self.counter("model_loads", "Times that the model was loaded.")
+        self.first = self.histogram("time_to_first_token_seconds", "From request to first token.", FIRST)
+        self.between = self.histogram("inter_token_latency_seconds", "Between the tokens of two steps.", BETWEEN)
+        self.per_token = self.histogram(
             "request_time_per_output_token_seconds", "Mean time of a token after the first, by text.", BETWEEN
         )
-        self.whole = histogram("e2e_request_latency_seconds", "From request to last token.", WHOLE)
-        self.queued = histogram("request_queue_time_seconds", "Time in the queue.", WHOLE)
+        self.whole = self.histogram("e2e_request_latency_seconds", "From request to last token.", WHOLE)
+        self.queued = self.histogram("request_queue_time_seconds", "Time in the queue.", WHOLE)
         self.registry.register(self)
 
-    def attach(self, engine: Engine) -> None:
-        """Read this engine from now on."""
-        self._engine = engine
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        """A new counter of a model, with further labels."""
+        return Counter(f"{self._prefix}:{name}", text, [*LABELS, *labels], registry=self.registry)
+
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        """A new histogram of a model."""
+        return Histogram(f"{self._prefix}:{name}", text, LABELS, buckets=buckets, registry=self.registry)
+
+    def of(self, model_name: str) -> ModelMetrics:
+        """Those of a model. They go on counting when it is loaded again."""
+        return self._models.setdefault(model_name, ModelMetrics(self, model_name))
 
     def page(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def http(self, status: int) -> None:
-        """Count an HTTP response."""
-        self._http.labels(self._model, ENGINE, str(status)).inc()
+    def http(self, status: int, model_name: str | None = None) -> None:
+        """Count an HTTP response. model_name: that answered, if one did."""
+        self._http.labels(model_name or self._model, ENGINE, str(status)).inc()
+
+    def collect(self) -> Iterable[Metric]:
+        """The engines at this moment; called by the registry."""
+        found = dict[str, Metric]()
+        for model in self._models.values():
+            for family in model.now(self._prefix):
+                if (same := found.setdefault(family.name, family)) is not family:
+                    same.samples += family.samples
+        return found.values()
+
+
+class ModelMetrics:
+    """Counts steps and finished texts of a model as the `Observer` of its engine. Reads the engine's state for each scrape."""
+
+    def __init__(self, all_: Metrics, model_name: str) -> None:
+        """all_: of the server."""
+        self._all, self._labels = all_, (model_name, ENGINE)
+        self._engine: Engine | None = None
+        self.learner: Learner | None = None
+        self._loads = all_.loads.labels(*self._labels)
+        counters = all_.drafts, all_.drafted, all_.accepted, all_.generated, all_.prompts
+        self._drafts, self._drafted, self._accepted, self._generated, self._prompts = [
+            one.labels(*self._labels) for one in counters
+        ]
+        histograms = all_.first, all_.between, all_.per_token, all_.whole, all_.queued
+        self._first, self._between, self._per_token, self._whole, self._queued = [
+            one.labels(*self._labels) for one in histograms
+        ]
+
+    def attach(self, engine: Engine) -> None:
+        """Read this engine from now on."""
+        self._engine = engine
+        self._loads.inc()
+
+    def detach(self) -> None:
+        """The model is not loaded any more."""
+        self._engine = self.learner = None
 
     def step(self, step: Step, seconds: list[float | None]) -> None:
         """See `Observer.step`."""
         for commit, drafted, waited in zip(step.commits, step.draft.num_draft_tokens.tolist(), seconds, strict=True):
-            self.generated.inc(len(commit.tokens))
+            self._generated.inc(len(commit.tokens))
             if waited is not None:
-                self.between.observe(waited)
+                self._between.observe(waited)
             if drafted:
-                self.drafts.inc()
-                self.drafted.inc(drafted)
-                self.accepted.inc(commit.num_accepted)
+                self._drafts.inc()
+                self._drafted.inc(drafted)
+                self._accepted.inc(commit.num_accepted)
                 for position in range(commit.num_accepted):
-                    self._per_position.labels(self._model, ENGINE, str(position)).inc()
+                    self._all.per_position.labels(*self._labels, str(position)).inc()
 
     def finished(self, sequence: Sequence) -> None:
         """See `Observer.finished`."""
-        self.prompts.inc(len(sequence.prompt))
-        self._success.labels(self._model, ENGINE, sequence.finish.finish if sequence.finish else "abort").inc()
-        self.whole.observe(sequence.clock.total)
-        self.queued.observe(sequence.clock.queued)
+        self._prompts.inc(len(sequence.prompt))
+        self._all.success.labels(*self._labels, sequence.finish.finish if sequence.finish else "abort").inc()
+        self._whole.observe(sequence.clock.total)
+        self._queued.observe(sequence.clock.queued)
         if sequence.clock.time_to_first_token is not None:
-            self.first.observe(sequence.clock.time_to_first_token)
+            self._first.observe(sequence.clock.time_to_first_token)
             if (more := len(sequence.written) - 1) > 0:
-                self.per_token.observe((sequence.clock.total - sequence.clock.time_to_first_token) / more)
+                self._per_token.observe((sequence.clock.total - sequence.clock.time_to_first_token) / more)
 
-    def collect(self) -> Iterable[Metric]:
-        """The engine at this moment; called by the registry."""
+    def now(self, prefix: str) -> Iterator[Metric]:
+        """The engine at this moment, and whether there is one."""
+        loaded = GaugeMetricFamily(f"{prefix}:model_loaded", "1 while the model is loaded.", labels=LABELS)
+        loaded.add_metric(self._labels, float(self._engine is not None))
+        yield loaded
         if self._engine is None:
             return
         stats = self._engine.stats
@@ -135,15 +175,15 @@ class Metrics:
             counters["learn_takeovers"] = ("Trainings whose head took over.", learnt["taken"])
         for kind, named in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (text, value) in named.items():
-                family = kind(f"{self._prefix}:{name}", text, labels=LABELS)
-                family.add_metric([self._model, ENGINE], value)
+                family = kind(f"{prefix}:{name}", text, labels=LABELS)
+                family.add_metric(self._labels, value)
                 yield family
-        yield self._cache_config(self._engine)
+        yield self._cache_config(prefix, self._engine)
 
-    def _cache_config(self, engine: Engine) -> Metric:
+    def _cache_config(self, prefix: str, engine: Engine) -> Metric:
         """vLLM's `cache_config_info`: the value is 1, the labels tell. A block is one of the prefix cache."""
         config = {
-            "model_name": self._model,
+            "model_name": self._labels[0],
             "engine": ENGINE,
             "block_size": str(BLOCK),
             "num_gpu_blocks": str(engine.kv_limit // BLOCK),
@@ -151,7 +191,7 @@ class Metrics:
             "cache_dtype": "auto",
             "enable_prefix_caching": str(engine.prefixes is not None),
         }
-        family = GaugeMetricFamily(f"{self._prefix}:cache_config_info", "The KV cache.", labels=list(config))
+        family = GaugeMetricFamily(f"{prefix}:cache_config_info", "The KV cache.", labels=list(config))
         family.add_metric(list(config.values()), 1)
         return family
 

@@ -72,9 +72,10 @@ def _contents(given: Any) -> Any:
     return given.read_text(encoding="utf-8") if isinstance(given, Path) else given
 
 
-def _size(given: str) -> str:
+def _size(given: str | None) -> str | None:
     """Raises ValueError for a text that is no number of bytes."""
-    byte_count(given)
+    if given is not None:
+        byte_count(given)
     return given
 
 
@@ -195,6 +196,12 @@ class ServeOptions(ModelOptions):
     kv_cache_memory_bytes: Bytes | None = setting(
         None, "Engine", "Bytes of keys and values, at most; those of drafters and the prefix cache included.", ge=1
     )
+    memory: Annotated[str | None, AfterValidator(_size)] = setting(
+        None,
+        "Engine",
+        "What weights, keys and values of all models may take; models leave for others. Without it, what is free.",
+        metavar="SIZE",
+    )
     prefix_cache: MiB = setting(256, "Engine", "MiB for prompts with a common beginning; 0 is off.", ge=0)
     prefill_chunk: int = setting(64, "Engine", "Prompt tokens per step while other sequences generate.", ge=1)
     request_timeout: Seconds = setting(600.0, "Limits", "Seconds for a request, waiting included.")
@@ -277,9 +284,9 @@ class ServeOptions(ModelOptions):
         return self.served_model_name or served_name(self.model)
 
     @property
-    def aliases(self) -> tuple[str, ...]:
-        """Other names that requests may use."""
-        return () if self.served_model_name else (self.model,)
+    def names(self) -> tuple[str, ...]:
+        """The names that requests may use."""
+        return (self.model_name,) if self.served_model_name else (self.model_name, self.model)
 
     @cached_property
     def hosts(self) -> tuple[str, ...]:

@@ -60,16 +60,6 @@ class Service:
         """The text of token ids; empty without a tokenizer."""
         return "" if self.llm.tokenizer is None else self.llm.tokenizer.decode(list(tokens))
 
-    def check_model(self, name: str | None) -> None:
-        """Raise Refused for a model that is not served."""
-        if name is not None and name not in (self.settings.model_name, *self.settings.aliases):
-            raise Refused(
-                f"there is no model {name[:80]!r} here; this server has {self.settings.model_name!r}",
-                404,
-                param="model",
-                code="model_not_found",
-            )
-
     async def accept(
         self, body: CompletionRequest | ChatRequest, request_id: str, client: str, owner: str = ""
     ) -> PendingAnswer:
@@ -77,7 +67,6 @@ class Service:
 
         Raises Refused for what the server cannot answer.
         """
-        self.check_model(body.model)
         with refusing():
             offer, reader, special = self._tools(body)
             params = body.params(self.settings)

@@ -155,7 +155,7 @@ def test_explain_is_served(live: Live, visit: Any) -> None:
 
 
 def test_a_hidden_page_asks_nothing(live: Live, visit: Any) -> None:
-    dashboard = live.app.state.dashboard
+    dashboard = live.dashboard
     with visit(f"{live.url}/dashboard") as seen:
         settled(seen.page)
         assert len(dashboard.viewers) == 1

@@ -15,9 +15,12 @@ from outrider import LLM
 from outrider.control import Fixed
 from outrider.engine import Engine
 from outrider.serve.app import create_app
+from outrider.serve.assembly import Assembly
 from outrider.serve.connection import http_config
+from outrider.serve.dashboard.viewers import Dashboard, board
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import ServeOptions
+from outrider.serve.pool import ModelPool, PooledModel
 from outrider.serve.service import Service
 
 PAIR = {"method": "draft_model", "model": "builtin:code-draft", "num_speculative_tokens": 4}
@@ -29,12 +32,18 @@ TEMPLATE = (
 
 
 class Live:
-    """A server that runs. url: where. service, metrics, app: its insides."""
+    """A server that runs. url: where. pool, app: its insides. service, metrics: of its first model."""
 
-    def __init__(self, service: Service, metrics: Metrics, server: uvicorn.Server) -> None:
-        self.service, self.metrics, self.server, self.app = service, metrics, server, server.config.app
+    def __init__(self, pool: ModelPool, server: uvicorn.Server) -> None:
+        self.pool, self.server, self.app = pool, server, server.config.app
+        self.service, self.registry = pool.loaded[0], pool.metrics.registry
+        self.metrics = pool.metrics.of(pool.models[0].name)
         self.port = server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
+
+    @property
+    def dashboard(self) -> Dashboard:
+        return board(self.pool)
 
 
 def builtin(rows: int = 4, config: dict | None = PAIR, **options) -> LLM:
@@ -48,12 +57,22 @@ def serving(llm: LLM, settings: ServeOptions | None = None, spans: Any = None, *
     """Start, hand out, stop; the engine's tables must be empty afterwards."""
     settings = settings or ServeOptions(model="code", host="0.0.0.0")
     metrics = Metrics(settings.metrics_prefix, settings.model_name)
-    engine = Engine(llm.runtime, observer=metrics, **engine_options)
-    metrics.attach(engine)
-    service = Service(llm, engine, settings)
-    server = uvicorn.Server(
-        http_config(create_app(service, metrics, spans), settings, port=0, log_level="error", lifespan="on")
-    )
+
+    def load(settings: ServeOptions, room: float) -> Assembly:
+        engine = Engine(llm.runtime, observer=metrics.of(settings.model_name), **engine_options)
+        return Assembly(Service(llm, engine, settings), [], True)
+
+    pool = ModelPool([PooledModel(settings)], metrics, load)
+    pool.start()
+    with running(pool, spans) as live:
+        yield live
+
+
+@contextmanager
+def running(pool: ModelPool, spans: Any = None) -> Iterator[Live]:
+    """A server of these models, whose first one is loaded; the tables of the engines must be empty afterwards."""
+    config = http_config(create_app(pool, spans), pool.settings, port=0, log_level="error", lifespan="on")
+    server = uvicorn.Server(config)
     ready = threading.Event()
     startup = server.startup
 
@@ -66,12 +85,14 @@ def serving(llm: LLM, settings: ServeOptions | None = None, spans: Any = None, *
     thread.start()
     assert ready.wait(30)
     try:
-        yield Live(service, metrics, server)
+        yield Live(pool, server)
     finally:
         server.should_exit = True
         thread.join(30)
         assert not thread.is_alive()
-        assert engine.scheduler.problems() == []
+        assert [
+            service.engine.scheduler.problems() for service in pool.loaded if service.engine.scheduler.problems()
+        ] == []
 
 
 def certificate(cert: Path, key: Path) -> None:

@@ -11,7 +11,7 @@ const PHASES = { target: "target", draft: "draft", verify: "verify", commit: "co
 const DONE = { none: "no draft", reading: "reading the text" };
 const SHOWN = 12;
 
-let [source, hello, last, points, ended, span, failed] = [null, null, null, [], [], 60, []];
+let [source, hello, last, points, ended, span, failed, model] = [null, null, null, [], [], 60, [], ""];
 
 const fact = (value, text) => el("div", { class: "fact" }, el("b", {}, value), el("span", {}, text));
 const known = (x, show) => (x === null || x === undefined ? "–" : show(x));
@@ -131,8 +131,20 @@ const say = (text) => {
   if (byId("state").textContent !== text) byId("state").textContent = text;
 };
 
+/** An address of the dashboard, for the model that is chosen. */
+const at = (path) => `dashboard/${path}${model ? `?model=${encodeURIComponent(model)}` : ""}`;
+
+/** Offer the models that are loaded, if there are several. */
+function offer(names = []) {
+  const known = [...byId("choice").options].map((one) => one.value);
+  if (names.join("\n") === known.join("\n")) return;
+  byId("choice").replaceChildren(...names.map((name) => el("option", { value: name }, visible(name))));
+  byId("choice").value = hello.model;
+  byId("pick").hidden = names.length < 2;
+}
+
 function connect() {
-  source = new EventSource("dashboard/events");
+  source = new EventSource(at("events"));
   source.addEventListener("hello", (event) => {
     hello = JSON.parse(event.data);
     byId("server").textContent = visible(`${hello.model}: ${hello.method}, up to ${count(hello.num_speculative_tokens, "draft token")}, verifier ${hello.verifier} (${hello.guarantee}).`);
@@ -146,6 +158,7 @@ function connect() {
   });
   source.addEventListener("tick", (event) => {
     last = JSON.parse(event.data);
+    offer(last.models);
     points = [...points, { time: last.time, point: last.point }].slice(-KEPT);
     if (last.ended.length) {
       keep(last.ended);
@@ -157,7 +170,14 @@ function connect() {
     say("Live.");
     byId("updated").textContent = `Updated at ${new Date(1000 * last.time).toLocaleTimeString("en-GB")}.`;
   });
-  source.addEventListener("error", () => say("No connection. The page tries again; what it shows is old."));
+  source.addEventListener("error", () => {
+    say("No connection. The page tries again; what it shows is old.");
+    if (source.readyState !== EventSource.CLOSED) return; // the server refused, because the model has left
+    model = "";
+    setTimeout(() => {
+      if (source?.readyState === EventSource.CLOSED) connect();
+    }, 5000);
+  });
 }
 
 function disconnect() {
@@ -166,7 +186,7 @@ function disconnect() {
 }
 
 async function trial(method, body) {
-  const answer = await fetch("dashboard/trial", { method, headers: { "content-type": "application/json" }, body });
+  const answer = await fetch(at("trial"), { method, headers: { "content-type": "application/json" }, body });
   const found = await answer.json();
   if (!answer.ok) byId("trial-says").textContent = visible(found.error.message);
   else drawTrial(found.trial);
@@ -185,6 +205,12 @@ const charts = [
   sized(byId("rate-chart"), drawSeries(byId("rate-chart"), "tokens/s", 0)),
   sized(byId("depth-chart"), drawSeries(byId("depth-chart"), "levels of a draft", 1)),
 ];
+byId("choice").addEventListener("change", () => {
+  model = byId("choice").value;
+  [points, ended, failed] = [[], [], []];
+  disconnect();
+  connect();
+});
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) {
     disconnect();

@@ -1,7 +1,7 @@
 // The page at /: a chat with the models of this server. Texts go in as text nodes, never as markup. The key stays in memory.
 
 import { begin, conversations, forget, keep, title } from "./conversations.js";
-import { byId, count, el, percent, short, visible } from "./dom.js";
+import { byId, bytes, count, el, percent, short, visible } from "./dom.js";
 import { markdown } from "./markdown.js";
 
 const told = JSON.parse(byId("data").textContent);
@@ -16,7 +16,7 @@ const model = () => models.find((one) => one.id === byId("choice").value) ?? mod
 async function checked(answer) {
   if (answer.ok) return answer;
   const found = await answer.json().catch(() => null);
-  throw new Error(found?.error?.message ?? `the server answers ${answer.status}`);
+  throw new Error(found?.error?.message ?? found?.error ?? `the server answers ${answer.status}`);
 }
 
 /** The events of a stream, as they come. */
@@ -37,7 +37,9 @@ async function meet() {
   try {
     const answer = await checked(await fetch("v1/models", { headers: headers() }));
     models = (await answer.json()).data;
+    const kept = byId("choice").value || (models.find((one) => one.state === "loaded") ?? models[0]).id;
     byId("choice").replaceChildren(...models.map((one) => el("option", { value: one.id }, visible(one.id))));
+    byId("choice").value = kept;
     byId("pick").hidden = models.length < 2;
     present();
   } catch (error) {
@@ -48,13 +50,27 @@ async function meet() {
   byId("chat").hidden = models.length === 0;
 }
 
+/** Have the chosen model loaded: what it can do is known then. */
+async function choose() {
+  if (model().state !== "loaded") {
+    byId("about").textContent = `${visible(model().id)} is loaded ...`;
+    await checked(await fetch("api/generate", { method: "POST", headers: headers(), body: JSON.stringify({ model: model().id, stream: false }), signal: running?.signal }));
+    await meet();
+  } else present();
+}
+
 function present() {
   const one = model();
   byId("model").textContent = visible(one.id);
   const method = one.speculative?.method;
   byId("about").textContent = method
     ? `outrider serves this model with ${method === "none" ? "plain decoding" : `speculative decoding (${visible(method)})`}. Guarantee: ${one.guarantee}. A text has up to ${count(one.max_model_len, "token")}.`
-    : "outrider loads this model when you ask it.";
+    : `outrider loads this model when you ask it${one.size ? `: ${bytes(one.size)}` : ""}.`;
+  const chats = one.chat !== false;
+  byId("chat-title").textContent = chats ? "Chat" : "Continue a text";
+  byId("chat-note").textContent = chats ? "Enter sends. Shift and Enter begin a line. Escape stops." : "This model has no chat template: it continues what you write. The next piece follows all texts above.";
+  byId("input-label").textContent = chats ? "Your message" : "Your text";
+  byId("system").hidden = byId("system-label").hidden = !chats;
 }
 
 /** The path and the body of a request for the text after these messages. */
@@ -62,7 +78,7 @@ function asked(messages, instructions) {
   const common = { model: model().id, stream: true, stream_options: { include_usage: true }, return_pieces: true, max_tokens: Number(byId("most").value), temperature: Number(byId("temperature").value) };
   for (const name of SAMPLING) if (byId(name).value !== "") common[name] = Number(byId(name).value);
   const system = instructions.trim() ? [{ role: "system", content: instructions }] : [];
-  return told.chat
+  return model().chat
     ? ["v1/chat/completions", { ...common, messages: [...system, ...messages.map(({ role, content }) => ({ role, content }))] }]
     : ["v1/completions", { ...common, prompt: messages.map((one) => one.content).join("") }];
 }
@@ -179,7 +195,8 @@ function retry(message) {
 
 async function send() {
   const input = byId("input").value;
-  talk.messages.push({ role: told.chat ? "user" : "prompt", content: input });
+  if (model().state !== "loaded" && !(await busy(choose))) return;
+  talk.messages.push({ role: model().chat ? "user" : "prompt", content: input });
   shown(talk.messages.at(-1));
   byId("input").value = "";
   await answer(input);
@@ -188,7 +205,7 @@ async function send() {
 /** Let the model write the next message. input: what goes back into the box if nothing is written. */
 async function answer(input) {
   const request = asked(talk.messages, talk.system);
-  const message = { role: told.chat ? "assistant" : "completion", content: "", pieces: [], asked: request, system: talk.system };
+  const message = { role: model().chat ? "assistant" : "completion", content: "", pieces: [], asked: request, system: talk.system };
   const node = shown(message);
   await busy(() => write(request, message, later(() => {
     fill(node, message);
@@ -233,19 +250,22 @@ async function again(message, button) {
   verdict.scrollIntoView({ block: "nearest" });
 }
 
-/** Do work that the Stop button ends, and say what went wrong. */
+/** Do work that the Stop button ends, and say what went wrong. Returns whether it went well. */
 async function busy(work) {
   byId("problem").textContent = "";
   running = new AbortController();
   mark(true);
+  let well = false;
   try {
     await work();
+    well = true;
   } catch (error) {
     if (error.name === "AbortError") byId("figures").textContent = "Stopped.";
     else byId("problem").textContent = visible(error.message);
   }
   running = null;
   mark(false);
+  return well;
 }
 
 function mark(now) {
@@ -284,7 +304,7 @@ byId("stop").addEventListener("click", () => running?.abort());
 byId("clear").addEventListener("click", () => open(begin(talk.system)));
 byId("forget").addEventListener("click", () => drop(null));
 byId("system").addEventListener("change", () => (talk.system = byId("system").value));
-byId("choice").addEventListener("change", present);
+byId("choice").addEventListener("change", () => (running ? present() : busy(choose)));
 byId("colours").addEventListener("change", () => {
   byId("legend").hidden = !byId("colours").checked;
   if (!running) draw();
@@ -294,10 +314,6 @@ byId("key-form").addEventListener("submit", (event) => {
   key = byId("key").value;
   meet();
 });
-byId("chat-title").textContent = told.chat ? "Chat" : "Continue a text";
-byId("chat-note").textContent = told.chat ? "Enter sends. Shift and Enter begin a line. Escape stops." : "This model has no chat template: it continues what you write. The next piece follows all texts above.";
-byId("input-label").textContent = told.chat ? "Your message" : "Your text";
-byId("system").hidden = byId("system-label").hidden = !told.chat;
 byId("base").textContent = new URL("v1", location.href).href;
 draw();
 meet();

@@ -14,7 +14,7 @@ from outrider.engine import Engine
 from outrider.serve.assembly import load_llm
 from outrider.serve.batch.lines import BatchRequest
 from outrider.serve.bodies import check_characters
-from outrider.serve.errors import Refused, invalid_body, refusing
+from outrider.serve.errors import Refused, invalid_body, no_model, refusing
 from outrider.serve.openai.protocol import ChatRequest, CompletionRequest
 from outrider.serve.openai.responses_request import ResponsesRequest
 from outrider.serve.openai.responses_writer import ResponsesWriter
@@ -110,6 +110,8 @@ class BatchAnswerer:
             body = _BODIES[request.url].model_validate(request.body)
         except ValidationError as error:
             raise invalid_body(error.errors()) from None
+        if body.model is not None and body.model not in self.service.settings.names:
+            raise no_model(body.model, [self.service.settings.model_name])
         if body.stream:
             raise Refused("a batch has whole answers; leave out stream", param="stream")
         if body.seed is None:

@@ -11,12 +11,14 @@ import asyncio
 import gzip
 import json
 from collections import abc, deque
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from time import thread_time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import anyio
 from fastapi import FastAPI, Query
@@ -34,6 +36,9 @@ from outrider.serve.dashboard.trial import MOST
 from outrider.serve.dashboard.watch import EndedRequest, Watch
 from outrider.serve.errors import Refused, dumps, json_response
 from outrider.serve.service import Service
+
+if TYPE_CHECKING:
+    from outrider.serve.pool import ModelPool
 
 ASSETS = Path(__file__).parents[1] / "assets"
 INTERVAL = 0.5  # seconds between two ticks
@@ -100,6 +105,12 @@ class Audience:
         now = figures(recent(self._past, 3.5 * self.interval))
         return {**tick, "windows": self._windows, "point": [now["rate"], now["depth"]]}
 
+    def close(self) -> None:
+        """Send every viewer away. Their browsers come back."""
+        for viewer in list(self.viewers):
+            viewer.drop()
+            self.leave(viewer)
+
     def _rest(self) -> None:
         if not self.viewers and self._ticker is not None:
             self._ticker.cancel()
@@ -129,9 +140,10 @@ class Audience:
 class Dashboard(Audience):
     """Sends events to viewers. `watch` is an observer of the engine while there are viewers."""
 
-    def __init__(self, service: Service, interval: float = INTERVAL) -> None:
-        super().__init__(interval)
-        self.service, self.watch = service, Watch(service.engine)
+    def __init__(self, service: Service, models: Callable[[], list[str]]) -> None:
+        """models: the names of those that are loaded."""
+        super().__init__(INTERVAL)
+        self.service, self.watch, self._models = service, Watch(service.engine), models
         self._spent = 0.0  # processor seconds of the last tick
         self._pollers = dict[str, Viewer]()
         trace = service.engine.scheduler.trace
@@ -164,6 +176,7 @@ class Dashboard(Audience):
         event |= {"viewers": len(self.viewers), "dropped": self.dropped, "trial": self.service.trials.state()}
         event["ended"] = [self._shown(request) for request in ended]
         event["learning"] = self.service.learner.status() if self.service.learner else None
+        event["models"] = self._models()
         event["speculates"] = self.service.engine.roster.default != "none"
         self.send(encoded("tick", self.summed(event)), self.service.engine.closing)
         self._spent = thread_time() - begun
@@ -263,10 +276,23 @@ class TrialRequest(BaseModel):
     requests: int = Field(40, ge=4, le=MOST)
 
 
-def install(app: FastAPI, service: Service, interval: float = INTERVAL) -> Dashboard:
+def board(pool: ModelPool, model: str | None = None) -> Dashboard:
+    """The dashboard of a model that is loaded; without a name, of the one that was used last. Raises Refused if there is none."""
+    known = pool.models if model is None else [pool.find(model)]
+    loaded = [(one.used, one.assembly) for one in known if one.assembly]
+    if not loaded:
+        raise Refused(
+            "no model is loaded, so there is nothing to see; ask for a text first", 503, code="not_loaded", retry=5
+        )
+    _, assembly = max(loaded, key=itemgetter(0))
+    if assembly.dashboard is None:
+        assembly.dashboard = Dashboard(assembly.service, lambda: [one.name for one in pool.models if one.assembly])
+    return assembly.dashboard
+
+
+def install(app: FastAPI, pool: ModelPool) -> None:
     """Add the pages to an application. They are not part of its API and have no place in the schema."""
-    dashboard, tokenizer = Dashboard(service, interval), service.llm.tokenizer
-    told = {"chat": bool(tokenizer and tokenizer.chat_template), "key": bool(service.settings.api_key)}
+    told = {"key": bool(pool.settings.api_key)}
     first = assemble(ASSETS / "home.html", ASSETS / "home.css", ASSETS / "home.js", json.dumps(told), connect=True)
     packed = gzip.compress(first.encode(), mtime=0)
 
@@ -291,30 +317,30 @@ def install(app: FastAPI, service: Service, interval: float = INTERVAL) -> Dashb
         return Response(_page(), headers=HEADERS, media_type="text/html")
 
     @app.get("/dashboard/events", include_in_schema=False)
-    async def events() -> Response:
-        return EventStream(dashboard)
+    async def events(model: str | None = None) -> Response:
+        return EventStream(board(pool, model))
 
     @app.post("/dashboard/poll", include_in_schema=False)
     async def poll(viewer: Annotated[str, Query(min_length=1, max_length=64)]) -> Response:
-        return Response(dashboard.poll(viewer), headers=HEADERS, media_type="text/event-stream")
+        return Response(board(pool).poll(viewer), headers=HEADERS, media_type="text/event-stream")
 
     @app.post("/dashboard/trial", include_in_schema=False)
-    async def start(body: TrialRequest) -> Response:
-        service.trials.start(body.requests)
-        return json_response({"trial": service.trials.state()})
+    async def start(body: TrialRequest, model: str | None = None) -> Response:
+        trials = board(pool, model).service.trials
+        trials.start(body.requests)
+        return json_response({"trial": trials.state()})
 
     @app.delete("/dashboard/trial", include_in_schema=False)
-    async def stop() -> Response:
-        service.trials.stop()
-        return json_response({"trial": service.trials.state()})
+    async def stop(model: str | None = None) -> Response:
+        trials = board(pool, model).service.trials
+        trials.stop()
+        return json_response({"trial": trials.state()})
 
     @app.get("/explain", include_in_schema=False)
     async def explain() -> Response:
         run = builtin()
-        run = replace(run, costs=[*own_curves(service), *run.costs])
+        run = replace(run, costs=[*(cost for one in pool.loaded for cost in own_curves(one)), *run.costs])
         return Response(await anyio.to_thread.run_sync(run.page), headers=HEADERS, media_type="text/html")
-
-    return dashboard
 
 
 def encoded(name: str, event: abc.Mapping[str, Any]) -> bytes:

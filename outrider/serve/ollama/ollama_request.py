@@ -5,6 +5,7 @@ See https://docs.ollama.com/api. What the server cannot do is refused, never lef
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ _NEUTRAL = {
     "embedding_only": False,
     "logits_all": False,
 }
+_SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+_DURATION = r"-?(([0-9]+(\.[0-9]+)?(h|ms|m|s)){1,8}|[0-9]{1,9})"
 
 
 class OllamaOptions(JsonObject):
@@ -78,7 +81,7 @@ class OllamaOptions(JsonObject):
 
 
 class OllamaRequest(JsonObject):
-    """What all requests for a text have. keep_alive: the model stays as long as the server runs, whatever is sent."""
+    """What all requests for a text have. keep_alive: how long the model stays then, in seconds or as Go writes it."""
 
     model_config = ConfigDict(extra="allow")
     model: str
@@ -93,6 +96,20 @@ class OllamaRequest(JsonObject):
     def name(self) -> str:
         """The model without the tag that Ollama's clients add."""
         return self.model.removesuffix(":latest")
+
+    @property
+    def keep(self) -> float | None:
+        """Seconds that the model stays; None for one that stays until others need its memory. Raises Refused."""
+        given = self.keep_alive
+        if isinstance(given, str):
+            parts = re.fullmatch(_DURATION, given)
+            if parts is None:
+                raise Refused(
+                    'keep_alive is a duration such as "5m" or "1h30m", or a number of seconds', param="keep_alive"
+                )
+            units = re.findall(r"([0-9.]+)(h|ms|m|s)", given) or [(given.lstrip("-"), "s")]
+            given = (-1 if given.startswith("-") else 1) * sum(float(number) * _SECONDS[unit] for number, unit in units)
+        return given if given is not None and 0 <= given < 1e9 else None
 
     def _shared(self, room: int) -> dict[str, Any]:
         if self.logprobs:
@@ -164,6 +181,11 @@ class OllamaModelRequest(JsonObject):
     model_config = ConfigDict(extra="allow")
     model: str | None = None
     name: str | None = Field(None, description="the older name of model")
+
+    @property
+    def named(self) -> str:
+        """The model without the tag that Ollama's clients add."""
+        return (self.model or self.name or "").removesuffix(":latest")
 
 
 def _format(given: str | dict[str, Any] | None) -> dict[str, Any] | None:

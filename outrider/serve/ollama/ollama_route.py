@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from outrider._version import __version__
+from outrider.serve.assembly import Assembly
 from outrider.serve.errors import Refused, json_response
 from outrider.serve.ollama.ollama_request import (
     OllamaChatRequest,
@@ -23,71 +24,79 @@ from outrider.serve.ollama.ollama_writer import OllamaWriter, loaded
 from outrider.serve.openai.pending import PendingAnswer
 from outrider.serve.openai.protocol import ChatRequest, CompletionRequest
 from outrider.serve.openai.thinking import asked_to_think, thinks
-from outrider.serve.openai.translated import Answering
+from outrider.serve.openai.translated import Answering, thinking_reader
+from outrider.serve.pool import PooledModel
+from outrider.serve.service import Service
 
-FOREVER = "9999-12-31T23:59:59Z"  # the model stays as long as the server runs
+FOREVER = "9999-12-31T23:59:59Z"  # the model stays until others need its memory
+UNKNOWN = "unknown"  # of a model that is not loaded
 
 
 def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict[str, Any]]) -> None:
     """Add the routes. documented: what is answered."""
-    service = answering.service
-    settings, room = service.settings, service.encoder.max_length
+    pool = answering.pool
 
-    async def answered(body: OllamaRequest, asked: ChatRequest | CompletionRequest, request: Request) -> Response:
-        arrived, chat = perf_counter(), isinstance(body, OllamaChatRequest)
+    async def answered(
+        body: OllamaRequest, empty: bool, make: Callable[[Service], ChatRequest | CompletionRequest], request: Request
+    ) -> Response:
+        """The answer to a body. empty: it only loads the model, or lets it go. make: the request that it stands for."""
+        arrived, chat, ends = perf_counter(), isinstance(body, OllamaChatRequest), empty and body.keep == 0
+        if ends and pool.find(body.name).assembly is None:
+            return json_response(loaded(body.model, chat, "unload"))
+        service = await pool.lend(body.name, request, keep=body.keep)
+        if empty:
+            return json_response(loaded(body.model, chat, "unload" if ends else "load"))
+        asked = make(service)
 
         def writer(pending: PendingAnswer) -> OllamaWriter:
-            thinking = answering.thinking(pending) if isinstance(asked, ChatRequest) else None
-            return OllamaWriter(body.model, chat, arrived, thinking)
+            thinking = thinking_reader(service, pending) if isinstance(asked, ChatRequest) else None
+            return OllamaWriter(body.model, arrived, getattr(request.state, "waited", 0.0), thinking, chat)
 
         if isinstance(asked, ChatRequest):
             variables = asked_to_think(service.template, body.thinking_wanted)
             asked = asked.model_copy(update={"chat_template_kwargs": variables})
-        return await answering.translated(asked, request, writer)
+        return await answering.translated(service, asked, request, writer)
 
     @app.post("/api/chat", responses=documented)
     async def chat(body: OllamaChatRequest, request: Request) -> Response:
         """Answer messages. Needs a model with a chat template."""
-        service.check_model(body.name)
-        if not body.messages:
-            return json_response(loaded(body.model, True))
-        return await answered(body, body.chat(room), request)
+        return await answered(body, not body.messages, lambda service: body.chat(service.encoder.max_length), request)
 
     @app.post("/api/generate", responses=documented)
     async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
         """Answer a prompt, continue it with raw, or fill the gap before a suffix."""
-        service.check_model(body.name)
-        if not body.prompt and not body.suffix:
-            return json_response(loaded(body.model, False))
-        return await answered(body, body.request(room, bool(service.template)), request)
+
+        def made(service: Service) -> ChatRequest | CompletionRequest:
+            return body.request(service.encoder.max_length, bool(service.template))
+
+        return await answered(body, not body.prompt and not body.suffix, made, request)
 
     @app.get("/api/tags", responses=documented)
     async def tags() -> Response:
-        """List the model that is served."""
-        return json_response({"models": [described()]})
+        """List the models that are served."""
+        return json_response({"models": [described(one) for one in pool.models]})
 
     @app.get("/api/ps", responses=documented)
     async def running() -> Response:
-        """List the model that is loaded. It stays as long as the server runs, whatever `keep_alive` was sent."""
-        more = {"size_vram": 0, "expires_at": FOREVER, "context_length": room}
-        return json_response({"models": [described() | more]})
+        """List the models that are loaded, and until when."""
+        return json_response({"models": [present(one, one.assembly) for one in pool.models if one.assembly]})
 
     @app.post("/api/show", responses=documented)
-    async def show(body: OllamaModelRequest) -> Response:
-        """Describe the model."""
-        service.check_model((body.model or body.name or "").removesuffix(":latest"))
+    async def show(body: OllamaModelRequest, request: Request) -> Response:
+        """Describe a model. It is loaded for it."""
+        service = await pool.lend(body.named, request)
         capable = ["completion"]
         capable += ["tools"] * (service.tool_format is not None) + ["insert"] * (service.infilling is not None)
         capable += ["thinking"] * thinks(service.template)
-        kind = family()
+        about, kind = described(pool.find(body.named)), family(service)
         return json_response(
             {
                 "template": str(service.template or ""),
                 "parameters": "",
-                "details": details(),
-                "model_info": {"general.architecture": kind, f"{kind}.context_length": room},
+                "details": about["details"],
+                "model_info": {"general.architecture": kind, f"{kind}.context_length": service.encoder.max_length},
                 "capabilities": capable,
-                "modified_at": described()["modified_at"],
+                "modified_at": about["modified_at"],
             }
         )
 
@@ -101,37 +110,40 @@ def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict
     async def embed() -> Response:
         """Refused."""
         raise Refused(
-            f"{settings.model_name} writes texts and was not trained for embeddings; ask a server with an embedding model"
+            "the models here write texts and were not trained for embeddings; ask a server with an embedding model"
         )
 
-    def family() -> str:
-        return str(getattr(service.llm.loaded.config, "model_type", "") or "unknown")
-
-    def details() -> dict[str, Any]:
-        gguf = str(service.llm.loaded.source).endswith(".gguf")
+    def described(one: PooledModel) -> dict[str, Any]:
         return {
-            "parent_model": "",
-            "format": "gguf" if gguf else "safetensors",
-            "family": family(),
-            "families": [family()],
-            "parameter_size": "",
-            "quantization_level": service.llm.loaded.weights,
+            "name": one.name,
+            "model": one.name,
+            "modified_at": datetime.fromtimestamp(pool.started, UTC).isoformat(),
+            "size": one.weights,
+            "digest": hashlib.sha256(one.name.encode()).hexdigest(),  # of the name: the files are not read for it
+            "details": details(one),
         }
 
-    def described() -> dict[str, Any]:
-        name = settings.model_name
-        return {
-            "name": name,
-            "model": name,
-            "modified_at": datetime.fromtimestamp(service.started, UTC).isoformat(),
-            "size": _size(str(service.llm.loaded.source)),
-            "digest": hashlib.sha256(name.encode()).hexdigest(),  # of the name: the files are not read for it
-            "details": details(),
-        }
+    def present(one: PooledModel, assembly: Assembly) -> dict[str, Any]:
+        until = FOREVER if one.expires is None else datetime.fromtimestamp(one.expires, UTC).isoformat()
+        room = assembly.service.encoder.max_length
+        return described(one) | {"size": one.bytes, "size_vram": 0, "expires_at": until, "context_length": room}
 
 
-def _size(source: str) -> int:
-    """Bytes of the files of a model; 0 for one that is not named by its path."""
-    path = Path(source)
-    files = [path] if path.is_file() else path.glob("*.safetensors") if path.is_dir() else ()
-    return sum(file.stat().st_size for file in files)
+def family(service: Service) -> str:
+    """The kind of a model, by transformers' name."""
+    return str(getattr(service.llm.loaded.config, "model_type", "") or UNKNOWN)
+
+
+def details(one: PooledModel) -> dict[str, Any]:
+    """What Ollama's clients show beside a name. The kind and the precision are known of a model that is loaded."""
+    service = one.assembly and one.assembly.service
+    source = str(service.llm.loaded.source) if service else one.settings.model
+    kind = family(service) if service else UNKNOWN
+    return {
+        "parent_model": "",
+        "format": "gguf" if source.endswith(".gguf") else "safetensors",
+        "family": kind,
+        "families": [kind],
+        "parameter_size": "",
+        "quantization_level": service.llm.loaded.weights if service else "",
+    }

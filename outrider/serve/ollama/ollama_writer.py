@@ -17,9 +17,10 @@ class OllamaWriter(AnswerTranslator):
 
     media_type = "application/x-ndjson"
 
-    def __init__(self, model: str, chat: bool, arrived: float, thinking: ThinkingReader | None) -> None:
-        """model: as the client calls it. arrived: when its request came, a `perf_counter` time. thinking: of one that thinks."""
-        self._model, self._chat, self._arrived, self._thinking = model, chat, arrived, thinking
+    def __init__(self, model: str, arrived: float, waited: float, thinking: ThinkingReader | None, chat: bool) -> None:
+        """model: as the client calls it. arrived: when its request came, a `perf_counter` time. waited: seconds until the model
+        was loaded. thinking: of a model that thinks."""
+        self._model, self._arrived, self._waited, self._thinking, self._chat = model, arrived, waited, thinking, chat
         self._text, self._thought, self._calls, self._end = "", "", list[dict[str, Any]](), dict[str, Any]()
 
     def chunk(self, chunk: dict[str, Any]) -> list[Event]:
@@ -52,7 +53,7 @@ class OllamaWriter(AnswerTranslator):
         figures = {
             **self._end,
             "total_duration": _nanoseconds(perf_counter() - self._arrived),
-            "load_duration": 0,
+            "load_duration": _nanoseconds(self._waited),
             "prompt_eval_count": used["prompt_tokens"],
             "prompt_eval_duration": _nanoseconds(first - times["time_in_queue"]),
             "eval_count": used["completion_tokens"],
@@ -70,11 +71,11 @@ class OllamaWriter(AnswerTranslator):
         return {**head, "message": {"role": "assistant", "content": text, **more}, "done": done}
 
 
-def loaded(model: str, chat: bool) -> Event:
-    """The answer to a request without a prompt, which loads a model: it is here already."""
+def loaded(model: str, chat: bool, reason: str) -> Event:
+    """The answer to a request without a prompt, which loads a model or lets it go. reason: load or unload."""
     text = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
     head = {"model": model, "created_at": datetime.now(UTC).isoformat()}
-    return {**head, **text, "done": True, "done_reason": "load"}
+    return {**head, **text, "done": True, "done_reason": reason}
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:

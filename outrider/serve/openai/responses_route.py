@@ -69,13 +69,13 @@ class ResponseStore:
 
 def install(app: FastAPI, answering: Answering, answer: dict[int | str, dict[str, Any]]) -> ResponseStore:
     """Add the routes. answer: documents what is answered. Returns the store."""
-    settings = answering.service.settings
+    settings = answering.pool.settings
     store = ResponseStore(settings.max_responses, settings.max_response_bytes)
 
     @app.post("/v1/responses", responses=answer)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answer an input, or go on from an earlier response. Needs a model with a chat template."""
-        answering.service.check_model(body.model)
+        service = await answering.pool.lend(body.model, request)
         earlier = body.previous_response_id
         before = [] if earlier is None else store.get(earlier, 400, "previous_response_id").items
         chat = body.chat(before)
@@ -85,8 +85,9 @@ def install(app: FastAPI, answering: Answering, answer: dict[int | str, dict[str
 
         name = response_id(settings.replica_name)
         with renamed("messages", "input"):
+            called = service.settings.model_name
             return await answering.translated(
-                chat, request, lambda _: ResponsesWriter(name, settings.model_name, body, chat, keep)
+                service, chat, request, lambda _: ResponsesWriter(name, called, body, chat, keep)
             )
 
     @app.get("/v1/responses/{name}", responses=_OBJECT)

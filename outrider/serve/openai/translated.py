@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from outrider.serve.openai.thinking import ThinkingReader, thinks
 from outrider.serve.service import Service
 
 if TYPE_CHECKING:
+    from outrider.serve.pool import ModelPool
     from outrider.serve.spans import Spans
 
 Event = dict[str, Any]
@@ -79,38 +81,43 @@ def check_whole(choice: dict[str, Any]) -> None:
 class Answering:
     """From the body of a request to its response. spans: are told of each request."""
 
-    def __init__(self, service: Service, spans: Spans | None = None) -> None:
-        self.service, self._spans = service, spans
+    def __init__(self, pool: ModelPool, spans: Spans | None = None) -> None:
+        self.pool, self._spans = pool, spans
 
-    def thinking(self, pending: PendingAnswer) -> ThinkingReader | None:
-        """What reads the thought of an answer; None for a model that does not think."""
-        service = self.service
-        return ThinkingReader(service.decode(pending.writer.prompts[0][-END:])) if thinks(service.template) else None
-
-    async def accept(self, body: CompletionRequest | ChatRequest, request: Request) -> PendingAnswer:
+    async def accept(self, service: Service, body: CompletionRequest | ChatRequest, request: Request) -> PendingAnswer:
         """Queue the texts of a request. Raises Refused."""
-        owner = request.state.owner
-        pending = await self.service.accept(body, request.state.request_id, body.user or owner, owner)
+        owner, waited = request.state.owner, getattr(request.state, "waited", 0.0)
+        if waited:
+            left = min(body.timeout or math.inf, service.settings.request_timeout) - waited
+            body = body.model_copy(update={"timeout": max(left, 1e-3)})
+        pending = await service.accept(body, request.state.request_id, body.user or owner, owner)
         if self._spans is not None:
-            self._spans.watch(pending, self.service.settings.model_name, body, request.headers)
+            self._spans.watch(pending, service.settings.model_name, body, request.headers)
         return pending
 
     async def answer(self, body: CompletionRequest | ChatRequest, request: Request) -> Response:
         """The response as a completion: whole, or as events."""
-        pending = await self.accept(body, request)
+        service = await self.pool.lend(body.model, request, body.timeout)
+        pending = await self.accept(service, body, request)
         if body.stream:
-            return EventResponse(pending, pending.stream(body.stream_options, self.service.settings.pad_seconds))
+            return EventResponse(pending, pending.stream(body.stream_options, service.settings.pad_seconds))
         return json_response(await unless_gone(request.receive, pending.whole()), headers=pending.headers)
 
     async def translated(
         self,
+        service: Service,
         body: CompletionRequest | ChatRequest,
         request: Request,
         make: Callable[[PendingAnswer], AnswerTranslator],
     ) -> Response:
         """The response in another protocol. make: its writer."""
-        pending = await self.accept(body, request)
+        pending = await self.accept(service, body, request)
         writer = make(pending)
         if body.stream:
-            return EventResponse(pending, writer.events(pending, self.service.settings.pad_seconds), writer.media_type)
+            return EventResponse(pending, writer.events(pending, service.settings.pad_seconds), writer.media_type)
         return json_response(writer.whole(await unless_gone(request.receive, pending.whole())), headers=pending.headers)
+
+
+def thinking_reader(service: Service, pending: PendingAnswer) -> ThinkingReader | None:
+    """What reads the thought of an answer; None for a model that does not think."""
+    return ThinkingReader(service.decode(pending.writer.prompts[0][-END:])) if thinks(service.template) else None

@@ -14,8 +14,8 @@ from ray.util import get_node_ip_address
 from starlette.types import ASGIApp
 
 from outrider.serve.app import create_app, trouble
-from outrider.serve.assembly import assemble
 from outrider.serve.options import ServeOptions
+from outrider.serve.pool import ModelPool
 from outrider.serve.ray.calls import ReplicaRequest
 from outrider.serve.ray.direct import IDLE, SHUTDOWN, Connections, Listener, Reservation, ReservationMiddleware
 from outrider.serve.ray.front import Front, guarded
@@ -32,8 +32,9 @@ class OutriderEngine:
     def __init__(self, options: ServeOptions) -> None:
         self._name = serve.get_replica_context().replica_id.unique_id
         options = options.with_(replica_name=self._name, shutdown_timeout=SHUTDOWN)
-        self._service = (made := assemble(options)).service
-        self._reservations = ReservationMiddleware(create_app(made.service, made.metrics))
+        self._pool = ModelPool.of([options])
+        self._pool.start()
+        self._reservations = ReservationMiddleware(create_app(self._pool))
         self._listener = Listener(self._reservations, get_node_ip_address(), settings=options, timeout_keep_alive=IDLE)
         self._connections = Connections()
 
@@ -57,7 +58,7 @@ class OutriderEngine:
 
     def check_health(self) -> None:
         """Ray replaces a replica for which this raises."""
-        if (problem := trouble(self._service)) is not None:
+        if (problem := trouble(self._pool)) is not None:
             raise RuntimeError(problem)
 
 

@@ -46,6 +46,7 @@ class DeployOptions(ServeOptions):
     # these are not on the command line
     pad_stream: Milliseconds | None = None
     log_prompts: bool = False
+    memory: str | None = None
     monitor_port: int | None = None
 
     @field_validator("speculative_config", mode="before")

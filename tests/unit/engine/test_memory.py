@@ -57,16 +57,13 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     assert "--max-model-len" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("share", "length"), [(2.0, 1000), (1.0, 1000), (0.5, 468), (0.001, 256), (0, 1000)])
-def test_texts_are_as_long_as_fits_in_the_memory_that_is_free(
-    share: float, length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of each slot one. Where the system says nothing of its memory, and for a server that did not ask, nothing is shortened."""
+@pytest.mark.parametrize(("share", "length"), [(2.0, 1000), (1.0, 1000), (0.5, 468), (0.001, 256)])
+def test_texts_are_as_long_as_fits_in_the_room(share: float, length: int) -> None:
+    """Of each slot one. For a server that did not ask, nothing is shortened."""
     target = ToyModel(VOCAB, seed=0, max_length=1000)
     drafter = ModelDrafter(ToyModel(VOCAB, seed=1, max_length=1000), 3, 1000)
     most = (per_token(target) + per_token(drafter.model)) * 3 * (1000 + SCRATCH)  # type: ignore[arg-type]
-    monkeypatch.setattr("outrider.engine.engine.spare", lambda device: int(share * most) + 5000 * bool(share))
-    fitted = engine(target, drafter, rows=3, fit=True, prefix_bytes=5000)
+    fitted = engine(target, drafter, rows=3, room=int(share * most) + 5000, prefix_bytes=5000)
     assert fitted.decoder.max_length == length
     fitted.close()
     free = engine(target, drafter, rows=3, prefix_bytes=5000)

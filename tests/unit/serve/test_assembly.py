@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
 
 from outrider.serve import assembly
+from outrider.serve.metrics import Metrics
 from outrider.serve.options import ServeOptions
 
 
@@ -19,10 +21,9 @@ from outrider.serve.options import ServeOptions
     ],
 )
 def test_texts_fit_in_the_memory_that_is_free(given, length, note, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("outrider.engine.engine", "outrider.serve.assembly"):
-        monkeypatch.setattr(f"{module}.spare", lambda device: 1 << 20)
+    monkeypatch.setattr("outrider.serve.assembly.spare", lambda device: 1 << 20)
     options = ServeOptions(model="builtin:code", speculative_config={"method": "none"}, prefix_cache=0, **given)
-    made = assembly.assemble(options, fit=True)
+    made = assembly.assemble(options, math.inf, Metrics("outrider", "code"), fit=True)
     assert made.service.engine.decoder.max_length == length
     found = [text for text in made.notes if re.search(note or "fit", text)]
     assert len(found) == (note is not None)

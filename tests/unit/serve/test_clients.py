@@ -95,9 +95,7 @@ def test_no_tokens_are_written_where_only_the_prompt_is_scored(live: Live, plain
     _, expected, _ = scored(plain, PROMPT, max_tokens=1)
     count = len(plain.encode(PROMPT))
     body = {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 2}
-    before = live.metrics.registry.get_sample_value(
-        "vllm:generation_tokens_total", {"model_name": "code", "engine": "0"}
-    )
+    before = live.registry.get_sample_value("vllm:generation_tokens_total", {"model_name": "code", "engine": "0"})
     answer = ask(live, **body)
     choice = answer["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == (PROMPT, "length")
@@ -113,7 +111,7 @@ def test_no_tokens_are_written_where_only_the_prompt_is_scored(live: Live, plain
     assert [c["text"] for c in several["choices"]] == [PROMPT, PROMPT, "import os\n", "import os\n"]
     other = ask(live, prompt=PROMPT, max_tokens=0, prompt_logprobs=0)["choices"][0]
     assert (other["text"], len(other["prompt_logprobs"])) == ("", count)
-    registry = live.metrics.registry
+    registry = live.registry
     assert registry.get_sample_value("vllm:generation_tokens_total", {"model_name": "code", "engine": "0"}) == before
     long = "x = 1\n" * 200  # several chunks of prefill, and others that write meanwhile
     assert ask(live, prompt=long, max_tokens=0, echo=True)["choices"][0]["text"] == long

@@ -102,12 +102,12 @@ def test_a_fixed_length_weighs_nothing(live: Live) -> None:
 
 
 def test_nothing_is_counted_while_nobody_looks(live: Live) -> None:
-    engine, watch = live.service.engine, live.app.state.dashboard.watch
+    engine, watch = live.service.engine, live.dashboard.watch
     assert ask(live).status_code == 200
     assert engine.scheduler.observers == (live.metrics,)
     assert watch.tick()[0]["steps"] == 0
     watched(live, lambda: ask(live), lambda seen: seen[-1]["steps"] > 0)
-    while live.app.state.dashboard.viewers:
+    while live.dashboard.viewers:
         sleep(0.01)
     assert engine.scheduler.observers == (live.metrics,)
 
@@ -185,7 +185,7 @@ def test_the_interval_covers_the_ratio() -> None:
 def test_two_hundred_requests_at_capacity_beside_a_viewer_that_stalls() -> None:
     """Every request is answered, the viewer is dropped, and its queue is all that it ever held."""
     with serving(builtin(), max_queue=300) as live:
-        board = live.app.state.dashboard
+        board = live.dashboard
         board.interval = 0.01
         # The system buffers megabytes of a connection, which would take minutes to fill.
         live.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -215,7 +215,7 @@ def test_memory_is_flat_beside_viewers_that_stall(monkeypatch: pytest.MonkeyPatc
     """Viewers come, read nothing and stay connected. Each is dropped, and nothing that was meant for it is kept."""
     size, many = 100_000, 4
     with serving(builtin()) as live:
-        board = live.app.state.dashboard
+        board = live.dashboard
         board.interval = 0.005
         tick = board.watch.tick
         monkeypatch.setattr(board.watch, "tick", lambda: ({**tick()[0], "padding": "x" * size}, []))
@@ -253,12 +253,12 @@ def test_there_is_a_limit_of_viewers(live: Live) -> None:
     held = [socket.create_connection(("127.0.0.1", live.port)) for _ in range(viewers.VIEWERS)]
     for one in held:
         one.sendall(b"GET /dashboard/events HTTP/1.1\r\nHost: x\r\n\r\n")
-    while len(live.app.state.dashboard.viewers) < viewers.VIEWERS:
+    while len(live.dashboard.viewers) < viewers.VIEWERS:
         sleep(0.01)
     assert httpx.get(f"{live.url}/dashboard/events").status_code == 503
     for one in held:
         one.close()
-    while live.app.state.dashboard.viewers:
+    while live.dashboard.viewers:
         sleep(0.01)
 
 
@@ -331,7 +331,7 @@ def test_pictures_of_another_sites_page_take_no_seat(live: Live) -> None:
         for method in ("GET", "POST"):
             assert httpx.request(method, live.url + path, headers=picture).status_code in (403, 405)
     assert httpx.get(f"{live.url}/dashboard/poll?viewer=x").status_code == 405
-    assert not live.app.state.dashboard.viewers
+    assert not live.dashboard.viewers
 
 
 def test_a_plain_server_has_nothing_to_compare() -> None:

@@ -182,10 +182,8 @@ def test_texts_of_many_tokens_are_made_beside_the_loop(live: Live, monkeypatch: 
     monkeypatch.setattr(
         live.service, "decode", lambda tokens: threads.add(threading.current_thread().name) or decode(tokens)
     )
-    check = live.service.check_model
-    monkeypatch.setattr(
-        live.service, "check_model", lambda name: loop.add(threading.current_thread().name) or check(name)
-    )
+    find = live.pool.find
+    monkeypatch.setattr(live.pool, "find", lambda name: loop.add(threading.current_thread().name) or find(name))
     told = post(live, "/tokenize", prompt="x = [1, 2]\n", return_token_strs=True).json()
     assert "".join(told["token_strs"]) == "x = [1, 2]\n"
     assert post(live, "/detokenize", tokens=told["tokens"]).json()["prompt"] == "x = [1, 2]\n"

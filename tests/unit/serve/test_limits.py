@@ -102,7 +102,7 @@ def test_memory_is_bounded_and_shown() -> None:
     with serving(builtin(2, max_model_len=512), memory=limit, prefix_bytes=1 << 20) as live:
         before = live.service.engine.stats.kv_bytes
         assert post(live, prompt=PROMPT * 20, max_tokens=100).status_code == 200
-        read = live.metrics.registry.get_sample_value
+        read = live.registry.get_sample_value
         name = {"model_name": "code", "engine": "0"}
         assert read("outrider:kv_cache_limit_bytes", name) == limit
         assert 0 < before == read("outrider:kv_cache_bytes", name) <= limit - (1 << 20)
@@ -183,7 +183,7 @@ def test_a_client_that_leaves_takes_its_text_with_it(llm: LLM) -> None:
             httpx.get(live.url + "/health")
         gate.open.set()
         assert post(live, prompt=PROMPT, max_tokens=3).status_code == 200
-        reasons = live.metrics.registry.get_sample_value
+        reasons = live.registry.get_sample_value
         assert (
             reasons("outrider:request_success_total", {"model_name": "code", "engine": "0", "finished_reason": "abort"})
             == 2
@@ -221,11 +221,11 @@ def test_a_client_that_does_not_read_is_let_go(llm: LLM) -> None:
 
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
-        app = create_app(live.service, live.metrics)
+        app = create_app(live.pool)
         asyncio.run(asyncio.wait_for(app({**scope, "http_version": "1.1", "scheme": "http"}, receive, send), 30))
         assert [m["type"] for m in sent] == ["http.response.start", "http.response.body", "http.response.body"]
         assert post(live, prompt=PROMPT, max_tokens=2).status_code == 200
-        reasons = live.metrics.registry.get_sample_value
+        reasons = live.registry.get_sample_value
         assert (
             reasons("outrider:request_success_total", {"model_name": "code", "engine": "0", "finished_reason": "abort"})
             == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import httpx
@@ -112,9 +113,15 @@ def test_the_model_is_described_and_stays(live: Live) -> None:
     assert shown["model_info"]["general.architecture"] == shown["details"]["family"]
     assert shown["capabilities"][0] == "completion"
     assert "version" in read("/api/version")
-    for path, empty in (("/api/chat", {"messages": []}), ("/api/generate", {"prompt": "", "keep_alive": 0})):
+    for path, empty in (("/api/chat", {"messages": []}), ("/api/generate", {"prompt": "", "keep_alive": "-1m"})):
         assert ask(live, path, **empty)["done_reason"] == "load"
-    assert len(read("/api/ps")["models"]) == 1
+    assert read("/api/ps")["models"][0]["expires_at"].startswith("9999")
+    assert ask(live, "/api/generate", keep_alive="1h30m")["done_reason"] == "load"
+    left = datetime.fromisoformat(read("/api/ps")["models"][0]["expires_at"]) - datetime.now(UTC)
+    assert 5390 < left.total_seconds() <= 5400
+    assert ask(live, "/api/generate")["done_reason"] == "load"
+    wrong = httpx.post(f"{live.url}/api/generate", json={"model": "code", "keep_alive": "soon"})
+    assert (wrong.status_code, "such as" in wrong.json()["error"]) == (400, True)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

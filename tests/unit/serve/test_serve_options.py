@@ -31,9 +31,9 @@ def test_keys_come_from_options_and_a_file_and_are_not_shown(tmp_path: Path) -> 
 
 def test_a_changed_option_changes_what_is_derived() -> None:
     one = ServeOptions(model="owner/first")
-    assert (one.model_name, one.aliases) == ("owner/first", ("owner/first",))
+    assert one.names == ("owner/first", "owner/first")
     two = one.with_(served_model_name="second")
-    assert (two.model_name, two.aliases) == ("second", ())
+    assert two.names == ("second",)
     with pytest.raises(ValueError, match="max_queue"):
         one.with_(max_queue=-1)
 

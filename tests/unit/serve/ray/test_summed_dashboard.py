@@ -105,7 +105,7 @@ def test_the_models_of_an_update_stand_side_by_side() -> None:
 
 
 def boards(lives: list[Live]) -> list[Dashboard]:
-    return [live.app.state.dashboard for live in lives]
+    return [live.dashboard for live in lives]
 
 
 def behind_a_front(lives: list[Live], act: Callable[[str, Front], None]) -> None:

@@ -1,0 +1,349 @@
+"""The models of a server: loaded when a request asks for them, and let go when others need their memory."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, perf_counter, time
+
+import torch
+from fastapi import Request
+
+from outrider.core.files import byte_count
+from outrider.engine.memory import gib, spare
+from outrider.engine.trace import Recorder
+from outrider.models.load import stored_bytes
+from outrider.serve.assembly import Assembly, assemble
+from outrider.serve.connection import unless_gone
+from outrider.serve.errors import Refused, no_model
+from outrider.serve.logs import log
+from outrider.serve.metrics import Metrics
+from outrider.serve.options import ServeOptions
+from outrider.serve.service import Service
+
+CACHES = 0.25  # share of the memory that the weights leave to keys and values, where they can
+RETRY = 5  # seconds after which a client may ask for a model again
+
+
+@dataclass(eq=False)
+class PooledModel:
+    """A model of a server. weights: bytes of its files. assembly: None while it is not loaded.
+
+    users: requests that it answers. leaving: it takes no more of them, because another model needs its memory. keep: seconds that
+    it stays after the last one; None: until others need its memory. used: when the last one came. timer: lets it go.
+    """
+
+    settings: ServeOptions
+    weights: int = 0
+    assembly: Assembly | None = None
+    users: int = 0
+    leaving: bool = False
+    keep: float | None = None
+    used: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def name(self) -> str:
+        """What clients call it."""
+        return self.settings.model_name
+
+    @property
+    def ready(self) -> bool:
+        """It takes requests."""
+        return self.assembly is not None and not self.leaving
+
+    @property
+    def expires(self) -> float | None:
+        """When it will go, in seconds since 1970; None if no time is set."""
+        return None if self.timer is None else time() + self.timer.when() - monotonic()
+
+    @property
+    def bytes(self) -> int:
+        """What it may take: weights, keys and values, prefixes. Its weights alone while it is not loaded."""
+        return self.weights + (0 if self.assembly is None else self.assembly.caches)
+
+
+class ModelPool:
+    """Models by name. A request borrows one with `lend`, and a model goes only while it answers no request.
+
+    memory: bytes that all loaded models may take. load: makes one whose caches may take some bytes; it runs in a thread.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[PooledModel],
+        metrics: Metrics,
+        load: Callable[[ServeOptions, float], Assembly],
+        memory: float = math.inf,
+    ) -> None:
+        """Raises ValueError for a model that does not fit."""
+        self.models, self.metrics, self.memory, self._load = list(models), metrics, memory, load
+        self.settings, self.started, self.closing = models[0].settings, int(time()), False
+        self._waiting = dict[asyncio.Future[None], PooledModel]()  # in the order in which they came
+        self._tasks = set[asyncio.Task[None]]()
+        self._turn, self._changed = asyncio.Lock(), asyncio.Event()
+        for one in models:
+            if one.weights > memory:
+                raise ValueError(
+                    f"{one.name} has {gib(one.weights)} of weights, which is more than --memory {gib(int(memory))}; "
+                    f"give --memory {gib(int(one.weights / (1 - CACHES)))}, or leave {one.name} out"
+                )
+        self.share = _share([one.weights for one in models], memory)
+
+    @staticmethod
+    def of(models: Sequence[ServeOptions], recorder: Recorder | None = None, fit: bool = False) -> ModelPool:
+        """The pool of a server, from the options of its models. recorder, fit: see `assemble`.
+
+        Raises what `stored_bytes` raises, and ValueError for a model that does not fit.
+        """
+        first, many = models[0], len(models) > 1
+        memory = math.inf
+        if first.memory is not None:
+            memory = byte_count(first.memory)
+        elif many:
+            memory = (
+                spare(torch.device("cuda" if torch.cuda.is_available() and first.device != "cpu" else "cpu")) or memory
+            )
+        metrics = Metrics(first.metrics_prefix, "" if many else first.model_name)
+        pooled = [PooledModel(one, weights_of(one) if memory < math.inf else 0) for one in models]
+        return ModelPool(pooled, metrics, lambda one, room: assemble(one, room, metrics, recorder, fit), memory)
+
+    def find(self, name: str | None) -> PooledModel:
+        """The model of a name; without one, the only model. Raises Refused."""
+        if name is None and len(self.models) == 1:
+            return self.models[0]
+        for one in self.models:
+            if name in one.settings.names:
+                return one
+        names = [one.name for one in self.models]
+        if name is None:
+            raise Refused(f"say which model is to answer: {', '.join(names)}", param="model")
+        raise no_model(name, names)
+
+    @property
+    def loaded(self) -> list[Service]:
+        """The services of the models that are loaded."""
+        return [one.assembly.service for one in self.models if one.assembly is not None]
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a model."""
+        return len(self._waiting)
+
+    def state(self, one: PooledModel) -> str:
+        """Loaded, loading or unloaded."""
+        return "loaded" if one.ready else "loading" if one in self._waiting.values() else "unloaded"
+
+    async def lend(
+        self, name: str | None, request: Request, seconds: float | None = None, keep: float | None = None
+    ) -> Service:
+        """The service of a model, for a request until its end. It is loaded if it is not.
+
+        seconds: that the request may wait. keep: as of `PooledModel`, from this request on. Raises Refused.
+        """
+        one = self.find(name)
+        one.keep = keep
+        if not one.ready:
+            begun, seconds = perf_counter(), min(seconds or math.inf, self.settings.request_timeout)
+            try:
+                async with asyncio.timeout(seconds):
+                    await unless_gone(request.receive, self._loaded(one))
+            except TimeoutError:
+                raise Refused(
+                    f"{one.name} was not loaded in {seconds:g} s; allow more time", 408, code="timeout"
+                ) from None
+            request.state.waited = perf_counter() - begun
+        else:
+            self._borrow(one)
+        request.state.lent.callback(self._give_back, one)
+        request.state.model = one.name
+        assert one.assembly is not None
+        return one.assembly.service
+
+    def unload(self, one: PooledModel) -> None:
+        """Let a model go as soon as it answers no request."""
+        one.keep = 0.0
+        self._rest(one)
+
+    def start(self) -> Assembly:
+        """Load the first model now, before there are requests. Raises what `LLM` and `Engine` raise."""
+        return self._make(self.models[0])
+
+    def drain(self, seconds: float) -> None:
+        """Take no more requests. What is not finished after `seconds` ends with the text it has."""
+        self.closing = True
+        for service in self.loaded:
+            service.engine.drain(seconds)
+
+    async def close(self) -> None:
+        """End all models. Waits for one that is loaded at this moment."""
+        self.closing = True
+        self._refuse([*self._waiting], Refused("the server is stopping", 503, code="stopped"))
+        self._changed.set()
+        for one in self.models:
+            self._stop_timer(one)
+        await asyncio.gather(*self._tasks)
+        for service in self.loaded:
+            await asyncio.to_thread(service.close)
+
+    def _borrow(self, one: PooledModel) -> None:
+        one.users += 1
+        one.used = perf_counter()
+        self._stop_timer(one)
+
+    def _give_back(self, one: PooledModel) -> None:
+        one.users -= 1
+        self._changed.set()
+        self._rest(one)
+
+    def _rest(self, one: PooledModel) -> None:
+        """Set the time after which a model goes that answers no request."""
+        self._stop_timer(one)
+        if one.ready and not one.users and one.keep is not None and not self.closing:
+            loop = asyncio.get_running_loop()
+            one.timer = loop.call_later(one.keep, lambda: self._begin(self._expired(one)))
+
+    def _stop_timer(self, one: PooledModel) -> None:
+        if one.timer is not None:
+            one.timer.cancel()
+            one.timer = None
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _expired(self, one: PooledModel) -> None:
+        async with self._turn:
+            if one.timer is not None and one.ready:  # no request has come meanwhile
+                await self._leave(one)
+
+    async def _loaded(self, one: PooledModel) -> None:
+        """Wait until a model is loaded, and borrow it. Raises Refused."""
+        if self.closing:
+            raise Refused("the server is stopping", 503, code="stopped")
+        if self.waiting >= max(self.settings.max_queue, 1):
+            raise Refused(f"{self.waiting} requests wait for models already", 429, code="queue_full", retry=RETRY)
+        ready = asyncio.get_running_loop().create_future()
+        self._waiting[ready] = one
+        if len(self._waiting) == 1:
+            self._begin(self._serve_waiting())
+        try:
+            await ready
+        except BaseException:
+            if self._waiting.pop(ready, None) is None and not ready.cancelled() and not ready.exception():
+                self._give_back(one)  # it was handed over at the moment when its request ended
+            self._changed.set()
+            raise
+
+    async def _serve_waiting(self) -> None:
+        """Load one model after the other, in the order in which requests ask for them."""
+        async with self._turn:
+            while self._waiting:
+                one = next(iter(self._waiting.values()))
+                try:
+                    if one.assembly is None and await self._make_room(one):
+                        await asyncio.to_thread(self._make, one)
+                        await self._make_room(one)  # its caches may have become larger than their share
+                except Exception as error:
+                    log.error("%s cannot be loaded", one.name, exc_info=error)
+                    said = str(error).replace(one.settings.model, one.name)
+                    refused = Refused(f"{one.name} cannot be loaded: {said}", 503, code="model_not_loaded")
+                    self._refuse(self._those(one), refused)
+                if one.ready:
+                    self._hand_over(one)
+
+    def _make(self, one: PooledModel) -> Assembly:
+        """Load a model. Raises what `assemble` raises, and ValueError for one that does not fit."""
+        made = self._load(one.settings, self.share)
+        source = made.service.llm.loaded.source
+        if not one.weights and isinstance(source, (str, Path)):
+            one.weights = stored_bytes(str(source))
+        if one.weights + made.caches > self.memory:
+            made.service.close()
+            raise ValueError(
+                f"it has {gib(one.weights)} of weights and may take {gib(made.caches)} of keys, values and prefixes, which is "
+                f"more than --memory {gib(int(self.memory))}; give a smaller --max-model-len or --max-num-seqs"
+            )
+        self.metrics.of(one.name).attach(made.service.engine)
+        one.assembly, one.used = made, perf_counter()
+        return made
+
+    async def _make_room(self, one: PooledModel) -> bool:
+        """Let others go until a model fits, the least recently used ones first. False if no request waits for it any more."""
+        while self._those(one):
+            need = one.bytes + (0 if one.assembly else self.share)
+            others = [other for other in self.models if other is not one and other.assembly]
+            if not others or sum(other.bytes for other in others) + need <= self.memory:
+                break
+            idle = [other for other in others if not other.users]
+            last = min(idle or others, key=lambda other: other.used)
+            if idle:
+                await self._leave(last)
+                continue
+            last.leaving = True  # it takes no more requests, so its last one will end
+            self._changed.clear()
+            await self._changed.wait()
+        for other in self.models:
+            if other.leaving:
+                other.leaving = False
+                self._hand_over(other)
+        return bool(self._those(one))
+
+    async def _leave(self, one: PooledModel) -> None:
+        """Free the memory of a model that answers no request."""
+        assert one.assembly is not None
+        assert not one.users
+        if one.assembly.dashboard is not None:
+            one.assembly.dashboard.close()
+        self._stop_timer(one)
+        end, one.assembly, one.leaving, one.keep = one.assembly.service.close, None, False, None
+        self.metrics.of(one.name).detach()
+        await asyncio.to_thread(end)
+        del end
+        await asyncio.to_thread(_collect)
+        log.info("%s has left", one.name)
+
+    def _those(self, one: PooledModel) -> list[asyncio.Future[None]]:
+        return [ready for ready, asked in self._waiting.items() if asked is one]
+
+    def _hand_over(self, one: PooledModel) -> None:
+        """Let the requests that wait for a model borrow it."""
+        for ready in self._those(one):
+            del self._waiting[ready]
+            if not ready.done():
+                self._borrow(one)
+                ready.set_result(None)
+
+    def _refuse(self, those: list[asyncio.Future[None]], refused: Refused) -> None:
+        for ready in those:
+            del self._waiting[ready]
+            if not ready.done():
+                ready.set_exception(refused)
+
+
+def weights_of(settings: ServeOptions) -> int:
+    """Bytes of the files of a model and of its draft model. Raises what `stored_bytes` raises."""
+    draft = settings.speculative_config.get("model")
+    own = stored_bytes(settings.model, settings.quantization)
+    return own + (stored_bytes(draft) if isinstance(draft, str) else 0)
+
+
+def _share(weights: list[int], memory: float) -> float:
+    """Bytes for the caches of each model, so that as many models as possible are loaded at once, whichever they are."""
+    for count in range(len(weights), 0, -1):
+        left = memory - sum(sorted(weights)[-count:])
+        if left >= CACHES * memory or count == 1:
+            return left / count
+    return memory
+
+
+def _collect() -> None:
+    """Free what a model leaves. What is there afterwards stays, see `assemble`."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
