@@ -66,8 +66,7 @@ def assemble(
     options: ServeOptions, room: float, metrics: Metrics, recorder: Recorder | None = None, fit: bool = False
 ) -> Assembly:
     """Load the model and start its engine. room: bytes that its caches may take. recorder: where steps are written. fit: let
-    texts become no longer than fits in the room and in the memory that is free, unless options say how long they are or what
-    they may take.
+    texts become no longer than fits in the room and in the free memory. Options for lengths or bytes go before it.
 
     Raises what `LLM` and `Engine` raise for options that are wrong and models that cannot be had.
     """
