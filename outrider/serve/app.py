@@ -16,7 +16,7 @@ from outrider._version import __version__
 from outrider.serve import errors
 from outrider.serve.anthropic import messages_route
 from outrider.serve.bodies import BoundedRoute
-from outrider.serve.dashboard import viewers as dashboard
+from outrider.serve.dashboard import pages_route
 from outrider.serve.errors import Refused, json_response
 from outrider.serve.guard import guards
 from outrider.serve.metrics import CONTENT_TYPE
@@ -83,7 +83,7 @@ def create_app(pool: ModelPool, spans: Spans | None = None) -> FastAPI:
     _texts(app, pool, spans)
     _model(app, pool)
     _state(app, pool)
-    dashboard.install(app, pool)
+    pages_route.install(app, pool)
 
     def described() -> dict[str, Any]:
         document = FastAPI.openapi(app)

@@ -17,7 +17,8 @@ from outrider.engine import Engine
 from outrider.serve.app import create_app
 from outrider.serve.assembly import Assembly
 from outrider.serve.connection import http_config
-from outrider.serve.dashboard.viewers import Dashboard, board
+from outrider.serve.dashboard.pages_route import board
+from outrider.serve.dashboard.viewers import Dashboard
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import ServeOptions
 from outrider.serve.pool import ModelPool, PooledModel

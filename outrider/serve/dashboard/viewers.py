@@ -1,5 +1,4 @@
-"""The pages of a server: `/`, `/dashboard`, which is live, and `/explain`. Nothing is computed or sent
-while no page is open.
+"""Who looks at the live page of a server. Nothing is computed or sent while no page is open.
 
 Each viewer has a short queue. A viewer that does not read is dropped, and its queue with it. Every viewer is dropped after
 `LEASE` seconds and its browser comes back, so one that has gone to sleep holds nothing.
@@ -8,39 +7,23 @@ Each viewer has a short queue. A viewer that does not read is dropped, and its q
 from __future__ import annotations
 
 import asyncio
-import gzip
-import json
 from collections import abc, deque
 from collections.abc import Callable
-from dataclasses import replace
-from functools import lru_cache
 from itertools import groupby
-from operator import itemgetter
-from pathlib import Path
 from time import thread_time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import anyio
-from fastapi import FastAPI, Query
-from pydantic import BaseModel, Field
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.engine.trace import Detail
-from outrider.pages.explained import CostCurve, builtin, curve
-from outrider.pages.page import assemble
 from outrider.serve.connection import abort, unless_gone
 from outrider.serve.dashboard.figures import WINDOWS, added, figures, outlook, recent
-from outrider.serve.dashboard.trial import MOST
 from outrider.serve.dashboard.watch import EndedRequest, Watch
-from outrider.serve.errors import Refused, dumps, json_response
+from outrider.serve.errors import Refused, dumps
 from outrider.serve.service import Service
 
-if TYPE_CHECKING:
-    from outrider.serve.pool import ModelPool
-
-ASSETS = Path(__file__).parents[1] / "assets"
 INTERVAL = 0.5  # seconds between two ticks
 KEPT = 600  # ticks: the longest window
 WAITING = 8  # ticks that a viewer may be behind
@@ -272,90 +255,6 @@ class EventStream(Response):
             self.dashboard.leave(viewer)
 
 
-class TrialRequest(BaseModel):
-    requests: int = Field(40, ge=4, le=MOST)
-
-
-def board(pool: ModelPool, model: str | None = None) -> Dashboard:
-    """The dashboard of a model that is loaded; without a name, of the one that was used last. Raises Refused if there is none."""
-    known = pool.models if model is None else [pool.find(model)]
-    loaded = [(one.used, one.assembly) for one in known if one.assembly]
-    if not loaded:
-        raise Refused(
-            "no model is loaded, so there is nothing to see; ask for a text first", 503, code="not_loaded", retry=5
-        )
-    _, assembly = max(loaded, key=itemgetter(0))
-    if assembly.dashboard is None:
-        assembly.dashboard = Dashboard(assembly.service, lambda: [one.name for one in pool.models if one.assembly])
-    return assembly.dashboard
-
-
-def install(app: FastAPI, pool: ModelPool) -> None:
-    """Add the pages to an application. They are not part of its API and have no place in the schema."""
-    told = {"key": bool(pool.settings.api_key)}
-    first = assemble(ASSETS / "home.html", ASSETS / "home.css", ASSETS / "home.js", json.dumps(told), connect=True)
-    packed = gzip.compress(first.encode(), mtime=0)
-
-    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    async def home(request: Request) -> Response:
-        """What the server is, where its other pages are, and a chat.
-
-        It is open to all, so it holds nothing of the model: it asks for that with the key that its user gives.
-        """
-        if "gzip" not in request.headers.get("accept-encoding", ""):
-            return Response(first, headers={**HEADERS, "vary": "accept-encoding"}, media_type="text/html")
-        coded = {"content-encoding": "gzip", "vary": "accept-encoding"}
-        return Response(packed, headers={**HEADERS, **coded}, media_type="text/html")
-
-    @app.get("/favicon.ico", include_in_schema=False)
-    async def icon() -> Response:
-        """There is none. Browsers ask for it beside pages that are not ours."""
-        return Response(status_code=204, headers={"cache-control": "max-age=86400"})
-
-    @app.get("/dashboard", include_in_schema=False)
-    async def page() -> Response:
-        return Response(_page(), headers=HEADERS, media_type="text/html")
-
-    @app.get("/dashboard/events", include_in_schema=False)
-    async def events(model: str | None = None) -> Response:
-        return EventStream(board(pool, model))
-
-    @app.post("/dashboard/poll", include_in_schema=False)
-    async def poll(viewer: Annotated[str, Query(min_length=1, max_length=64)]) -> Response:
-        return Response(board(pool).poll(viewer), headers=HEADERS, media_type="text/event-stream")
-
-    @app.post("/dashboard/trial", include_in_schema=False)
-    async def start(body: TrialRequest, model: str | None = None) -> Response:
-        trials = board(pool, model).service.trials
-        trials.start(body.requests)
-        return json_response({"trial": trials.state()})
-
-    @app.delete("/dashboard/trial", include_in_schema=False)
-    async def stop(model: str | None = None) -> Response:
-        trials = board(pool, model).service.trials
-        trials.stop()
-        return json_response({"trial": trials.state()})
-
-    @app.get("/explain", include_in_schema=False)
-    async def explain() -> Response:
-        run = builtin()
-        run = replace(run, costs=[*(cost for one in pool.loaded for cost in own_curves(one)), *run.costs])
-        return Response(await anyio.to_thread.run_sync(run.page), headers=HEADERS, media_type="text/html")
-
-
 def encoded(name: str, event: abc.Mapping[str, Any]) -> bytes:
     """A server-sent event."""
     return f"event: {name}\ndata: ".encode() + dumps(event) + b"\n\n"
-
-
-def own_curves(service: Service) -> list[CostCurve]:
-    """What a step costs on this server; nothing is known where the draft length is fixed."""
-    planner = service.engine.roster.planner
-    if planner.lengths is not None:
-        return []
-    return [curve(planner.costs.model, f"This server: {service.settings.model_name}", "measured at load")]
-
-
-@lru_cache(1)
-def _page() -> str:
-    return assemble(ASSETS / "dashboard.html", ASSETS / "dashboard.css", ASSETS / "dashboard.js", connect=True)
