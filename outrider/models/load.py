@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -328,16 +328,16 @@ def pack(
     with precision_gate.making():
         request = _request(str(model), None, dtype, "cpu", quantization, modules=True)
         read, _ = _read(request)
-        made = _contents_of(_made(model, read, request), read)
+        made = _contents_of(_made(model, read, request), read, ())
     return made.write(out)
 
 
-def _contents_of(loaded: Loaded, read: ReadModel) -> packs.PackContents:
+def _contents_of(loaded: Loaded, read: ReadModel, files: Sequence[Path]) -> packs.PackContents:
     path = Path(str(loaded.source)).expanduser()
     source = str(path.resolve()) if path.exists() else str(loaded.source)
     native = loaded.model.program if isinstance(loaded.model, NativeModel) else None
     raw = cast("PreTrainedModel", read.model)
-    return packs.contents(raw, loaded.weights, loaded.end_ids, loaded.tokenizer, source, native)
+    return packs.contents(raw, loaded.weights, loaded.end_ids, loaded.tokenizer, source, native, files)
 
 
 def _keep(name: str, loaded: Loaded, read: ReadModel, seconds: float) -> None:
@@ -345,7 +345,8 @@ def _keep(name: str, loaded: Loaded, read: ReadModel, seconds: float) -> None:
     size = packs.bytes_of(cast("PreTrainedModel", read.model))
     if size < _WORTH_BYTES or seconds < _WORTH_SECONDS + size / _READ_SPEED:
         return
-    if store.keep(name, size, lambda: _contents_of(loaded, read)):
+    files = gguf_files(loaded.name) or ()
+    if store.keep(name, size, lambda: _contents_of(loaded, read, files)):
         warnings.warn(
             f"keeping the packed weights ({size / 1e9:.2f} GB), so the next start is quicker. To remove them: "
             f"`outrider rm {name}`; {store.LIMIT}=0 keeps none",

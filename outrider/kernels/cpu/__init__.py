@@ -17,7 +17,7 @@ from outrider.kernels.cpu.ops import (
     total,
     words,
 )
-from outrider.kernels.cpu.packed import FORMATS, KINDS, Packed, room, zeros_in_large_pages
+from outrider.kernels.cpu.packed import FORMATS, KINDS, Packed, Reserve, room, zeros_in_large_pages
 from outrider.kernels.cpu.recurrence import delta_rule, selective
 from outrider.kernels.cpu.state import (
     available,
@@ -36,6 +36,7 @@ __all__ = [
     "KINDS",
     "AttentionPlan",
     "Packed",
+    "Reserve",
     "argmax",
     "argmax_gumbel",
     "attention",

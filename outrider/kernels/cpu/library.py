@@ -9,6 +9,10 @@ from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uin
 from pathlib import Path
 
 
+class RowsStruct(ctypes.Structure):
+    _fields_ = [("from", c_void_p), ("row_bytes", c_int64), ("n", c_int64)]
+
+
 class PackedStruct(ctypes.Structure):
     _fields_ = [
         ("data", c_void_p),
@@ -21,6 +25,8 @@ class PackedStruct(ctypes.Structure):
         ("parts", c_void_p),
         ("count", c_int32),
         ("alternate", c_int32),
+        ("unread", c_void_p),
+        ("unread_count", c_int64),
     ]
 
 
@@ -136,6 +142,7 @@ class ExpertsStruct(ctypes.Structure):
 
 
 STRUCTS: dict[str, type[ctypes.Structure]] = {  # by the names of src/abi.hpp
+    "Rows": RowsStruct,
     "Packed": PackedStruct,
     "Plan": PlanStruct,
     "AttentionJob": AttentionStruct,
@@ -162,6 +169,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "panel_bytes": (c_int64, (c_int32, c_int64)),
     "pack": (None, (POINTER(PackedStruct), c_void_p, c_int32, c_int64, c_int64, c_int64, c_int64, c_int32)),
     "pack_rows": (None, (POINTER(PackedStruct), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int32)),
+    "complete": (None, (POINTER(PackedStruct),)),
     "linear": (None, (POINTER(PackedStruct), c_void_p, c_void_p, c_int64, c_int64, c_int64)),
     "unpack_column": (None, (POINTER(PackedStruct), c_int64, c_void_p)),
     "plan": (c_int64, (c_int64, c_int64, c_int64, c_void_p, c_void_p, POINTER(PlanStruct))),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.blocks import Blocks
-from outrider.kernels.cpu.library import PackedStruct
+from outrider.kernels.cpu.library import PackedStruct, RowsStruct
 from outrider.kernels.cpu.state import library
 
 # How a matrix is kept. The names in capitals are ggml's; see src/quant.hpp.
@@ -36,6 +36,9 @@ class Packed:
 
     int8 and int4 have one float16 scale per 32 inputs of an output. Quantised weights meet activations that are rounded in
     blocks of 32: to 8 bits, or to 16 bits for weights of 8 bits. Raises ValueError for matrices that do not fit.
+
+    later: pack when a forward first needs the matrix, into memory of this reserve. The weights are then `Blocks` of mapped files,
+    as stored, whose pages are given back once they are packed.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Packed:
         biases: Sequence[Tensor | None] | None = None,
         *,
         paired: bool = False,
+        later: Reserve | None = None,
     ) -> None:
         if kind not in KINDS:
             raise ValueError(f"weights are kept as one of {', '.join(KINDS)}, got {kind!r}")
@@ -64,17 +68,21 @@ class Packed:
                     f"matrices in different formats ({', '.join(self.formats)}) need a multiple of {LANES} outputs each, "
                     f"got {sizes}; give them one format"
                 )
-            self.parts: list[Packed] = [Packed([w], kind) for w in weights]
+            self.parts: list[Packed] = [Packed([w], kind, later=later) for w in weights]
             self._data = torch.empty(0, dtype=torch.uint8)
         else:
             self.parts = []
-            self._data = _untouched(max(panels * library().panel_bytes(FORMATS[formats[0]], self.k), 1))
-            library().advise_huge(self._data.data_ptr(), len(self._data))
+            size = max(panels * library().panel_bytes(FORMATS[formats[0]], self.k), 1)
+            self._data = _untouched(size) if later is None else later.take(size)
+            if later is None:
+                library().advise_huge(self._data.data_ptr(), size)
         self._point(paired)
+        if later is not None and not self.parts:
+            self._read_later([w for w in weights if isinstance(w, Blocks)])
         start = 0
         for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
             first = i * LANES if paired else start
-            if not self.parts:
+            if not self.parts and later is None:
                 _fill(self.struct, w, first, paired)
             if b is not None and self._bias is not None:
                 place = torch.arange(len(b))
@@ -95,8 +103,19 @@ class Packed:
             size = library().panel_bytes(code, self.k)
             self.struct = PackedStruct(self._data.data_ptr(), bias, self.n, self.k, size, code, panels, None, 0, 0)
 
+    def _read_later(self, blocks: Sequence[Blocks]) -> None:
+        rows = [(b.data.data_ptr(), b.data.shape[1], b.data.shape[0]) for b in blocks]
+        self._unread = (RowsStruct * len(rows))(*rows), blocks
+        self.struct.unread, self.struct.unread_count = ctypes.addressof(self._unread[0]), len(rows)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is packed. If not, a forward packs it when it first needs it."""
+        return not self.struct.unread and all(p.is_complete for p in self.parts)
+
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What `from_state` makes the same object of: settings that JSON can hold, and the buffers by name."""
+        library().complete(self.struct)
         parts = [p.state() for p in self.parts]
         settings = {"formats": [*self.formats], "n": self.n, "k": self.k, "paired": bool(self.struct.alternate)}
         buffers = {f"{i}.{name}": t for i, (_, own) in enumerate(parts) for name, t in own.items()}
@@ -176,6 +195,7 @@ class Packed:
 
 
 _LARGE_PAGE = 2 << 20
+_RESERVED = 32 * _LARGE_PAGE
 
 
 def zeros_in_large_pages(count: int) -> Tensor:
@@ -186,6 +206,21 @@ def zeros_in_large_pages(count: int) -> Tensor:
     t = _untouched(size, _LARGE_PAGE)
     library().advise_huge(t.data_ptr(), size)
     return t[:count]
+
+
+class Reserve:
+    """Gives memory that takes no pages until it is written, in large pages."""
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, count: int) -> Tensor:
+        """uint8 [count] of zeros, begun at a multiple of 64."""
+        size = -(-count // 64) * 64
+        if size > len(self._left):
+            self._left = zeros_in_large_pages(max(size, _RESERVED))
+        taken, self._left = self._left[:count], self._left[size:]
+        return taken
 
 
 def _untouched(count: int, begin: int = 64) -> Tensor:

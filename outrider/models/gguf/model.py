@@ -14,21 +14,19 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, TensorNameMap, quants
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
 from outrider.models import mtp
 from outrider.models.checkpoint import Sizes
 from outrider.models.gguf import hybrids
 from outrider.models.gguf.architectures import Architecture, architecture_of, config_of, tensor_names
+from outrider.models.gguf.experts import PACKED_FORMATS, StoredExperts
 from outrider.models.gguf.reader import FLOATS, GGUFFile
 from outrider.models.gguf.tokenizer import end_ids
 from outrider.models.hf.experts import dense_experts_, give_expert_blocks_, is_mixture
 from outrider.models.hf.hooks import UnsupportedModel
-from outrider.models.matrix import dense, give_latent_, give_matrix_, join_latents_, matrices_in, matrix_of
+from outrider.models.matrix import STORED, dense, give_latent_, give_matrix_, join_latents_, matrices_in, matrix_of
 from outrider.models.rotary import ExactPowers
 
-# The block formats that the kernels compute with. Others are dequantised.
-PACKED_FORMATS = tuple(name for name in native.FORMATS if name not in native.KINDS)
 _KEPT = (*FLOATS, *PACKED_FORMATS)
 # Tensors that are no parameters: they change the rotary frequencies, see `architectures`.
 _ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -254,6 +252,9 @@ def _give_experts_(module: Any, file: GGUFFile, path: str) -> None:
             raise ValueError(
                 f"{file.paths[0]}: tensor {name} has shape {found}, and its metadata asks for {list(shape)}"
             )
+    stored = [file.tensors[name] for name in names]
+    if all(t.format in PACKED_FORMATS for t in stored[:3]):
+        module.__dict__[STORED] = StoredExperts(tuple(stored[:3]), tuple(stored[3:]))
     gate, up, down = (_slices(file, name) for name in names[:3])
     give_expert_blocks_(module, "gate_up_proj", [*zip(gate, up, strict=True)])
     give_expert_blocks_(module, "down_proj", [(matrix,) for matrix in down])

@@ -63,18 +63,27 @@ class GGUFFile:
 
         order: int64 [out], the rows that are wanted.
         """
-        stored = self.tensors[name]
-        data = _mapped(stored.path, stored.offset, stored.bytes)
-        if stored.format in FLOATS:
-            plain = data.view(FLOATS[stored.format]).view(stored.shape)
-            return plain if order is None else plain[order]
-        return Blocks(data.view(math.prod(stored.shape[:-1]), -1), stored.format, stored.shape[-1], order)
+        return matrix_at(self.tensors[name], order)
 
     def floats(self, name: str) -> Tensor:
         """float32, in the shape of the tensor. A copy: the file is not mapped any more."""
-        found = self.matrix(name)
-        dense = found.to(torch.float32, copy=True) if isinstance(found, Tensor) else found.dense()
-        return dense.view(self.tensors[name].shape)
+        return floats_at(self.tensors[name])
+
+
+def matrix_at(stored: StoredTensor, order: Tensor | None = None) -> Tensor | Blocks:
+    """See `GGUFFile.matrix`."""
+    data = _mapped(stored.path, stored.offset, stored.bytes)
+    if stored.format in FLOATS:
+        plain = data.view(FLOATS[stored.format]).view(stored.shape)
+        return plain if order is None else plain[order]
+    return Blocks(data.view(math.prod(stored.shape[:-1]), -1), stored.format, stored.shape[-1], order)
+
+
+def floats_at(stored: StoredTensor) -> Tensor:
+    """See `GGUFFile.floats`."""
+    found = matrix_at(stored)
+    dense = found.to(torch.float32, copy=True) if isinstance(found, Tensor) else found.dense()
+    return dense.view(stored.shape)
 
 
 def read(paths: Sequence[Path]) -> GGUFFile:

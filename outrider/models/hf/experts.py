@@ -19,7 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from outrider.kernels.blocks import Blocks
 from outrider.kernels.cpu import Packed
 from outrider.models.hf.linear import PackedEmbedding, PackedLinear
-from outrider.models.matrix import EXPERTS, dense
+from outrider.models.matrix import EXPERTS, STORED, dense
 
 NAME = "outrider"
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")  # how many a token has, in transformers' configurations
@@ -133,6 +133,7 @@ def pack_experts_(model: nn.Module, weights: str = "auto") -> None:
     The parameters are freed layer by layer. Raises ValueError for experts with another layout than the interface's.
     """
     for module in mixtures(model):
+        module.__dict__.pop(STORED, None)
         if not hasattr(module, "packed_up"):
             module.packed_up = _packed(module, "gate_up_proj" if gated(module) else "up_proj", weights)
             module.packed_down = _packed(module, "down_proj", weights)

@@ -15,6 +15,7 @@ from outrider.models.base import check_head_ids
 from outrider.models.matrix import (
     EXPERTS,
     LATENT,
+    STORED,
     Matrix,
     free_matrix_,
     give_latent_,
@@ -137,7 +138,10 @@ class ModuleSource:
         module, made = self._modules[name], _packed_experts(self._modules, name)
         if made:
             return made
-        for i in range(len(module.down_proj)):
+        stored = module.__dict__.pop(STORED, None)
+        if stored is not None and self.packing == "gguf":
+            made, module.__dict__[STORED] = stored.packed(), stored
+        for i in range(0 if made else len(module.down_proj)):
             gate_up, biases = _expert(module, "gate_up_proj", i)
             if len(gate_up) == 1:
                 gate_up, biases = _halves(module, gate_up[0]), _halves(module, biases[0])

@@ -17,10 +17,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -36,8 +36,11 @@ from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
 from outrider.models import checkpoint
 from outrider.models.dtypes import STORED_DTYPES
+from outrider.models.gguf import reader
+from outrider.models.gguf.experts import StoredExperts
+from outrider.models.gguf.files import gguf_files
 from outrider.models.lazy import Lazy
-from outrider.models.matrix import LATENT, give_matrix_, holder, matrices_in
+from outrider.models.matrix import LATENT, STORED, give_matrix_, holder, matrices_in
 from outrider.models.native import families
 from outrider.models.native.model import stored
 from outrider.models.native.mtp import MTP
@@ -50,7 +53,7 @@ if TYPE_CHECKING:
 
 MANIFEST, WEIGHTS, CONFIG = "outrider_pack.json", "packed.safetensors", "config.json"
 PARTIAL = ".partial"  # how the name of a folder ends that is not whole
-LAYOUT = 2  # of the folder; a pack of another layout is made again
+LAYOUT = 3  # of the folder; a pack of another layout is made again
 _PART = ".packed."  # between the name of a module and that of a buffer of its matrix
 _SAME = "same"  # the settings of a matrix that two modules share: the name of the first
 _LINE = 64  # bytes of the caches' lines: where tensors begin in memory
@@ -73,7 +76,7 @@ class Manifest:
     common with the writer.
     matrices: the settings of each `Packed`, by the name of its module. sums: a checksum of each tensor of the file.
     native: the `Program.facts` of a model that the native step runs. tokenizer: the settings of a `LazyTokenizer`. None: it is
-    read by transformers.
+    read by transformers. experts: of the mixtures that stay in their GGUF file, where, see `StoredExperts.places`.
     """
 
     source: str
@@ -84,6 +87,7 @@ class Manifest:
     sums: dict[str, int]
     native: dict[str, Any] | None
     tokenizer: dict[str, Any] | None
+    experts: dict[str, list[list[int]]] = field(default_factory=dict)
 
 
 def is_pack(folder: str | Path) -> bool:
@@ -165,15 +169,17 @@ def contents(
     tokenizer: Any,
     source: str,
     native: Program | None = None,
+    files: Sequence[Path] = (),
 ) -> PackContents:
     """The pack of a model whose linears are packed. The tensors are those of the model, not copies.
 
-    model: the modules, after `NativeModel` or `HFModel` was made of them. native: what the `NativeModel` computes with. Raises
-    NotRestorable.
+    model: the modules, after `NativeModel` or `HFModel` was made of them. native: what the `NativeModel` computes with. files: a
+    GGUF file that stays beside the pack, so the pack leaves out the experts that are not packed yet. Raises NotRestorable.
     """
     tensors, matrices = dict[str, Tensor](), dict[str, Any]()
     names: dict[int, str] = {}
-    for name, packed in _packed_in(model):
+    experts = {name: stored.places(files) for name, stored in _stored_in(model)} if files else {}
+    for name, packed in _packed_in(model, without=experts):
         if (first := names.setdefault(id(packed), name)) != name:
             matrices[name] = {_SAME: first}
             continue
@@ -190,20 +196,29 @@ def contents(
         model.config.save_pretrained(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
-        files = {f.name: f.read_bytes() for f in Path(temporary).iterdir() if f.is_file()}
+        small = {f.name: f.read_bytes() for f in Path(temporary).iterdir() if f.is_file()}
     settings = None if native is None else native.facts
     lazy = tokenizer.settings if isinstance(tokenizer, LazyTokenizer) else None
-    return PackContents(Manifest(source, weights, end_ids, made_by(), matrices, {}, settings, lazy), tensors, files)
+    return PackContents(
+        Manifest(source, weights, end_ids, made_by(), matrices, {}, settings, lazy, experts), tensors, small
+    )
 
 
 def bytes_of(model: PreTrainedModel) -> int:
-    """What the pack of a model takes, without its tokenizer."""
-    packed = {id(p): p.bytes for _, p in _packed_in(model)}
+    """What the pack of a model takes beside its GGUF file, without its tokenizer."""
+    packed = {id(p): p.bytes for _, p in _packed_in(model, without=[name for name, _ in _stored_in(model)])}
     return sum(packed.values()) + sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
 
-def _packed_in(model: nn.Module) -> Iterator[tuple[str, native.Packed]]:
-    return ((name, matrix) for name, _, matrix in matrices_in(model) if isinstance(matrix, native.Packed))
+def _packed_in(model: nn.Module, without: Iterable[str] = ()) -> Iterator[tuple[str, native.Packed]]:
+    """without: names of modules whose matrices are left out."""
+    starts = tuple(f"{name}." for name in without)
+    found = ((name, matrix) for name, _, matrix in matrices_in(model) if isinstance(matrix, native.Packed))
+    return ((name, matrix) for name, matrix in found if not name.startswith(starts))
+
+
+def _stored_in(model: nn.Module) -> Iterator[tuple[str, StoredExperts]]:
+    return ((name, module.__dict__[STORED]) for name, module in model.named_modules() if STORED in module.__dict__)
 
 
 def source_of(folder: Path) -> tuple[str | None, str]:
@@ -240,6 +255,7 @@ def read(folder: Path, request: LoadRequest) -> ReadModel:
         given = read_settings(folder / CONFIG)
         config: Any = Lazy(functools.partial(_config, folder / CONFIG, given))
         matrices, tensors, tokenizer = _read_parts(folder, pack, request.tokenizer)
+        matrices |= _experts_of(pack, request)
         shapes = {n: m.shape for n, m in matrices.items()} | {n: t.shape for n, t in tensors.items()}
         checkpoint.check_numbers(folder / CONFIG, given, shapes)
         if pack.native is None or request.modules:
@@ -286,6 +302,20 @@ def _read_parts(
         same = settings.get(_SAME)
         made[name] = made[same] if same else native.Packed.from_state(settings, parts[name])
     return made, tensors, tokenizer
+
+
+def _experts_of(pack: Manifest, request: LoadRequest) -> dict[str, native.Packed]:
+    """The matrices of the mixtures that stay in their GGUF file."""
+    found = dict[str, native.Packed]()
+    if not pack.experts:
+        return found
+    files = gguf_files(request.name) or gguf_files(pack.source) or ()
+    tensors = reader.read(files).tensors
+    for name, places in pack.experts.items():
+        made = StoredExperts.at(places, files, tensors).packed()
+        for part, matrices in (("packed_pair", made[::2]), ("packed_down", made[1::2])):
+            found |= {f"{name}.{part}.{i}": matrix for i, matrix in enumerate(matrices)}
+    return found
 
 
 def _restored(

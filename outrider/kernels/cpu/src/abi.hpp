@@ -35,6 +35,12 @@ constexpr int64_t LANES = 16;       // output columns of one panel
 constexpr int64_t RIVALS = 8;       // candidates that share the chance of a draft token
 constexpr int64_t GROUP = 4;        // panels of one unit of work
 
+// The rows of a matrix, as ggml's blocks in a mapped file.
+struct Rows {
+    const uint8_t* from;
+    int64_t row_bytes, n;
+};
+
 // Weights of y = x W^T + b, as panels of 16 output columns: [panel][k][16], or as quant.hpp says.
 struct Packed {
     uint8_t* data;
@@ -45,6 +51,9 @@ struct Packed {
     // MIXED: panels of other formats. They follow one another, or alternate (gate and up).
     const Packed* const* parts;
     int32_t count, alternate;
+    // What `complete` packs into `data`: the matrix, or gate and up, in the format. Null: it is packed.
+    const Rows* unread;
+    int64_t unread_count;
 };
 
 struct LinearJob {

@@ -217,10 +217,12 @@ OUTRIDER_API int32_t outrider_threads() { return pool_threads(); }
 
 OUTRIDER_API void outrider_linear(const Packed* w, const float* x, float* y, int64_t rows, int64_t ldx, int64_t ldy) {
     LinearJob job{.w = w, .x = x, .y = y, .rows = rows, .ldx = ldx, .ldy = ldy};
+    complete(*w);
     run_linear(job);
 }
 
 OUTRIDER_API void outrider_unpack_column(const Packed* w, int64_t column, float* out) {
+    complete(*w);
     kernels()->unpack_column(w, column, out, 1.0f);
 }
 

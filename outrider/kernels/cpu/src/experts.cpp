@@ -189,6 +189,7 @@ void run_experts(const ExpertsJob& job) {
         first[static_cast<size_t>(e)] = static_cast<int32_t>(sorted);
         if (!rows) continue;
         number[static_cast<size_t>(e)] = static_cast<int32_t>(woken.size());
+        complete(*job.w[2 * e]), complete(*job.w[2 * e + 1]);
         woken.push_back({job.w[2 * e], job.w[2 * e + 1], sorted, rows});
         up.add(*woken.back().gate_up), down.add(*woken.back().down);
         sorted += rows;

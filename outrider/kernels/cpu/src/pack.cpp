@@ -3,6 +3,12 @@
 #include <cmath>
 #include <cstring>
 #include <initializer_list>
+#include <mutex>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
 
 #include "abi.hpp"
 #include "plan.hpp"
@@ -312,6 +318,17 @@ void pack_blocks(void* context, int64_t begin, int64_t end) {
     for (int64_t n = begin * LANES; n < end * LANES && n < j.n; n++) pack_column(j, n);
 }
 
+// Gives the pages of a mapped file back to the system. They come again when they are read.
+void let_go(const Rows& rows) {
+#if defined(__unix__) || defined(__APPLE__)
+    uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)), from = reinterpret_cast<uintptr_t>(rows.from);
+    uintptr_t begin = from / page * page;
+    madvise(reinterpret_cast<void*>(begin), from + static_cast<uintptr_t>(rows.row_bytes * rows.n) - begin, MADV_DONTNEED);
+#else
+    (void)rows;
+#endif
+}
+
 }  // namespace
 
 float from_half(uint16_t h) {
@@ -343,6 +360,22 @@ OUTRIDER_API void outrider_pack_rows(Packed* to, const void* from, int64_t row_b
     PackJob job{to, from, to->format, n, 0, 0, row_bytes, order, start, paired};
     parallel(pack_blocks, &job, (n + LANES - 1) / LANES, pool_threads());
 }
+
+void complete(const Packed& w) {
+    for (int32_t i = 0; i < w.count; i++) complete(*w.parts[i]);
+    if (!__atomic_load_n(&w.unread, __ATOMIC_ACQUIRE)) return;
+    static std::mutex busy;
+    std::lock_guard<std::mutex> guard(busy);
+    const Rows* rows = w.unread;
+    if (!rows) return;  // another thread has packed it meanwhile
+    Packed& to = const_cast<Packed&>(w);
+    for (int64_t i = 0; i < w.unread_count; i++)
+        outrider_pack_rows(&to, rows[i].from, rows[i].row_bytes, rows[i].n, nullptr, i * LANES, w.unread_count == 2);
+    __atomic_store_n(&to.unread, nullptr, __ATOMIC_RELEASE);
+    for (int64_t i = 0; i < w.unread_count; i++) let_go(rows[i]);
+}
+
+OUTRIDER_API void outrider_complete(const Packed* w) { complete(*w); }
 
 // The weights of one output, as ggml's own dequantisation gives them (times factor).
 void unpack_quantised(const Packed* w, int64_t column, float* out, float factor) {

@@ -31,6 +31,9 @@ struct Needs {
     void add(const Packed& w);
 };
 
+// Packs a matrix that is packed when it is first needed. Threads may call it together.
+void complete(const Packed& w);
+
 int worth_threads(double bytes, double multiply_adds);
 void run_linear(LinearJob& job);
 // A linear for each head on its own. w: the outputs of one head after another, whole panels each. from, to: numbers from a head's inputs,
