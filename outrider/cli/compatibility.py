@@ -80,7 +80,7 @@ def check(name: str) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in shell.parameters()),
         "stored": (getattr(config, "quantization_config", None) or {}).get("quant_method") or sizes.stored,
         "memory_bytes": {kind: sizes.bytes(kind) for kind in (*(["gguf"] if sizes.blocks else []), *WEIGHT_FORMATS)},
-        "kv_bytes_per_token": 8 if slow else _kv_bytes(config, 4 if sizes.stored == "float32" else 2),
+        "kv_bytes_per_token": 8 if slow else _kv_bytes(config, 4 if sizes.stored == "float32" else 2, found["path"]),
         "drafters": dict(_drafters(config, whole)),
     }
 
@@ -165,14 +165,18 @@ def _sizes(shell: Any, config: Any) -> checkpoint.Sizes:
     return checkpoint.Sizes(dtype, matrices, rest * (DTYPES[dtype].itemsize if dtype in DTYPES else 2), int(kept))
 
 
-def _kv_bytes(config: Any, size: int) -> int:
-    """Of keys and values of a token, whose numbers have so many bytes."""
+def _kv_bytes(config: Any, size: int, path: str) -> int:
+    """Of keys and values of a token, whose numbers have so many bytes. path: the native step keeps a latent alone."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
-    if not isinstance(heads, int) or getattr(text, "kv_lora_rank", None):
+    if not isinstance(heads, int):
         return 0
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return size * 2 * heads * int(dim) * text.num_hidden_layers
+    if latent := getattr(text, "kv_lora_rank", None):
+        key = text.qk_nope_head_dim + text.qk_rope_head_dim
+        numbers = latent + text.qk_rope_head_dim if path == "native" else heads * (key + text.v_head_dim)
+    else:
+        numbers = 2 * heads * int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    return size * numbers * text.num_hidden_layers
 
 
 def _drafters(config: Any, whole: bool) -> Iterator[tuple[str, str]]:

@@ -29,6 +29,9 @@ _SMALLER = {
     "vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     "shared_intermediate_size": 32, "sliding_window": 4,
 }  # fmt: skip
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_k")
+_HEADS = 8  # of a model whose heads share a latent
 _TEXT = 12  # tokens before the tree
 
 
@@ -48,6 +51,15 @@ def differs(model: PreTrainedModel) -> str | None:
 def smaller(config: Any) -> Any:
     """The configuration of the small model: as many layers as it takes to have one of each kind, and two at least."""
     made, layers = copy.deepcopy(config), config.num_hidden_layers
+    if getattr(made, "first_k_dense_replace", 0) > 1:
+        made.first_k_dense_replace = 1
+    if getattr(made, "kv_lora_rank", None):
+        made.num_attention_heads = made.num_key_value_heads = min(_HEADS, made.num_attention_heads)
+    groups, kept = _count(made, "n_group") or 1, _count(made, "topk_group") or 1
+    few = groups * max(2, -(-2 * max(_count(made, name) for name in _CHOSEN) // min(kept, groups)))
+    for name in _EXPERTS:  # in as many groups, twice those that a token has
+        if _count(made, name) > few:
+            setattr(made, name, few)
     lists = {n: v for n, v in made.to_dict().items() if isinstance(v, list) and len(v) == layers}
     firsts = [v.index(kind) + 1 for v in lists.values() for kind in v]
     count = min(layers, max(2, getattr(made, "first_k_dense_replace", 0) + 1, *firsts, 0))
@@ -58,6 +70,11 @@ def smaller(config: Any) -> Any:
         if isinstance(value := getattr(made, name, None), int) and value > size:
             setattr(made, name, size)
     return made
+
+
+def _count(config: Any, name: str) -> int:
+    found = getattr(config, name, 0)
+    return found if isinstance(found, int) else 0
 
 
 def _difference(config: Any) -> str | None:

@@ -31,9 +31,10 @@ ARCHITECTURE = {
     "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2", "glm4_moe": "glm4moe",
     "qwen2_moe": "qwen2moe", "ernie4_5_moe": "ernie4_5-moe", "lfm2_moe": "lfm2moe", "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_next": "qwen3next",
 }  # fmt: skip
 INTERLEAVED = ("llama", "granite", "granitehybrid", "granitemoe", "smollm3", "olmo", "arcee", "internlm2")
-ONE_ADDED = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "nemotron")
+ONE_ADDED = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "nemotron", "qwen3next")
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 # The gguf package cannot quantise to these; any bits do.
 RANDOM = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "IQ2_XXS", "IQ3_S")
@@ -136,6 +137,9 @@ def _tensors(
             if (own := _recurrent(names, path, suffix, values, config)) is not None:
                 out |= own
                 continue
+            if path.endswith("in_proj_qkvz"):
+                out |= _by_part(values, path.split(".")[2], config, kind if isinstance(kind, str) else kind(name))
+                continue
             if path.endswith("shared_mlp.input_linear"):
                 layer = path.split(".")[2]
                 for part, half in zip(("gate", "up"), values.chunk(2), strict=True):
@@ -222,6 +226,20 @@ def _latent(values: Tensor, layer: str, config: Any, kind: str) -> dict[str, tup
     return out
 
 
+def _by_part(values: Tensor, layer: str, config: Any, kind: str) -> dict[str, tuple[np.ndarray, str]]:
+    """Qwen3-Next has queries, keys, values and gates of one key head after another. The converter sorts them."""
+    groups, keys = config.linear_num_key_heads, config.linear_key_head_dim
+    each = config.linear_num_value_heads // groups * config.linear_value_head_dim
+    parts = values.view(groups, -1, values.shape[1]).split([keys, keys, each, each], 1)
+    mixed, gate = torch.cat([p.flatten(0, 1) for p in parts[:3]]), parts[3].flatten(0, 1).clone()
+    out = {
+        f"blk.{layer}.attn_{name}.weight": _matrix(rows, None, kind) for name, rows in (("qkv", mixed), ("gate", gate))
+    }
+    for part, rows in zip(parts, (*mixed.split([groups * keys, groups * keys, groups * each]), gate), strict=True):
+        part.copy_(rows.view(part.shape))
+    return out
+
+
 def _recurrent(
     names: TensorNameMap, path: str, suffix: str, values: Tensor, config: Any
 ) -> dict[str, tuple[np.ndarray, str]] | None:
@@ -251,7 +269,7 @@ def _recurrent(
 
 def _value_heads(path: str, config: Any) -> Tensor | None:
     """int64: the first value head of each key head, then the second of each: as the converter orders those of Qwen 3.5."""
-    if ".linear_attn." not in path:
+    if ".linear_attn." not in path or config.model_type == "qwen3_next":
         return None
     keys, values, width = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
     first = 2 * keys * config.linear_key_head_dim
@@ -392,12 +410,12 @@ def _metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
         own |= _sizes_of_states(
             config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size, config.n_groups, config.conv_kernel
         )
-    if architecture in ("qwen35", "qwen35moe"):
+    if architecture in ("qwen35", "qwen35moe", "qwen3next"):
         own |= _sizes_of_states(
             config.linear_num_value_heads, config.linear_value_head_dim, config.linear_key_head_dim,
             config.linear_num_key_heads, config.linear_conv_kernel_dim,
         )  # fmt: skip
-    if architecture in ("qwen35moe", "qwen2moe"):
+    if architecture in ("qwen35moe", "qwen2moe", "qwen3next"):
         own["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
     if architecture in ("lfm2moe", "ernie4_5-moe"):
         dense = config.num_dense_layers if architecture == "lfm2moe" else config.moe_layer_start_index

@@ -24,7 +24,7 @@ from outrider.models.nodes import Nodes
 
 
 def mtp_model(target: Loaded, max_length: int, quantization: str = "auto") -> PairModel:
-    """The MTP layer of a target. quantization: of a layer that the native step does not run; "auto": that of the target.
+    """The MTP layer of a target. quantization: of the layer; "auto": that of the target.
 
     Raises ValueError if there is none that can be run."""
     model = target.model
@@ -32,6 +32,8 @@ def mtp_model(target: Loaded, max_length: int, quantization: str = "auto") -> Pa
         return TorchMtp(target, max_length, quantization)
     if (program := model.program.mtp) is None:
         raise ValueError(f"{target.name} has no MTP layer that can draft: its files hold none, or loading it said why")
+    if quantization in ("int8", "int4") and quantization != target.weights:
+        program = program.converted(quantization)
     return NativePairs(program, (FINAL_NORM,), min(max_length, program.max_length))
 
 

@@ -157,6 +157,13 @@ class Packed:
             sizes = ", ".join(f"{p.n} x {p.k}" for p in self.parts)
             raise ValueError(f"{what} cannot have parts of {sizes}")
 
+    def converted(self, kind: str) -> Packed:
+        """The same outputs and biases, with weights that are kept as `kind`."""
+        made = Packed([self.dense()], kind)
+        made._bias = self._bias
+        made._point(False)
+        return made
+
     @property
     def shape(self) -> tuple[int, int]:
         return (self.n, self.k)

@@ -489,5 +489,12 @@ ARCHITECTURES = {
         more=lambda file: hybrids.qwen35(file) | _shared_expert(file),
         order=hybrids.value_heads,
     ),
+    "qwen3next": Architecture(
+        "qwen3_next",
+        one_added=True,
+        more=lambda file: hybrids.qwen35(file) | _shared_expert(file) | {"norm_topk_prob": True, "mlp_only_layers": []},
+        joined={"linear_attn.in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")},
+        order=hybrids.by_group,
+    ),
     "qwen35": Architecture("qwen3_5_text", one_added=True, more=hybrids.qwen35, order=hybrids.value_heads),
 }

@@ -55,6 +55,20 @@ def value_heads(name: str, config: PretrainedConfig) -> Tensor | None:
     return None
 
 
+def by_group(name: str, config: PretrainedConfig) -> Tensor | None:
+    """int64: row i of a matrix of Qwen3-Next is row order[i] of two matrices of its file, one below the other.
+
+    The file has the queries of all key heads, then all keys, values and gates. transformers has those of the first key head, then
+    those of the next."""
+    text: Any = config
+    if not name.endswith("attn_qkv.weight"):
+        return None
+    groups, keys = text.linear_num_key_heads, text.linear_key_head_dim
+    values = text.linear_num_value_heads // groups * text.linear_value_head_dim
+    parts = torch.arange(2 * groups * (keys + values)).split([groups * n for n in (keys, keys, values, values)])
+    return torch.cat([part.view(groups, -1) for part in parts], 1).reshape(-1)
+
+
 def mamba2(file: GGUFFile) -> dict[str, Any]:
     return _state_space(file) | {
         "num_heads": _heads(file),

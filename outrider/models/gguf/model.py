@@ -141,9 +141,9 @@ def dense_(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _matrix(file: GGUFFile, names: Sequence[str], order: Tensor | None) -> Tensor | Blocks:
-    """The rows of these tensors one after another."""
+    """The rows of these tensors one after another, in this order."""
     by_column = names[0].endswith("ssm_out.weight")  # an order of its inputs, which may lie in one block
-    parts = [file.matrix(name, None if by_column else order) for name in names]
+    parts = [file.matrix(name, None if by_column or len(names) > 1 else order) for name in names]
     if by_column and order is not None:
         plain = [dense(part, torch.bfloat16) if isinstance(part, Blocks) else part for part in parts]
         return plain[0][:, order].contiguous()
@@ -154,8 +154,9 @@ def _matrix(file: GGUFFile, names: Sequence[str], order: Tensor | None) -> Tenso
         return parts[0]
     blocks = [p for p in parts if isinstance(p, Blocks)]
     if len(blocks) == len(parts) and len({p.format for p in blocks}) == 1:
-        return replace(blocks[0], data=torch.cat([p.data for p in blocks]))
-    return torch.cat([p.dense() if isinstance(p, Blocks) else p.float() for p in parts])
+        return replace(blocks[0], data=torch.cat([p.data for p in blocks]), order=order)
+    rows = torch.cat([p.dense() if isinstance(p, Blocks) else p.float() for p in parts])
+    return rows if order is None else rows[order]
 
 
 def _tensors_of(names: TensorNameMap, family: Architecture, path: str, kind: str) -> tuple[str, ...]:

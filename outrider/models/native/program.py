@@ -35,7 +35,7 @@ _FLAGS = {name: 1 << i for i, name in enumerate(_FLAG_NAMES)}
 _STORE, _ADD = 0, 1
 _GATES = {"silu": 2, "swish": 2, "gelu_pytorch_tanh": 3}  # finishes of a linear over gate and up
 _ACTIVATIONS = {
-    "identity": 0, "silu": 1, "swish": 1, "gelu_pytorch_tanh": 3, "relu2": 5, "sigmoid": 6,
+    "identity": 0, "silu": 1, "swish": 1, "gelu_new": 3, "gelu_pytorch_tanh": 3, "relu2": 5, "sigmoid": 6,
 }  # fmt: skip
 _MAPS = {"linear": 0, "softplus": 1, "exp": 2, "sigmoid": 4}
 _ROUTERS = ("softmax_top", "top_softmax", "sigmoid_top")
@@ -142,6 +142,17 @@ class Program:
             raise ValueError("a layer reads the keys of another one, so that one cannot be left out")
         cells = {layer: shape for layer, shape in self.cells.items() if layer in used}
         return replace(self, ops=ops, cells=cells, num_layers=len(layers))
+
+    def converted(self, kind: str) -> Program:
+        """With matrices that are kept as `kind`: those of linears and experts, but not of routers, the embedding and the head."""
+        routers = {op.in_.register for op in self.ops if op.kind == "route" and op.in_ is not None}
+
+        def changed(op: _Op) -> _Op:
+            router = op.out is not None and op.out.register in routers
+            keep = op.kind not in ("linear", "heads", "experts") or (op.kind == "linear" and router)
+            return op if keep else replace(op, matrices=tuple(m.converted(kind) for m in op.matrices))
+
+        return replace(self, ops=tuple(map(changed, self.ops)))
 
     @property
     def recurrent(self) -> dict[int, object]:

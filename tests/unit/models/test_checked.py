@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 from architectures import tiny
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 from outrider.kernels import cpu as native
 from outrider.models import checked
 from outrider.models.load import load
 from outrider.models.native.families import family, family_of
-from outrider.models.native.model import NativeModel
+from outrider.models.native.model import NativeModel, supports
+from outrider.models.packs.folder import skeleton
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
 
@@ -80,3 +82,22 @@ def test_the_small_model_has_a_layer_of_each_kind(kind: str, changes: dict[str, 
     assert small.vocab_size <= 64
     assert small.intermediate_size <= 64
     assert small.hidden_size == 32
+
+
+@pytest.mark.parametrize("config", [DeepseekV3Config(), Qwen3MoeConfig(num_experts=128)])
+def test_the_small_model_of_a_mixture_is_small(config: Any) -> None:
+    """DeepSeek-V3 has 671 billion weights. Its groups of experts stay."""
+    model = skeleton(checked.smaller(config))
+    assert sum(p.numel() for p in model.parameters()) < 1e8
+    assert supports(model) is None
+
+
+def test_a_small_model_of_groups_agrees() -> None:
+    config = DeepseekV3Config(
+        vocab_size=97, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=4,
+        num_attention_heads=16, num_key_value_heads=16, n_routed_experts=64, kv_lora_rank=16, q_lora_rank=16,
+        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+    )  # fmt: skip
+    small = checked.smaller(config)
+    assert (small.n_routed_experts, small.num_hidden_layers, small.num_attention_heads) == (32, 2, 8)
+    assert checked.differs(AutoModelForCausalLM.from_config(config)) is None

@@ -104,6 +104,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2_moe": ("lfm2_moe", {"moe_intermediate_size": 32}),
     "qwen35moe": ("qwen3_5_moe_text", {"linear_num_value_heads": 6, "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 64}),
+    "qwen3next": ("qwen3_next", {"linear_num_value_heads": 6, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64}),
     "granite-hybrid-moe": ("granitemoehybrid", {"mamba_expand": 1, "residual_multiplier": 0.7}),
     "dots1": ("dots1", {"moe_intermediate_size": 32}),
 }  # fmt: skip

@@ -27,12 +27,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         for name in (
             "llama", "mistral", "qwen2", "qwen3", "granite", "smollm3", "seed_oss", "ernie4_5", "phi3", "gemma", "gemma2",
             "gemma3_text", "olmo2", "olmo3", "exaone4", "glm", "glm4", "cohere", "cohere2", "stablelm",
-            "starcoder2", "nemotron", "arcee",
+            "starcoder2", "nemotron", "arcee", "phi",
         )
     },
     "phi3-long": ("phi3", {"original_max_position_embeddings": 16, "rope_parameters": {
         "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0],
         "original_max_position_embeddings": 16}}),
+    "phi-norms": ("phi", {"qk_layernorm": True, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh"}),
     "cohere-norms": ("cohere", {"use_qk_norm": True}),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
     "exaone4-whole": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),

@@ -213,12 +213,12 @@ def test_no_text_changes(kind: str, folders: dict[str, Path]) -> None:
         assert all(len(r.output) == 5 for r in loop.generate(asked))
 
 
-@pytest.fixture(scope="module")
-def gguf(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of llama.cpp's converter, of the checkpoint of Qwen 3.5."""
-    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
-    raw = AutoModelForCausalLM.from_pretrained(folders["qwen3_5"])
-    write_gguf(raw, path, "F32", mtp=of_folder(str(folders["qwen3_5"]), raw.config))
+@pytest.fixture(scope="module", params=["qwen3_5", "glm4_moe", "deepseek_v3"])
+def gguf(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """The file of llama.cpp's converter, of a checkpoint."""
+    path = tmp_path_factory.mktemp("gguf") / f"{request.param}.gguf"
+    raw = AutoModelForCausalLM.from_pretrained(folders[request.param])
+    write_gguf(raw, path, "F32", mtp=of_folder(str(folders[request.param]), raw.config))
     return path
 
 
@@ -226,7 +226,7 @@ def test_gguf_files_and_packs(folders: dict[str, Path], gguf: Path, tmp_path: Pa
     file = load(str(gguf), device="cpu")
     assert file.config.num_hidden_layers == 2
     tokens, states = pairs(file)
-    want = theirs(folders["qwen3_5"], "qwen3_5", tokens, states)
+    want = theirs(folders[gguf.stem], gguf.stem, tokens, states)
     pack(str(gguf), tmp_path / "pack")
     found = []
     for loaded in (file, load(str(tmp_path / "pack"), device="cpu")):
@@ -237,6 +237,16 @@ def test_gguf_files_and_packs(folders: dict[str, Path], gguf: Path, tmp_path: Pa
         found.append(model.forward(Nodes(tokens, model.new_cache(1, 64), [0]), states).logits[0])
     assert torch.allclose(found[0], want, atol=1e-4)
     assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_layer_of_its_own_precision(gguf: Path, quantization: str) -> None:
+    loaded = load(str(gguf), device="cpu")
+    tokens, states = pairs(loaded)
+    whole, small = mtp_model(loaded, 64), mtp_model(loaded, 64, quantization)
+    assert small.weight_bytes < (0.75 if quantization == "int8" else 0.6) * whole.weight_bytes
+    a, b = (m.forward(Nodes(tokens, m.new_cache(1, 64), [0]), states).logits for m in (whole, small))
+    assert 0 < (a - b).abs().max() < 0.3 * a.abs().max()
 
 
 def test_a_file_of_many_layers(folders: dict[str, Path], tmp_path: Path) -> None:
