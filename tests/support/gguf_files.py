@@ -169,7 +169,7 @@ def _tensors(
                 # the definition in llama.cpp's converter: [head, half, pair] -> [head, pair, half]
                 order = torch.arange(len(values)).view(heads, 2, -1).swapaxes(1, 2).reshape(-1)
             if suffix == "weight" and isinstance(module, (nn.Linear, nn.Embedding)):
-                if path.endswith("linear_attn.out_proj"):
+                if path.endswith("linear_attn.out_proj") and order is not None:
                     out[name] = (values[:, order].numpy(), "F32")
                     continue
                 out[name] = _matrix(values, order, kind if isinstance(kind, str) else kind(name))

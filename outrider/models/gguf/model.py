@@ -102,7 +102,8 @@ def _filled(model: PreTrainedModel, file: GGUFFile) -> PreTrainedModel:
             order = _rotary_order(file.tensors[names[0]].shape[0], heads)
         first = names[0]
         if len(names) > 1 and first.endswith("attn_k_b.weight"):
-            give_latent_(place.module, [_matrix(file, (name,), None) for name in names])
+            both = [_matrix(file, (name,), None) for name in names]
+            give_latent_(place.module, [m.flatten(0, 1) if isinstance(m, Tensor) else m for m in both])
         elif place.kind == "weight" and isinstance(place.module, (nn.Linear, nn.Embedding)):
             matrix = _matrix(file, names, order)
             give_matrix_(place.module, matrix[None] if isinstance(matrix, Tensor) and matrix.dim() == 1 else matrix)

@@ -45,10 +45,12 @@ def test_a_large_model_from_its_configuration_alone(tmp_path: Path) -> None:
 
 def test_the_cache_of_a_latent(tmp_path: Path) -> None:
     """DeepSeek-V3: the native step keeps one vector of 576 numbers a layer."""
-    found = check(written(tmp_path, **DeepseekV3Config().to_dict()))
+    found = check(written(tmp_path, **DeepseekV3Config(dtype="bfloat16").to_dict()))
     assert (found["path"], found["kv_bytes_per_token"]) == ("native", 2 * 61 * 576)
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    slow = check(written(tmp_path, **DeepseekV3Config(hidden_act="relu", rope_parameters=rope).to_dict()))
+    slow = check(
+        written(tmp_path, **DeepseekV3Config(hidden_act="relu", rope_parameters=rope, dtype="bfloat16").to_dict())
+    )
     assert (slow["path"], slow["kv_bytes_per_token"]) == ("general", 2 * 61 * 128 * 320)
 
 

@@ -52,7 +52,7 @@ LINEAR: dict[str, Any] = {
 CONFIGS: dict[str, Callable[[], Any]] = {
     "deepseek_v3": lambda: DeepseekV3Config(
         **SHAPE, **ROUTED, num_key_value_heads=4, n_group=2, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
-        qk_nope_head_dim=8, v_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=16,
     ),
     "glm4_moe": lambda: Glm4MoeConfig(
         **SHAPE, **ROUTED, num_key_value_heads=2, head_dim=8, n_group=1, use_qk_norm=True
