@@ -129,10 +129,11 @@ class LlamaServer:
         seed: int = 0,
         *,
         ignore_eos: bool = False,
+        reuse: bool = False,
     ) -> Answer:
-        """Write a text of at most so many tokens."""
+        """Write a text of at most so many tokens. reuse: what the last prompt began with is not read again."""
         body: dict[str, Any] = {"prompt": prompt, "n_predict": tokens, "temperature": temperature, "seed": seed}
-        body |= {"ignore_eos": ignore_eos, "cache_prompt": False, "return_tokens": True, **NEUTRAL}
+        body |= {"ignore_eos": ignore_eos, "cache_prompt": reuse, "return_tokens": True, **NEUTRAL}
         settle()
         started = time.perf_counter()
         out = self._post("/completion", body)

@@ -14,7 +14,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from heapq import heapify, heappop, heappush
 from pathlib import Path
@@ -114,9 +114,9 @@ class ContentFolder:
         """These were used now."""
         self._writer.submit(_touch, list(files))
 
-    def later(self, act: Callable[..., None], *given: Any) -> None:
+    def later(self, act: Callable[..., None], *given: Any) -> Future[None]:
         """Do this in the thread that writes. An error goes to the log."""
-        self._writer.submit(self._guarded, act, given)
+        return self._writer.submit(self._guarded, act, given)
 
     def put(self, file: Path, parts: Sequence[memoryview | bytes], since: Seconds | None = None) -> bool:
         """Write a file now, in the thread that writes. since: its age counts from this time; None is now. False if that fails."""

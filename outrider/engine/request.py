@@ -51,8 +51,13 @@ class Request:
 
     @property
     def whose(self) -> str:
-        """The client, as a memory of texts knows it: two owners may name their clients alike."""
-        return f"{self.owner}\n{self.client}"
+        """The client, as a memory of texts knows it."""
+        return whose(self.owner, self.client)
+
+
+def whose(owner: str, client: str) -> str:
+    """One name for both: two owners may name their clients alike."""
+    return f"{owner}\n{client}"
 
 
 @dataclass

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from outrider._version import __version__
+from outrider.engine.request import whose
 from outrider.serve import errors
 from outrider.serve.anthropic import messages_route
 from outrider.serve.bodies import BoundedRoute
@@ -214,6 +215,15 @@ def _state(app: FastAPI, pool: ModelPool) -> None:
             learner = (await pool.lend(None, request)).learner
             removed = await anyio.to_thread.run_sync(learner.forget, request.state.owner) if learner else 0
             return json_response({"object": "learn.deleted", "removed": removed})
+
+    if (memory := service.llm.runtime.memory) is not None and not memory.shared:
+
+        @app.delete("/v1/memory", responses=_object("The texts are removed"))
+        async def forget_texts(request: Request, user: str | None = None) -> Response:
+            """Remove your texts from the memory that drafts come from: those with this user, or those without one."""
+            owner = request.state.owner
+            await anyio.to_thread.run_sync(memory.forget, whose(owner, user or owner))
+            return json_response({"object": "memory.deleted"})
 
     @app.get("/version", responses=_object("The version"))
     async def version() -> Response:

@@ -75,10 +75,8 @@ class TextMemory:
             self.folder.later(self._keep, self._client(client), np.asarray(tokens, np.int32), time())
 
     def forget(self, client: str) -> None:
-        """Remove all texts of a client: later. Other processes that run may still hold them."""
-        held = self._client(client)
-        self._clients.pop(held.name)
-        self.folder.later(self._forget, held)
+        """Remove all texts of a client. Other processes that run may still hold them."""
+        self.folder.later(self._forget, "" if self.shared else client).result()
 
     def _client(self, client: str) -> _Client:
         name = "" if self.shared else client
@@ -152,9 +150,10 @@ class TextMemory:
         if whole:
             self.folder.remove(set(before.values()) - set(client.files.values()))
 
-    def _forget(self, client: _Client) -> None:
-        client.corpus.segments = []
-        self.folder.remove(self._path(client).glob("*.texts"))
+    def _forget(self, name: str) -> None:
+        held = self._clients.get(name) or _Client(name, Corpus())
+        held.corpus.segments, held.files = [], {}
+        self.folder.remove(self._path(held).glob("*.texts"))
 
 
 def _documents(tokens: np.ndarray) -> Iterator[np.ndarray]:

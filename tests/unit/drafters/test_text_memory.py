@@ -193,7 +193,6 @@ def test_a_client_can_be_forgotten(tmp_path: Path) -> None:
     for client in ("a", "b"):
         kept(held, text(1), client=client)
     held.forget("a")
-    held.folder.flush()
     for one in (held, memory(tmp_path)):
         assert not texts(one, "a")
         assert texts(one, "b")
