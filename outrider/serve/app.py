@@ -216,13 +216,16 @@ def _state(app: FastAPI, pool: ModelPool) -> None:
             removed = await anyio.to_thread.run_sync(learner.forget, request.state.owner) if learner else 0
             return json_response({"object": "learn.deleted", "removed": removed})
 
-    if (memory := service.llm.runtime.memory) is not None and not memory.shared:
+    if pool.settings.memory_dir is not None and pool.settings.memory_by == "client":
 
         @app.delete("/v1/memory", responses=_object("The texts are removed"))
         async def forget_texts(request: Request, user: str | None = None) -> Response:
             """Remove your texts from the memory that drafts come from: those with this user, or those without one."""
             owner = request.state.owner
-            await anyio.to_thread.run_sync(memory.forget, whose(owner, user or owner))
+            await pool.lend(None, request)
+            memories = [service.llm.runtime.memory for service in pool.loaded]
+            for memory in filter(None, memories):
+                await anyio.to_thread.run_sync(memory.forget, whose(owner, user or owner))
             return json_response({"object": "memory.deleted"})
 
     @app.get("/version", responses=_object("The version"))

@@ -75,7 +75,7 @@ class TextMemory:
             self.folder.later(self._keep, self._client(client), np.asarray(tokens, np.int32), time())
 
     def forget(self, client: str) -> None:
-        """Remove all texts of a client. Other processes that run may still hold them."""
+        """Remove all texts of a client, those of other tokenizers too. Other processes that run may still hold them."""
         self.folder.later(self._forget, "" if self.shared else client).result()
 
     def _client(self, client: str) -> _Client:
@@ -92,15 +92,18 @@ class TextMemory:
     # -- in the folder's thread -----------------------------------------------------------------------------------------
 
     @cached_property
-    def _root(self) -> str:
-        return repr((_FORMAT, fingerprint(self._tokenizer), self._vocab_size, self.shared))
+    def _kind(self) -> str:
+        """The beginning of the names of files that these models can read."""
+        about = repr((_FORMAT, fingerprint(self._tokenizer), self._vocab_size))
+        return hashlib.sha256(about.encode()).hexdigest()[:16]
 
     def _path(self, client: _Client) -> Path:
-        return self.folder.path / hashlib.sha256((self._root + client.name).encode()).hexdigest()[:16]
+        """The folder of a client, with the texts of all models."""
+        return self.folder.path / hashlib.sha256(repr((self.shared, client.name)).encode()).hexdigest()[:16]
 
     def _load(self, client: _Client) -> None:
         found = list[tuple[float, Index, Path]]()
-        for file in self._path(client).glob("*.texts"):
+        for file in self._path(client).glob(f"{self._kind}-*.texts"):
             with suppress(OSError):  # another process may have merged it
                 if (index := self._read(file)) is not None:
                     found.append((index.since, index, file))
@@ -144,7 +147,7 @@ class TextMemory:
             file = before.get(segment)
             if file is None:
                 name = hashlib.sha256(segment.tokens.tobytes()).hexdigest()[:40]
-                file = self._path(client) / f"{0:016x}-{name}.texts"
+                file = self._path(client) / f"{self._kind}-{name}.texts"
                 whole &= self.folder.put(file, [segment.tokens.tobytes(), segment.order.tobytes()], segment.since)
             client.files[segment] = file
         if whole:

@@ -198,6 +198,16 @@ def test_a_client_can_be_forgotten(tmp_path: Path) -> None:
         assert texts(one, "b")
 
 
+def test_models_of_other_tokenizers_have_texts_of_their_own_and_forget_together(tmp_path: Path) -> None:
+    ours, other = memory(tmp_path), TextMemory(ContentFolder(tmp_path, ROOM, TEXTS), None, VOCAB + 1)
+    kept(ours, text(1), client="a")
+    assert not texts(other, "a")
+    kept(other, text(2), client="a")
+    assert len(texts(memory(tmp_path), "a")) == 301
+    other.forget("a")
+    assert not held_in(tmp_path)
+
+
 def test_many_clients_are_not_all_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.drafters.lookup.memory.CLIENTS", 2)
     held = memory(tmp_path)
@@ -315,14 +325,14 @@ def test_damaged_foreign_and_impossible_files_are_left_out(tmp_path: Path, caplo
         assert "is damaged or was not written by outrider" in caplog.text
         assert not good.exists()
         good.write_bytes(whole)
-    other = good.with_name(f"{0:016x}-{'a' * 40}.texts")  # the name is part of the checksum
+    other = good.with_name(f"{good.name[:16]}-{'a' * 40}.texts")  # the name is part of the checksum
     other.write_bytes(whole)
     elsewhere = tmp_path / ("b" * 16) / good.name
     elsewhere.parent.mkdir()
     elsewhere.write_bytes(whole)
-    (good.parent / "x.texts").mkdir()
+    good.with_name(f"{good.name[:16]}-x.texts").mkdir()
     (good.parent / "notes.txt").write_text("mine", encoding="utf-8")
-    os.mkfifo(good.parent / "pipe.texts")
+    os.mkfifo(good.with_name(f"{good.name[:16]}-pipe.texts"))
     assert [t for t in texts(memory(tmp_path)) if t < VOCAB] == text(0)
     assert not other.exists()
     assert (good.parent / "notes.txt").exists()
@@ -336,7 +346,7 @@ def test_whole_files_with_impossible_numbers_are_left_out(wrong: str, tmp_path: 
     index = Index(bordered([text(1)]))
     numbers = np.stack([index.tokens, index.order])
     numbers[{"token": (0, 3), "place": (1, 3), "negative": (1, 4)}[wrong]] = -5 if wrong == "negative" else 10**6
-    bad = good.with_name(f"{0:016x}-{'c' * 40}.texts")
+    bad = good.with_name(f"{good.name[:16]}-{'c' * 40}.texts")
     held.folder.put(bad, [numbers.tobytes()])
     assert [t for t in texts(memory(tmp_path)) if t < VOCAB] == text(0)
 

@@ -9,7 +9,7 @@ from serving import builtin, serving
 
 from outrider.serve.options import ServeOptions
 
-SETTINGS = ServeOptions(model="code", host="0.0.0.0", api_key=["one", "two"])
+SETTINGS = ServeOptions(model="code", host="0.0.0.0", api_key=["one", "two"], memory_dir="given")
 
 
 def test_a_client_drafts_from_its_own_texts_and_deletes_them(tmp_path: Path) -> None:
@@ -39,5 +39,7 @@ def test_a_client_drafts_from_its_own_texts_and_deletes_them(tmp_path: Path) -> 
 
 
 def test_no_one_deletes_what_all_share(tmp_path: Path) -> None:
-    with serving(builtin(2, {"method": "suffix"}, memory_dir=tmp_path, memory_by="all"), SETTINGS) as live:
+    with serving(
+        builtin(2, {"method": "suffix"}, memory_dir=tmp_path, memory_by="all"), SETTINGS.with_(memory_by="all")
+    ) as live:
         assert httpx.delete(live.url + "/v1/memory", headers={"authorization": "Bearer one"}).status_code == 404
