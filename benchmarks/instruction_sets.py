@@ -2,8 +2,8 @@
 
     python -m benchmarks.instruction_sets FILE.gguf                       a million tokens over all combinations, resumable
     python -m benchmarks.instruction_sets FILE.gguf --tokens 50000 --precisions gguf
-    python -m benchmarks.instruction_sets FILE.gguf --record FILE.json    2,000 tokens, to compare with another machine
-    python -m benchmarks.instruction_sets FILE.gguf --against FILE.json   the same there
+    python -m benchmarks.instruction_sets FILE.gguf --record FILE.json    2,080 tokens, to compare with another machine
+    python -m benchmarks.instruction_sets FILE.gguf --against FILE.json   the same there, perhaps emulated (packaging/aarch64.py)
 
 A combination is an instruction set, a thread count and a precision. In each wave, each one writes the same texts in a process
 of its own. The batch size and the order of the texts differ by combination, so each text has other company. torch gets the
@@ -32,9 +32,10 @@ from outrider import LLM, SamplingParams
 from outrider.kernels import cpu as native
 
 TEXTS, LENGTH = 48, 256  # a wave
-FEW = 4  # texts of a wave that the portable variant writes, and that are recorded for another machine
-SHORT = 80  # tokens of a recorded text
+FEW = 4  # texts of a wave that the portable variant writes
 PROMPTS, CHARACTERS = 32, 240
+# For another machine: texts of each precision (an emulator is slow with floats), tokens of a text, characters of a prompt
+RECORDED, SHORT, BEGINNING = {"int8": 12, "gguf": 12, "bfloat16": 2}, 80, 24
 PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "frequency_penalty": 0.3},
     {"temperature": 0.8, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1, "presence_penalty": 0.1},
@@ -43,13 +44,21 @@ CAPABILITIES = {"portable": "default", "avx2": "avx2", "avx_vnni": "avx2"}  # el
 Texts = list[list[int]]
 
 
-def write(model: str, precision: str, wave: int, rows: int, count: int = TEXTS, length: int = LENGTH) -> Texts:
+def write(
+    model: str,
+    precision: str,
+    wave: int,
+    rows: int,
+    count: int = TEXTS,
+    length: int = LENGTH,
+    characters: int = CHARACTERS,
+) -> Texts:
     """The first texts of a wave, in this process, by batches of `rows`. An odd number of rows takes them from the last on."""
     llm = LLM(model, max_num_seqs=rows, max_model_len=1024, **PRECISIONS[precision])
     prompts, asked = humaneval(PROMPTS), list[tuple[str, SamplingParams]]()
     for n in range(TEXTS * wave, TEXTS * wave + count):
         # a greedy text begins with a part of a prompt that no other one has
-        prompt = prompts[n % PROMPTS][5 * (n // PROMPTS) :][:CHARACTERS]
+        prompt = prompts[n % PROMPTS][5 * (n // PROMPTS) :][:characters]
         asked.append((prompt, SamplingParams(max_tokens=length, ignore_eos=True, seed=n, **PARAMS[n % 2])))
     order = asked[:: -1 if rows % 2 else 1]
     texts = [list(o.outputs[0].token_ids) for o in llm.generate(*map(list, zip(*order, strict=True)))]
@@ -79,12 +88,16 @@ def combinations(precisions: list[str], threads: list[int]) -> Iterator[tuple[in
 
 def recorded(model: str, file: Path, against: bool) -> int:
     """Write a few texts of each precision to a file, or compare them with it."""
-    texts = {name: write(model, name, 0, FEW, 2 * FEW, SHORT) for name in ("gguf", "int8", "bfloat16")}
+    wanted: dict[str, Texts] = json.loads(file.read_text())["texts"] if against else {}
+    texts, total, wrong = dict[str, Texts](), 0, 0
+    for name, count in RECORDED.items():
+        rows = count // 2 if against else count  # a text has other company there
+        texts[name] = write(model, name, 0, rows, count, SHORT, BEGINNING)
+        total += sum(map(len, texts[name]))
+        wrong += sum(differing(a, b) for a, b in zip(texts[name], wanted.get(name, texts[name]), strict=True))
+        print(f"{native.isa()}, {name}: {wrong} of {total:,} tokens differ", flush=True)
     if not against:
         file.write_text(json.dumps({"machine": machine.facts(), "isa": native.isa(), "texts": texts}))
-    wanted = json.loads(file.read_text())["texts"]
-    wrong = sum(differing(a, b) for name in texts for a, b in zip(texts[name], wanted[name], strict=True))
-    print(f"{native.isa()}: {wrong} of {sum(len(t) for part in texts.values() for t in part):,} tokens differ")
     return int(wrong > 0)
 
 

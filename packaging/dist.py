@@ -35,6 +35,7 @@ SOURCES = ("outrider", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 LARGEST = 2.5e6  # bytes of a wheel of the code
 X86 = ("Nehalem", "SandyBridge", "Haswell")
 ARM = ("cortex-a53", "neoverse-n1", "max")
+ISAS = ("portable", "avx2", "avx_vnni", "avx512", "avx512_vnni", "neon")
 
 
 class NotHere(Exception):
@@ -105,57 +106,62 @@ def library(file: Path, folder: Path) -> Path:
 
 def exports(file: Path, folder: Path) -> str:
     """Which functions the library shows to others: ours, and nothing else."""
-    if "macosx" in file.name:
-        raise NotHere("no tool for Mach-O is installed")
-    found = library(file, folder)
-    if "win" in file.name:
-        dump = "x86_64-w64-mingw32-objdump" if "amd64" in file.name else "llvm-objdump"
-        lines = output([tool(dump), "-p", str(found)]).split("[Ordinal/Name Pointer] Table")[-1].splitlines()
-        names = [line.split()[-1] for line in lines if "+base[" in line or line.strip().startswith("[")]
+    found = str(library(file, folder))
+    if "win" in file.name.rpartition("-")[2]:
+        lines = output([tool("llvm-readobj"), "--coff-exports", found]).splitlines()
+        names = [line.split()[-1] for line in lines if line.strip().startswith("Name: ")]
     else:
-        names = [line.split()[-1] for line in output([tool("nm"), "-D", "--defined-only", str(found)]).splitlines()]
-    if not names:
-        raise NotHere(f"the tool shows no table of exports of {found.name}")
+        dynamic = [] if "macosx" in file.name else ["-D"]
+        lines = output([tool("llvm-nm"), *dynamic, "--defined-only", "--extern-only", found]).splitlines()
+        names = [line.split()[-1].removeprefix("_" if "macosx" in file.name else "") for line in lines]
     if other := [name for name in names if not name.startswith("outrider_")]:
         sys.exit(f"{file.name} also shows {', '.join(other[:5])}")
+    if not names:
+        sys.exit(f"{file.name} shows no function")
     return f"{len(names)} functions, all named outrider_"
 
 
-def probe(target: str, folder: Path) -> Path:
-    """packaging/probe.c for a platform."""
-    made = folder / f"probe-{target}{'.exe' if 'windows' in target else ''}"
-    compiler = [sys.executable, "-m", "ziglang", "cc", "-target", target]
-    output(
-        [*compiler, "-O1", str(ROOT / "packaging/probe.c"), "-o", str(made), *([] if "windows" in target else ["-ldl"])]
-    )
+def witness(target: str, found: Path) -> Path:
+    """tests/native/witness.cpp for a platform, with the library of the wheel."""
+    made = found.with_name(f"witness{'.exe' if 'windows' in target else ''}")
+    flags = ["-std=c++20", "-O1", f"-I{ROOT / 'outrider/kernels/cpu/src'}"]
+    flags += [f"-Wl,-rpath,{found.parent}"] if "linux" in target else []
+    output([*zig(target), *flags, str(ROOT / "tests/native/witness.cpp"), str(found), "-o", str(made)])
     return made
 
 
 def emulated(tag: str, file: Path, folder: Path) -> str:
-    """The library on emulated processors: which instruction set each one gets, and one hash for all of their results."""
+    """The library on emulated processors: which sets each one has. With each, every function gives the recorded hash."""
     target, found = PLATFORMS[tag], library(file, folder)
-    program = str(probe(target, folder))
     runs = dict[str, list[str]]()
     if tag == "manylinux_2_28_x86_64":
-        runs["this processor"] = [program, str(found)]
-        runs |= {cpu: [tool("qemu-x86_64"), "-cpu", cpu, program, str(found)] for cpu in X86}
+        runs["this processor"] = []
+        runs |= {cpu: [tool("qemu-x86_64"), "-cpu", cpu] for cpu in X86}
     elif tag == "manylinux_2_28_aarch64":
         root = "/usr/aarch64-linux-gnu"
         if not Path(root).exists():
             raise NotHere(f"{root} is missing; install g++-aarch64-linux-gnu")
-        runs |= {cpu: [tool("qemu-aarch64"), "-L", root, "-cpu", cpu, program, str(found)] for cpu in ARM}
+        runs |= {cpu: [tool("qemu-aarch64"), "-L", root, "-cpu", cpu] for cpu in ARM}
     elif tag == "win_amd64":
-        runs["wine"] = [tool("wine"), program, str(found)]
+        runs["wine"] = [tool("wine")]
     else:
         raise NotHere("no machine and no emulator for it")
-    hashes, chosen = set[str](), list[str]()
+    program, expected = witness(target, found), (ROOT / "tests/native/witness.txt").read_text().splitlines()
+    environment, had = {**os.environ, "WINEDEBUG": "-all"}, list[str]()
     for name, command in runs.items():
-        first, *rest = output(command, env={**os.environ, "WINEDEBUG": "-all"}).splitlines()
-        chosen.append(f"{name} gets {first.removeprefix('chosen ').strip()}")
-        hashes |= {line.split()[1] for line in rest}
-    if len(hashes) != 1:
-        sys.exit(f"{tag}: the results differ: {hashes}")
-    return f"{'; '.join(chosen)}; hash {hashes.pop()}"
+        sets = list[str]()
+        for isa in ("", *ISAS):  # the processor's own choice first
+            call = [*command, str(program), *filter(None, [isa])]
+            done = subprocess.run(call, capture_output=True, text=True, env=environment)
+            if done.returncode == 2:
+                continue  # it lacks this one
+            if done.returncode or done.stdout.splitlines() != expected:
+                sys.exit(
+                    f"{tag}, {name}, {isa or 'chosen'}: not the hashes of witness.txt\n{done.stdout[-2000:]}{done.stderr[-1000:]}"
+                )
+            sets.append(done.stderr.splitlines()[-1])
+        had.append(f"{name} gets {sets[0]} and has {', '.join(sets[1:])}")
+    return f"{'; '.join(had)}; each gives the {len(expected)} hashes of the witness"
 
 
 def installed(files: list[Path], folder: Path) -> str:
@@ -164,7 +170,7 @@ def installed(files: list[Path], folder: Path) -> str:
     bin_ = folder / "env" / "bin"
     pip = [str(bin_ / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     began = perf_counter()
-    output([*pip, "-c", str(ROOT / "constraints.txt"), *map(str, files)])
+    output([*pip, "--no-compile", "-c", str(ROOT / "constraints.txt"), *map(str, files)])
     ready = perf_counter()
     alone = {"PATH": str(bin_), "HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}  # no compiler is found
     text = output([str(bin_ / "outrider"), "generate", "def f(x):", "-n", "16", "-t", "0"], env=alone)
