@@ -301,6 +301,13 @@ def test_texts_that_are_too_old_go_also_while_a_process_runs(tmp_path: Path, mon
     assert not held_in(tmp_path)
 
 
+def test_texts_of_a_client_that_never_comes_again_go_too(tmp_path: Path) -> None:
+    kept(memory(tmp_path), text(0))
+    aged(tmp_path, 11)
+    ContentFolder(tmp_path, ROOM, TEXTS, 10 * DAY).flush()
+    assert not held_in(tmp_path)
+
+
 def test_a_merged_file_is_as_old_as_its_oldest_text(tmp_path: Path) -> None:
     kept(memory(tmp_path), text(0))
     aged(tmp_path, 2)
