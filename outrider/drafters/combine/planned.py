@@ -142,10 +142,9 @@ class PlannedDrafter(BaseDrafter):
             ]
             if some:
                 own = context.select(some)
-                mine = [
-                    self._shared.commit(name, own_commit(commits[b], self._proposals.get((name, context.slots[b]))))
-                    for b in some
-                ]
+                mine = [own_commit(commits[b], self._proposals.get((name, context.slots[b]))) for b in some]
+                if self.taps:
+                    mine = [self._shared.commit(name, commit) for commit in mine]
                 given = (lend, drafter.update) if name in self._foreign else (drafter.update,)
                 self._guarded(name, own.slots, *given, own, mine, target.select(some))
 
