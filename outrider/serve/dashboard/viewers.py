@@ -1,4 +1,4 @@
-"""Who looks at the live page of a server. Nothing is computed or sent while no page is open.
+"""The viewers of the live page of a server. Nothing is computed or sent while no page is open.
 
 Each viewer has a short queue. A viewer that does not read is dropped, and its queue with it. Every viewer is dropped after
 `LEASE` seconds and its browser comes back, so one that has gone to sleep holds nothing.
