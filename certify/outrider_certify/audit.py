@@ -9,6 +9,7 @@ A bet on the engine's own mistake grows fastest.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -62,6 +63,11 @@ class Audit:
         top = float(self.logs.max())
         return top + math.log(float(np.exp(self.logs - top).mean()))
 
+    @property
+    def alarm(self) -> float:
+        """The log wealth at which the alarm is raised."""
+        return math.log(1 / self.alpha)
+
     def ranking(self) -> list[tuple[str, float]]:
         """(mistake, best log wealth of a bet on it), the largest first."""
         best: dict[str, float] = {}
@@ -74,3 +80,40 @@ class Audit:
         """By how much the best bet is ahead of the next one with another name, in nats."""
         ranking = self.ranking()
         return ranking[0][1] - ranking[1][1] if len(ranking) > 1 else math.inf
+
+
+class StratifiedAudit:
+    """One audit of all tokens and one of each stratum. Half of the money is bet on the whole, and half on the strata.
+
+    alpha: the probability of a false alarm of all of it. labels: the strata, each of which has an equal share.
+    """
+
+    def __init__(self, alpha: float, labels: Sequence[str]) -> None:
+        self.whole, self.crossed = Audit(alpha), None
+        self.parts = {label: Audit(alpha) for label in labels}
+
+    def add(self, label: str, logs: np.ndarray, made: np.ndarray, tokens: int) -> None:
+        """Count the wealth that was won on later tokens of one stratum."""
+        self.whole.add(logs, made, tokens)
+        self.parts[label].add(logs, made, tokens)
+        if self.crossed is None and self.log_wealth >= self.whole.alarm:
+            self.crossed = self.whole.tokens
+
+    @property
+    def tokens(self) -> int:
+        return self.whole.tokens
+
+    @property
+    def log_wealth(self) -> float:
+        """The logarithm of all money, which starts at 1."""
+        logs = np.array([self.whole.log_wealth, *(part.log_wealth for part in self.parts.values())])
+        shares = np.array([0.5, *[0.5 / len(self.parts)] * len(self.parts)])
+        return float(logs.max() + np.log((shares * np.exp(logs - logs.max())).sum()))
+
+    def guilty(self) -> list[str]:
+        """The strata whose own bets won."""
+        return [label for label, part in self.parts.items() if part.log_wealth >= self.whole.alarm / 2]
+
+    def ranked(self, labels: Sequence[str]) -> Audit:
+        """The audit that names a mistake: of the only stratum that is guilty, or of the whole."""
+        return self.parts[labels[0]] if len(labels) == 1 else self.whole

@@ -12,7 +12,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-POWER = 0.99  # with which a deviation is said to be found
+POWER = 0.95  # with which a deviation is said to be found
 
 
 def chi2_tail(x: float, df: int) -> float:
@@ -80,6 +80,11 @@ def total_variation_at_most(counts: np.ndarray, expected: np.ndarray, delta: flo
 def _half_width(cells: int, delta: float) -> float:
     """The part of the bound that shrinks with n, times sqrt(n)."""
     return math.sqrt((cells * math.log(2) + math.log(1 / delta)) / 2)
+
+
+def spent(look: int) -> float:
+    """The share of an error probability that look number 1, 2, ... may spend. All looks together spend 1 at most."""
+    return 1 / (look * (look + 1))
 
 
 def needed(cells: int, deviation: float, delta: float) -> int:

@@ -123,6 +123,11 @@ class Certificate(CertificateRecord):
         """The verdict in plain words: the sentences of the parts that decide it."""
         return " ".join(p.sentence for p in self.parts if p.conclusion is self.conclusion) or "Nothing could be tested."
 
+    @property
+    def cause(self) -> str:
+        """The mistake that it looks like most: the first that the parts name, in their order; "" if they name none."""
+        return next((part.causes[0] for part in self.parts if part.causes), "")
+
     def part(self, kind: str) -> CertificatePart | None:
         """What a kind of test says; None if it was not asked."""
         return next((part for part in self.parts if part.kind == kind), None)

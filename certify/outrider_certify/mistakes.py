@@ -14,7 +14,7 @@ import numpy as np
 from outrider_certify.sampling import point_mass, sampled_distribution, softmax
 from outrider_certify.subject import SamplingParams, TokenDistribution
 
-_MOST_SIMULATED = 64  # tokens of a vocabulary in which the shared noise is simulated
+_MOST_SIMULATED = 64  # likeliest tokens among which the shared noise is simulated
 _DRAWS = 400
 
 
@@ -24,7 +24,8 @@ class TokenContext:
 
     p: the target's. q: the drafter's as it draws, None if not known. before: q of the token before, if there is one.
     params: of the request. tokens: the text so far, of which `prompt` tokens are the prompt. step: tokens that were committed
-    when the step of this token began; None if not known.
+    when the step of this token began; None if not known. bonus: whether it follows draft tokens of its step, all of
+    which were accepted.
     """
 
     p: TokenDistribution
@@ -35,6 +36,7 @@ class TokenContext:
     prompt: int
     end_ids: tuple[int, ...] = ()
     step: int | None = None
+    bonus: bool = False
 
     def resampled(self, params: SamplingParams, tokens: Sequence[int]) -> np.ndarray | None:
         """The target's distribution with other parameters, or after other tokens; None if its logits are not known."""
@@ -102,16 +104,18 @@ def _half_of_q(p: np.ndarray, q: np.ndarray, context: TokenContext) -> np.ndarra
 
 
 def _shared_noise(p: np.ndarray, q: np.ndarray, context: TokenContext) -> np.ndarray | None:
-    """Draft token and residual are drawn with the same noise. Simulated, so for small vocabularies only."""
-    if len(q) > _MOST_SIMULATED:
-        return None
-    race = np.random.default_rng(len(context.tokens)).exponential(size=(_DRAWS, len(q)))
+    """Draft token and residual are drawn with the same noise. Simulated among the tokens that count."""
+    kept = np.argsort(-np.maximum(p, q), kind="stable")[:_MOST_SIMULATED]
+    few_p, few_q = p[kept] / p[kept].sum(), q[kept] / q[kept].sum()
+    race = np.random.default_rng(len(context.tokens)).exponential(size=(_DRAWS, len(kept)))
     with np.errstate(divide="ignore", invalid="ignore"):
-        drafted = (race / q).argmin(1)
-        second = (race / residual(p, q)).argmin(1)
-    keep = acceptance(p, q)[drafted]
-    counts = np.bincount(drafted, keep, len(q)) + np.bincount(second, 1 - keep, len(q))
-    return 0.98 * counts / _DRAWS + 0.02 * p  # so that a rare token does not end the bet
+        drafted = (race / few_q).argmin(1)
+        second = (race / residual(few_p, few_q)).argmin(1)
+    keep = acceptance(few_p, few_q)[drafted]
+    counts = np.bincount(drafted, keep, len(kept)) + np.bincount(second, 1 - keep, len(kept))
+    predicted = 0.02 * p  # so that a rare token does not end the bet
+    predicted[kept] += 0.98 * counts / _DRAWS
+    return predicted
 
 
 def _by_q(predict: Callable[[np.ndarray, np.ndarray, TokenContext], np.ndarray | None]) -> Predict:
@@ -150,6 +154,10 @@ VERIFIER_MISTAKES = (
     ),
     *(("a drawn draft token is dropped where its own q is low", _by_q(_low_q_dropped(least))) for least in (0.1, 0.3)),
     ("truncated q: drawn from a part of the vocabulary, judged by q on all of it", _by_q(_half_of_q)),
+    (
+        "the bonus token, after a step that is accepted whole, is drawn from the draft",
+        _by_q(lambda p, q, context: q if context.bonus else None),
+    ),
     ("shared noise: the draft token and the residual are drawn with the same random numbers", _by_q(_shared_noise)),
 )
 

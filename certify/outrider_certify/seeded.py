@@ -1,8 +1,9 @@
 """The seeded certificate: the texts of speculation and of plain decoding, token by token.
 
-Prompts x seeds x variants of speculation x companions in the batch x sampling parameters, each alone and together. Every
-difference is classified by the margin at the first differing token. It is a tie if the two scores are no farther apart than two
-ways to compute one score; else an error. Where texts of the same seed are not promised, only greedy texts are compared.
+Prompts x seeds x variants of speculation x companions in the batch x sampling parameters, each alone and together, and the
+conditions that break engines. Every difference is classified by the margin at the first differing token. It is a tie if the two
+scores are no farther apart than two ways to compute one score; else an error. The first differences are reduced to the shortest
+request that still shows them. Where texts of the same seed are not promised, only greedy texts are compared.
 """
 
 from __future__ import annotations
@@ -10,10 +11,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+
+import numpy as np
 
 from outrider_certify import bounds
 from outrider_certify.certificate import CertificatePart, Conclusion, Finding
+from outrider_certify.conditions import (
+    AGAIN,
+    CONDITIONS,
+    LOGPROBS,
+    LONG,
+    MATES,
+    NEAR_TIES,
+    NEIGHBOURS,
+    PREEMPTION,
+    SEVERAL,
+    longer,
+    not_asked,
+)
 from outrider_certify.parameters import CHOSEN, FILTERS, PENALTIES, chosen, together, turned_off
+from outrider_certify.reduce import COMPANIONS, reduced, same
 from outrider_certify.subject import (
     GeneratedText,
     SamplingParams,
@@ -24,8 +42,9 @@ from outrider_certify.subject import (
 )
 from outrider_certify.trials import CertificateKind, CertifyTrial, Record, broken
 
-_SHOWN = 20  # differences of a trial that are kept
-COMPANIONS = (0, 3)
+_ENOUGH = 8  # errors after which more would not help to name the mistake
+_SHOWN = 40  # differences of a trial that are kept
+_REDUCED = {"error": 3, "unclear": 1, "tie": 1}  # differences of each kind that are reduced
 PLAIN, TOGETHER, END = "the defaults", "together", "end token"
 
 
@@ -38,26 +57,43 @@ class Seeded(CertificateKind):
         self, subject: Subject, *, confidence: float = 0.99, length: int = 48, seed: int = 0, rounds: int | None = None
     ) -> None:
         self.subject, self.confidence, self.length, self.seed, self.rounds = subject, confidence, length, seed, rounds
+        self._reduced = Counter[str]()
+
+    def _conditions(self) -> list[str]:
+        """Those of `CONDITIONS` that the subject can have."""
+        can = {
+            LONG: self.subject.long_context,
+            NEIGHBOURS: self.subject.batches,
+            PREEMPTION: self.subject.batches and self.subject.slots,
+        }
+        return [name for name in CONDITIONS if can.get(name, True)]
 
     def checks_by_name(self) -> Sequence[str]:
-        return (PLAIN, *(FILTERS if self.subject.exact_tokens else ()), *PENALTIES, *CHOSEN, TOGETHER, END)
+        filters = FILTERS if self.subject.exact_tokens else ()
+        return (PLAIN, *filters, *PENALTIES, *CHOSEN, TOGETHER, END, *self._conditions())
 
     def trials(self) -> Iterator[CertifyTrial]:
         number = 0
         while self.rounds is None or number < self.rounds:
-            for temperature in (0.0, 1.0) if self.subject.exact_tokens else (0.0,):
-                for name in (PLAIN, *(FILTERS if temperature else ()), *PENALTIES, *CHOSEN, TOGETHER, END):
-                    yield (
-                        f"round {number}, temperature {temperature:g}, {name}",
-                        lambda n=number, t=temperature, k=name: self.trial(n, t, k),
-                    )
+            yield from self.round(number)
             number += 1
 
+    def round(self, number: int) -> Iterator[CertifyTrial]:
+        """The trials of each set once. number: of the round."""
+        for temperature in (0.0, 1.0) if self.subject.exact_tokens else (0.0,):
+            for name in self.checks_by_name():
+                if (name in FILTERS and not temperature) or (name == NEAR_TIES and temperature):
+                    continue
+                yield (
+                    f"round {number}, temperature {temperature:g}, {name}",
+                    partial(self.trial, number, temperature, name),
+                )
+
     def done(self, records: Sequence[Record]) -> bool:
-        """There are many errors, or a second round begins and no text of the first could be compared."""
-        repeated = len({r["set"] for r in records}) < len(records)
+        """Errors enough to name a mistake, after each condition was tried. Or no text of the first round could be compared."""
+        size = sum(1 for _ in self.round(0))
         errors = sum(d["kind"] == "error" for r in records for d in r["differences"])
-        return errors > 200 or (repeated and not any(r["texts"] for r in records))
+        return len(records) >= size and (errors >= _ENOUGH or not any(r["texts"] for r in records))
 
     def trial(self, number: int, temperature: float, name: str) -> Record:
         """The differences between speculation and plain decoding of one text for each prompt. name: of the parameter."""
@@ -76,16 +112,25 @@ class Seeded(CertificateKind):
         except Unsupported as why:
             return {**record, "skipped": str(why)}
         tokens: dict[tuple[int, str], list[int]] = {}  # by request and text: a stream may not tell its tokens
+        first = dict[str, tuple[Record, TextRequest, SpeculationVariant]]()
         for variant, companions in self._variants(number, name):
             asked = [replace(request, companions=companions) for request in requests]
             try:
                 texts = self.subject.generate(asked, variant)
+                texts += self.subject.generate(asked, variant) if name == AGAIN else []
             except Unsupported as why:
                 record["refused"] = str(why)
                 continue
             if not any(text.error for text in plain):
                 record["broke"] += broken(texts)
-            for index, (request, got, want) in enumerate(zip(asked, texts, plain, strict=True)):
+            each = [request for request in asked for _ in range(request.params.n)] * (2 if name == AGAIN else 1)
+            if len(texts) != len(each) or len(each) % len(plain):
+                record["failed"].append(
+                    f"{len(each)} texts were asked for, {len(texts)} came, and {len(plain)} in plain decoding"
+                )
+                continue
+            for index, (request, got) in enumerate(zip(each, texts, strict=True)):
+                want = plain[index % len(plain)]
                 got.tokens = got.tokens or tokens.get((index, got.text), [])
                 tokens[index, got.text] = got.tokens
                 if got.error or want.error:
@@ -93,11 +138,18 @@ class Seeded(CertificateKind):
                     continue
                 record["texts"] += 1
                 record["tokens"] += max(len(want.tokens), 1)
-                if not same(got, want):
-                    more = len(record["differences"]) >= _SHOWN
-                    record["differences"].append(
-                        {"kind": "more"} if more else self._difference(request, variant, got, want)
-                    )
+                if same(got, want):
+                    continue
+                if len(record["differences"]) >= _SHOWN:
+                    record["differences"].append({"kind": "more"})
+                    continue
+                difference = self._difference(request, variant, got, want)
+                record["differences"].append(difference)
+                first.setdefault(difference["kind"], (difference, request, variant))
+        for kind, (difference, request, variant) in first.items():
+            if self._reduced[kind] < _REDUCED[kind]:
+                self._reduced[kind] += 1
+                difference["reduced"] = self._reduction(request, variant)
         record["failed"], record["broke"] = record["failed"][:3], record["broke"][:3]
         return record
 
@@ -106,18 +158,25 @@ class Seeded(CertificateKind):
         first, *others = self.subject.variants()
         turn = 2 * (number + sum(name.encode()))
         some = [others[(turn + i) % len(others)] for i in range(min(2, len(others)))]
-        return [
-            (variant, COMPANIONS[(turn // 2 + at) % len(COMPANIONS)] if self.subject.batches else 0)
-            for at, variant in enumerate([first, *some])
-        ]
+        fixed = {NEIGHBOURS: MATES[-1], PREEMPTION: self.subject.slots + 2}.get(name)
+        mates = [MATES[(turn // 2 + at) % len(MATES)] if fixed is None else fixed for at in range(3)]
+        return [(v, mates[at] if self.subject.batches else 0) for at, v in enumerate([first, *some])]
 
     def _requests(self, number: int, temperature: float, name: str) -> list[TextRequest]:
         """One request for each prompt, with its own value of the parameter."""
         seed = self.seed + 7919 * number
         params = SamplingParams(temperature=temperature, max_tokens=self.length, ignore_eos=name != END)
         requests = [TextRequest(p, replace(params, seed=seed + i)) for i, p in enumerate(self.subject.prompts())]
-        if name in (PLAIN, END):
+        if name in (PLAIN, END, NEIGHBOURS, PREEMPTION):
             return requests
+        if name in (LOGPROBS, SEVERAL):
+            return [request.with_(**{name: 2}) for request in requests]
+        if name == AGAIN:
+            return [replace(request, prompt=not_asked(request.prompt, number)) for request in requests]
+        if name == LONG:
+            return [replace(r, prompt=longer(r.prompt, self.subject.long_context)) for r in requests[:2]]
+        if name == NEAR_TIES:
+            return [self._near_tie(request) for request in requests]
         if fixed := {**FILTERS, **PENALTIES}.get(name):
             return [request.with_(**fixed.params) for request in requests]
         out = list[TextRequest]()
@@ -130,6 +189,33 @@ class Seeded(CertificateKind):
         if not out:
             raise Unsupported(f"{name}: the texts are too short to choose a value")
         return out
+
+    def _near_tie(self, request: TextRequest) -> TextRequest:
+        """A bias that makes the two best scores equal, where they are closest in the greedy text. Raises Unsupported."""
+        [text] = self.subject.plain([request])
+        best: tuple[float, int] | None = None
+        for p in self.subject.distributions(request.with_(temperature=1.0), text):
+            with np.errstate(divide="ignore"):
+                scores = np.log(p.probs) if p.logits is None else p.logits
+            second, top = np.argsort(scores)[-2:]
+            gap, token = float(scores[top] - scores[second]), int(second if p.ids is None else p.ids[second])
+            best = min(best or (gap, token), (gap, token))
+        if best is None:
+            raise Unsupported(f"{NEAR_TIES}: no text was written")
+        return request.with_(logit_bias={best[1]: best[0]})
+
+    def _reduction(self, request: TextRequest, variant: SpeculationVariant) -> Record:
+        case = reduced(self.subject, request, variant)
+        size = len(case.request.prompt)
+        return {
+            "needs": case.needs,
+            "again": case.again,
+            "stable": case.stable,
+            "companions": case.request.companions,
+            "size": f"{size} {'characters' if isinstance(case.request.prompt, str) else 'tokens'} of the prompt, "
+            f"max_tokens {case.request.params.max_tokens}",
+            "show": self.subject.reproduce(case.request, case.variant) if case.stable else "",
+        }
 
     def _difference(
         self, request: TextRequest, variant: SpeculationVariant, got: GeneratedText, want: GeneratedText
@@ -167,6 +253,7 @@ class Seeded(CertificateKind):
             "margin": margin,
             "noise": noise,
             "depth": depth,
+            "bonus": step is not None and depth == got.drafted[step] > 0,
             "rejected": any(a < d for d, a in earlier),
             "filled": any(a == d > 0 for d, a in earlier),
             "longer": other is not None and wanted is None and want.finish == "stop",
@@ -203,7 +290,7 @@ class Seeded(CertificateKind):
                 "tokens": f"{tokens:,}",
                 "ways to speculate": "; ".join(v.name for v in self.subject.variants()),
                 "parameters": ", ".join(dict.fromkeys(r["set"] for r in records if not r["skipped"])),
-                **({"companions in the batch": " and ".join(map(str, COMPANIONS))} if self.subject.batches else {}),
+                **({"companions in the batch": " and ".join(map(str, MATES))} if self.subject.batches else {}),
             },
             figures={
                 "tokens": tokens,
@@ -229,7 +316,7 @@ class Seeded(CertificateKind):
             )
         if errors or unclear:
             part.conclusion = Conclusion.DIFFERS
-            cause = diagnose(errors or unclear, records)
+            cause = diagnose(errors or unclear, records, self.subject.slots)
             part.findings.insert(0, _finding("texts are not those of plain decoding", cause, errors or unclear))
             count = len(errors) + len(unclear) + len(more)
             said = f"Differs: {count} of {texts:,} texts are not those of plain decoding"
@@ -244,7 +331,7 @@ class Seeded(CertificateKind):
 
 def _finding(title: str, cause: str, differences: Sequence[Record], *, error: bool = True) -> Finding:
     lines = list[str]()
-    for d in sorted(differences, key=lambda d: d["at"])[:4]:
+    for d in sorted(differences, key=lambda d: ("reduced" not in d, d["at"]))[:4]:
         lines += [
             f"{d['set']}, {d['variant']}, {d['companions']} companions, seed {d['seed']}, token {d['at']}:",
             f"  plain        ... {d['want']}  ({d['finish'][1]})",
@@ -253,6 +340,8 @@ def _finding(title: str, cause: str, differences: Sequence[Record], *, error: bo
         if d["margin"] is not None:
             noise = "not measured" if d["noise"] is None else f"{d['noise']:.2g}"
             lines.append(f"  margin {d['margin']:.3g}, noise {noise}")
+        if case := d.get("reduced"):
+            lines.append(_shortest(case))
     where = Counter(f"{d['set']}, {d['variant']}" for d in differences).most_common(3)
     return Finding(
         title=title,
@@ -263,13 +352,32 @@ def _finding(title: str, cause: str, differences: Sequence[Record], *, error: bo
     )
 
 
-def same(got: GeneratedText, want: GeneratedText) -> bool:
-    """Whether two texts are the same, token by token where both tell their tokens."""
-    tokens = got.tokens == want.tokens or not (got.tokens and want.tokens)
-    return tokens and (got.text, got.finish) == (want.text, want.finish)
+def _shortest(case: Record) -> str:
+    """A reduced difference, as a person repeats it."""
+    if not case["stable"]:
+        return "  asked again alone it does not differ: it depends on what was written before"
+    needs = f", needs {', '.join(case['needs'])}" if case["needs"] else ""
+    twice = " the second time" if case["again"] else ""
+    return f"  the shortest that still differs{twice} ({case['size']}{needs}):\n    {case['show']}"
 
 
-def diagnose(errors: Sequence[Record], records: Sequence[Record]) -> str:
+def _by_conditions(errors: Sequence[Record], slots: int) -> str:
+    """The condition that no reduced difference could do without; "" if there is none."""
+    cases = [d["reduced"] for d in errors if d.get("reduced") and d["reduced"]["stable"]]
+    if not cases:
+        return ""
+    if all(c["again"] for c in cases):
+        return CONDITIONS[AGAIN]
+    needed = set[str].intersection(*(set(c["needs"]) for c in cases))
+    if COMPANIONS in needed:
+        fewest = min(c["companions"] for c in cases)
+        if slots and fewest >= slots:
+            return CONDITIONS[PREEMPTION]
+        return CONDITIONS[NEIGHBOURS] + (f", from {fewest + 1} sequences on" if fewest > 1 else "")
+    return next((CONDITIONS[name] for name in (LOGPROBS, SEVERAL) if name in needed), "")
+
+
+def diagnose(errors: Sequence[Record], records: Sequence[Record], slots: int = 0) -> str:
     """The mistake that the differences have the traces of; "" if there is none in common."""
     clean = {
         r["set"] for r in records if r["texts"] and not any(d["kind"] in ("error", "unclear") for d in r["differences"])
@@ -277,17 +385,22 @@ def diagnose(errors: Sequence[Record], records: Sequence[Record]) -> str:
     sets = {d["set"] for d in errors}
     if all(d["longer"] for d in errors):
         return "the text goes on past the end: an end token or a stop inside an accepted run is not seen"
+    if condition := _by_conditions(errors, slots):
+        return condition
     dropped = Counter(d["dropped"] for d in errors if d["dropped"])
     if dropped and (best := dropped.most_common(1)[0]) and 3 * best[1] >= len(errors):
         return f"{best[0]} is not applied under speculation"
     if PLAIN in clean and sets & {*PENALTIES} and sets <= {*PENALTIES, "bad_words", "min_tokens", TOGETHER}:
         return "penalties count otherwise than in plain decoding: what depends on earlier tokens misses those of the same step"
     if PLAIN in clean and len(alone := sets - {TOGETHER}) == 1:
-        return f"{alone.pop()} is applied otherwise than in plain decoding"
+        name = alone.pop()
+        return CONDITIONS.get(name, f"{name} is applied otherwise than in plain decoding")
     if len({d["companions"] > 0 for d in errors}) == 1 and errors[0]["companions"] and len(errors) > 4:
-        return "texts depend on the other texts in the batch"
+        return CONDITIONS[NEIGHBOURS]
     located = [d for d in errors if d["depth"] is not None]
     if len(located) >= 5:
+        if all(d["bonus"] for d in located):
+            return "the bonus token, after a step that is accepted whole, is not the target's"
         if all(d["depth"] > 0 for d in located):
             return "draft tokens are verified at wrong positions or with a wrong mask (for example constant RoPE positions)"
         if all(d["rejected"] for d in located):

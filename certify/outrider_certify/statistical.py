@@ -10,19 +10,35 @@ What it bounds is the total variation between the cells' distribution and the un
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from outrider_certify import bounds
-from outrider_certify.audit import Audit
+from outrider_certify.audit import Audit, StratifiedAudit
 from outrider_certify.certificate import CertificatePart, Conclusion, Finding
+from outrider_certify.conditions import (
+    AGAIN,
+    CHANGED_PROMPTS,
+    CONDITIONS,
+    LOGPROBS,
+    LONG,
+    MATES,
+    NEIGHBOURS,
+    NEW,
+    PREEMPTION,
+    SEVERAL,
+    longer,
+    not_asked,
+)
 from outrider_certify.mistakes import TokenContext
 from outrider_certify.subject import (
     GeneratedText,
+    Prompt,
     SamplingParams,
     SpeculationVariant,
     Subject,
@@ -34,6 +50,9 @@ from outrider_certify.trials import CertificateKind, CertifyTrial, Record, broke
 
 SQUARE, CUBE, LINE = 4, 3, 16  # cells along one token: of two tokens, of three, of one
 _SURE = 3.0  # nats by which a mistake must lead before it is named
+_FIRST_LOOK = 8  # records before the first look
+_NUMBERS = 100_000  # from here on prompts have numbers that no other kind uses
+PAIRS = "two tokens, by the target's order"
 _PATIENCE = 4  # times the tokens of the alarm, spent on naming it
 
 TEMPERATURES = {"temperature 1": {"temperature": 1.0}, "temperature 0.7": {"temperature": 0.7}}
@@ -61,11 +80,11 @@ def rank(p: TokenDistribution, token: int, uniform: float, order: np.ndarray | N
 
 
 class TextStatistics:
-    """What texts add to the tests: counts of cells by the name of the test, and the audit."""
+    """What texts add to the tests: counts of cells by the name of the test, and the audit of one stratum."""
 
-    def __init__(self, alpha: float) -> None:
-        self.cells: dict[str, np.ndarray] = {}
-        self.audit, self.texts, self.errors = Audit(alpha), 0, list[str]()
+    def __init__(self, label: str) -> None:
+        self.label, self.cells = label, dict[str, np.ndarray]()
+        self.audit, self.texts, self.errors = Audit(), 0, list[str]()
 
     def count(self, name: str, size: int, numbers: Sequence[float]) -> None:
         """Count one group of numbers in (0, 1), in a grid of `size` cells along each."""
@@ -76,15 +95,9 @@ class TextStatistics:
         counts[at] += 1
 
     def read(
-        self,
-        subject: Subject,
-        request: TextRequest,
-        text: GeneratedText,
-        label: str,
-        number: int,
-        rng: np.random.Generator,
+        self, subject: Subject, request: TextRequest, text: GeneratedText, number: int, rng: np.random.Generator
     ) -> None:
-        """Count one text. label: of its parameters. number: of its prompt. rng: of the uniform parts."""
+        """Count one text. number: of its prompt. rng: of the uniform parts."""
         if text.error:
             self.errors.append(text.error)
             return
@@ -98,6 +111,7 @@ class TextStatistics:
         steps, by_p, by_q = text.steps(), list[float](), list[float]()
         prompt = text.prompt or list(request.prompt_ids)
         for at, (p, token) in enumerate(zip(distributions, text.tokens, strict=False)):
+            step, depth = steps[at] if steps else (0, 0)
             context = TokenContext(
                 p,
                 q=drafts[at] if drafts else None,
@@ -106,7 +120,8 @@ class TextStatistics:
                 tokens=[*prompt, *text.tokens[:at]],
                 prompt=len(prompt),
                 end_ids=subject.end_ids,
-                step=len(prompt) + at - steps[at][1] if steps else None,
+                step=len(prompt) + at - depth if steps else None,
+                bonus=bool(steps) and depth == text.drafted[step] > 0,
             )
             uniform = float(rng.random())
             by_p.append(rank(p, token, uniform))
@@ -121,8 +136,8 @@ class TextStatistics:
             for at in range(0, len(numbers) - 2, 3):
                 self.count(f"three tokens, {name}", CUBE, numbers[at : at + 3])
             for u in numbers:
-                self.count(f"one token, {label}, {name}", LINE, [u])
-            if len(numbers) > 1:
+                self.count(f"one token, {self.label}, {name}", LINE, [u])
+            if len(numbers) > 1 and self.label not in CHANGED_PROMPTS:
                 self.count(f"prompt {number}, {name}", SQUARE, numbers[:2])
         for u, (step, depth) in zip(by_q or by_p, steps, strict=False):
             if depth == 0 and step > 0:
@@ -132,19 +147,63 @@ class TextStatistics:
         return {
             "tokens": self.audit.tokens,
             "texts": self.texts,
+            "set": self.label,
             "cells": {name: counts.tolist() for name, counts in self.cells.items()},
             "wealth": [self.audit.logs.tolist(), self.audit.made.tolist()],
             "errors": self.errors[:3],
         }
 
+
+class _Gathered:
+    """All records so far, and what the tests said at each look.
+
+    A look is after 8, 16, 32, ... records. Each look spends its share of the error probability, so one may stop at any of them.
+    p_values, level: of the first look that rejected, or of the last one. bound: the smallest upper bound of any look.
+    """
+
+    def __init__(self, alpha: float, labels: Sequence[str]) -> None:
+        self.alpha, self.looks, self.records = alpha, 0, 0
+        self.audit = StratifiedAudit(alpha / 2, labels)
+        self.cells, self.texts, self.errors, self.skipped = dict[str, np.ndarray](), 0, list[str](), list[str]()
+        self.tests, self.p_values, self.level = dict[str, np.ndarray](), dict[str, float](), 0.0
+        self.bound, self.rejected, self.rejected_at = 1.0, list[str](), 0
+
     def add(self, record: Record) -> None:
         """Count what `record` gave."""
+        self.records += 1
         self.texts += record["texts"]
         self.errors += record["errors"]
+        self.skipped += [record["skipped"]] if record.get("skipped") else []
         for name, more in record["cells"].items():
             self.cells[name] = self.cells.get(name, 0) + np.asarray(more)
         logs, made = record["wealth"]
-        self.audit.add(np.array(logs), np.array(made), record["tokens"])
+        self.audit.add(record["set"], np.array(logs), np.array(made), record["tokens"])
+        if self.records >= _FIRST_LOOK and self.records & (self.records - 1) == 0:
+            self.look()
+
+    def look(self) -> None:
+        """Test everything. After a look that rejected, later ones change nothing."""
+        if self.rejected:
+            return
+        self.looks += 1
+        share = bounds.spent(self.looks)
+        self.tests, self.p_values = _tests(self.cells)
+        self.level = self.alpha / 2 * share / max(len(self.p_values), 1)
+        self.bound = min(self.bound, _bound(self.cells.get(PAIRS), self.alpha * share))
+        self.rejected = [name for name, p in sorted(self.p_values.items(), key=lambda n: n[1]) if p < self.level]
+        self.rejected_at = self.audit.tokens
+
+    def strata(self) -> dict[str, float]:
+        """The bound of one token in each stratum, each at the whole level."""
+        names = {label: f"one token, {label}, by the target's order" for label in self.audit.parts}
+        share = bounds.spent(max(self.looks, 1))
+        return {label: _bound(self.cells.get(name), self.alpha * share) for label, name in names.items()}
+
+
+def _bound(counts: np.ndarray | None, delta: float) -> float:
+    if counts is None:
+        return 1.0
+    return bounds.total_variation_at_most(counts, np.full(len(counts), 1 / len(counts)), delta)
 
 
 class Statistical(CertificateKind):
@@ -168,88 +227,124 @@ class Statistical(CertificateKind):
         """
         self.subject, self.alpha, self.deviation, self.seed = subject, 1 - confidence, deviation, seed
         self.length, self.recorded = length, recorded
-        self._total, self._added = TextStatistics(self.alpha / 2), 0
+        self._gathered = _Gathered(self.alpha, self.labels())
+
+    def strata(self) -> dict[str, dict[str, Any]]:
+        """The sampling parameters of each stratum: temperatures, filters, and the conditions that break engines."""
+        subject = self.subject
+        parameters = {**TEMPERATURES, **(FILTERS if subject.exact_numbers else {})}
+        if subject.partial_distributions:
+            parameters = {name: params for name, params in TEMPERATURES.items() if params["temperature"] == 1}
+        conditions = {LOGPROBS: {"logprobs": 1}, SEVERAL: {"n": 2}, AGAIN: {}}
+        conditions |= {LONG: {}} if subject.long_context else {}
+        conditions |= {NEIGHBOURS: {}} if subject.batches else {}
+        conditions |= {PREEMPTION: {}} if subject.batches and subject.slots else {}
+        return {**parameters, **{name: {"temperature": 1.0, **params} for name, params in conditions.items()}}
+
+    def labels(self) -> list[str]:
+        if self.recorded:
+            return list(dict.fromkeys(_temperature(request) for request, _ in self.recorded))
+        return [*self.strata(), NEW]
 
     def trials(self) -> Iterator[CertifyTrial]:
         for number, (request, text) in enumerate(self.recorded):
             yield (f"text {number}", lambda n=number, r=request, t=text: self._recorded(n, r, t))
-        sets = {**TEMPERATURES, **(FILTERS if self.subject.exact_numbers else {})}
-        if self.subject.partial_distributions:
-            sets = {name: params for name, params in TEMPERATURES.items() if params["temperature"] == 1}
+        strata = self.strata()
         variants = [v for v in self.subject.variants() if not (v.adversarial or v.options.get("stream"))]
         number = 0
         while not self.recorded:
-            for label, params in sets.items():
-                variant = variants[number % len(variants)]
-                yield (
-                    f"texts {number}, {label}, {variant.name}",
-                    lambda n=number, text=label, p=params, v=variant: self._written(n, text, p, v),
-                )
+            for label in strata:
+                variant = variants[(number + number // len(strata)) % len(variants)]
+                if label == AGAIN:
+                    yield (f"texts {number}, {NEW}, {variant.name}", partial(self._written, number, NEW, variant))
+                yield (f"texts {number}, {label}, {variant.name}", partial(self._written, number, label, variant))
                 number += 1
 
-    def _written(self, number: int, label: str, changes: dict[str, Any], variant: SpeculationVariant) -> Record:
+    def _written(self, number: int, label: str, variant: SpeculationVariant) -> Record:
+        changes = self.strata().get(label, {"temperature": 1.0})
         params = SamplingParams(**changes, max_tokens=self.length, ignore_eos=True)
+        seed = self.seed + number * 1009 + _NUMBERS * (label == NEW)  # a new prompt and the same one again: two texts
+        mates = {NEIGHBOURS: MATES[-1], PREEMPTION: self.subject.slots + 2}.get(label, 0)
         requests = [
-            TextRequest(prompt, replace(params, seed=self.seed + number * 1009 + i))
+            TextRequest(
+                self._prompt(prompt, label, number),
+                replace(params, seed=seed + i),
+                companions=mates,
+            )
             for i, prompt in enumerate(self.subject.prompts())
         ]
-        texts, statistics = self.subject.generate(requests, variant), TextStatistics(self.alpha)
-        rng = np.random.default_rng([self.seed, number])
-        for i, (request, text) in enumerate(zip(requests, texts, strict=True)):
-            statistics.read(self.subject, request, text, label, i, rng)
-        return {**statistics.record(), "broke": broken(texts), "set": label}
+        statistics = TextStatistics(label)
+        try:
+            texts = self.subject.generate(requests, variant)
+        except Unsupported as why:
+            return {**statistics.record(), "skipped": f"{label}: {why}"}
+        rng = np.random.default_rng([self.seed, number, label == NEW])
+        each = [(i, request) for i, request in enumerate(requests) for _ in range(request.params.n)]
+        if len(texts) != len(each):
+            return {**statistics.record(), "skipped": f"{label}: {len(each)} texts were asked for, {len(texts)} came"}
+        for (i, request), text in zip(each, texts, strict=True):
+            statistics.read(self.subject, request, text, i, rng)
+        return {**statistics.record(), "broke": broken(texts)}
+
+    def _prompt(self, prompt: Prompt, label: str, number: int) -> Prompt:
+        if label == LONG:
+            return longer(prompt, self.subject.long_context)
+        return not_asked(prompt, _NUMBERS + number) if label in (NEW, AGAIN) else prompt
 
     def _recorded(self, number: int, request: TextRequest, text: GeneratedText) -> Record:
-        statistics = TextStatistics(self.alpha)
-        label = f"temperature {request.params.temperature:g}"
-        statistics.read(self.subject, request, text, label, number, np.random.default_rng(number))
+        statistics = TextStatistics(_temperature(request))
+        statistics.read(self.subject, request, text, number, np.random.default_rng(number))
         return statistics.record()
 
-    def _all(self, records: Sequence[Record]) -> TextStatistics:
+    def _all(self, records: Sequence[Record]) -> _Gathered:
         """All records together. Those that were added before are not added again."""
-        if len(records) < self._added:
-            self._total, self._added = TextStatistics(self.alpha / 2), 0
-        for record in records[self._added :]:
-            self._total.add(record)
-        self._added = len(records)
-        return self._total
+        if len(records) < self._gathered.records:
+            self._gathered = _Gathered(self.alpha, self.labels())
+        for record in records[self._gathered.records :]:
+            self._gathered.add(record)
+        return self._gathered
 
     def done(self, records: Sequence[Record]) -> bool:
-        """The alarm was raised, and one mistake leads."""
-        audit = self._all(records).audit
-        return audit.crossed is not None and (audit.lead() >= _SURE or audit.tokens >= _PATIENCE * audit.crossed)
+        """An alarm was raised, and one mistake leads. Or the bound is half of what was asked for, and that in each stratum."""
+        found = self._all(records)
+        audit, first = found.audit, found.audit.crossed
+        if first is not None or found.rejected:
+            leads = audit.ranked(audit.guilty()).lead() >= _SURE and first is not None
+            return leads or audit.tokens >= _PATIENCE * (first or found.rejected_at)
+        return found.bound <= self.deviation / 2 and max(found.strata().values()) <= self.deviation
 
     def judge(self, records: Sequence[Record]) -> CertificatePart:
-        statistics, seconds = self._all(records), sum(r["seconds"] for r in records)
-        audit = statistics.audit
+        found, seconds = self._all(records), sum(r["seconds"] for r in records)
+        audit = found.audit
         if not audit.tokens:
-            why = statistics.errors[0] if statistics.errors else "no text was written"
+            why = (found.errors + found.skipped + ["no text was written"])[0]
             return CertificatePart(
                 kind=self.name,
                 conclusion=Conclusion.CANNOT_TELL,
                 sentence=f"Cannot tell: no text could be read ({why}).",
             )
-        tests, p_values = _tests(statistics.cells)
-        level = self.alpha / 2 / max(len(p_values), 1)
-        square = statistics.cells.get("two tokens, by the target's order", np.zeros(SQUARE**2))
-        pairs = float(square.sum())
-        expected = np.full(len(square), max(pairs, 1) / len(square))
-        bound = bounds.total_variation_at_most(square, expected, self.alpha)
-        least = bounds.smallest_deviation(len(square), pairs, level)
+        found = deepcopy(found)  # the last look is not one of those at which it may go on
+        found.look()
+        pairs = float(found.cells.get(PAIRS, np.zeros(1)).sum())
+        least = bounds.smallest_deviation(SQUARE**2, pairs, found.level)
         confidence = f"{100 * (1 - self.alpha):g} %"
+        strata = found.strata()
         figures = {
             "tokens": audit.tokens,
-            "texts": statistics.texts,
+            "texts": found.texts,
             "pairs": pairs,
-            "tv_bound": bound,
+            "tv_bound": found.bound,
+            "tv_bound_by_stratum": strata,
             "smallest_deviation": least,
-            "p_values": dict(sorted(p_values.items(), key=lambda pair: pair[1])),
-            "tests_level": level,
+            "looks": found.looks,
+            "p_values": dict(sorted(found.p_values.items(), key=lambda pair: pair[1])),
+            "tests_level": found.level,
             "audit_log_wealth": audit.log_wealth,
-            "audit_alarm": math.log(2 / self.alpha),
+            "audit_alarm": audit.whole.alarm,
             "audit_stopped_at": audit.crossed,
-            "audit_ranking": audit.ranking()[:6],
-            "cells": {n: c.tolist() for n, c in tests.items()},
+            "audit_strata": {label: part.log_wealth for label, part in audit.parts.items()},
+            "audit_ranking": audit.ranked(audit.guilty()).ranking()[:6],
+            "cells": {n: c.tolist() for n, c in found.tests.items()},
         }
         part = CertificatePart(
             kind=self.name,
@@ -259,36 +354,43 @@ class Statistical(CertificateKind):
             f"{bounds.POWER:g}. A bet on each known mistake ran over all {audit.tokens:,} tokens. A deviation that cancels "
             "over all contexts and is no known mistake would not be seen.",
             tested={
-                "texts": f"{statistics.texts:,}" + (" recorded" if self.recorded else ""),
+                "texts": f"{found.texts:,}" + (" recorded" if self.recorded else ""),
                 "tokens": f"{audit.tokens:,}",
-                "tests": f"{len(p_values)} of the joint distribution, and the audit",
-                "the drafter's probabilities": "known" if any("drafter" in n for n in p_values) else "not known",
+                "tests": f"{len(found.p_values)} of the joint distribution, and the audit",
+                "total variation of one token at most": "; ".join(f"{n}: {b:.2f}" for n, b in strata.items() if b < 1),
+                "the drafter's probabilities": "known" if any("drafter" in n for n in found.p_values) else "not known",
             },
             figures=figures,
         )
-        rejected = [n for n, p in figures["p_values"].items() if p < level]
-        if rejected or audit.crossed is not None:
+        if found.rejected or audit.crossed is not None:
             part.conclusion = Conclusion.DIFFERS
-            part.findings.append(_finding(audit, rejected, figures))
+            part.findings.append(_finding(found))
             cause = part.findings[0].cause
             part.sentence = (
                 f"Differs: the texts are not drawn from the target's distribution{': ' + cause if cause else ''}."
             )
-        elif bound <= self.deviation:
-            part.sentence = f"Same distribution: total variation at most {bound:.3f} with {confidence} confidence, "
+        elif found.bound <= self.deviation:
+            part.sentence = (
+                f"Same distribution: total variation at most {found.bound:.3f} with {confidence} confidence, "
+            )
             part.sentence += f"over {audit.tokens:,} tokens."
         else:
-            enough = bounds.needed(len(square), self.deviation, self.alpha)
+            enough = bounds.needed(SQUARE**2, self.deviation, self.alpha * bounds.spent(found.looks + 1))
             part.conclusion = Conclusion.CANNOT_TELL
             ratio = 2 * enough / max(audit.tokens, 1)
             part.sentence = (
-                f"Cannot tell with this budget: nothing differs so far, and the total variation is at most {bound:.3f} with "
-                f"{confidence} confidence. To show {self.deviation:g} it needs about {2 * enough:,} tokens"
+                "Cannot tell with this budget: nothing differs so far, and the total variation is at most "
+                f"{found.bound:.3f} with {confidence} confidence. To show {self.deviation:g} it needs about {2 * enough:,} tokens"
                 + (f", {max(ratio * seconds / 60, 0.1):.1f} minutes here." if seconds else ".")
             )
-        if statistics.errors:
-            part.skipped.append(f"{len(statistics.errors)} texts failed, the first: {statistics.errors[0]}")
+        part.skipped = list(dict.fromkeys(found.skipped))
+        if found.errors:
+            part.skipped.append(f"{len(found.errors)} texts failed, the first: {found.errors[0]}")
         return part
+
+
+def _temperature(request: TextRequest) -> str:
+    return f"temperature {request.params.temperature:g}"
 
 
 def _tests(cells: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, float]]:
@@ -308,16 +410,32 @@ def _tests(cells: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[st
     return tests, p_values
 
 
-def _finding(audit: Audit, rejected: Sequence[str], figures: dict[str, Any]) -> Finding:
+def _where(found: _Gathered) -> str:
+    """The condition under which alone the texts differ, as the mistake that it is; "" if there is none."""
+    parts, guilty = found.audit.parts, set(found.audit.guilty())
+    guilty |= {label for label in parts if any(f"one token, {label}," in name for name in found.rejected)}
+    if guilty and guilty <= {NEIGHBOURS, PREEMPTION}:
+        return CONDITIONS[NEIGHBOURS if NEIGHBOURS in guilty else PREEMPTION]
+    if len(guilty) == 1:
+        return CONDITIONS.get(next(iter(guilty)), "")
+    others = [label for label, part in parts.items() if part.tokens and label != NEW]
+    quiet = NEW in parts and parts[NEW].tokens and NEW not in guilty
+    return CONDITIONS[AGAIN] if quiet and len(guilty) >= 0.8 * len(others) > 1 else ""
+
+
+def _finding(found: _Gathered) -> Finding:
+    guilty = found.audit.guilty()
+    audit, where = found.audit.ranked(guilty), _where(found)
     ranking = audit.ranking()
-    named = bool(ranking) and ranking[0][1] >= figures["audit_alarm"]
-    lines = [f"{name}: p = {figures['p_values'][name]:.2g}" for name in rejected[:6]]
+    named = [ranking[0][0]] if ranking and ranking[0][1] >= audit.alarm else []
+    lines = [f"{name}: p = {found.p_values[name]:.2g}" for name in found.rejected[:6]]
     lines += [f"bet: {name}: wealth e^{logs:.1f}" for name, logs in ranking[:4] if logs > 0]
-    if audit.crossed is not None:
-        lines.append(f"the audit raised its alarm after {audit.crossed:,} tokens")
+    lines += [f"strata whose own bets won: {', '.join(guilty)}"] if guilty else []
+    if found.audit.crossed is not None:
+        lines.append(f"the audit raised its alarm after {found.audit.crossed:,} tokens")
     return Finding(
         title="the texts are not drawn from the target's distribution",
-        cause=ranking[0][0] if named else "",
-        where=f"{figures['texts']:,} texts, {figures['tokens']:,} tokens",
+        cause=": ".join([where] * bool(where) + named),
+        where=f"{found.texts:,} texts, {found.audit.tokens:,} tokens",
         evidence="\n".join(lines),
     )

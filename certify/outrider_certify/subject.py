@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -148,8 +148,9 @@ class Subject:
     name: for the page. exact_tokens: whether its sampled texts are promised to be those of plain decoding with the same seed,
     and not only their distribution. Greedy texts are always to be the same. exact_numbers: whether `distributions` computes the
     numbers of plain decoding to the last bit. partial_distributions: whether it knows the likeliest tokens only, at temperature
-    1. batches: whether `generate` gives a request its companions. end_ids: tokens that end a text. properties, versions,
-    weights: for the page.
+    1. batches: whether `generate` gives a request its companions. slots: sequences that it writes side by side, 0 if not known;
+    with more, some wait or lose their place. long_context: tokens of a long prompt, 0 for none. end_ids: tokens that end a text.
+    properties, versions, weights: for the page.
     """
 
     name = "subject"
@@ -157,6 +158,8 @@ class Subject:
     exact_numbers = False
     partial_distributions = False
     batches = False
+    slots = 0
+    long_context = 0
     end_ids: tuple[int, ...] = ()
 
     def __init__(self) -> None:
@@ -233,3 +236,12 @@ class Subject:
     def show(self, tokens: Sequence[int]) -> str:
         """Tokens as a person reads them."""
         return " ".join(map(str, tokens))
+
+    def reproduce(self, request: TextRequest, variant: SpeculationVariant) -> str:
+        """What a person types to see the texts of a request, with speculation and without."""
+        prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
+        usual = SamplingParams()
+        given = {f.name: getattr(request.params, f.name) for f in fields(usual)}
+        words = ", ".join(f"{k}={v!r}" for k, v in given.items() if v != getattr(usual, k))
+        beside = f", {request.companions} companions" if request.companions else ""
+        return f"prompt={prompt!r}, SamplingParams({words}), {variant.name}{beside}"

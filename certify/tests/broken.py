@@ -1,7 +1,8 @@
 """A small speculative engine in numpy, and everything that can be wrong with it: each fault was shipped by a real engine.
 
 It shares no code with `sampled_distribution`, so that a certificate is tried on a foreign engine. Its model is a table over the
-last two tokens in the cache and the position. So a wrong cache and a wrong position change the text.
+last two tokens in the cache and the position. So a wrong cache and a wrong position change the text. It has as many slots as
+`SLOTS`. With more sequences, a sequence loses its slot after `PREEMPTED` tokens and gets it back.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 from outrider_certify.subject import GeneratedText, SpeculationVariant, Subject, TextRequest, TokenDistribution
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+SLOTS, PREEMPTED, WINDOW = 4, 5, 96
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -21,9 +23,12 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 class ToyEngine(Subject):
-    """fault: what is wrong, "" for nothing. rule: match, rejection or block. error: how wrong the drafter is."""
+    """fault: what is wrong, "" for nothing. rule: match, rejection or block. error: how wrong the drafter is.
 
-    name, exact_numbers = "a toy engine", True
+    rounding: the largest difference of a logit between one row and several. Then the engine promises no numbers.
+    """
+
+    name, exact_numbers, batches, slots, long_context = "a toy engine", True, True, SLOTS, 160
 
     def __init__(
         self,
@@ -34,11 +39,14 @@ class ToyEngine(Subject):
         vocab: int = 8,
         error: float = 1.2,
         seed: int = 0,
+        rounding: float = 0.0,
     ) -> None:
         super().__init__()
         self.fault, self.rule, self.gamma, self.vocab_size = fault, rule, gamma, vocab
+        self.rounding, self.exact_numbers = rounding, not rounding
+        self.seen = set[tuple[int, ...]]()
         self.end_ids = (vocab - 1,)
-        self.exact_tokens = rule == "match"
+        self.exact_tokens = rule == "match" and not rounding
         rng = np.random.default_rng(seed)
         self.table = 1.3 * rng.standard_normal((997, vocab))
         self.table[:, vocab - 1] -= 1.0
@@ -55,10 +63,26 @@ class ToyEngine(Subject):
         ]
 
     def generate(self, requests: list[TextRequest], variant: SpeculationVariant) -> list[GeneratedText]:
-        return [self._text(request, i, variant.options) for request in requests for i in range(request.params.n)]
+        texts = [self._text(request, i, variant.options) for request in requests for i in range(request.params.n)]
+        self.seen |= {tuple(request.prompt) for request in requests}
+        return texts
 
     def plain(self, requests: list[TextRequest]) -> list[GeneratedText]:
         return [self._text(request, i, None) for request in requests for i in range(request.params.n)]
+
+    def constrained(self, request: TextRequest, choices: list[str]) -> GeneratedText:
+        """Letter by letter, two letters a step: the mask of a letter is what the grammar allows after those before it."""
+        rng, text = np.random.default_rng(request.params.seed), ""
+        while text not in choices:
+            known = text[:-1] if self.fault == "grammar mask of the parent node" and len(text) % 2 else text
+            allowed = sorted({c[len(known)] for c in choices if c.startswith(known) and len(c) > len(known)})
+            text += allowed[rng.integers(len(allowed))] if allowed else "?"
+            if len(text) > 40:
+                break
+        return GeneratedText(text=text, finish="stop")
+
+    def noise(self) -> float | None:
+        return self.rounding
 
     # -- the model --------------------------------------------------------------------------------------------------------
 
@@ -104,17 +128,36 @@ class ToyEngine(Subject):
     def _text(self, request: TextRequest, index: int, options: dict | None) -> GeneratedText:
         fault = self.fault if options is not None else ""
         params, prompt = request.params, list(request.prompt)
+        rows = 1 + (request.companions if options is not None else 0)
         seed = (params.seed or 0) + (0 if fault == "shared seeds" else 1_000_003 * index)
         if fault == "seed ignored":
             seed = int(np.random.default_rng().integers(2**31))
+        if fault == "noise of another slot" and rows > 1:
+            seed += 77
         gamma = 0 if options is None else options.get("gamma", self.gamma)
         out = GeneratedText(prompt=prompt, logprobs=None if params.logprobs is None else [])
-        tokens, cache, step = list(prompt), list(prompt), 0
+        tokens, cache, step, preempted = list(prompt), list(prompt), 0, rows <= SLOTS
+        wrong_prefix = fault == "prefix cache of another prompt" and tuple(prompt) in self.seen
+        if wrong_prefix or (fault == "the second text of n reads another prompt" and index):
+            cache[-1] = cache[-2]
         while out.finish is None:
             depth = min(gamma, params.max_tokens - len(out.tokens) - 1)
             drafted, qs = self._draft(tokens, cache, params, len(prompt), depth, seed, step, options or {}, fault)
+            if fault == "q of another row above two sequences" and rows > 2:
+                qs = [np.roll(q, 1) for q in qs]
             ps, raw = self._target(tokens, cache, params, len(prompt), drafted, fault)
+            if not preempted and len(out.tokens) >= PREEMPTED:
+                preempted = True
+                if fault == "stale logits after preemption":
+                    ps[0] = self.warp(self.logits(self.table, cache[:-1], len(tokens) - 1), params, tokens, len(prompt))
             accepted, token = self._judge(drafted, qs, ps, len(tokens), seed, step, fault)
+            if fault == "bonus token from the draft" and accepted == len(drafted) > 0:
+                _, more = self._draft(
+                    tokens + drafted, cache + drafted, params, len(prompt), 1, seed, step, options or {}, fault
+                )
+                token = int(
+                    np.random.default_rng([seed, len(tokens), step, 9]).choice(len(more[0]), p=more[0] / more[0].sum())
+                )
             new = [*drafted[:accepted], token]
             kept = self._stopped(out, new, params, fault)
             tokens += kept
@@ -122,10 +165,10 @@ class ToyEngine(Subject):
             if fault == "cache off by one" and accepted < len(drafted):
                 cache.append(drafted[accepted])
             if out.logprobs is not None:
-                rows = raw[: len(kept)]
-                if fault == "logprobs of the wrong row" and len(rows) > 1:
-                    rows = [rows[0]] * len(rows)
-                out.logprobs += [{t: float(np.log(softmax(r)[t]))} for t, r in zip(kept, rows, strict=True)]
+                of = raw[: len(kept)]
+                if fault == "logprobs of the wrong row" and len(of) > 1:
+                    of = [of[0]] * len(of)
+                out.logprobs += [{t: float(np.log(softmax(r)[t]))} for t, r in zip(kept, of, strict=True)]
             out.drafted.append(depth)
             out.accepted.append(min(accepted, len(kept)) if fault != "counters past the end" else accepted + 2)
             step += 1
@@ -162,7 +205,14 @@ class ToyEngine(Subject):
         ps, raw = [], []
         for i in range(len(drafted) + 1):
             position = len(tokens) + (0 if fault == "constant positions" else i)
+            if fault == "positions end at the window":
+                position = min(position, WINDOW)
+            if fault == "rows shift by one with logprobs" and params.logprobs is not None and i:
+                position -= 1
             logits = self.logits(self.table, cache + drafted[:i], position)
+            if len(drafted) and (self.rounding or fault == "one ulp between row counts"):
+                size = self.rounding or np.spacing(8.0)
+                logits = logits + size * np.random.default_rng([len(tokens), i]).choice([-1.0, 1.0], len(logits))
             text = tokens if fault == "penalties per step" else tokens + drafted[:i]
             drop = {
                 "top_k on the draft only": ("top_k",),

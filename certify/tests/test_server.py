@@ -397,7 +397,7 @@ def test_a_parameter_that_speculation_alone_refuses_is_a_finding() -> None:
     assert "min_p" in part.findings[0].where
     assert "logit_bias" in part.findings[0].where
     seeded = certified(Seeded(made, length=12, rounds=1))
-    assert seeded.findings[0].where == "logit_bias, together"
+    assert seeded.findings[0].where == "logit_bias, together, near ties"
 
 
 @pytest.mark.parametrize("after", ["", "er"])
