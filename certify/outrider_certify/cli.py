@@ -30,6 +30,7 @@ def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
 
 
 _subject, _how, _output = partial(_option, "Subject"), partial(_option, "How"), partial(_option, "Output")
+_gate = partial(_option, "Gate before a roll-out")
 _ARGUMENT = typer.Argument(metavar="SUBJECT", help="A model, `module:name`, or the address of a server.")
 _GENERATE = 'Certify transformers: arguments of its generate, as JSON, with "assistant_model".'
 _KINDS = "exact, seeded, statistical, contract, quality. May be repeated. Default: all that suit."
@@ -45,6 +46,9 @@ class CertifyOptions:
     plain_url: Annotated[str | None, _subject("A server of the same model, without speculation.", metavar="URL")] = None
     off_body: Annotated[
         str | None, _subject("Fields of a request that turn it off on the same server.", metavar="JSON")
+    ] = None
+    on_body: Annotated[
+        str | None, _subject("Fields of a request that turn it on, as LM Studio's draft_model.", metavar="JSON")
     ] = None
     reference: Annotated[
         str | None, _subject("A model with the server's weights: tells probabilities.", metavar="MODEL")
@@ -65,6 +69,9 @@ class CertifyOptions:
     out: Annotated[Path, _output("The page. The JSON file is next to it.", "--out", "-o", metavar="FILE")] = Path(
         "certificate.html"
     )
+    before: Annotated[str | None, _gate("The server that is in use now.", metavar="URL")] = None
+    after: Annotated[str | None, _gate("The server that is to take its place.", metavar="URL")] = None
+    traffic: Annotated[Path | None, _gate("Requests of your own: a JSON body a line.", metavar="FILE.jsonl")] = None
     compare: Annotated[
         tuple[Path, Path] | None, _output("Show what changed between two certificates.", metavar="A.json B.json")
     ] = None
@@ -83,7 +90,7 @@ def server_subject(options: CertifyOptions, reference: Callable[[str, list[Promp
     """
     name, usual = options.subject or "", CertifyOptions()
     if not name.startswith(("http://", "https://")):
-        for option in ("plain_url", "off_body", "served_model", "reference", "endpoint"):
+        for option in ("plain_url", "off_body", "on_body", "served_model", "reference", "endpoint"):
             if getattr(options, option) != getattr(usual, option):
                 raise ValueError(
                     f"--{option.replace('_', '-')} is for a server, and {name} is none: give its address, http://..."
@@ -97,6 +104,7 @@ def server_subject(options: CertifyOptions, reference: Callable[[str, list[Promp
         prompts,
         plain_url=options.plain_url,
         off_body=parse_json(options.off_body, "--off-body") if options.off_body else None,
+        on_body=parse_json(options.on_body, "--on-body") if options.on_body else None,
         reference=reference(options.reference, prompts) if options.reference else None,
         model=options.served_model,
         api_key=os.environ.get("OUTRIDER_API_KEY"),
@@ -168,6 +176,8 @@ def run(
 
         _print(f"The page is {write_board(options.board)}.")
         return 0
+    if options.before or options.after or options.traffic:
+        return _gated(options, shlex.join([program, *sys.argv[1:]]))
     subject, settings, journal = started(options, identity, subject_of)
     if journal.resumed:
         _say(f"{journal.resumed} trials of an earlier run are kept")
@@ -227,6 +237,29 @@ def certified(
     if certificate.complete:
         journal.remove()
     return certificate, stopped
+
+
+def _gated(options: CertifyOptions, command: str) -> int:
+    """The gate before a roll-out. Returns its exit code."""
+    from outrider_certify.gate import GateServer, gate, read_traffic
+    from outrider_certify.page import write
+    from outrider_certify.subjects.transport import ServerClient
+
+    before, after, traffic = options.before, options.after, options.traffic
+    if before is None or after is None or traffic is None:
+        raise ValueError("the gate needs two servers and requests: --before URL --after URL --traffic requests.jsonl")
+    key = os.environ.get("OUTRIDER_API_KEY")
+    bodies = read_traffic(traffic)
+    servers = [
+        GateServer(ServerClient(url, api_key=key, timeout=options.timeout), options.served_model)
+        for url in (before, after)
+    ]
+    certificate = gate(*servers, bodies, confidence=options.confidence, progress=_progress)
+    certificate.command = command
+    certificate.save(options.out.with_suffix(".json"))
+    write(certificate, options.out)
+    _show(certificate, options.out)
+    return certificate.conclusion.exit_code
 
 
 def duration(given: str) -> float:

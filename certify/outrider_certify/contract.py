@@ -19,7 +19,7 @@ from outrider_certify.subject import (
     TextRequest,
     Unsupported,
 )
-from outrider_certify.trials import CertificateKind, CertifyTrial, Record, broken, counted
+from outrider_certify.trials import CertificateKind, CertifyTrial, Record, broken, confirmed, counted
 
 _HOT = 1.5  # a temperature at which two seeds give two texts
 _LOGPROB = 0.02  # by which a log-probability may be off, where the noise was not measured
@@ -56,7 +56,7 @@ class Contract(CertificateKind):
         except Unsupported as why:
             refused = variant is None and self._plain_takes(requests)
             raise _CannotCheck(str(why), "refused" if refused else "") from None
-        if lines := broken(texts):
+        if lines := confirmed(self.subject, requests, broken(texts)):
             raise _CannotCheck("\n".join(lines), "broke")
         for text in texts:
             if text.error:
@@ -87,6 +87,11 @@ class Contract(CertificateKind):
             "seed": ("the seed is ignored", self._seed),
             "n": ("the n texts of one request share their random numbers", self._n),
             "logprobs": ("log-probabilities are those of another row, or of another distribution", self._logprobs),
+            "number of logprobs": (
+                "fewer log-probabilities come than were asked for",
+                self._number_of_logprobs,
+            ),
+            "token ids": ("the token ids are not those of the text", self._token_ids),
             "max_tokens": ("max_tokens is not kept, or its finish reason is wrong", self._max_tokens),
             "end token": ("the text goes on past its end token", self._end_token),
             "grammar": ("the grammar is not applied to all tokens of a step", self._grammar),
@@ -184,7 +189,7 @@ class Contract(CertificateKind):
                 continue
             ours = text.logprobs or []
             for at, (token, other) in enumerate(zip(text.tokens, wanted.tokens, strict=False)):
-                if token != other:
+                if token != other or at >= min(len(ours), len(wanted.logprobs)):
                     break
                 got, want = ours[at].get(token), wanted.logprobs[at].get(token)
                 if got is None or want is None or abs(got - want) > allowed:
@@ -192,6 +197,34 @@ class Contract(CertificateKind):
                     break
             if len(ours) != len(text.tokens):
                 wrong.append(f"{len(ours)} log-probabilities for {len(text.tokens)} tokens")
+        return wrong
+
+    def _number_of_logprobs(self) -> list[str]:
+        asked = 3
+        texts = self._generate(self._requests(logprobs=asked))
+        if not any(t.alternatives for t in texts):
+            raise Unsupported("it does not tell how many log-probabilities come with a token")
+        wrong = list[str]()
+        for text in texts:
+            few = next((at for at, n in enumerate(text.alternatives) if n < asked), None)
+            if few is not None:
+                wrong.append(f"{text.alternatives[few]} log-probabilities at token {few}, and {asked} were asked for")
+            elif text.tokens and len(text.alternatives) != len(text.tokens):
+                wrong.append(
+                    f"log-probabilities of {len(text.alternatives)} tokens, and the text has {len(text.tokens)}"
+                )
+        return wrong
+
+    def _token_ids(self) -> list[str]:
+        """The text of the ids is the text, or the ids of the text are the ids. Spaces at the ends do not count."""
+        texts = [text for text in self._generate(self._requests()) if text.tokens and text.text]
+        if not texts:
+            raise Unsupported("it gives no token ids, or no text")
+        wrong = list[str]()
+        for text in texts:
+            told = self.subject.decode(text.tokens)
+            if told.strip() != text.text.strip() and self.subject.encode(text.text, prompt=False) != text.tokens:
+                wrong.append(f"the token ids say {told[:80]!r}, and the text is {text.text[:80]!r}")
         return wrong
 
     def _max_tokens(self) -> list[str]:

@@ -15,7 +15,11 @@ TITLES = {
     "seeded": "Tokens: the same texts as plain decoding",
     "statistical": "Distribution: tokens drawn from the target's own",
     "contract": "Contract: parameters and bookkeeping",
-    "quality": "Quality: problems solved",
+    "quality": "Quality: problems solved, or answers that are well formed",
+    "server": "The server itself",
+    "equality": "Equality: the same answers from both servers",
+    "tool calls": "Tool calls, field by field",
+    "latency": "Latency",
 }
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufdd0-\ufdef\ufffe\uffff]")
 

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from outrider_certify._version import __version__
-from outrider_certify.certificate import Certificate
+from outrider_certify.certificate import Certificate, CertificatePart, Conclusion, Finding
 from outrider_certify.contract import Contract
 from outrider_certify.quality import Quality, read_problems
 from outrider_certify.seeded import Seeded
@@ -64,7 +64,10 @@ def certify(
     suit, and Interrupted on ctrl-C.
     """
     tests = kinds_of(subject, kinds, settings)
-    certificate = _empty(subject, budget, settings.confidence)
+    certificate = described(subject.name)
+    certificate.properties, certificate.weights = subject.properties, subject.weights
+    certificate.versions |= subject.versions
+    certificate.budget, certificate.confidence = budget, settings.confidence
     journal = journal or TrialJournal(None, {})
     try:
         for part in run_kinds(tests, journal, budget, progress=progress, ready=subject.ready):
@@ -73,8 +76,21 @@ def certify(
         judged_already = {part.kind for part in certificate.parts}
         certificate.parts += [judged(t, r) for t in tests if t.name not in judged_already and (r := journal.of(t.name))]
         raise Interrupted(certificate) from None
+    if troubles := subject.troubles():
+        certificate.parts.append(_troubled(troubles))
     certificate.complete = not subject.ready()
     return certificate
+
+
+def _troubled(troubles: dict[str, int]) -> CertificatePart:
+    """What went wrong with the answers. Whether speculation is to blame, the other parts say."""
+    lines = [f"{what}: {count} times" for what, count in troubles.items()]
+    return CertificatePart(
+        kind="server",
+        conclusion=Conclusion.NOT_TESTED,
+        sentence=f"The server did not answer at once: {'; '.join(lines)}.",
+        findings=[Finding(title=what, where=f"{count} times", error=False) for what, count in troubles.items()],
+    )
 
 
 def kinds_of(subject: Subject, names: Sequence[str], settings: TestSettings) -> list[CertificateKind]:
@@ -125,20 +141,19 @@ def _tells_distributions(subject: Subject, seed: int) -> bool:
     return True
 
 
-def _empty(subject: Subject, budget: float, confidence: float) -> Certificate:
-    """A certificate without parts."""
+def described(name: str) -> Certificate:
+    """A certificate without parts, of this machine and time. name: of the subject."""
     cpu = platform.processor() or platform.machine()
     if (file := Path("/proc/cpuinfo")).exists() and (found := re.search(r"model name\s*: (.*)", file.read_text())):
         cpu = found[1]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    versions = {"python": platform.python_version(), "outrider-certify": __version__, "numpy": version("numpy")}
     return Certificate(
-        subject=subject.name,
-        properties=subject.properties,
-        weights=subject.weights,
+        subject=name,
         machine={"cpu": cpu, "cores": str(cores)},
-        versions=versions | subject.versions,
+        versions={
+            "python": platform.python_version(),
+            "outrider-certify": __version__,
+            "numpy": version("numpy"),
+        },
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        budget=budget,
-        confidence=confidence,
     )

@@ -46,7 +46,7 @@ from outrider_certify.subject import (
     TokenDistribution,
     Unsupported,
 )
-from outrider_certify.trials import CertificateKind, CertifyTrial, Record, broken
+from outrider_certify.trials import CertificateKind, CertifyTrial, Record, broken, confirmed
 
 SQUARE, CUBE, LINE = 4, 3, 16  # cells along one token: of two tokens, of three, of one
 _SURE = 3.0  # nats by which a mistake must lead before it is named
@@ -284,7 +284,7 @@ class Statistical(CertificateKind):
             return {**statistics.record(), "skipped": f"{label}: {len(each)} texts were asked for, {len(texts)} came"}
         for (i, request), text in zip(each, texts, strict=True):
             statistics.read(self.subject, request, text, i, rng)
-        return {**statistics.record(), "broke": broken(texts)}
+        return {**statistics.record(), "broke": confirmed(self.subject, requests, broken(texts))}
 
     def _prompt(self, prompt: Prompt, label: str, number: int) -> Prompt:
         if label == LONG:

@@ -83,6 +83,7 @@ class GeneratedText:
     """A text that was written.
 
     tokens: of the text; empty if the subject gives no tokens. prompt: token ids, if known. logprobs: of each token, by token id.
+    alternatives: how many log-probabilities came with each token; empty if unknown.
     drafted, accepted: draft tokens of each step, and how many were accepted; empty if unknown. usage: output tokens as the
     subject counts them. error: why there is no text. broke: the engine failed while it wrote; it did not refuse.
     """
@@ -92,6 +93,7 @@ class GeneratedText:
     prompt: list[int] = field(default_factory=list)
     finish: str | None = None
     logprobs: list[dict[int, float]] | None = None
+    alternatives: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     usage: int | None = None
@@ -228,6 +230,14 @@ class Subject:
     def ready(self) -> str:
         """Why it can be asked nothing more; "" if it can. Asked before each trial, and may wait for it."""
         return ""
+
+    def troubles(self) -> dict[str, int]:
+        """What went wrong with its answers, and how often, beside what the tests say."""
+        return {}
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids. Raises Unsupported if it is not known."""
+        raise Unsupported("it does not tell the text of token ids")
 
     def encode(self, text: str, *, prompt: bool) -> list[int]:
         """The token ids of a prompt, or of a text after one. Raises Unsupported if they are not known."""

@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from outrider_certify.certificate import CertificatePart, Conclusion, Finding
-from outrider_certify.subject import GeneratedText
+from outrider_certify.subject import GeneratedText, Subject, TextRequest, Unsupported
 
 Record = dict[str, Any]
 _SHOWN = 3
@@ -184,6 +184,16 @@ def judged(kind: CertificateKind, records: Sequence[Record]) -> CertificatePart:
 def broken(texts: Sequence[GeneratedText]) -> list[str]:
     """What the engine said where it failed, each message once."""
     return list(dict.fromkeys(t.error or "" for t in texts if t.broke))[:_SHOWN]
+
+
+def confirmed(subject: Subject, requests: Sequence[TextRequest], lines: list[str]) -> list[str]:
+    """The failures of `broken`, but none if plain decoding fails at such a request too."""
+    if not lines:
+        return []
+    try:
+        return [] if any(text.error for text in subject.plain(requests[:1])) else lines
+    except Unsupported:
+        return lines
 
 
 def _name(record: Record) -> str:

@@ -13,7 +13,7 @@ from itertools import count
 from outrider_certify import bounds
 from outrider_certify.certificate import CertificatePart, Conclusion, Finding
 from outrider_certify.subject import SamplingParams, Subject, TextRequest, Unsupported
-from outrider_certify.trials import CertificateKind, CertifyTrial, Record, broken
+from outrider_certify.trials import CertificateKind, CertifyTrial, Record, broken, confirmed
 
 _LEAST = 5  # texts of a prompt on each side, before anything is said
 _MOST = (
@@ -50,7 +50,7 @@ class TwoSample(CertificateKind):
             except Unsupported as why:
                 return {**record, "errors": [str(why)]}
             if side == 0:
-                record["broke"] = broken(texts)
+                record["broke"] = confirmed(self.subject, requests, broken(texts))
             record["errors"] += [t.error for t in texts if t.error][:2]
             sides.append([[] if t.error else _pieces(t.tokens, t.text) for t in texts])
         record["pairs"] = [[i, a, b] for i, (a, b) in enumerate(zip(*sides, strict=True)) if a and b]

@@ -10,10 +10,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from broken import ToyEngine
+from broken import LETTERS, ToyEngine
 
 from outrider_certify.certificate import CertificatePart, Conclusion
 from outrider_certify.contract import Contract
+from outrider_certify.run import certify
 from outrider_certify.seeded import Seeded
 from outrider_certify.statistical import Statistical
 from outrider_certify.subject import (
@@ -24,13 +25,18 @@ from outrider_certify.subject import (
     TextRequest,
     Unsupported,
 )
-from outrider_certify.subjects import transport
+from outrider_certify.subjects import engines, transport
 from outrider_certify.subjects.server import ServerSubject
 from outrider_certify.trials import CertificateKind, TrialJournal, run_kinds
 from outrider_certify.two_sample import TwoSample
 
 PROMPTS = ToyEngine().prompts()
 Answer = Callable[[dict[str, Any]], httpx.Response | None]
+
+
+def ids(text: str) -> list[int]:
+    """The tokens of a text of letters, or of numbers."""
+    return [LETTERS.index(c) for c in text] if text.isalpha() else [int(t) for t in text.split()]
 
 
 class ToyServer:
@@ -58,9 +64,9 @@ class ToyServer:
             return httpx.Response(200, json={"data": [{"id": "toy", "owned_by": self.owner}]})
         body = json.loads(request.content) if request.content else {}
         if request.url.path == "/detokenize":
-            return httpx.Response(200, json={"prompt": " ".join(map(str, body["tokens"]))})
+            return httpx.Response(200, json={"prompt": "".join(LETTERS[t] for t in body["tokens"])})
         if request.url.path == "/tokenize" and "add_special_tokens" in body:
-            return httpx.Response(200, json={"tokens": [int(t) + self.reads_otherwise for t in body["prompt"].split()]})
+            return httpx.Response(200, json={"tokens": [t + self.reads_otherwise for t in ids(body["prompt"])]})
         if request.url.path not in ("/v1/completions", "/v1/chat/completions"):
             return httpx.Response(404, text="not here")
         if self.ended:
@@ -128,7 +134,7 @@ class ToyServer:
         bias = {int(t): b for t, b in body.get("logit_bias", {}).items()}
         request = TextRequest(tuple(body["prompt"]), replace(params, logit_bias=bias or None))
         if body.get("bad_words"):
-            words = [[int(t) for t in word.split()] for word in body["bad_words"]]
+            words = [ids(word) for word in body["bad_words"]]
             request = request.with_(bad_words=words)
         texts = (
             self.engine.plain([request])
@@ -557,3 +563,133 @@ def test_numbers_of_a_reference_that_plain_decoding_contradicts_tell_no_margin()
         reference, request.with_(logit_bias={foreign: 60.0}), text
     )
     assert toy.margin(request, text, 2, foreign) is None
+
+
+# -- servers that die, hang, limit their rate, lie, or say less than was asked --
+
+
+def test_a_server_that_hangs_under_speculation_is_a_finding() -> None:
+    def hangs(body: dict[str, Any]) -> httpx.Response | None:
+        if body.get("frequency_penalty") and not body.get("off"):
+            raise httpx.ReadTimeout("no answer")
+        return None
+
+    toy = ToyServer(ToyEngine())
+    made = subject(toy)
+    toy.first = hangs
+    certificate = certify(made, 1e-9, ["contract"])
+    assert certificate.part("contract")
+    part = certified(Contract(made, length=12))
+    assert part.conclusion is Conclusion.DIFFERS
+    assert part.findings[0].title == "the engine fails under speculation"
+    assert "it hangs: no answer within" in part.findings[0].evidence
+    assert "frequency_penalty" in part.findings[0].cause
+
+
+def test_a_server_that_dies_with_and_without_speculation_is_no_fault_of_speculation() -> None:
+    toy = ToyServer(ToyEngine())
+    made = subject(toy)
+    toy.first = lambda body: httpx.Response(500, text="disk full")
+    for kind in (Contract(made, length=12), Statistical(made, length=12), Seeded(made, length=12, rounds=1)):
+        part = certified(kind, most=2)
+        assert part.conclusion is not Conclusion.DIFFERS, part.sentence
+        assert "disk full" in " ".join([part.sentence, *part.skipped])
+
+
+def test_a_server_that_limits_its_rate_for_ever_cannot_be_told_and_says_why() -> None:
+    toy = ToyServer(ToyEngine())
+    made = subject(toy)
+    toy.first = lambda body: httpx.Response(429, text="slow down")
+    certificate = certify(made, 1e-9, ["seeded"])
+    assert certificate.conclusion is Conclusion.CANNOT_TELL
+    told = certificate.part("server")
+    assert told
+    assert "limits the rate" in told.findings[0].title
+    assert not told.findings[0].error
+
+
+def test_a_server_that_lies_about_token_ids_is_found() -> None:
+    toy = ToyServer(ToyEngine())
+    made = subject(toy)
+    assert Contract(made, length=12).checks()["token ids"][1]() == []
+    decode = made.decode
+    made.decode = lambda tokens: decode([(t + 1) % 8 for t in tokens])  # type: ignore[method-assign]
+    made.encode = lambda text, *, prompt: [0]  # type: ignore[method-assign]
+    part = certified(Contract(made, length=12))
+    assert "token ids fails" in [f.title for f in part.findings]
+
+
+@pytest.mark.parametrize(("kept", "what"), [(1, "1 log-probabilities at token 0"), (3, "")])
+def test_fewer_log_probabilities_than_were_asked_for_are_found(kept: int, what: str) -> None:
+    toy = ToyServer(ToyEngine())
+    made = subject(toy)
+
+    def few(body: dict[str, Any]) -> httpx.Response | None:
+        answer = toy.answer(body)
+        for choice in answer["choices"]:
+            if choice.get("logprobs"):
+                tops = [{str(i): -1.0 for i in range(kept)} for _ in choice["logprobs"]["token_logprobs"]]
+                choice["logprobs"]["top_logprobs"] = tops
+        return httpx.Response(200, json=answer) if not body.get("stream") else None
+
+    toy.first = few
+    part = certified(Contract(made, length=12))
+    titles = [f.title for f in part.findings]
+    assert ("number of logprobs fails" in titles) is bool(what)
+    assert what in "".join(f.evidence for f in part.findings)
+
+
+def test_log_probabilities_of_some_tokens_only_are_found() -> None:
+    toy = ToyServer(ToyEngine())
+    made = subject(toy)
+
+    def half(body: dict[str, Any]) -> httpx.Response | None:
+        answer = toy.answer(body)
+        for choice in answer["choices"]:
+            if choice.get("logprobs"):
+                choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"][:5]
+        return httpx.Response(200, json=answer) if body.get("logprobs") is not None and not body.get("stream") else None
+
+    toy.first = half
+    part = certified(Contract(made, length=12))
+    assert "5 log-probabilities for 12 tokens" in "".join(f.evidence for f in part.findings)
+
+
+def test_a_difference_is_reduced_to_a_line_that_repeats_it() -> None:
+    part = certified(Seeded(subject(ToyServer(ToyEngine("min_p dropped", "match"))), length=16, rounds=1))
+    assert (
+        "curl -s http://toy:8000/v1/completions" in part.findings[0].evidence or "min_p" not in part.findings[0].cause
+    )
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [("vllm", "vLLM"), ("sglang", "SGLang"), ("tensorrt_llm", "TensorRT-LLM"), ("organization_owner", "LM Studio")],
+)
+def test_an_engine_is_recognised_and_its_way_to_plain_decoding_is_told(owner: str, name: str) -> None:
+    server = ToyServer(ToyEngine())
+    server.owner = owner
+    made = subject(server, off_body=None)
+    assert made.properties["engine"] == name
+    with pytest.raises(Unsupported, match=f"{name}: "):
+        made.plain([TextRequest(PROMPTS[0], SamplingParams())])
+
+
+def test_ollama_and_llama_cpp_are_recognised_by_their_own_routes() -> None:
+    said = {"/api/version": {"version": "0.12"}, "/api/tags": {"models": []}}
+    assert engines.recognised(lambda path: said.get(path, {})) is engines.OLLAMA
+    assert (
+        engines.recognised(lambda path: {"default_generation_settings": {}} if path == "/props" else {})
+        is engines.LLAMA
+    )
+    assert engines.recognised(lambda path: {}) is engines.UNKNOWN
+
+
+def test_fields_that_turn_speculation_on_are_sent_on_that_side_only() -> None:
+    server = ToyServer(ToyEngine())
+    made = subject(server, off_body=None, on_body={"draft_model": "small"})
+    server.requests.clear()
+    request = TextRequest(PROMPTS[0], SamplingParams(max_tokens=2))
+    made.generate([request], made.variants()[0])
+    made.plain([request])
+    assert ["draft_model" in body for body in server.requests] == [True, False]

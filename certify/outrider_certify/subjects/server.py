@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -27,7 +28,8 @@ from outrider_certify.subject import (
     Unsupported,
 )
 from outrider_certify.subjects import llama
-from outrider_certify.subjects.transport import BrokenServer, RefusedRequest, ServerClient
+from outrider_certify.subjects.engines import UNKNOWN, recognised
+from outrider_certify.subjects.transport import BrokenServer, RefusedRequest, ServerClient, curl
 
 if TYPE_CHECKING:
     import httpx
@@ -41,15 +43,14 @@ _FIELDS = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", 
 # What an answer of another form than expected raises.
 _WRONG_ANSWER = (ConnectionError, Unsupported, LookupError, TypeError, ValueError, AttributeError)
 ENDPOINTS = ("completions", "chat")
-# What turns speculation off in a request, by the owner of a server's models. llama.cpp, vLLM and SGLang have no such field.
-_OFF: dict[str, dict[str, Any]] = {"outrider": {"disable_spec_decode": True}}
 _DRAFTED = re.compile(r"^\S*(?:spec_decode_num_draft_tokens|drafted)_total(?:\{.*\})? ([\d.e+]+)$", re.MULTILINE)
 
 
 class ServerSubject(Subject):
     """url: the server that speculates. plain_url: one that does not. off_body: fields that turn speculation off at `url`.
+    on_body: fields that turn it on.
 
-    Without both, an engine of `_OFF` is asked by its own field, if no draft token is seen then.
+    Without these, an engine with a field of its own (`engines`) is asked by it, if no draft token is seen then.
 
     reference: a subject with the same weights, which gives the target's probabilities. endpoint: of ENDPOINTS; "chat" sends a
     prompt as the message of a user. Raises ConnectionError if no server answers, ValueError for a wrong address.
@@ -62,6 +63,7 @@ class ServerSubject(Subject):
         *,
         plain_url: str | None = None,
         off_body: dict[str, Any] | None = None,
+        on_body: dict[str, Any] | None = None,
         reference: Subject | None = None,
         model: str | None = None,
         api_key: str | None = None,
@@ -78,8 +80,9 @@ class ServerSubject(Subject):
 
         self.reference, self.chat = reference, endpoint == "chat"
         self.server = client(url)
-        self.without = client(plain_url) if plain_url else self.server if off_body is not None else None
-        self.off = {} if plain_url else off_body or {}
+        switched = off_body is not None or on_body is not None
+        self.without = client(plain_url) if plain_url else self.server if switched else None
+        self.off, self.on = {} if plain_url else off_body or {}, on_body or {}
         self.model = model or self.server.first_model()
         self.plain_model = model or (self.without.first_model() if plain_url and self.without else self.model)
         self.name = f"the server at {self.server.url}, {self.model}" + (", chat" if self.chat else "")
@@ -87,7 +90,7 @@ class ServerSubject(Subject):
             "server": self.server.url,
             "endpoint": f"/v1/{'chat/' * self.chat}completions",
             "model": self.model,
-            "without speculation": plain_url or (json.dumps(off_body) if off_body is not None else "not known"),
+            "without speculation": plain_url or (json.dumps(off_body or {}) if switched else "not known"),
         }
         self.weights = reference.weights if reference else {}
         self.partial_distributions = reference is None
@@ -111,6 +114,16 @@ class ServerSubject(Subject):
             SpeculationVariant("as a stream", {"stream": True}),
         ]
 
+    def reproduce(self, request: TextRequest, variant: SpeculationVariant) -> str:
+        load = variant.options.get("load", 1)
+        more = {**self.on, **({"stream": True} if variant.options.get("stream") else {})}
+        sides = [(self.server, self.model, more), (self.without or self.server, self.plain_model, self.off)]
+        lines = [
+            curl(client.url + self.properties["endpoint"], {**self._body(request), "model": model, **fields})
+            for client, model, fields in sides
+        ]
+        return "\n    ".join(lines) + (f"\n    ({load} requests at a time)" if load > 1 else "")
+
     def ready(self) -> str:
         return self.server.ready() or (self.without.ready() if self.without else "")
 
@@ -123,6 +136,18 @@ class ServerSubject(Subject):
             return [int(t) for t in self.server.post("/tokenize", body)["tokens"]]
         except _WRONG_ANSWER as error:
             raise Unsupported(f"the server does not tell the token ids of a text ({error}); give token ids") from None
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        try:
+            told = self.server.post("/detokenize", {"model": self.model, "tokens": list(tokens)})
+            return str(told["content" if self.llama else "prompt"])
+        except _WRONG_ANSWER as error:
+            raise Unsupported(f"the server does not tell the text of token ids ({error})") from None
+
+    def troubles(self) -> dict[str, int]:
+        return dict(
+            self.server.troubles + (self.without.troubles if self.without not in (None, self.server) else Counter())
+        )
 
     def _body(self, request: TextRequest) -> dict[str, Any]:
         p, off = request.params, SamplingParams()
@@ -161,12 +186,10 @@ class ServerSubject(Subject):
         if self.llama:
             raise Unsupported("llama.cpp has no bad_words; its logit_bias is tested")
         try:
-            text = str(self.server.post("/detokenize", {"model": self.model, "tokens": list(word)})["prompt"])
+            text = self.decode(word)
             again = self.encode(text, prompt=False)
-        except _WRONG_ANSWER as error:
-            raise Unsupported(
-                f"bad words are given as text, and the server does not tell a token's text ({error})"
-            ) from None
+        except Unsupported as why:
+            raise Unsupported(f"bad words are given as text: {why}") from None
         if again != list(word):
             raise Unsupported(f"bad words are given as text, and the server reads {text!r} as other tokens")
         return text
@@ -179,6 +202,9 @@ class ServerSubject(Subject):
         """Find out how this server tells token ids."""
         props, about = self._told_at("/props"), self._told_at("/version")
         self.llama = "default_generation_settings" in props
+        self.ways = recognised(self._told_at)
+        if self.ways is not UNKNOWN:
+            self.properties |= {"engine": self.ways.name, "its seeds": self.ways.seeds}
         if self.llama:
             self.versions["server"] = f"llama.cpp {props.get('build_info', '')}".strip()
         elif about:
@@ -186,16 +212,16 @@ class ServerSubject(Subject):
         before = self._drafted()
         request = TextRequest(self._prompts[0], SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
         try:
-            [text] = self._ask(self.server, self.model, request, {})
+            [text] = self._ask(self.server, self.model, request, self.on)
         except RefusedRequest as why:
             if self.properties["endpoint"].endswith("/v1/completions") and "HTTP 404" in str(why):
                 raise ConnectionError(f"{why}; if it has the chat endpoint only: --endpoint chat") from None
             self._extras = False
-            [text] = self._ask(self.server, self.model, request, {})
+            [text] = self._ask(self.server, self.model, request, self.on)
         if not text.tokens and not text.error:
             self._asks_logprobs = True
             try:
-                [text] = self._ask(self.server, self.model, request, {})
+                [text] = self._ask(self.server, self.model, request, self.on)
             except RefusedRequest:
                 self._asks_logprobs = False
         self.properties["token ids"] = "known" if text.tokens else "not known: texts are compared"
@@ -205,10 +231,8 @@ class ServerSubject(Subject):
         self.properties["speculation"] = (
             f"seen: {count:g} draft tokens in the first texts" if count else "not seen: it reports no draft tokens"
         )
-        if self.without is None:
-            [listed, *_] = self._told_at("/v1/models").get("data") or [{}]
-            if off := _OFF.get(str(listed.get("owned_by"))):
-                self._turn_off(request, off)
+        if self.without is None and self.ways.off:
+            self._turn_off(request, self.ways.off)
 
     def _turn_off(self, request: TextRequest, off: dict[str, Any]) -> None:
         """Use a field that this engine has, if it does what it should."""
@@ -282,7 +306,7 @@ class ServerSubject(Subject):
 
     def generate(self, requests: Sequence[TextRequest], variant: SpeculationVariant) -> list[GeneratedText]:
         load = variant.options.get("load", 1)
-        more = {"stream": True} if variant.options.get("stream") else {}
+        more = {**self.on, **({"stream": True} if variant.options.get("stream") else {})}
         if load == 1 or len(requests) == 1:
             return [text for request in requests for text in self._ask(self.server, self.model, request, more)]
         with ThreadPoolExecutor(load) as pool:
@@ -291,9 +315,10 @@ class ServerSubject(Subject):
 
     def plain(self, requests: Sequence[TextRequest]) -> list[GeneratedText]:
         if self.without is None:
+            own = f" ({self.ways.name}: {self.ways.without})" if self.ways is not UNKNOWN else ""
             raise Unsupported(
                 "it has no field that is known to turn speculation off: start a second server of the same model without "
-                "speculation and add --plain-url http://..., or name the fields with --off-body"
+                f"speculation and add --plain-url http://..., or name the fields with --off-body{own}"
             )
         client, model = self.without, self.plain_model
         return [text for request in requests for text in self._ask(client, model, request, self.off)]
@@ -410,12 +435,14 @@ def _generated(choice: dict[str, Any], request: TextRequest, prompt: Sequence[in
     tokens = [int(t) for t in choice.get("token_ids") or [c["id"] for c in content if "id" in c]]
     values = known.get("token_logprobs") or [c.get("logprob") for c in content]
     logprobs = None
-    if tokens and len(values) >= len(tokens) and all(v is not None for v in values):
+    if tokens and values and all(v is not None for v in values):
         logprobs = [{t: float(v)} for t, v in zip(tokens, values, strict=False)]
+    tops = known.get("top_logprobs") or [c["top_logprobs"] for c in content if "top_logprobs" in c]
     return GeneratedText(
         tokens=tokens,
         text=str(choice.get("text") or (choice.get("message") or {}).get("content") or ""),
         prompt=[int(t) for t in choice.get("prompt_token_ids") or prompt or request.prompt_ids],
         finish=choice.get("finish_reason"),
         logprobs=logprobs,
+        alternatives=[len(top or ()) for top in tops],
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,6 +16,7 @@ from outrider_certify.subject import Unsupported
 
 _CONNECT = 10.0  # seconds
 _TRIES, _PAUSE = 4, 0.5  # for a server that is busy or breaks off; seconds, doubled each time
+_HANGS = 2  # times without an answer in time, after which the server hangs at this request
 _LONGEST_PAUSE = 20.0
 _WAIT = 180.0  # seconds for a server that ended, until it is started again
 
@@ -23,7 +26,7 @@ class RefusedRequest(Unsupported):
 
 
 class BrokenServer(ConnectionError):
-    """The server failed at this request: HTTP 500, or it broke off each time. It is neither busy nor slow."""
+    """The server failed at this request: HTTP 500, it broke off each time, or it gave no answer in time twice."""
 
 
 def address(url: str) -> str:
@@ -36,8 +39,13 @@ def address(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
+def curl(url: str, body: dict[str, Any]) -> str:
+    """The command that sends a request. A key stays in the environment."""
+    return f"curl -s {url} -H 'content-type: application/json' -d {shlex.quote(json.dumps(body))}"
+
+
 class ServerClient:
-    """One server. gone: why it answers nothing any more; "" while it does.
+    """One server. gone: why it answers nothing any more; "" while it does. troubles: what went wrong, and how often.
 
     Raises ValueError for a wrong address.
     """
@@ -46,6 +54,7 @@ class ServerClient:
         self, url: str, *, api_key: str | None, timeout: float, transport: httpx.BaseTransport | None = None
     ) -> None:
         self.url, self.gone, self._answered = address(url), "", False
+        self.timeout, self.troubles = timeout, Counter[str]()
         self._http = httpx.Client(
             base_url=self.url,
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
@@ -95,7 +104,7 @@ class ServerClient:
 
         Raises RefusedRequest, BrokenServer if it fails at this request, and ConnectionError if it stays busy or slow.
         """
-        pause, why, broken = _PAUSE, self.gone, ""
+        pause, why, broken, hangs = _PAUSE, self.gone, "", 0
         for attempt in range(_TRIES if not self.gone else 0):
             unreachable = False
             try:
@@ -103,7 +112,15 @@ class ServerClient:
             except httpx.HTTPError as error:
                 why = f"{type(error).__name__}: {error}"
                 unreachable = isinstance(error, httpx.ConnectError)
+                if isinstance(error, httpx.ReadTimeout):
+                    self.troubles["it gave no answer in time"] += 1
+                    hangs += 1
+                    if hangs == _HANGS:
+                        raise BrokenServer(
+                            f"it hangs: no answer within {self.timeout:g} s, {hangs} times ({why})"
+                        ) from None
                 if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError | httpx.WriteError):
+                    self.troubles["it broke off without an answer"] += 1
                     broken = broken or f"it broke off without an answer ({why})"
             else:
                 self._answered = True
@@ -112,6 +129,10 @@ class ServerClient:
                         return answer
                     raise ConnectionError(f"the server's answer is not {'a JSON object' if answer else 'JSON'}")
                 why = f"HTTP {status}: {' '.join(str(answer).split())[:200]}"
+                if status == 429:
+                    self.troubles["it limits the rate of requests (HTTP 429)"] += 1
+                elif status >= 500:
+                    self.troubles[f"it failed (HTTP {status})"] += 1
                 if status == 500:
                     broken = broken or why
                 elif status != 429 and status < 500:

@@ -1,0 +1,181 @@
+"""The gate before a roll-out: two servers that agree, part at a tie, draw, change a tool call, or fail."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from outrider_certify import cli
+from outrider_certify.certificate import Certificate, Conclusion
+from outrider_certify.gate import GateServer, ToolCall, fields_that_differ, gate, read_traffic
+from outrider_certify.subjects import transport
+from outrider_certify.subjects.transport import ServerClient
+
+ASKED = {"messages": [{"role": "user", "content": "pay four"}], "temperature": 0, "max_tokens": 16}
+Write = Callable[[dict[str, Any]], dict[str, Any] | httpx.Response]
+
+
+def said(
+    text: str = "", calls: dict[str, Any] | None = None, scores: Sequence[tuple[str, float, float]] = ()
+) -> dict[str, Any]:
+    """An answer. scores: token, its log-probability, and that of the other word at its place."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls is not None:
+        message["tool_calls"] = [{"function": {"name": "pay", "arguments": json.dumps(calls)}}]
+    top = [
+        {
+            "token": t,
+            "logprob": p,
+            "top_logprobs": [{"token": t, "logprob": p}, {"token": {"a": "b", "b": "a"}.get(t, "?"), "logprob": q}],
+        }
+        for t, p, q in scores
+    ]
+    return {
+        "choices": [{"message": message, "finish_reason": "stop", "logprobs": {"content": top}}],
+        "usage": {"completion_tokens": 4},
+    }
+
+
+def server(write: Write) -> GateServer:
+    def answer(request: httpx.Request) -> httpx.Response:
+        found = write(json.loads(request.content))
+        return found if isinstance(found, httpx.Response) else httpx.Response(200, json=found)
+
+    return GateServer(
+        ServerClient("http://toy:1", api_key=None, timeout=5, transport=httpx.MockTransport(answer)), "toy"
+    )
+
+
+def gated(before: Write, after: Write, *bodies: dict[str, Any]) -> Certificate:
+    return gate(server(before), server(after), bodies or [ASKED])
+
+
+def test_equal_servers_pass() -> None:
+    made = gated(lambda body: said("four"), lambda body: said("four"))
+    assert made.conclusion is Conclusion.EXACT_TOKENS or made.conclusion is Conclusion.HOLDS
+    assert made.conclusion.exit_code == 0
+    latency = made.part("latency")
+    assert latency
+    assert "tokens a second" in latency.sentence
+
+
+def test_an_argument_of_a_tool_call_that_changes_is_an_error_and_is_named() -> None:
+    made = gated(lambda body: said(calls={"to": "x", "amount": 4}), lambda body: said(calls={"to": "x", "amount": "4"}))
+    assert made.conclusion is Conclusion.DIFFERS
+    part = made.part("tool calls")
+    assert part
+    assert part.findings[0].evidence == 'call 1, arguments.amount: 4 before, "4" after'
+    equality = made.part("equality")
+    assert equality
+    assert "curl -s http://toy:1/v1/chat/completions" in equality.findings[0].evidence
+
+
+def test_an_error_is_reduced_to_the_shortest_request() -> None:
+    long = {
+        **ASKED,
+        "top_p": 0.5,
+        "messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "say " * 8 + "no"}],
+    }
+    made = gated(
+        lambda body: said("no"), lambda body: said("no" if "no" not in body["messages"][-1]["content"] else "yes"), long
+    )
+    equality = made.part("equality")
+    assert equality
+    shown = [line for line in equality.findings[0].evidence.splitlines() if line.startswith("curl")]
+    body = json.loads(shown[0].split(" -d ", 1)[1].strip("'"))
+    assert body["messages"] == [{"role": "user", "content": "no"}]
+    assert "top_p" not in body
+
+
+@pytest.mark.parametrize(("margin", "kind"), [(0.01, "tie"), (0.5, "error")])
+def test_two_scores_that_are_nearly_equal_are_a_tie(margin: float, kind: str) -> None:
+    made = gated(
+        lambda body: said("x a", scores=[("x", -1.0, -3.0), ("a", -1.0, -1.0 - margin)]),
+        lambda body: said("x b", scores=[("x", -1.02, -3.0), ("b", -1.0, -1.0 - margin)]),
+    )
+    equality = made.part("equality")
+    assert equality
+    assert equality.figures[kind] == 1
+    assert (made.conclusion is Conclusion.DIFFERS) is (kind == "error")
+
+
+def test_without_log_probabilities_a_difference_is_an_error() -> None:
+    made = gated(lambda body: said("a"), lambda body: said("b"))
+    assert made.conclusion is Conclusion.DIFFERS
+
+
+def _dice(words: str) -> Write:
+    turns = iter(range(10**6))
+    return lambda body: said(words[next(turns) % len(words)] * 9)
+
+
+@pytest.mark.parametrize(("after", "differs"), [("abcd", False), ("wxyz", True)])
+def test_requests_that_draw_are_compared_as_samples(after: str, *, differs: bool) -> None:
+    drawn = [{"prompt": f"roll {i}", "temperature": 1.0} for i in range(6)]
+    made = gated(_dice("abcd"), _dice(after), *drawn)
+    equality = made.part("equality")
+    assert equality
+    assert equality.figures["error"] == 0
+    assert (equality.conclusion is Conclusion.DIFFERS) is differs, equality.figures
+
+
+def test_a_server_that_does_not_repeat_itself_draws() -> None:
+    made = gated(_dice("abc"), _dice("xyz"))
+    equality = made.part("equality")
+    assert equality
+    assert equality.figures["sampling"] == 1
+
+
+def test_a_server_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport.time, "sleep", lambda s: None)
+    made = gated(lambda body: said("a"), lambda body: httpx.Response(500, text="out of memory"))
+    assert made.conclusion is Conclusion.DIFFERS
+    both = gated(lambda body: httpx.Response(500), lambda body: httpx.Response(500))
+    assert both.conclusion is Conclusion.CANNOT_TELL
+    odd = gated(lambda body: said("a"), lambda body: {"choices": []})
+    equality = odd.part("equality")
+    assert equality
+    assert "another form" in equality.findings[0].evidence
+
+
+def test_fewer_well_formed_answers_are_worse() -> None:
+    bodies = [
+        {**ASKED, "messages": [{"role": "user", "content": str(i)}], "response_format": {"type": "json_object"}}
+        for i in range(12)
+    ]
+    made = gated(lambda body: said('{"a": 1}'), lambda body: said('{"a": '), *bodies)
+    part = made.part("quality")
+    assert part
+    assert part.conclusion is Conclusion.DIFFERS
+    assert "JSON" in part.findings[0].title
+
+
+def test_fields_are_compared_by_their_path() -> None:
+    one = [ToolCall("pay", '{"who": [{"id": 1}, {"id": 2}]}')]
+    assert fields_that_differ(one, [ToolCall("pay", '{"who": [{"id": 1}, {"id": 3}]}')]) == [
+        "call 1, arguments.who[1].id: 2 before, 3 after"
+    ]
+    assert fields_that_differ(one, [ToolCall("pay", '{ "who": [{"id": 1}, {"id": 2}] }')]) == []
+    assert "no JSON" in fields_that_differ(one, [ToolCall("pay", '{"who": [')])[-1]
+    assert len(fields_that_differ(one, [])) == 3
+
+
+def test_traffic_is_read_as_bodies_or_in_batch_format(tmp_path: Path) -> None:
+    file = tmp_path / "traffic.jsonl"
+    file.write_text(
+        json.dumps({"custom_id": "1", "body": {**ASKED, "model": "m", "stream": True}}) + "\n" + json.dumps(ASKED)
+    )
+    assert read_traffic(file) == [ASKED, ASKED]
+    file.write_text('{"text": "x"}')
+    with pytest.raises(ValueError, match="messages or a prompt; a correct line is"):
+        read_traffic(file)
+
+
+def test_the_gate_needs_both_servers_and_requests() -> None:
+    with pytest.raises(ValueError, match="--before URL --after URL --traffic"):
+        cli.run(cli.CertifyOptions(before="http://127.0.0.1:1"))
