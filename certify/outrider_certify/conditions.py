@@ -36,4 +36,4 @@ def longer(prompt: Prompt, tokens: int) -> Prompt:
     """A prompt again and again, until it has so many tokens; a text has about four characters in a token."""
     if isinstance(prompt, str):
         return "\n".join([prompt] * max(4 * tokens // max(len(prompt), 1), 2))
-    return prompt * max(tokens // max(len(prompt), 1), 2)
+    return (prompt * (tokens // max(len(prompt), 1) + 1))[:tokens]

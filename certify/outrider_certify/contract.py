@@ -200,30 +200,41 @@ class Contract(CertificateKind):
         return wrong
 
     def _number_of_logprobs(self) -> list[str]:
-        asked = 3
-        texts = self._generate(self._requests(logprobs=asked))
+        asked, requests = 3, self._requests(logprobs=3)
+        texts = self._generate(requests)
         if not any(t.alternatives for t in texts):
             raise Unsupported("it does not tell how many log-probabilities come with a token")
         wrong = list[str]()
-        for text in texts:
+        for request, text in zip(requests, texts, strict=True):
             few = next((at for at, n in enumerate(text.alternatives) if n < asked), None)
             if few is not None:
-                wrong.append(f"{text.alternatives[few]} log-probabilities at token {few}, and {asked} were asked for")
+                said = f"{text.alternatives[few]} log-probabilities at token {few}, and {asked} were asked for"
+                if self._plain_tells(request, few) == text.alternatives[few]:
+                    raise Unsupported(f"{said}, without speculation too")
+                wrong.append(said)
             elif text.tokens and len(text.alternatives) != len(text.tokens):
                 wrong.append(
                     f"log-probabilities of {len(text.alternatives)} tokens, and the text has {len(text.tokens)}"
                 )
         return wrong
 
+    def _plain_tells(self, request: TextRequest, at: int) -> int | None:
+        """How many log-probabilities plain decoding gives with a token."""
+        try:
+            [plain] = self.subject.plain([request])
+        except Unsupported:
+            return None
+        return plain.alternatives[at] if at < len(plain.alternatives) else None
+
     def _token_ids(self) -> list[str]:
-        """The text of the ids is the text, or the ids of the text are the ids. Spaces at the ends do not count."""
-        texts = [text for text in self._generate(self._requests()) if text.tokens and text.text]
+        """The text of the ids begins with the text, or the ids of the text are the ids. Half of a character may be at the end."""
+        texts = [text for text in self._generate(self._requests(ignore_eos=False)) if text.tokens and text.text.strip()]
         if not texts:
             raise Unsupported("it gives no token ids, or no text")
         wrong = list[str]()
         for text in texts:
-            told = self.subject.decode(text.tokens)
-            if told.strip() != text.text.strip() and self.subject.encode(text.text, prompt=False) != text.tokens:
+            told, shown = self.subject.decode(text.tokens), text.text.strip().rstrip("\ufffd")
+            if not told.strip().startswith(shown) and self.subject.encode(text.text, prompt=False) != text.tokens:
                 wrong.append(f"the token ids say {told[:80]!r}, and the text is {text.text[:80]!r}")
         return wrong
 

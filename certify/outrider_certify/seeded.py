@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 
 import numpy as np
 
@@ -70,7 +71,11 @@ class Seeded(CertificateKind):
 
     def checks_by_name(self) -> Sequence[str]:
         filters = FILTERS if self.subject.exact_tokens else ()
-        return (PLAIN, *filters, *PENALTIES, *CHOSEN, TOGETHER, END, *self._conditions())
+        parameters = [*filters, *PENALTIES, *CHOSEN, TOGETHER, END]
+        turns = zip_longest(
+            self._conditions(), parameters
+        )  # in turns, because a short budget may end in the first round
+        return (PLAIN, *(name for pair in turns for name in pair if name))
 
     def trials(self) -> Iterator[CertifyTrial]:
         number = 0

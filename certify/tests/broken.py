@@ -86,6 +86,12 @@ class ToyEngine(Subject):
 
     # -- the model --------------------------------------------------------------------------------------------------------
 
+    def piece(self, token: int) -> str:
+        return LETTERS[token]
+
+    def prepare(self, table, cache: list[int]) -> None:
+        """Told before the logits after several ends of `cache` are asked for."""
+
     def logits(self, table: np.ndarray, cache: list[int], position: int) -> np.ndarray:
         a, b = cache[-2:]
         return table[(a * 131 + b * 17 + (position % 5) * 53) % len(table)]
@@ -203,6 +209,7 @@ class ToyEngine(Subject):
 
     def _target(self, tokens, cache, params, prompt, drafted, fault):
         ps, raw = [], []
+        self.prepare(self.table, cache + drafted)
         for i in range(len(drafted) + 1):
             position = len(tokens) + (0 if fault == "constant positions" else i)
             if fault == "positions end at the window":
@@ -274,7 +281,7 @@ class ToyEngine(Subject):
         ends = (*(() if params.ignore_eos else self.end_ids), *params.stop_token_ids)
         for at, token in enumerate(new):
             out.tokens.append(token)
-            out.text += LETTERS[token]
+            out.text += self.piece(token)
             skipped = fault == "end token inside an accepted run" and at < len(new) - 1
             if token in ends and not skipped:
                 out.finish = "stop"
@@ -292,6 +299,7 @@ class ToyEngine(Subject):
 
     def _rows(self, request: TextRequest, writing: GeneratedText, table: np.ndarray) -> list[TokenDistribution]:
         prompt, rows = list(request.prompt), []
+        self.prepare(table, prompt + writing.tokens)
         for i in range(len(writing.tokens)):
             text = prompt + writing.tokens[:i]
             logits = self.logits(table, text, len(text))

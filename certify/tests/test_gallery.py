@@ -150,6 +150,5 @@ def test_a_thousand_right_engines_raise_no_more_alarms_than_promised() -> None:
     for seed in range(1000):
         engine = ToyEngine(rule=("rejection", "block", "match")[seed % 3], seed=seed)
         part = certified(Statistical(engine, length=6, seed=seed), most=16)
-        assert part.figures["looks"] == 3
         alarms += part.conclusion is Conclusion.DIFFERS
     assert alarms <= stats.binom.ppf(0.999, 1000, 0.01)

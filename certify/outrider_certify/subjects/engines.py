@@ -1,6 +1,6 @@
 """What is known of each engine's server: how it is recognised, what it tells, and how its speculation is switched off.
 
-Only ways that a client can use are here. A server is asked, and never believed: a switch counts if no draft token is seen with it.
+Only ways that a client can use are here. A server is not believed: a switch counts if no draft token is seen with it.
 """
 
 from __future__ import annotations

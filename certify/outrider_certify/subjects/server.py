@@ -56,6 +56,8 @@ class ServerSubject(Subject):
     prompt as the message of a user. Raises ConnectionError if no server answers, ValueError for a wrong address.
     """
 
+    long_context = 512
+
     def __init__(
         self,
         url: str,

@@ -89,7 +89,8 @@ class EngineSubject(Subject):
         target = self.loaded.model
         self.vocab_size, self.end_ids = target.vocab_size, tuple(self.loaded.end_ids)
         self.exact_numbers = target.batch_invariant
-        self.num_rows, self.max_length = rows, min(max_length, target.max_length)
+        self.slots, self.max_length = rows, min(max_length, target.max_length)
+        self.long_context = self.max_length // 2
         self.llm = LLM(self.loaded, max_num_seqs=rows, max_model_len=self.max_length)
         promise = VERIFIERS[self.config.verifier].guarantee if target.batch_invariant else Guarantee.EXACT_DISTRIBUTION
         self.exact_tokens = promise is Guarantee.EXACT_TOKENS
@@ -148,7 +149,7 @@ class EngineSubject(Subject):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             lengths = Fixed(options["depth"], width, nodes)
-            return self._run(requests, self.config, drafters, lengths, self.num_rows)
+            return self._run(requests, self.config, drafters, lengths, self.slots)
 
     def plain(self, requests: Sequence[TextRequest]) -> list[GeneratedText]:
         """One text after the other, without a batch."""
@@ -158,7 +159,7 @@ class EngineSubject(Subject):
     @cached_property
     def drafters(self) -> dict[str, Drafter]:
         """The configured drafters, by name; none for plain decoding."""
-        return make_drafters(self.config, self.loaded, rows=self.num_rows, max_length=self.max_length, device="auto")
+        return make_drafters(self.config, self.loaded, rows=self.slots, max_length=self.max_length, device="auto")
 
     def _run(
         self,
