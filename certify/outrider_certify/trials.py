@@ -19,6 +19,7 @@ from outrider_certify.subject import GeneratedText, Subject, TextRequest, Unsupp
 
 Record = dict[str, Any]
 _SHOWN = 3
+ENDED = "then the server was gone"  # in the message of a server that a request ended
 
 
 # One piece of work: its name, unique in its kind and the same in every run, and the function that gives its record. A record may
@@ -187,9 +188,9 @@ def broken(texts: Sequence[GeneratedText]) -> list[str]:
 
 
 def confirmed(subject: Subject, requests: Sequence[TextRequest], lines: list[str]) -> list[str]:
-    """The failures of `broken`, but none if plain decoding fails at such a request too."""
-    if not lines:
-        return []
+    """The failures of `broken`, but none if plain decoding fails at such a request too. A server that ended is not asked."""
+    if not lines or any(ENDED in line for line in lines):
+        return lines
     try:
         return [] if any(text.error for text in subject.plain(requests[:1])) else lines
     except Unsupported:

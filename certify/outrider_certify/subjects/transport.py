@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from outrider_certify.subject import Unsupported
+from outrider_certify.trials import ENDED
 
 _CONNECT = 10.0  # seconds
 _TRIES, _PAUSE = 4, 0.5  # for a server that is busy or breaks off; seconds, doubled each time
@@ -145,7 +146,7 @@ class ServerClient:
             elif unreachable and self._answered:
                 self.gone = f"the server at {self.url} ended ({broken or why})"
         if broken:
-            raise BrokenServer(broken + ("; then the server was gone" if self.gone else ""))
+            raise BrokenServer(broken + (f"; {ENDED}" if self.gone else ""))
         raise ConnectionError(why)
 
     def _once(self, path: str, body: dict[str, Any]) -> tuple[int, httpx.Headers, Any]:
