@@ -250,11 +250,11 @@ def _gated(options: CertifyOptions, command: str) -> int:
         raise ValueError("the gate needs two servers and requests: --before URL --after URL --traffic requests.jsonl")
     key = os.environ.get("OUTRIDER_API_KEY")
     bodies = read_traffic(traffic)
-    servers = [
+    first, second = (
         GateServer(ServerClient(url, api_key=key, timeout=options.timeout), options.served_model)
         for url in (before, after)
-    ]
-    certificate = gate(*servers, bodies, confidence=options.confidence, progress=_progress)
+    )
+    certificate = gate(first, second, bodies, confidence=options.confidence, progress=_progress)
     certificate.command = command
     certificate.save(options.out.with_suffix(".json"))
     write(certificate, options.out)
