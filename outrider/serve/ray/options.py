@@ -6,6 +6,7 @@ import hashlib
 import json
 from copy import deepcopy
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from pydantic import field_validator, model_validator
@@ -47,6 +48,8 @@ class DeployOptions(ServeOptions):
     pad_stream: Milliseconds | None = None
     log_prompts: bool = False
     memory: str | None = None
+    learn: Path | None = None  # one process keeps the texts of a folder
+    learn_share: float = 0.5
     monitor_port: int | None = None
 
     @field_validator("speculative_config", mode="before")

@@ -78,9 +78,10 @@ OPTIONS = {
         "--speculative-config",
         "Server": "--host --port --allowed-host --api-key --api-key-file --ssl-certfile --ssl-keyfile",
         "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes "
-        "--prefix-cache --prefill-chunk",
+        "--memory --prefix-cache --prefill-chunk",
         "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
-        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by --pad-stream --cors-origin --log-prompts",
+        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by --pad-stream --cors-origin --learn "
+        "--learn-share --log-prompts",
         "Output": "--metrics-prefix --monitor-port --log-file --trace --trace-detail --otlp-traces-endpoint --debug",
     },
     "deploy": {
@@ -157,12 +158,13 @@ OPTIONS = {
     "train": {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype",
         "Output": "--out/-o --debug",
-        "Training": "--minutes --tokens --prompts --temperature --length --draft-vocab-size --batch-tokens --seed --from",
+        "Training": "--minutes --tokens --prompts --temperature --length --draft-vocab-size --batch-tokens --texts --seed --from",
     },
     "certify": {
-        "Subject": "--speculative-config --generate --plain-url --off-body --reference --served-model --endpoint --texts",
+        "Subject": "--speculative-config --generate --plain-url --off-body --on-body --reference --served-model --endpoint --texts",
         "How": "--kind --budget --confidence --deviation --prompts --num-prompts --max-tokens/-n --seed --problems --timeout",
         "Output": "--out/-o --compare --board --debug",
+        "Gate before a roll-out": "--before --after --traffic",
         "Model": "--dtype --device --quantization --kv-cache-dtype",
     },
     "report": {

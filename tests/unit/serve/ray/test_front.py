@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -341,7 +342,8 @@ def test_a_replica_is_told_whose_request_it_is_and_a_client_cannot_say_it(lives:
     replicas = app.replicas
     assert isinstance(replicas, LocalReplicas)
     [call] = replicas.calls
-    assert [v for k, v in call.headers if k == b"x-outrider-owner"] == [b"key 1"]
+    digest = hashlib.sha256(b"two").hexdigest()[:16]
+    assert [v for k, v in call.headers if k == b"x-outrider-owner"] == [f"key {digest}".encode()]
 
 
 def test_a_front_checks_hosts_and_origins_for_its_replicas(lives: list[Live]) -> None:
