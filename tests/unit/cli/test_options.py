@@ -161,7 +161,8 @@ OPTIONS = {
         "Training": "--minutes --tokens --prompts --temperature --length --draft-vocab-size --batch-tokens --texts --seed --from",
     },
     "certify": {
-        "Subject": "--speculative-config --generate --plain-url --off-body --on-body --reference --served-model --endpoint --texts",
+        "Subject": "--speculative-config --generate --plain-url --off-body --on-body --reference --served-model "
+        "--endpoint --texts",
         "How": "--kind --budget --confidence --deviation --prompts --num-prompts --max-tokens/-n --seed --problems --timeout",
         "Output": "--out/-o --compare --board --debug",
         "Gate before a roll-out": "--before --after --traffic",
