@@ -23,12 +23,12 @@ from outrider.core.files import read_settings
 from outrider.models.checkpoint import header, indexed
 
 EAGLE3, EAGLE1, PEAGLE = "eagle3", "eagle1", "peagle"
-MEDUSA, DFLASH, DSPARK = "medusa", "dflash", "dspark"
-KINDS = (EAGLE3, EAGLE1, PEAGLE, MEDUSA, DFLASH, DSPARK)
+MEDUSA, DFLASH, DFLASH2, DSPARK = "medusa", "dflash", "dflash2", "dspark"
+KINDS = (EAGLE3, EAGLE1, PEAGLE, MEDUSA, DFLASH, DFLASH2, DSPARK)
 # Kinds that are known by name and cannot be run: kind -> why.
 REFUSED = {
     "mtp": 'MTP layers are read from their own model\'s checkpoint, by the method "mtp"',
-    "dflash2": "DFlash2 chooses among candidates with a convolution",
+    "lilicorr": "LiLiCorr ranks a lattice of candidates, and no checkpoint of it could be read when this was written",
     "xpress": "it has layers of its own kind",
     "mlp_speculator": "MLP speculators are no longer supported by vLLM and speculators either",
     "hydra": "Hydra heads are not read by any engine",
@@ -159,6 +159,8 @@ def _kind(settings: Mapping[str, Any], names: set[str]) -> str | None:
     if any(n.startswith(("fc_norm.", "midlayer.")) for n in plain) or "layers.0.hidden_norm.weight" in plain:
         return EAGLE3
     if "encoder.fc.weight" in plain or {"layers.0.self_attn.q_norm.weight", "fc.weight", "hidden_norm.weight"} <= plain:
+        if "candidate_selector.hidden_projection.weight" in plain:
+            return DFLASH2
         return DSPARK if any(n.startswith("markov_head.") for n in plain) else DFLASH
     if "fc.weight" in plain and any(n.startswith("layers.0.") for n in plain):
         if "layers.0.input_layernorm.weight" not in plain:

@@ -1,9 +1,9 @@
-"""Drafts of heads that give the distributions of several positions at once: Medusa, DFlash and DSpark.
+"""Drafts of heads that give the distributions of several positions at once: Medusa, DFlash, DFlash2 and DSpark.
 
-The children of a node depend on its depth, and in DSpark on the node's own token too. So a draft tree is part of a lattice, and
-the best one is found without a forward: a heap holds the best node that is not taken of each list of siblings (DDTree,
-arXiv 2604.12989). A set of the likeliest nodes is closed under parents and better siblings, so best first is optimal if the
-estimates are.
+The children of a node depend on its depth, and in DSpark and DFlash2 on the node's own token too. So a draft tree is part of a
+lattice, and the best one is found without a forward: a heap holds the best node that is not taken of each list of siblings
+(DDTree, arXiv 2604.12989). A set of the likeliest nodes is closed under parents and better siblings, so best first is optimal if
+the estimates are.
 """
 
 from __future__ import annotations
@@ -56,9 +56,26 @@ class ParallelDrafter(BaseDrafter):
         """float32 [slot, depth, kept]: the logits of each depth, without a bias. texts: the committed tokens of each slot."""
         raise NotImplementedError
 
-    def _bias(self, token: int, places: Tensor | None) -> Tensor:
-        """float32 [kept]: what is added to the logits of the token after `token`. places: int64, some of the columns."""
+    def _bias(self, line: int, level: int, token: int, places: Tensor | None) -> Tensor:
+        """float32 [kept]: what is added to the logits of a level after `token`. places: int64, some of the columns.
+
+        line: index in the slots of `_logits`."""
         raise NotImplementedError
+
+    def _possible(self, logits: Tensor) -> Tensor | None:
+        """int64, ascending: the columns that a level drafts from; None for all. logits: float32 [kept], without a bias."""
+        return None
+
+    def _after(
+        self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None = None
+    ) -> tuple[Tensor, TokenSubset | None]:
+        """The logits of a level after a token, and their tokens. places: columns to look at; None for all that are possible."""
+        subset, possible = self.subset, self._possible(logits)
+        places = places if possible is None else possible
+        if places is not None:
+            subset = TokenSubset(places if subset is None else subset.ids[places], self.vocab_size)
+            logits = logits[places]
+        return logits + self._bias(line, level, token, places), subset
 
     def _log_confidence(self, line: int, level: int, token: int) -> float:
         """Log probability that the token of a level is right if those before it are. line: index in the slots of `_logits`."""
@@ -101,11 +118,12 @@ class ParallelDrafter(BaseDrafter):
         if not depth:
             return []
         logits = self._logits([slot], [tokens], depth)[0]
+        rows = [(row, self.subset) for row in logits]
         if self.first_order:
-            before = [tokens[-1], *following]
-            logits = torch.stack([row + self._bias(token, None) for row, token in zip(logits, before, strict=False)])
-        found = logits.argmax(-1)
-        return (found if self.subset is None else self.subset.ids[found]).tolist()
+            before = zip(logits, [tokens[-1], *following], strict=False)
+            rows = [self._after(0, level, token, row) for level, (row, token) in enumerate(before)]
+        found = [(int(row.argmax()), subset) for row, subset in rows]
+        return [at if subset is None else int(subset.ids[at]) for at, subset in found]
 
     def _chain(self, context: DraftContext, b: int, logits: Tensor) -> list[int]:
         """The token of each depth, where none depends on another."""
@@ -132,10 +150,7 @@ class ParallelDrafter(BaseDrafter):
                 own, subset = logits[level], self.subset
                 if self.first_order:
                     places = None if active else self._shortlist(context, b, level, own)
-                    if places is not None:
-                        ids = places if subset is None else subset.ids[places]
-                        own, subset = own[places], TokenSubset(ids, self.vocab_size)
-                    own = own + self._bias(last, places)
+                    own, subset = self._after(line, level, last, own, places)
                 sure = self._log_confidence(line, level, last)
                 found = self._candidates(context, b, own[None], [path], [level], width, subset)
                 known[key] = found[0][0], [w + sure for w in found[0][1]]
@@ -178,13 +193,15 @@ class ParallelDrafter(BaseDrafter):
     ) -> Draft:
         """A chain for each entry, each token drawn from its depth's distribution, given the one before it."""
         drawn_from: dict[tuple[int, int], Tensor] = {}
-        for b, (_, levels) in logits.items():
+        for b, (line, levels) in logits.items():
             warp, noise, path = context.warp.select([b]), context.noise.select([b]), list[int]()
             for level, own in enumerate(levels):
-                biased = own + self._bias(trees[b][-1][0], None) if self.first_order else own
-                scores = warp.scores(biased[None], [path], self.subset)
+                biased, subset = (
+                    self._after(line, level, trees[b][-1][0], own) if self.first_order else (own, self.subset)
+                )
+                scores = warp.scores(biased[None], [path], subset)
                 made = children(scores, 1, Siblings.IID, noise, context.stream, context.positions[[b]] + level,
-                                node=torch.tensor([level], device=self.device), subset=self.subset)  # fmt: skip
+                                node=torch.tensor([level], device=self.device), subset=subset)  # fmt: skip
                 token = int(made.tokens[0, 0])
                 if token < 0:
                     break

@@ -71,8 +71,12 @@ class PackedLayer:
     def after(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The layer's output. attended: what its attention read, [..., head * head_dim]."""
         y = residual + self.out(attended)
-        gate, up = self.gate_up(self.post_attention_layernorm(y)).chunk(2, -1)
-        return y + self.down(F.silu(gate) * up)
+        return y + self.mlp(self.post_attention_layernorm(y))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """[..., hidden] of a normed state of that shape."""
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
 
 
 def precision_of(quantization: str, tensors: Sequence[Tensor]) -> str:

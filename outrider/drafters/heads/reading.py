@@ -222,6 +222,11 @@ class HeadReader:
         """Numbers in a hidden state of the target."""
         return self.target.model.embedding_rows(torch.zeros(1, dtype=torch.int64)).shape[1]
 
+    def tensor(self, name: str) -> Tensor:
+        """A tensor by its name. Raises ValueError if it is missing."""
+        self._needed(name)
+        return self.tensors[name]
+
     def _needed(self, *names: str) -> None:
         if missing := [n for n in names if n not in self.tensors]:
             raise ValueError(

@@ -1,9 +1,11 @@
-"""Drafts a block of tokens in one forward: DFlash, and DSpark with its Markov bias and its confidence."""
+"""Drafts a block of tokens in one forward: DFlash, DFlash2 with its convolutions and its choice among candidates, and DSpark with
+its Markov bias and its confidence."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -12,7 +14,7 @@ from torch import Tensor
 from outrider.core.sampling import TokenSubset
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.block.files import read_block
-from outrider.drafters.heads.block.module import BlockConfig
+from outrider.drafters.heads.block.module import BlockConfig, around
 from outrider.drafters.heads.features import FeatureReader
 from outrider.drafters.heads.lattice import ParallelDrafter, chains_only
 from outrider.drafters.heads.layers import Linears, PackedLayer, Rotary, precision_of
@@ -21,6 +23,12 @@ from outrider.drafters.heads.selftest import head_drafter, parallel_survival
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SCRATCH, SlotCache
 from outrider.models.nodes import Nodes
+
+Wrap = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
+
+
+def _bare(x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+    return part(x)
 
 
 class BlockModel:
@@ -45,13 +53,18 @@ class BlockModel:
         self._lm_head = linears.named("lm_head") if OUTPUT in tensors else target.output_head
         self._embedding = None if head.own_embedding is None else head.own_embedding.to(self.device)
         self.weight_bytes = (linears.bytes - read_once) // config.drafts
-        self._markov = self._confidence = None
+        self._markov = self._confidence = self._selector = None
+        self._convolutions = [self._wraps(linears, tensors, i) for i in range(config.num_layers)]
         if config.markov_rank:
             first, second = (tensors[f"markov_head.markov_w{n}.weight"].to(self.device) for n in (1, 2))
             self._markov = first, second.float()
         if config.confidence:
             weight, bias = (tensors[f"confidence_head.proj.{n}"].float().to(self.device) for n in ("weight", "bias"))
             self._confidence = weight[0], bias
+        if config.selector_rank:
+            names = ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
+            before, after, project = (tensors[f"candidate_selector.{n}"].float().to(self.device) for n in names)
+            self._selector = before, after, project
         self._rotary = Rotary(config, self.max_length + SCRATCH + config.block_size, self.device)
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
@@ -84,26 +97,52 @@ class BlockModel:
         lengths = [cache.length[slot] for slot in slots]
         positions = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(size, device=self.device)
         for i, layer in enumerate(self._layers):
-            y = layer.input_layernorm(s)
-            query = self._rotary(layer.q_norm(layer.reads[0](y).unflatten(-1, (-1, c.head_dim))), positions)
-            key, value = self._keys_values(layer, y, positions)
-            attended: list[Tensor] = []
-            for b, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
-                self._write(cache, i, slot, length, key[b], value[b])  # scratch, overwritten by the next read
-                keys, values = (t[slot : slot + 1, :, : length + size] for t in cache.layers[i])
-                out = F.scaled_dot_product_attention(
-                    query[b : b + 1].transpose(1, 2), keys, values, scale=c.head_dim**-0.5, enable_gqa=True
-                )
-                attended.append(out.transpose(1, 2).flatten(2))
-            s = layer.after(s, torch.cat(attended))
+            wrap_attention, wrap_mlp = self._convolutions[i]
+            s = s + wrap_attention(
+                layer.input_layernorm(s), partial(self._attended, i, cache, slots, lengths, positions)
+            )
+            s = s + wrap_mlp(layer.post_attention_layernorm(s), layer.mlp)
         return self._norm(s)
+
+    def _attended(
+        self, i: int, cache: SlotCache, slots: Sequence[int], lengths: Sequence[int], positions: Tensor, y: Tensor
+    ) -> Tensor:
+        """What the attention of a layer makes of normed states [batch, slot, hidden] of the blocks."""
+        c, size, layer = self.config, self.config.block_size, self._layers[i]
+        query = self._rotary(layer.q_norm(layer.reads[0](y).unflatten(-1, (-1, c.head_dim))), positions)
+        key, value = self._keys_values(layer, y, positions)
+        attended: list[Tensor] = []
+        for b, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+            self._write(cache, i, slot, length, key[b], value[b])  # scratch, overwritten by the next read
+            keys, values = (t[slot : slot + 1, :, : length + size] for t in cache.layers[i])
+            out = F.scaled_dot_product_attention(
+                query[b : b + 1].transpose(1, 2), keys, values, scale=c.head_dim**-0.5, enable_gqa=True
+            )
+            attended.append(out.transpose(1, 2).flatten(2))
+        return layer.out(torch.cat(attended))
+
+    def _wraps(self, linears: Linears, tensors: Mapping[str, Tensor], i: int) -> tuple[Wrap, Wrap]:
+        """What stands around attention and MLP of a layer: convolutions in DFlash2, else nothing."""
+        if not self.config.conv_kernel_size:
+            return _bare, _bare
+        names = [f"layers.{i}.{part}_conv" for part in ("attention", "mlp")]
+        made = [
+            partial(
+                around, linears.named(f"{n}.kernel_projection"), tensors[f"{n}.base_kernel"].float().to(self.device)
+            )
+            for n in names
+        ]
+        return made[0], made[1]
 
     def logits(self, z: Tensor) -> Tensor:
         """float32 [..., kept]."""
         return self._lm_head(z)
 
-    def bias(self, token: int, places: Tensor | None) -> Tensor:
-        """float32 [kept]: of the logits after a token. places: some of the columns."""
+    def bias(self, z: Tensor, token: int, places: Tensor | None) -> Tensor:
+        """float32 [kept]: of a slot's logits after a token. z: float32 [hidden], of the slot. places: some of the columns."""
+        if self._selector is not None:
+            before, after, project = self._selector
+            return (after if places is None else after[places]) @ (before[token] * (project @ z))
         assert self._markov is not None
         first, second = self._markov
         return (second if places is None else second[places]) @ first[token].float()
@@ -146,7 +185,7 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
         super().__init__(config.vocab_size, target.device, subset)
         self.model = BlockModel(head, target, max_length, quantization)
         self.cache, self.waiting, self.taps = self.model.new_cache(num_slots, max_length), {}, config.taps
-        self.first_order = config.markov_rank > 0
+        self.first_order = config.markov_rank + config.selector_rank > 0
         self._hidden = torch.empty(0)  # of the last block of each line, [line, depth, hidden]
 
     def _depth(self, slot: int, tokens: Sequence[int]) -> int:
@@ -165,8 +204,14 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
         self._hidden = z[:, first : first + depth]
         return self.model.logits(self._hidden.contiguous())
 
-    def _bias(self, token: int, places: Tensor | None) -> Tensor:
-        return self.model.bias(token, places)
+    def _bias(self, line: int, level: int, token: int, places: Tensor | None) -> Tensor:
+        return self.model.bias(self._hidden[line, level], token, places)
+
+    def _possible(self, logits: Tensor) -> Tensor | None:
+        config = self.model.config
+        if not config.selector_rank:
+            return None
+        return logits.topk(min(config.selector_top_k, len(logits))).indices.sort().values
 
     def _log_confidence(self, line: int, level: int, token: int) -> float:
         return self.model.log_confidence(self._hidden[line, level], token)

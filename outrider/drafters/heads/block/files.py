@@ -1,5 +1,5 @@
-"""Reads block drafters, DFlash (arXiv 2602.06036) and DSpark, as speculators, z-lab, DeepSpec and transformers write them, and
-writes them as speculators does."""
+"""Reads block drafters, DFlash (arXiv 2602.06036), DFlash2 and DSpark, as speculators, z-lab, DeepSpec and transformers write
+them, and writes DFlash and DSpark as speculators does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from outrider.drafters.heads.block.module import BlockConfig, BlockModule
 from outrider.drafters.heads.config import Field, settings_of
-from outrider.drafters.heads.files import DFLASH, DSPARK, HeadFolder, settings_named
+from outrider.drafters.heads.files import DFLASH, DFLASH2, DSPARK, HeadFolder, settings_named
 from outrider.drafters.heads.reading import EMBED, OUTPUT, HeadReader, HeadWeights
 from outrider.drafters.heads.writing import name_of, speculators_settings, store_head, vocabulary_maps
 from outrider.models.load import Loaded
@@ -23,12 +23,13 @@ _MARKOV = (
     Field("confidence", bool, False, "enable_confidence_head", layer=False),
     Field("confidence_markov", bool, True, "confidence_head_with_markov", layer=False),
 )
+_SELECTOR = (Field("selector_top_k", int, 16, layer=False),)  # DFlash2 alone; the tensors say the rest
 
 
 @settings_named
 def read_block(folder: str | Path | HeadFolder, target: Loaded) -> HeadWeights[BlockConfig]:
-    """Read a DFlash or a DSpark drafter. Raises ValueError, naming both sides, for what does not fit."""
-    reader = HeadReader(folder, target, DFLASH, DSPARK)
+    """Read a DFlash, DFlash2 or DSpark drafter. Raises ValueError, naming both sides, for what does not fit."""
+    reader = HeadReader(folder, target, DFLASH, DFLASH2, DSPARK)
     config, tensors = _config(reader), reader.tensors
     reader.check_whole(lambda: BlockModule(config), "block drafter")
     ids = reader.token_ids(config.vocab_size, config.draft_vocab_size)
@@ -43,7 +44,7 @@ def _config(reader: HeadReader) -> BlockConfig:
     markov = tensors.get("markov_head.markov_w1.weight")
     given["markov_rank"] = 0 if markov is None else markov.shape[1]
     given["enable_confidence_head"] = "confidence_head.proj.weight" in tensors
-    shape = reader.shape(given, (*_BLOCK, *_MARKOV))
+    shape = reader.shape(given, (*_BLOCK, *_MARKOV, *_SELECTOR)) | _dflash2(reader)
     if given.get("markov_head_type", "vanilla") != "vanilla":
         raise ValueError(f"{path} has a Markov head of the kind {given['markov_head_type']!r}; outrider runs 'vanilla'")
     if shape["block_size"] < 2:
@@ -53,6 +54,26 @@ def _config(reader: HeadReader) -> BlockConfig:
         raise ValueError(f"{path} has {layers} layers, and config.json says {given['num_hidden_layers']}")
     taps = _taps(reader, given, shape["target_hidden_size"])
     return reader.made(BlockConfig, **shape, taps=taps, num_layers=layers, mask_token_id=reader.mask(given))
+
+
+def _dflash2(reader: HeadReader) -> dict[str, int]:
+    """The shapes of convolutions and selector; nothing for other kinds."""
+    if reader.kind != DFLASH2:
+        return {}
+    codes, base, rows = (
+        reader.tensor(f"{name}").shape
+        for name in (
+            "candidate_selector.successor_codebook",
+            "layers.0.attention_conv.base_kernel",
+            "layers.0.attention_conv.kernel_projection.weight",
+        )
+    )
+    groups = rows[0] // (2 * base[1])
+    return {
+        "selector_rank": codes[1],
+        "conv_kernel_size": base[1],
+        "conv_group_size": base[2] // max(groups, 1),
+    }
 
 
 def _taps(reader: HeadReader, given: Mapping[str, Any], wide: int) -> tuple[int, ...]:

@@ -7,11 +7,12 @@ positions 0 to t. The names of the parameters are those of speculators.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from outrider.drafters.heads.config import HeadShape
@@ -25,7 +26,9 @@ class BlockConfig(HeadShape):
 
     block_size: slots of a block. mask_token_id: the token of all slots but the first. from_anchor: slot 0 drafts too (DSpark);
     in DFlash slot k drafts the token at its own position. markov_rank: width of the bias by the token before; 0 without one.
-    confidence: whether it has a confidence head. confidence_markov: the confidence reads the token before, too.
+    confidence: whether it has a confidence head. confidence_markov: the confidence reads the token before, too. conv_kernel_size:
+    taps of the convolutions around attention and MLP (DFlash2); 0 without. conv_group_size: numbers that share a kernel.
+    selector_rank: width of DFlash2's choice among the selector_top_k likeliest tokens; 0 without.
     """
 
     block_size: int
@@ -34,6 +37,10 @@ class BlockConfig(HeadShape):
     markov_rank: int = 0
     confidence: bool = False
     confidence_markov: bool = False
+    conv_kernel_size: int = 0
+    conv_group_size: int = 16
+    selector_rank: int = 0
+    selector_top_k: int = 16
 
     @property
     def drafts(self) -> int:
@@ -71,13 +78,66 @@ class BlockAttention(HeadAttention):
         return self.o_proj(heads.reshape(batch, anchors, slots, -1))
 
 
+def convolved(x: Tensor, base: Tensor, delta: Tensor) -> Tensor:
+    """A causal convolution over the slots of a block, each with a kernel of its own (DFlash2).
+
+    x: [..., slot, hidden]. base: [tap, hidden]. delta: [..., slot, tap, group], what is added to the kernel of each slot.
+    """
+    kernel = base + delta.repeat_interleave(x.shape[-1] // delta.shape[-1], -1)
+    shifted = (F.pad(x, (0, 0, tap, 0))[..., : x.shape[-2], :] * kernel[..., tap, :] for tap in range(len(base)))
+    return sum(shifted, torch.zeros_like(x))
+
+
+class BlockConvolution(nn.Module):
+    """The convolutions before and after a part of a layer. One projection of the part's input gives both kernels."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        taps, size = config.conv_kernel_size, config.hidden_size
+        self.base_kernel = nn.Parameter(torch.empty(2, taps, size))
+        self.kernel_projection = nn.Linear(size, 2 * taps * (size // config.conv_group_size), bias=False)
+
+    def forward(self, x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+        """What the part makes of x, [..., slot, hidden]."""
+        return around(self.kernel_projection, self.base_kernel, x, part)
+
+
+def around(projection: Callable[[Tensor], Tensor], base: Tensor, x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+    """A part of a layer between two convolutions. base: [2, tap, hidden]."""
+    before, after = projection(x).unflatten(-1, (2, base.shape[1], -1)).unbind(-3)
+    return convolved(part(convolved(x, base[0], before)), base[1], after)
+
+
+class CandidateSelector(nn.Module):
+    """DFlash2's score of a token after another one, added to the logits of the likeliest tokens."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
+        self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+
+
 class BlockLayer(nn.Module):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
+        self.attention_conv = BlockConvolution(config) if config.conv_kernel_size else None
+        self.mlp_conv = BlockConvolution(config) if config.conv_kernel_size else None
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = BlockAttention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = HeadMLP(config)
+
+    def forward(self, s: Tensor, attend: Callable[[Any, Tensor], Tensor]) -> Tensor:
+        """[..., slot, hidden] of states s of that shape. attend: what the attention makes of normed states."""
+
+        def attended(y: Tensor) -> Tensor:
+            return attend(self.self_attn, y)
+
+        y = self.input_layernorm(s)
+        s = s + (attended(y) if self.attention_conv is None else self.attention_conv(y, attended))
+        y = self.post_attention_layernorm(s)
+        return s + (self.mlp(y) if self.mlp_conv is None else self.mlp_conv(y, self.mlp))
 
 
 class MarkovHead(nn.Module):
@@ -99,7 +159,9 @@ class ConfidenceHead(nn.Module):
 
 
 class BlockModule(HeadModule):
-    """DFlash, and DSpark with `markov_rank` (the equations: docs/guides/heads.md). Embedding and output head are frozen.
+    """DFlash, DSpark with `markov_rank`, and the layers of DFlash2 (the equations: docs/guides/heads.md).
+
+    Embedding and output head are frozen.
 
     token_ids: see `HeadModule`. embedding: float [vocab, hidden]. output: float [draft_vocab, hidden], the rows of `token_ids`.
     Without them the parameters are there, and hold anything.
@@ -126,6 +188,7 @@ class BlockModule(HeadModule):
             self.lm_head.weight = nn.Parameter(output.float().clone(), requires_grad=False)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
+        self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
 
     @classmethod
     def of(cls, given: HeadWeights[BlockConfig], embedding: Tensor, output: Tensor) -> BlockModule:
@@ -164,8 +227,7 @@ class BlockModule(HeadModule):
         own, text = (self.turn(at)[..., None, :] for at in (anchors[..., None] + 1 + slots, places))  # for all heads
         layers: Any = self.layers
         for layer in layers:
-            s = s + layer.self_attn(layer.input_layernorm(s), context, visible, own, text)
-            s = s + layer.mlp(layer.post_attention_layernorm(s))
+            s = layer(s, lambda attention, y: attention(y, context, visible, own, text))
         return self.norm(s)
 
     def drafts(self, tokens: Tensor, features: Tensor, anchors: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from speculators import SpeculatorModel, SpeculatorModelConfig
 from speculators.models import DFlashDraftModel, DSparkDraftModel, Eagle3DraftModel
+from speculators.models.dflash2 import DFlash2DraftModel
 from speculators.models.peagle import PEagleDraftModel
 from speculators.models.peagle import core as peagle_core
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Config
@@ -32,7 +33,7 @@ EAGLE3 = {
     "eagle3_before_residual": {"norm_before_residual": True},
 }
 IDS = [2, 4, 8]  # 8 is the output of the last layer, before the final norm
-BLOCK = {"dflash": DFlashDraftModel, "dspark": DSparkDraftModel}
+BLOCK = {"dflash": DFlashDraftModel, "dspark": DSparkDraftModel, "dflash2": DFlash2DraftModel}
 
 
 def rounded_(model: torch.nn.Module, scale: float) -> None:
@@ -194,7 +195,10 @@ def blocks(home: str, base: str, x, feats, last) -> None:
     size = 5
     for name, kind in BLOCK.items():
         folder = Path(home) / name
-        more = {"markov_rank": 8} if name == "dspark" else {}
+        more = {
+            "dspark": {"markov_rank": 8},
+            "dflash2": {"conv_group_size": 8, "selector_rank": 8, "selector_top_k": 6},
+        }.get(name, {})
         made = kind.from_training_args(
             shape(),
             draft_vocab_size=VOCAB,
@@ -210,10 +214,18 @@ def blocks(home: str, base: str, x, feats, last) -> None:
         hidden, _, _, _, index = made.eval()._backbone_forward(
             feats, x, torch.ones(1, TEXT), last, torch.zeros(1, TEXT, dtype=torch.long), max_anchors=6
         )
+        more = {}
+        if name == "dflash2":  # the scores of each slot's candidates after the tokens of the text
+            before = made._predecessor_ids(x, index).reshape(1, -1)
+            found = made.candidate_selector.select(made.lm_head(hidden), hidden, before)
+            more = {
+                n: t[0].reshape(-1, size, t.shape[-1]) for n, t in zip(("candidates", "scores"), found, strict=True)
+            }
         keep(
             name,
             folder,
             {
+                **more,
                 "tokens": x[0],
                 "features": feats[0],
                 "anchors": index.view(-1, size)[:, 0].clone(),

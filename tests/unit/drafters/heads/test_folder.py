@@ -81,8 +81,8 @@ def test_what_cannot_be(tmp_path: Path) -> None:
         make(method="draft_model", model=HEAD)
     with pytest.raises(ValueError, match="there is no folder no/such"):
         make(method="eagle", model="no/such")
-    refused = copied("eagle3", tmp_path, {"speculators_model_type": "dflash2"})
-    with pytest.raises(ValueError, match="kind 'dflash2', which outrider does not run"):
+    refused = copied("eagle3", tmp_path, {"speculators_model_type": "xpress"})
+    with pytest.raises(ValueError, match="kind 'xpress', which outrider does not run"):
         make(model=str(refused))
     plain = tmp_path / "plain"
     plain.mkdir()

@@ -71,13 +71,22 @@ def makers(tmp_path: Path) -> dict[str, Callable[[], ParallelDrafter]]:
     return made | {
         "dflash": lambda: block("dflash"),
         "dspark": block,
+        "dflash2": lambda: block("dflash2"),
         "dspark-small": lambda: block(folder=small),
         "peagle": lambda: peagle("peagle"),
         "peagle-qwen3": lambda: peagle("peagle_qwen3"),
     }
 
 
-NAMES = (*(f"medusa-{layout}" for layout in MEDUSA), "dflash", "dspark", "dspark-small", "peagle", "peagle-qwen3")
+NAMES = (
+    *(f"medusa-{layout}" for layout in MEDUSA),
+    "dflash",
+    "dspark",
+    "dflash2",
+    "dspark-small",
+    "peagle",
+    "peagle-qwen3",
+)
 
 
 def _reduced(name: str, rows: int) -> dict[str, Tensor]:
@@ -97,7 +106,7 @@ def _reduced(name: str, rows: int) -> dict[str, Tensor]:
 # -- numbers --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["dflash", "dspark"])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2"])
 def test_blocks_are_those_of_speculators(name: str) -> None:
     want, model = golden(name), BlockModel(read_block(GOLDEN / name, TARGET), TARGET.model, 256, "none")
     for at, hidden, logits in zip(want["anchors"].tolist(), want["hidden"], want["logits"], strict=True):
@@ -107,6 +116,24 @@ def test_blocks_are_those_of_speculators(name: str) -> None:
         got = model.block(cache, [1], [int(want["tokens"][at])])[0]
         assert torch.allclose(got, hidden, atol=1e-4), at
         assert torch.allclose(model.logits(got), logits, atol=1e-4), at
+
+
+def test_candidates_are_those_of_speculators() -> None:
+    want, made = golden("dflash2"), block("dflash2")
+    for at, hidden, logits, ids, scores in zip(
+        *(want[n] for n in ("anchors", "hidden", "logits", "candidates", "scores")), strict=True
+    ):
+        made._hidden = hidden[None]
+        for slot in range(1, len(hidden)):
+            before = int(want["tokens"][int(at) + slot - 1])
+            found, subset = made._after(0, slot, before, logits[slot])
+            assert subset is not None
+            theirs = ids[slot].sort()
+            assert torch.equal(subset.ids, theirs.values)
+            assert torch.allclose(found, scores[slot][theirs.indices], atol=1e-4)
+
+
+_SELECTOR = ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
 
 
 def _chain_by_hand(name: str, tokens: list[int], depth: int) -> tuple[list[int], list[float]]:
@@ -125,12 +152,18 @@ def _chain_by_hand(name: str, tokens: list[int], depth: int) -> tuple[list[int],
             logits = logits + own["markov_head.markov_w2.weight"] @ seen
             score = own["confidence_head.proj.weight"] @ torch.cat([row, seen]) + own["confidence_head.proj.bias"]
             sure.append(float(torch.sigmoid(score)))
+        if name == "dflash2":
+            before, after, project = (own[f"candidate_selector.{n}"] for n in _SELECTOR)
+            best = logits.topk(read.config.selector_top_k).indices
+            chosen = torch.full_like(logits, -math.inf)
+            chosen[best] = logits[best] + after[best] @ (before[last] * (project @ row))
+            logits = chosen
         last = int(logits.argmax())
         out.append(last)
     return out, sure
 
 
-@pytest.mark.parametrize("name", ["dflash", "dspark"])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2"])
 def test_chains_follow_the_equations(name: str) -> None:
     for length in (2, 3, 30):
         tokens, made = PROMPT[:length], block(name)
@@ -428,7 +461,7 @@ def test_what_speculators_wrote_of_blocks_is_written_again(name: str, tmp_path: 
     assert unsaid <= {"attention_dropout", "initializer_range", "max_window_layers", "use_cache"}
 
 
-@pytest.mark.parametrize("name", ["dflash", "dspark"])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2"])
 def test_a_block_module_is_its_slow_twin(name: str) -> None:
     """The module that is trained gives the numbers of speculators, and its weights go back as they came."""
     read, want = read_block(GOLDEN / name, TARGET), golden(name)
@@ -449,7 +482,7 @@ def test_a_block_module_is_its_slow_twin(name: str) -> None:
             made.start(0, tokens[: t + 2], 0, want["features"][: t + 1])
             drafted = made._logits([0], [tokens[: t + 2]], 5)[0, k]
             if name == "dspark":
-                drafted = drafted + made._bias(tokens[-1], None)
+                drafted = drafted + made._bias(0, k, tokens[-1], None)
                 assert sure is not None
                 log = torch.nn.functional.logsigmoid(sure[0, a].detach())
                 assert math.isclose(made._log_confidence(0, k, tokens[-1]), float(log), abs_tol=1e-4)
