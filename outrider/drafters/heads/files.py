@@ -28,7 +28,7 @@ KINDS = (EAGLE3, EAGLE1, PEAGLE, MEDUSA, DFLASH, DFLASH2, DSPARK)
 # Kinds that are known by name and cannot be run: kind -> why.
 REFUSED = {
     "mtp": 'MTP layers are read from their own model\'s checkpoint, by the method "mtp"',
-    "lilicorr": "LiLiCorr ranks a lattice of candidates, and no checkpoint of it could be read when this was written",
+    "lilicorr": "LiLiCorr ranks a lattice of candidates",
     "xpress": "it has layers of its own kind",
     "mlp_speculator": "MLP speculators are no longer supported by vLLM and speculators either",
     "hydra": "Hydra heads are not read by any engine",
