@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
-from outrider_certify.conditions import AGAIN, LOGPROBS, SEVERAL
+from outrider_certify.conditions import AGAIN, LOGPROBS, SEVERAL, not_asked
 from outrider_certify.parameters import turned_off
 from outrider_certify.subject import GeneratedText, Prompt, SpeculationVariant, Subject, TextRequest, Unsupported
 
 MOST = 48  # questions of one reduction
 COMPANIONS = "companions"
+_numbers = count(1_000_000)  # of prompts that nothing else asks
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class _Reduction:
     """One reduction: asks until `MOST` questions are spent."""
 
     def __init__(self, subject: Subject, variant: SpeculationVariant) -> None:
-        self.subject, self.variant, self.left, self._fresh = subject, variant, MOST, 0
+        self.subject, self.variant, self.left = subject, variant, MOST
 
     def differs(self, request: TextRequest, times: int = 1) -> bool:
         """Whether the last of some texts with speculation is another one than plain decoding writes."""
@@ -55,11 +57,8 @@ class _Reduction:
         return any(not same(a, b) for a, b in zip(got, wanted, strict=False))
 
     def fresh(self, prompt: Prompt) -> Prompt:
-        """A prompt that was not asked before, with the same end."""
-        self._fresh += 1
-        if isinstance(prompt, str):
-            return f"{self._fresh}. {self.left}. {prompt}"
-        return (*prompt[:1] * (self._fresh + self.left % 7), *prompt[::-1], *prompt)
+        """A prompt that no other reduction asked, with the same end."""
+        return not_asked(prompt, next(_numbers))
 
     def reduce(self, request: TextRequest) -> ReducedCase:
         needs = list[str]()

@@ -40,10 +40,12 @@ class ToyEngine(Subject):
         error: float = 1.2,
         seed: int = 0,
         rounding: float = 0.0,
+        prompts: int = 6,
     ) -> None:
         super().__init__()
         self.fault, self.rule, self.gamma, self.vocab_size = fault, rule, gamma, vocab
         self.rounding, self.exact_numbers = rounding, not rounding
+        self.num_prompts = prompts
         self.seen = set[tuple[int, ...]]()
         self.end_ids = (vocab - 1,)
         self.exact_tokens = rule == "match" and not rounding
@@ -53,7 +55,7 @@ class ToyEngine(Subject):
         self.wrong = self.table + error * rng.standard_normal((997, vocab))
 
     def prompts(self) -> list[tuple[int, ...]]:
-        return [(i % self.vocab_size, (3 * i + 1) % self.vocab_size) for i in range(6)]
+        return [(i % self.vocab_size, (3 * i + 1) % self.vocab_size) for i in range(self.num_prompts)]
 
     def variants(self) -> list[SpeculationVariant]:
         return [
@@ -80,6 +82,12 @@ class ToyEngine(Subject):
             if len(text) > 40:
                 break
         return GeneratedText(text=text, finish="stop")
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(map(self.piece, tokens))
+
+    def encode(self, text: str, *, prompt: bool) -> list[int]:
+        return [LETTERS.index(c) for c in text]
 
     def noise(self) -> float | None:
         return self.rounding

@@ -95,7 +95,8 @@ TOKENS = {
 
 @pytest.mark.parametrize("fault", list(TOKENS))
 def test_wrong_tokens_are_found(fault: str) -> None:
-    part = certified(Seeded(ToyEngine(fault, "match"), length=24, rounds=1), most=None)
+    prompts = 6 if fault == "one ulp between row counts" else 3  # it needs a text that the near tie changes
+    part = certified(Seeded(ToyEngine(fault, "match", prompts=prompts), length=24, rounds=1), most=None)
     assert part.conclusion is Conclusion.DIFFERS, part.sentence
     assert TOKENS[fault] in part.findings[0].cause, part.findings[0]
 
@@ -137,7 +138,7 @@ def test_a_broken_contract_is_found(fault: str) -> None:
 def test_a_right_engine_keeps_the_contract(rule: str) -> None:
     part = certified(Contract(ToyEngine(rule=rule)))
     assert part.conclusion is Conclusion.HOLDS, part.sentence
-    assert not part.skipped
+    assert part.skipped == ["number of logprobs: it does not tell how many log-probabilities come with a token"]
 
 
 # -- false alarms --
