@@ -65,7 +65,7 @@ class _Certification:
         if self.made is not None:
             return self.made
         if self.failed is not None:  # it is not asked again for each test
-            raise self.failed
+            raise self.failed.with_traceback(None)  # else it grows with each test
         try:
             return self._make()
         except Exception as error:
