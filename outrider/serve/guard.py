@@ -64,7 +64,8 @@ class Guard:
             nonlocal status, gone
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = name
+                told = MutableHeaders(scope=message)
+                told["x-request-id"] = told["request-id"] = name  # the second is Anthropic's
             try:
                 async with asyncio.timeout(self.settings.send_timeout):
                     await send(message)

@@ -73,7 +73,7 @@ class CountTokensRequest(CommonRequest):
         messages = [*([{"role": "system", "content": system}] if system else []), *_messages(self.messages)]
         if moved and (users := [m for m in messages if m["role"] == "user"]):
             users[-1]["content"] += f"\n\n{moved}"
-        tools, choice, many = _tools(self.tools, self.tool_choice)
+        tools, choice, many = _tools(_loaded(self.tools, self.messages), self.tool_choice)
         shared: dict[str, Any] = self.shared | {
             "messages": messages,
             "tools": tools,
@@ -117,6 +117,17 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
     if given.get("type") != "json_schema" or "schema" not in given:
         raise Refused('output_config.format is {"type": "json_schema", "schema": {...}}', param="output_config")
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": given["schema"]}}
+
+
+def _loaded(tools: Sequence[dict[str, Any]] | None, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tools that the model may know: one with `defer_loading` waits until a tool result refers to it."""
+    blocks = [block for message in messages for block in _dicts(message.get("content"))]
+    found = [part.get("tool_name") for block in blocks for part in _dicts(block.get("content"))]
+    return [tool for tool in tools or () if not tool.get("defer_loading") or tool.get("name") in found]
+
+
+def _dicts(given: Any) -> list[dict[str, Any]]:
+    return [part for part in given if isinstance(part, dict)] if isinstance(given, list) else []
 
 
 def _tools(
@@ -201,6 +212,8 @@ def _text(block: Any, where: str) -> str:
     """The text of a block. Raises Refused for images and other blocks that are no text."""
     block = block if isinstance(block, dict) else {}
     kind, source = block.get("type"), block.get("source")
+    if kind == "tool_reference":
+        block = {"text": f"The tool {block.get('tool_name')} can be called now."}
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
         block = {"text": source.get("data")}
     if not isinstance(block.get("text"), str):

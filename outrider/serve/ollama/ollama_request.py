@@ -207,6 +207,8 @@ def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
         made["reasoning_content"] = thought
     if name := given.get("tool_name"):
         made["name"] = name
+    if call_id := given.get("tool_call_id"):
+        made["tool_call_id"] = call_id
     if isinstance(calls := given.get("tool_calls"), Sequence) and calls:
         made["tool_calls"] = [{"type": "function", **call} if isinstance(call, dict) else call for call in calls]
     return made

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from outrider._version import __version__
 from outrider.serve.assembly import Assembly
-from outrider.serve.errors import Refused, json_response
+from outrider.serve.errors import Refused, dumps, json_response
 from outrider.serve.ollama.ollama_request import (
     OllamaChatRequest,
     OllamaGenerateRequest,
@@ -89,9 +89,11 @@ def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict
         capable += ["tools"] * (service.tool_format is not None) + ["insert"] * (service.infilling is not None)
         capable += ["thinking"] * thinks(service.template)
         about, kind = described(pool.find(body.named)), family(service)
+        # editors look for this word in Ollama's templates
+        gap = "{# .Suffix #}" if service.infilling is not None else ""
         return json_response(
             {
-                "template": str(service.template or ""),
+                "template": str(service.template or "") + gap,
                 "parameters": "",
                 "details": about["details"],
                 "model_info": {"general.architecture": kind, f"{kind}.context_length": service.encoder.max_length},
@@ -114,12 +116,14 @@ def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict
         )
 
     def described(one: PooledModel) -> dict[str, Any]:
+        # clients keep what a model can do under its digest, and another start may have other files
+        digest = hashlib.sha256(dumps([one.name, one.weights, pool.started])).hexdigest()
         return {
             "name": one.name,
             "model": one.name,
             "modified_at": datetime.fromtimestamp(pool.started, UTC).isoformat(),
             "size": one.weights,
-            "digest": hashlib.sha256(one.name.encode()).hexdigest(),  # of the name: the files are not read for it
+            "digest": digest,
             "details": details(one),
         }
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import abc
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from outrider.core.outputs import Delta
 from outrider.engine import Engine, EngineStopped, QueueFull
@@ -137,18 +138,37 @@ class PendingAnswer:
 
 
 class EventResponse(StreamingResponse):
-    """A stream of events. When it ends, for any reason, the pending answer ends too."""
+    """A stream of events. When it ends, for any reason, the pending answer ends too.
+
+    While a long prompt is read, a comment goes out now and then: clients and proxies give up a connection that is silent.
+    """
+
+    quiet: ClassVar[float] = 15.0  # seconds before a comment
 
     def __init__(
         self, pending: PendingAnswer, events: AsyncIterator[bytes], media_type: str = "text/event-stream"
     ) -> None:
         headers = {**pending.headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(events, headers=headers, media_type=media_type)
-        self.pending = pending
+        self.pending, self._sent = pending, math.inf
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self.pending:
-            await super().__call__(scope, receive, send)
+        async def noted(message: Message) -> None:
+            self._sent = perf_counter() if message.get("more_body", True) else math.inf
+            await send(message)
+
+        comments = asyncio.create_task(self._comment(noted))
+        try:
+            with self.pending:
+                await super().__call__(scope, receive, noted)
+        finally:
+            comments.cancel()
+
+    async def _comment(self, send: Send) -> None:
+        while self.media_type == "text/event-stream":  # lines of JSON have no comments
+            await asyncio.sleep(self.quiet / 2)
+            if perf_counter() - self._sent > self.quiet / 2:
+                await send({"type": "http.response.body", "body": b": still reading\n\n", "more_body": True})
 
 
 class StreamedChoice:

@@ -39,17 +39,31 @@ class Run:
 
 @dataclass(frozen=True)
 class Client:
-    """pins: what pip installs. command: its arguments. check: raises AssertionError, or says what was found."""
+    """pins: what pip installs, npm for a script of JavaScript. command: its arguments. check: raises AssertionError, or says
+    what was found."""
 
     name: str
     pins: tuple[str, ...]
     command: Callable[[Run], list[str]]
     check: Callable[[Run, str], str]
     offline: bool = True
+    node: bool = False
 
 
 def _script(name: str) -> Callable[[Run], list[str]]:
     return lambda run: [str(run.bin / "python"), str(HERE / name), run.url, run.model]
+
+
+def _node(name: str) -> Callable[[Run], list[str]]:
+    return lambda run: ["node", str(HERE / name), run.url, run.model, str(run.bin.parent)]
+
+
+def _continue(run: Run) -> list[str]:
+    return [sys.executable, str(HERE / "ask_continue.py"), run.url, run.model, str(run.bin.parent)]
+
+
+def _claude(run: Run) -> list[str]:
+    return [sys.executable, str(HERE / "ask_claude_code.py"), run.url, run.model, str(run.bin.parent)]
 
 
 def _last(run: Run, output: str) -> str:
@@ -160,6 +174,14 @@ CLIENTS = (
     Client("litellm", ("litellm==1.106.2", "mcp"), _script("ask_litellm.py"), _last),
     Client("anthropic", ("anthropic==2.13.0",), _script("ask_anthropic.py"), _last),
     Client("ollama", ("ollama==0.6.3",), _script("ask_ollama.py"), _last),
+    Client("aider", ("aider-chat==0.86.2",), _script("ask_aider.py"), _last),
+    Client("llm", ("llm==0.36", "llm-ollama==0.19.1", "llm-anthropic==0.30"), _script("ask_llm.py"), _last),
+    Client("openai-js", ("openai@7.57.0",), _node("ask_openai.mjs"), _last, node=True),
+    Client("anthropic-js", ("@anthropic-ai/sdk@1.13.0",), _node("ask_anthropic.mjs"), _last, node=True),
+    Client("ollama-js", ("ollama@0.6.4",), _node("ask_ollama.mjs"), _last, node=True),
+    Client("continue", ("@continuedev/cli@1.5.47",), _continue, _last, node=True),
+    # its prompt has 12,000 tokens: run it alone, with --only, against a model that holds them
+    Client("claude-code", ("@anthropic-ai/claude-code@2.1.331",), _claude, _last, node=True),
     Client("lm-eval", ("torch==2.13.0", "lm-eval[api]==0.4.13", "transformers"), _lm_eval, _lm_eval_found),
     # with HF_HUB_OFFLINE it takes the path of a tokenizer for a name on the hub
     Client("aiperf", ("aiperf==0.13.0",), _aiperf, _aiperf_found, offline=False),
@@ -178,6 +200,10 @@ def _cases(output: str) -> str:
 def install(client: Client, envs: Path) -> None:
     """Make the environment of a client. A package that has builds with CUDA is pinned to the small build first."""
     folder = envs / client.name
+    if client.node:
+        folder.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["npm", "install", "--no-fund", "--no-audit", *client.pins], cwd=folder, check=True)
+        return
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     for pins in [client.pins[:1], client.pins[1:]]:
         if pins:
@@ -214,7 +240,7 @@ def main() -> int:
     parser.add_argument("--install", action="store_true", help="make the environments")
     parser.add_argument("--results", type=Path, help="write the results to this file")
     args = parser.parse_args()
-    chosen = [c for c in CLIENTS if not args.only or c.name in args.only]
+    chosen = [c for c in CLIENTS if c.name in (args.only or [c.name for c in CLIENTS if c.name != "claude-code"])]
     results = list[dict[str, Any]]()
     for client in chosen:
         if args.install:

@@ -57,6 +57,25 @@ def test_a_keyless_server_of_this_machine_answers_to_its_own_names_only(path: st
         assert "--allowed-host" in got.text
 
 
+def test_a_wrong_host_or_origin_is_refused_in_the_form_of_each_protocol() -> None:
+    for headers, words in (
+        ({"host": "evil.example"}, "--allowed-host"),
+        ({"origin": "http://evil.example"}, "--cors-origin"),
+    ):
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            got = ask(LOCAL, path, "POST", **headers)
+            assert (got.status_code, got.json()["type"], got.json()["error"]["type"]) == (
+                403,
+                "error",
+                "permission_error",
+            )
+            assert words in got.json()["error"]["message"]
+        for path in ("/api/chat", "/api/generate", "/api/tags", "/api/show", "/api/ps", "/api/version", "/api/embed"):
+            got = ask(LOCAL, path, "GET", **headers)
+            assert (got.status_code, list(got.json())) == (403, ["error"])
+            assert words in got.json()["error"]
+
+
 def test_which_servers_ask_for_their_names() -> None:
     def hosts(**given: Any) -> tuple[str, ...]:
         return made(**given).hosts

@@ -22,7 +22,7 @@ from outrider import LLM, SamplingParams
 from outrider.core.outputs import Delta
 from outrider.serve import logs
 from outrider.serve.app import create_app
-from outrider.serve.openai.pending import Pace
+from outrider.serve.openai.pending import EventResponse, Pace
 from outrider.serve.options import ServeOptions
 
 PROMPT = "def quicksort(xs):\n"
@@ -95,6 +95,18 @@ def test_its_openapi_document_holds_under_schemathesis() -> None:
             asked += 1
         assert asked == 22
         assert live.service.engine.problem is None
+
+
+def test_a_stream_that_waits_says_so_in_comments(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EventResponse, "quiet", 0.02)
+    with serving(llm) as live, Gate(llm, free=0) as gate, streaming(live, max_tokens=4) as response:
+        lines = response.iter_lines()
+        found = [next(lines) for _ in range(8)]
+        gate.open.set()
+        found += list(lines)
+    assert found.count(": still reading") >= 2
+    assert [line for line in found if line][-1] == "data: [DONE]"
+    assert all(line.startswith(("data: ", ": ")) for line in found if line)
 
 
 def test_memory_is_bounded_and_shown() -> None:
