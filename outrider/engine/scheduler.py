@@ -132,7 +132,7 @@ class Scheduler:
         with self.lock:
             self.observers = tuple(o for o in self.observers if o is not observer)
 
-    @precision_gate.step()
+    @precision_gate.step
     def step(self) -> tuple[Step | None, list[Sequence]]:
         """One step, as the module's docstring says. Returns the draft-verify round, if there was one, and its sequences."""
         now = perf_counter()

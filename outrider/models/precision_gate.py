@@ -7,32 +7,43 @@ native code writes 32. So no step runs meanwhile: that takes a fraction of a sec
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 
 _makes = threading.RLock()  # transformers changes functions of torch, too, so two threads cannot
-_changed = threading.Condition()
+_lock = threading.Lock()
+_changed = threading.Condition(_lock)
 _steps = dict[int, int]()  # by thread: how deep it is inside of steps
 _closed = False
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
 
 
-@contextmanager
-def step() -> Generator[None, None, None]:
-    """Compute inside. It waits until the precision is torch's own."""
-    me = threading.get_ident()
-    with _changed:
-        _changed.wait_for(lambda: not _closed or me in _steps)
-        _steps[me] = _steps.get(me, 0) + 1
-    try:
-        yield
-    finally:
-        with _changed:
-            _steps[me] -= 1
-            if not _steps[me]:
-                del _steps[me]
-            _changed.notify_all()
+def step(compute: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """A function that waits until the precision is torch's own."""
+
+    @wraps(compute)
+    def inside(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+        me = threading.get_ident()
+        with _lock:
+            while _closed and me not in _steps:
+                _changed.wait()
+            _steps[me] = _steps.get(me, 0) + 1
+        try:
+            return compute(*args, **kwargs)
+        finally:
+            with _lock:
+                _steps[me] -= 1
+                if not _steps[me]:
+                    del _steps[me]
+                if _closed:
+                    _changed.notify_all()
+
+    return inside
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from outrider.models import precision_gate
 def test_a_step_waits_while_the_precision_is_another_and_a_change_waits_for_steps() -> None:
     seen, inside, end = list[torch.dtype](), threading.Event(), threading.Event()
 
-    @precision_gate.step()
+    @precision_gate.step
     def step(wait: bool) -> None:
         inside.set()
         if wait:
