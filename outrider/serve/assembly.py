@@ -14,6 +14,7 @@ from outrider.engine.memory import gib, spare
 from outrider.engine.trace import Recorder
 from outrider.serve.dashboard.viewers import Dashboard
 from outrider.serve.learn.learner import Learner
+from outrider.serve.learn.reservoir import DAYS
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import LoadOptions, ModelOptions, ServeOptions
 from outrider.serve.service import Service
@@ -97,6 +98,10 @@ def assemble(
     gc.freeze()  # what was loaded stays: to look through it again would stop every thread for a fifth of a second
     sys.setswitchinterval(SWITCH)
     notes = [*llm.notes, *([note] if note else [])]
+    if options.learn is not None:
+        notes.append(
+            f"the token ids of prompts and answers are kept in {options.learn} for {DAYS} days, and its head learns from them"
+        )
     most, free, longest = engine.memory.most, spare(llm.loaded.model.device), llm.decoder.max_length
     if engine.decoder.max_length < min(longest, engine.kv_limit):
         notes.append(
