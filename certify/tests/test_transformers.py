@@ -39,7 +39,7 @@ def test_transformers_assisted_generation(pair) -> None:
     subject = TransformersSubject(target, {"assistant_model": draft}, TOY_PROMPTS)
     assert not subject.exact_tokens
     assert (subject.noise() or 0) < 1e-3
-    seeded = certified(Seeded(subject, length=10, rounds=1), most=3)
+    seeded = certified(Seeded(subject, length=10, rounds=1), most=6)
     assert seeded.conclusion is Conclusion.EXACT_TOKENS, seeded.sentence
     assert any("presence_penalty" in line for line in seeded.skipped)
     statistical = certified(Statistical(subject, length=12), most=2)
