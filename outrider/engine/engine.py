@@ -144,7 +144,12 @@ class Engine:
         return sequences
 
     def adopt(self, name: str, drafter: Drafter) -> None:
-        """Draft with this drafter in place of the one of that name, from the next step on; see `replace_drafter`."""
+        """Draft with this drafter in place of the one of that name, from the next step on; see `replace_drafter`.
+
+        Raises ValueError for one that reads other layers.
+        """
+        if drafter.taps != (own := self.roster.drafters[name].taps):
+            raise ValueError(f"the drafter {name!r} reads the layers {own}, and the new one {drafter.taps}")
         with self._wake:
             self._adopted.append((name, drafter))
             self._wake.notify()
@@ -170,6 +175,14 @@ class Engine:
         if self._thread is not threading.current_thread():
             self._thread.join()
 
+    def _replace(self, name: str, drafter: Drafter) -> None:
+        try:
+            self.memory = self.memory.among({**self.roster.drafters, name: drafter}.values())
+        except ValueError as error:
+            log.warning("the drafter %r stays: %s", name, error)
+        else:
+            self.roster.replace_drafter(name, drafter)
+
     def _run(self) -> None:
         try:
             while not self._stop:
@@ -183,8 +196,7 @@ class Engine:
                     self._turned = perf_counter()
                     adopted, self._adopted = self._adopted, []
                 for name, drafter in adopted:
-                    self.roster.replace_drafter(name, drafter)
-                    self.memory = self.memory.among(self.roster.drafters.values())
+                    self._replace(name, drafter)
                 self.scheduler.step()
         except BaseException as error:  # no reader may be left waiting, whatever it was
             log.exception("the engine's thread died")

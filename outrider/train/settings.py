@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Self
+
+from pydantic import model_validator
+
 from outrider.serve.options import Options, setting
 
 
@@ -37,3 +41,11 @@ class TrainingSettings(Options):
     start: str | None = setting(
         None, "Training", "A head to begin with, in place of a new one.", "--from", metavar="FOLDER"
     )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.texts is not None and self.prompts != ["self"]:
+            raise ValueError(
+                f"--texts {self.texts} is learnt as it is, so no prompts are answered; leave out --prompts"
+            )
+        return self

@@ -67,11 +67,10 @@ class ParallelDrafter(BaseDrafter):
         return None
 
     def _after(
-        self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None = None
+        self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None
     ) -> tuple[Tensor, TokenSubset | None]:
-        """The logits of a level after a token, and their tokens. places: columns to look at; None for all that are possible."""
-        subset, possible = self.subset, self._possible(logits)
-        places = places if possible is None else possible
+        """The logits of a level after a token, and their tokens. places: the columns to look at; None for all."""
+        subset = self.subset
         if places is not None:
             subset = TokenSubset(places if subset is None else subset.ids[places], self.vocab_size)
             logits = logits[places]
@@ -121,7 +120,7 @@ class ParallelDrafter(BaseDrafter):
         rows = [(row, self.subset) for row in logits]
         if self.first_order:
             before = zip(logits, [tokens[-1], *following], strict=False)
-            rows = [self._after(0, level, token, row) for level, (row, token) in enumerate(before)]
+            rows = [self._after(0, level, token, row, self._possible(row)) for level, (row, token) in enumerate(before)]
         found = [(int(row.argmax()), subset) for row, subset in rows]
         return [at if subset is None else int(subset.ids[at]) for at, subset in found]
 
@@ -138,6 +137,7 @@ class ParallelDrafter(BaseDrafter):
     ) -> Callable[[list[int]], Candidates]:
         """path -> the best children of its last node: tokens, and the log acceptance of each. Kept for equal paths."""
         known: dict[tuple[int, ...], Candidates] = {}
+        places: dict[int, Tensor | None] = {}  # of each level
         active, root = context.warp.active[b], context.tokens[b][-1]
         if not self.first_order and not active:  # one call for all depths
             every = self._candidates(context, b, logits, [[]] * len(logits), range(len(logits)), width, self.subset)
@@ -149,8 +149,12 @@ class ParallelDrafter(BaseDrafter):
             if key not in known:
                 own, subset = logits[level], self.subset
                 if self.first_order:
-                    places = None if active else self._shortlist(context, b, level, own)
-                    own, subset = self._after(line, level, last, own, places)
+                    if level not in places:
+                        some = self._possible(own)
+                        if some is None and not active:
+                            some = self._shortlist(context, b, level, own)
+                        places[level] = some
+                    own, subset = self._after(line, level, last, own, places[level])
                 sure = self._log_confidence(line, level, last)
                 found = self._candidates(context, b, own[None], [path], [level], width, subset)
                 known[key] = found[0][0], [w + sure for w in found[0][1]]
@@ -197,7 +201,9 @@ class ParallelDrafter(BaseDrafter):
             warp, noise, path = context.warp.select([b]), context.noise.select([b]), list[int]()
             for level, own in enumerate(levels):
                 biased, subset = (
-                    self._after(line, level, trees[b][-1][0], own) if self.first_order else (own, self.subset)
+                    self._after(line, level, trees[b][-1][0], own, self._possible(own))
+                    if self.first_order
+                    else (own, self.subset)
                 )
                 scores = warp.scores(biased[None], [path], subset)
                 made = children(scores, 1, Siblings.IID, noise, context.stream, context.positions[[b]] + level,

@@ -62,7 +62,7 @@ class Learner:
         self.reservoir = Reservoir(self.folder / "texts.jsonl")
         self._state_file = self.folder / "state.json"
         self._state = self._read_state()
-        self._finished = SimpleQueue[EngineSequence | None]()
+        self._finished = SimpleQueue[EngineSequence | threading.Event | None]()  # an event is set when its turn comes
         self._closed, self._busy, self._lock = threading.Event(), monotonic(), threading.Lock()
         self._child: subprocess.Popen[str] | None = None
         self.running = False
@@ -74,11 +74,12 @@ class Learner:
 
     def start(self) -> None:
         """Draft with the head that was learnt last, and go on."""
-        if self._state["current"] and not self._head_folder.is_dir():
-            log.warning("%s is gone; the server begins with its first head", self._head_folder)
-            self._state["current"] = ""
         if self._state["current"]:
-            self._adopt(self._head_folder)
+            try:
+                self._adopt(self._head_folder)
+            except ValueError as error:
+                log.warning("the learnt head cannot be used, so the server begins with its first one: %s", error)
+                self._state["current"] = ""
         self._engine.scheduler.watch(self)
         for thread in self._threads:
             thread.start()
@@ -99,7 +100,12 @@ class Learner:
 
     def forget(self, owner: str) -> int:
         """Remove the texts of an owner, and every head that was trained on one of them. Returns the number of texts."""
-        name, removed = _hidden(owner), self.reservoir.forget(_hidden(owner))
+        written = threading.Event()
+        self._finished.put(written)
+        while not self._closed.is_set() and not written.wait(REST):  # what has ended is kept first
+            pass
+        name = _hidden(owner)
+        removed = self.reservoir.forget(name)
         with self._lock:
             if name in self._state["owners"]:
                 self._stop_child()
@@ -112,7 +118,7 @@ class Learner:
         return removed
 
     def status(self) -> dict[str, Any]:
-        """For the metrics and the dashboard. gain: tokens a step of the head in use over the one before, with its interval."""
+        """For the metrics and the dashboard. last: what `compared` found when a training ended last."""
         keep, state = self.reservoir, self._state
         return {
             "texts": keep.count,
@@ -142,6 +148,9 @@ class Learner:
     def _keep(self) -> None:
         """Write finished texts to the reservoir."""
         while (sequence := self._finished.get()) is not None:
+            if isinstance(sequence, threading.Event):
+                sequence.set()
+                continue
             request = sequence.request
             text = ServedText(
                 [*request.prompt],
@@ -233,7 +242,7 @@ class Learner:
                 if not self._engine.scheduler.idle:
                     self._busy = now
                 idle = now - self._busy >= REST
-                credit += (self._share * idle - self.running) * (now - before)
+                credit += (self._share - self.running) * (now - before) * idle
                 credit, before = min(credit, REST), now
                 wanted = idle and credit > (0 if self.running else REST / 2)
                 if wanted != self.running:
@@ -280,7 +289,7 @@ class Learner:
     def _read_state(self) -> dict[str, Any]:
         """What was learnt from the same first head; else nothing."""
         state = {**_NEW, "base": str(self._base)}
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             known = read_settings(self._state_file)
             if known.get("base") == state["base"] and known.keys() == state.keys():
                 return known

@@ -106,6 +106,7 @@ class Reservoir:
             raise ValueError(
                 f"another server learns in {self.path.parent} now; stop it, or give another folder: --learn {self.path.parent}-2"
             ) from None
+        self.path.chmod(0o600)
         end = 0
         for line in self._file.lines():
             if not line.whole:

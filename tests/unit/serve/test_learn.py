@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -39,7 +40,7 @@ def text(n: int, workload: str = "a", owner: str = "me", when: float = 0.0, size
 
 def wait(what: Callable[[], Any]) -> None:
     """Look until something is true."""
-    for _ in range(60_000):
+    for _ in range(6_000):
         if what():
             return
         time.sleep(0.01)
@@ -222,7 +223,7 @@ def test_a_head_of_other_layers_is_not_taken(folder: Folder, engine: tuple[LLM, 
     assert isinstance(other, EagleDrafter)
     other.taps = (0, 1)
     with pytest.raises(ValueError, match="reads the layers"):
-        runs.roster.replace_drafter("eagle", other)
+        runs.adopt("eagle", other)
 
 
 def points(before: int, after: int) -> str:
@@ -288,9 +289,12 @@ def test_the_child_stands_still_while_requests_run(
     assert learns._child is not None
     child = psutil.Process(learns._child.pid)
     wait(lambda: child.nice() == 19)
-    busy = [True]
-    monkeypatch.setattr(Scheduler, "idle", property(lambda self: not busy[0]))
+    monkeypatch.setattr(learning, "REST", 1.0)  # its credit would last a second
+    wait(lambda: learns.running)
+    busy, looks = [True], [0]
+    monkeypatch.setattr(Scheduler, "idle", property(lambda self: looks.append(0) or not busy[0]))
     wait(lambda: not learns.running)
+    assert len(looks) <= 6  # it was seen at the next look
     wait(lambda: child.status() == psutil.STATUS_STOPPED)
     busy[0] = False
     wait(lambda: learns.running)
@@ -314,7 +318,9 @@ def test_a_share_of_the_idle_time_is_kept(
     learns.close()
 
 
-def test_who_takes_texts_back_takes_the_heads_back(folder: Folder, fake: Path, tmp_path: Path) -> None:
+def test_who_takes_texts_back_takes_the_heads_back(
+    folder: Folder, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake.write_text(points(150, 190))
     llm = folder.llm()
     with serving(llm, max_queue=2000) as live:
@@ -327,7 +333,11 @@ def test_who_takes_texts_back_takes_the_heads_back(folder: Folder, fake: Path, t
         second = runs.roster.drafters["eagle"]
         assert learns.forget("another") == 0
         assert learns.status()["head"] == "0001"
-        assert learns.forget("key 1") == 24
+        slow, add = threading.Event(), learns.reservoir.add
+        monkeypatch.setattr(learns.reservoir, "add", lambda text: slow.wait(0.2) or add(text))
+        written(llm, runs, range(24, 26))
+        assert learns.forget("key 1") == 26  # also what had ended and was not written yet
+        slow.set()
         wait(lambda: runs.roster.drafters["eagle"] is not second)
         assert learns.status()["head"] == "the first one"
         assert (tmp_path / "learn" / "texts.jsonl").read_bytes() == b""
@@ -347,6 +357,22 @@ def test_a_child_that_fails_leaves_the_head(
     assert learns.status()["taken"] == 0
     assert runs.roster.drafters["eagle"] is first
     learns.close()
+
+
+def test_a_learnt_head_that_is_damaged_is_left_aside(
+    folder: Folder, engine: tuple[LLM, Engine], fake: Path, tmp_path: Path
+) -> None:
+    llm, runs = engine
+    fake.write_text(points(150, 190))
+    learns = learner(folder, tmp_path / "learn", llm, runs)
+    texts = written(llm, runs, range(24))
+    wait(lambda: learns.status()["taken"] == 1)
+    learns.close()
+    (tmp_path / "learn" / "heads" / "0001" / "model.safetensors").write_bytes(b"x")
+    again = learner(folder, tmp_path / "learn", llm, runs)
+    assert again.status()["head"] == "the first one"
+    assert written(llm, runs, range(24)) == texts
+    again.close()
 
 
 def test_a_server_without_a_head_is_told_how_to_get_one(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def _dflash2(reader: HeadReader) -> dict[str, int]:
     if reader.kind != DFLASH2:
         return {}
     codes, base, rows = (
-        reader.tensor(f"{name}").shape
+        reader.tensor(name).shape
         for name in (
             "candidate_selector.successor_codebook",
             "layers.0.attention_conv.base_kernel",

@@ -126,7 +126,7 @@ def test_candidates_are_those_of_speculators() -> None:
         made._hidden = hidden[None]
         for slot in range(1, len(hidden)):
             before = int(want["tokens"][int(at) + slot - 1])
-            found, subset = made._after(0, slot, before, logits[slot])
+            found, subset = made._after(0, slot, before, logits[slot], made._possible(logits[slot]))
             assert subset is not None
             theirs = ids[slot].sort()
             assert torch.equal(subset.ids, theirs.values)
