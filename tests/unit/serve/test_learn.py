@@ -15,6 +15,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from heads import chain_model
@@ -29,6 +30,8 @@ from outrider.engine.scheduler import Scheduler
 from outrider.serve.learn import learner as learning
 from outrider.serve.learn.learner import Learner, compared
 from outrider.serve.learn.reservoir import DAY, Reservoir, ServedText, kept_texts
+from outrider.serve.openai.protocol import ChatRequest, CompletionRequest
+from outrider.serve.options import ServeOptions
 from outrider.train import trainer
 from outrider.train.settings import TrainingSettings
 from outrider.train.trainer import TrainingBudget, train
@@ -379,6 +382,38 @@ def test_a_server_without_a_head_is_told_how_to_get_one(tmp_path: Path) -> None:
     llm = LLM("builtin:code", speculative_config={"method": "suffix"})
     with pytest.raises(ValueError, match=r"this server drafts with suffix; make a head first: outrider train eagle3"):
         Learner(tmp_path, llm, None, {"model": "builtin:code"}, 0.5)  # type: ignore[arg-type]
+
+
+def test_texts_are_kept_by_kind_and_removed_over_http(folder: Folder, tmp_path: Path) -> None:
+    llm = folder.llm()
+    options = ServeOptions(model=str(folder.model), host="0.0.0.0", learn=tmp_path)
+    with serving(llm, options) as live:
+        live.service.learner = learns = learner(folder, tmp_path / "learn", llm, live.service.engine)
+        body = {"prompt": [1, 2], "max_tokens": 12, "ignore_eos": True}
+        assert httpx.post(live.url + "/v1/completions", json=body).status_code == 200
+        wait(lambda: learns.reservoir.count == 1)
+        assert [text.workload for text in learns.reservoir.texts()] == ["completions"]
+        answer = httpx.delete(live.url + "/v1/learn").json()
+        assert answer == {"object": "learn.deleted", "removed": 1}
+        assert learns.reservoir.texts() == []
+
+
+def test_chats_of_one_system_text_and_its_tools_are_of_one_kind() -> None:
+    def kind(system: str, user: str, tools: list[dict[str, Any]] | None = None) -> str:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+        return ChatRequest.model_validate({"messages": messages, "tools": tools}).workload
+
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert kind("a", "x") == kind("a", "y")
+    assert len({kind("a", "x"), kind("b", "x"), kind("a", "x", tools), CompletionRequest(prompt="x").workload}) == 4
+
+
+def test_a_head_that_is_remade_leaves_the_target_alone(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = folder.llm()
+    forward = llm.decoder.target.forward
+    monkeypatch.setattr(llm.decoder.target, "forward", lambda *given, **more: pytest.fail("the target ran"))
+    assert isinstance(llm.runtime.remade("eagle", str(folder.other)), EagleDrafter)
+    monkeypatch.setattr(llm.decoder.target, "forward", forward)
 
 
 @pytest.mark.long
