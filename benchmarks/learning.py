@@ -2,7 +2,7 @@
 
 Three kinds: support questions over one manual, SQL over one schema, summaries of documentation. The model answers, the texts are
 kept as a server with --learn keeps them, and the head that the package ships trains on. It is measured on held-out prompts of its
-kind, and on those of the other two. Half of the answers are greedy, the others have temperature 0.8. `--tokens` is the budget.
+kind, and on those of the other two. `all` trains on the three together, as a server that has all of them does. Half of the answers are greedy, the others have temperature 0.8. `--tokens` is the budget.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import facts
 from outrider import LLM, SamplingParams
 from outrider.core.files import write_whole
 from outrider.drafters.heads.files import head_of, open_head
@@ -26,6 +27,7 @@ from outrider.serve.learn.reservoir import ServedText, kept_texts
 from outrider.train.settings import TrainingSettings
 from outrider.train.trainer import SLOTS, TrainingBudget, train
 
+ALL = "all"
 TEXTS, ANSWER = 300, 128  # of a kind; tokens of an answer
 MANUAL = """You answer questions of customers about the coffee machine Brevo 300, by its manual.
 Manual. The tank holds 1.8 litres. Fill it with cold water up to the mark MAX. Switch on: hold the power button for two
@@ -155,10 +157,10 @@ def answered(llm: LLM, kind: str, file: Path) -> list[ServedText]:
             for n in range(first, first + len(some))
         ]
         outs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
-        with file.open("a") as lines:
+        with file.open("a") as grown:
             for prompt, one, out in zip(prompts, params, outs, strict=True):
                 text = ServedText(prompt, list(out.outputs[0].token_ids), one.temperature, kind, "", 0.0)
-                lines.write(json.dumps(asdict(text)) + "\n")
+                grown.write(json.dumps(asdict(text)) + "\n")
         print(f"{kind}: {first + len(some)} answers", flush=True)
     return list(kept_texts(file))
 
@@ -169,7 +171,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--head", help="a head to begin with; without it, the one that the package ships")
     parser.add_argument("--tokens", type=int, default=200_000)
-    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--kinds", nargs="*", default=[*KINDS, ALL], choices=[*KINDS, ALL])
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     llm = LLM(args.model, max_num_seqs=SLOTS)
@@ -177,9 +179,9 @@ def main() -> None:
     texts = {kind: answered(llm, kind, args.folder / f"{kind}.jsonl") for kind in KINDS}
     rows = list[tuple[str, str, Any]]()
     for kind in args.kinds:
-        others = [t for name, some in texts.items() if name != kind for t in some if t.held_out]
+        lines = [t for name, some in texts.items() for t in some if t.held_out or kind in (name, ALL)]
         file = args.folder / f"learn-{kind}.jsonl"
-        write_whole(file, "".join(json.dumps(asdict(t)) + "\n" for t in [*others, *texts[kind]]))
+        write_whole(file, "".join(json.dumps(asdict(t)) + "\n" for t in lines))
         settings = TrainingSettings(
             method=head.kind, model=args.model, texts=str(file), start=str(head.path), length=LENGTH
         )
@@ -189,6 +191,7 @@ def main() -> None:
         found = compared(curve[0]["texts"], curve[-1]["texts"])
         rows += [(kind, name, ratio) for name, ratio in found["workloads"].items()]
         print(f"{kind}: {found['why']}; {found['workloads']}", flush=True)
+    print(facts())
     for kind, name, ratio in rows:
         print(f"learnt from {kind}, measured on {name}: {ratio:.3f} times as many tokens a step")
 
