@@ -1,8 +1,9 @@
 """What a head learns from 300 served answers of one kind: `python -m benchmarks.learning MODEL --folder DIR`. Resumable.
 
-Three kinds: support questions over one manual, SQL over one schema, summaries of documentation. The model answers, the texts are
-kept as a server with --learn keeps them, and the head that the package ships trains on. It is measured on held-out prompts of its
-kind, and on those of the other two. `all` trains on the three together, as a server that has all of them does. Half of the answers are greedy, the others have temperature 0.8. `--tokens` is the budget.
+Three kinds: support questions over one manual, SQL over one schema, summaries of documentation. The model answers, the texts
+are kept as a server with --learn keeps them, and the head that the package ships trains on. It is measured on held-out prompts
+of its kind, and on those of the other two. `all` trains on the three together, as a server that has all of them does. Half of
+the answers are greedy, the others have temperature 0.8. `--tokens` is the budget.
 """
 
 from __future__ import annotations
