@@ -31,17 +31,20 @@ _SCANS = 64  # files that are written between two looks at the folder, in which 
 _ROOM = 0.95  # of the limit that is left when files were removed
 _LATE = 600  # seconds after which a file that is not whole belongs to a process that is gone
 _REST = 60  # seconds without writing after an error of the disk
-_NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{40})\.[a-z0-9]+(\.[0-9-]+\.partial)?")
+_NAME = r"([0-9a-f]{16})-([0-9a-f]{40})\.%s(\.[0-9-]+\.partial)?"
 
 
 class Use(NamedTuple):
-    """What a folder is for, in messages. what: whose it is. option: the beginning of its options."""
+    """What files are for. what: whose they are, in messages. option: the beginning of its options. kinds: a pattern of their KINDs:
+    a folder of several uses is bounded for each of them apart."""
 
     what: str
     option: str
+    kinds: str
 
 
-PREFIXES, TEXTS = Use("the prefix cache", "prefix"), Use("the memory of texts", "memory")
+PREFIXES = Use("the prefix cache", "prefix", "(?!texts)[a-z0-9]+")
+TEXTS = Use("the memory of texts", "memory", "texts")
 
 
 class ContentFolder:
@@ -58,7 +61,7 @@ class ContentFolder:
     ) -> None:
         """Make the folder, for its owner alone: what is kept of a text reveals it. Raises ValueError if that is not possible."""
         self.path, self.limit, self.age, self.bytes = Path(path).expanduser().absolute(), limit, age, 0
-        self._use = use
+        self._use, self._name = use, re.compile(_NAME % use.kinds)
         if limit < 1:
             raise ValueError(
                 f"{use.option}_disk must be 1 byte or more, got {limit}; for example {use.option}_disk='20GiB'"
@@ -171,7 +174,7 @@ class ContentFolder:
         now = time.time()
         sizes, times, files, parents = Counter[str](), dict[str, float](), dict[str, list[Path]](), dict[str, str]()
         for file in self.path.glob("*/*"):
-            if not (found := _NAME.fullmatch(file.name)):
+            if not (found := self._name.fullmatch(file.name)):
                 continue
             with suppress(OSError):
                 about = file.stat()

@@ -289,7 +289,7 @@ class Decoder:
             predictions=[sequence.request.prediction for sequence in live],
             cache=self.cache,
             left=[sequence.left for sequence in live],
-            clients=[sequence.request.whose for sequence in live],
+            clients=() if self.memory is None else [sequence.request.whose for sequence in live],
         )
 
     def _commit(self, live: list[Sequence], draft: Draft, verdict: Verdict, out: Output) -> list[Commit]:

@@ -30,23 +30,25 @@ class EngineStopped(Exception):
 
 
 class FairQueue(Generic[T]):
-    """First come, first served within a client; clients take turns. Bounded."""
+    """First come, first served within a client; clients take turns. Bounded. Any thread may ask for its length."""
 
     def __init__(self, limit: float) -> None:
-        self.limit = limit
+        self.limit, self._count = limit, 0
         self._clients: OrderedDict[str, deque[T]] = OrderedDict()
 
     def __len__(self) -> int:
-        return sum(len(sequences) for sequences in self._clients.values())
+        return self._count
 
     def __iter__(self) -> Iterator[T]:
         return (sequence for sequences in self._clients.values() for sequence in sequences)
 
     def put(self, sequence: T) -> None:
+        self._count += 1
         self._clients.setdefault(sequence.client, deque()).append(sequence)
 
     def put_back(self, sequence: T) -> None:
         """A sequence that was preempted is the next one."""
+        self._count += 1
         self._clients.setdefault(sequence.client, deque()).appendleft(sequence)
         self._clients.move_to_end(sequence.client, last=False)
 
@@ -54,6 +56,7 @@ class FairQueue(Generic[T]):
         """Take the sequence whose turn it is, the first in order; its client goes to the end of the line."""
         client, sequences = next(iter(self._clients.items()))
         sequence = sequences.popleft()
+        self._count -= 1
         del self._clients[client]
         if sequences:
             self._clients[client] = sequences
@@ -62,5 +65,6 @@ class FairQueue(Generic[T]):
     def remove(self, sequence: T) -> None:
         sequences = self._clients[sequence.client]
         sequences.remove(sequence)
+        self._count -= 1
         if not sequences:
             del self._clients[sequence.client]

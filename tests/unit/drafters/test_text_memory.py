@@ -301,6 +301,24 @@ def test_texts_that_are_too_old_go_also_while_a_process_runs(tmp_path: Path, mon
     assert not held_in(tmp_path)
 
 
+def test_a_folder_of_prefixes_too_is_bounded_for_each_use_apart(tmp_path: Path) -> None:
+    prefixes = ContentFolder(tmp_path, 10_000)
+    files = [tmp_path / "model" / f"{0:016x}-{n:016x}{0:024x}.float32" for n in (1, 2)]
+    for file in files:
+        prefixes.write(file, [b"x" * 4000])
+    prefixes.flush()
+    for file in files:
+        os.utime(file, (1, 1))
+    kept(memory(tmp_path, 9000, age=10 * DAY), text(0, 1000))  # prefixes neither fill it nor are too old for it
+    assert all(file.exists() for file in files)
+    assert len(held_in(tmp_path)) == 1
+    fuller = ContentFolder(tmp_path, 5000)
+    fuller.flush()
+    assert sum(file.exists() for file in files) == 1
+    assert len(held_in(tmp_path)) == 1
+    assert fuller.bytes < 5000
+
+
 def test_texts_of_a_client_that_never_comes_again_go_too(tmp_path: Path) -> None:
     kept(memory(tmp_path), text(0))
     aged(tmp_path, 11)

@@ -145,6 +145,10 @@ def test_a_full_queue_says_when_to_come_back_and_clients_take_turns() -> None:
     assert [line.pop().seed for _ in range(2)] == [0, 3]
     back = eng.decoder.sequence(read(request([1], LONG, 7), client="a").request)
     line.put_back(back)
+    last = list(line)[-1]
+    line.remove(last)
+    assert len(line) == len(list(line)) == 4
+    line.put(last)
     assert [line.pop().seed for _ in range(len(line))] == [7, 5, 4, 1, 2]
 
 
