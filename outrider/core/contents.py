@@ -35,8 +35,9 @@ _NAME = r"([0-9a-f]{16})-([0-9a-f]{40})\.%s(\.[0-9-]+\.partial)?"
 
 
 class Use(NamedTuple):
-    """What files are for. what: whose they are, in messages. option: the beginning of its options. kinds: a pattern of their KINDs:
-    a folder of several uses is bounded for each of them apart."""
+    """What files are for. what: whose they are, in messages. option: the beginning of its options. kinds: a pattern of their KIND.
+
+    A folder of several uses is bounded for each of them apart."""
 
     what: str
     option: str
