@@ -35,7 +35,7 @@ _NAME = r"([0-9a-f]{16})-([0-9a-f]{40})\.%s(\.[0-9-]+\.partial)?"
 
 
 class Use(NamedTuple):
-    """What files are for. what: whose they are, in messages. option: the beginning of its options. kinds: a pattern of their KIND.
+    """What files are for. what: whose they are, in messages. option: the beginning of its options. kinds: a pattern of KIND.
 
     A folder of several uses is bounded for each of them apart."""
 
