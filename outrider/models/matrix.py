@@ -19,9 +19,7 @@ from outrider.models.dtypes import dtype_name
 Matrix = Tensor | Blocks | native.Packed
 _ATTRIBUTE = "matrix"  # of a module whose matrix is not its `weight`
 EXPERTS = "expert_blocks"  # of a mixture: the blocks of its experts, until they are packed
-STORED = (
-    "stored_experts"  # of a mixture: where a file has its experts, if they are packed when a token first needs them
-)
+STORED = "stored_experts"  # of a mixture: where a file has its experts, which are packed when a token needs them
 LATENT = ("latent_keys", "latent_values")  # modules below a linear over a latent (MLA), once it is in two
 
 

@@ -197,7 +197,7 @@ class Packed:
         return out
 
     def dense(self) -> Tensor:
-        """float32 [out, in]: the matrix that the kernels multiply with. For tests."""
+        """float32 [out, in]: the matrix that the kernels multiply with."""
         return torch.stack([self.row(i) for i in range(self.n)])
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+
+from torch import Tensor
 
 from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
@@ -28,7 +29,7 @@ class StoredExperts:
         """Gate and up side by side (paired), and then down, of each expert in turn."""
         reserve, made = native.Reserve(), list[native.Packed]()
         biases = [[*floats_at(t)] for t in self.biases] or [[None] * self.matrices[0].shape[0]] * 3
-        each = zip(*(slices_at(t) for t in self.matrices), *biases, strict=True)
+        each = zip(*(slices(matrix_at(t), t.shape[0]) for t in self.matrices), *biases, strict=True)
         for gate, up, down, gate_bias, up_bias, down_bias in each:
             pair = native.Packed([gate, up], "float32", [gate_bias, up_bias], paired=True, later=reserve)
             made += [pair, native.Packed([down], "float32", [down_bias], later=reserve)]
@@ -39,15 +40,17 @@ class StoredExperts:
         return [[files.index(t.path), t.offset] for t in (*self.matrices, *self.biases)]
 
     @classmethod
-    def at(cls, places: Sequence[Sequence[int]], files: Sequence[Path], tensors: Mapping[str, StoredTensor]) -> Any:
+    def at(
+        cls, places: Sequence[Sequence[int]], files: Sequence[Path], tensors: Mapping[str, StoredTensor]
+    ) -> StoredExperts:
         """Those of a file with these tensors. Raises KeyError for places that are none of tensors."""
         found = {(files.index(t.path), t.offset): t for t in tensors.values()}
         each = [found[number, offset] for number, offset in places]
         return cls(tuple(each[:3]), tuple(each[3:]))
 
 
-def slices_at(stored: StoredTensor) -> list[Blocks]:
+def slices(matrices: Tensor | Blocks, count: int) -> list[Tensor] | list[Blocks]:
     """The matrix of each expert."""
-    found, count = matrix_at(stored), stored.shape[0]
-    assert isinstance(found, Blocks)
-    return [replace(found, data=rows) for rows in found.data.chunk(count)]
+    if isinstance(matrices, Tensor):
+        return [*matrices.view(count, -1, matrices.shape[-1])]
+    return [replace(matrices, data=rows) for rows in matrices.data.chunk(count)]

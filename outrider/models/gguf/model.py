@@ -19,7 +19,7 @@ from outrider.models import mtp
 from outrider.models.checkpoint import Sizes
 from outrider.models.gguf import hybrids
 from outrider.models.gguf.architectures import Architecture, architecture_of, config_of, tensor_names
-from outrider.models.gguf.experts import PACKED_FORMATS, StoredExperts
+from outrider.models.gguf.experts import PACKED_FORMATS, StoredExperts, slices
 from outrider.models.gguf.reader import FLOATS, GGUFFile
 from outrider.models.gguf.tokenizer import end_ids
 from outrider.models.hf.experts import dense_experts_, give_expert_blocks_, is_mixture
@@ -257,7 +257,7 @@ def _give_experts_(module: Any, file: GGUFFile, path: str) -> None:
     stored = [file.tensors[name] for name in names]
     if all(t.format in PACKED_FORMATS for t in stored[:3]):
         module.__dict__[STORED] = StoredExperts(tuple(stored[:3]), tuple(stored[3:]))
-    gate, up, down = (_slices(file, name) for name in names[:3])
+    gate, up, down = (slices(_matrix(file, (name,), None), experts) for name in names[:3])
     give_expert_blocks_(module, "gate_up_proj", [*zip(gate, up, strict=True)])
     give_expert_blocks_(module, "down_proj", [(matrix,) for matrix in down])
     for name in ("gate_up_proj", "down_proj"):  # only the shapes are left, in one number
@@ -268,14 +268,6 @@ def _give_experts_(module: Any, file: GGUFFile, path: str) -> None:
         both = torch.stack([first, second], -1).flatten(1)  # gate and up alternate in the modules that have biases
         module.gate_up_proj_bias = nn.Parameter(both, requires_grad=False)
         module.down_proj_bias = nn.Parameter(last, requires_grad=False)
-
-
-def _slices(file: GGUFFile, name: str) -> list[Tensor | Blocks]:
-    """The matrix of each expert."""
-    found, count = _matrix(file, (name,), None), file.tensors[name].shape[0]
-    if isinstance(found, Tensor):
-        return [*found.view(file.tensors[name].shape)]
-    return [replace(found, data=rows) for rows in found.data.chunk(count)]
 
 
 def _check_shape(file: GGUFFile, names: Sequence[str], place: _Place) -> None:

@@ -138,9 +138,10 @@ class ModuleSource:
         module, made = self._modules[name], _packed_experts(self._modules, name)
         if made:
             return made
-        stored = module.__dict__.pop(STORED, None)
-        if stored is not None and self.packing == "gguf":
-            made, module.__dict__[STORED] = stored.packed(), stored
+        if self.packing != "gguf":
+            module.__dict__.pop(STORED, None)
+        elif STORED in module.__dict__:
+            made = module.__dict__[STORED].packed()
         for i in range(0 if made else len(module.down_proj)):
             gate_up, biases = _expert(module, "gate_up_proj", i)
             if len(gate_up) == 1:

@@ -309,7 +309,7 @@ def _experts_of(pack: Manifest, request: LoadRequest) -> dict[str, native.Packed
     found = dict[str, native.Packed]()
     if not pack.experts:
         return found
-    files = gguf_files(request.name) or gguf_files(pack.source) or ()
+    files = gguf_files(request.name) or ()
     tensors = reader.read(files).tensors
     for name, places in pack.experts.items():
         made = StoredExperts.at(places, files, tensors).packed()
