@@ -1,6 +1,8 @@
 // Runs every native function on small random inputs, on every instruction set, and with several callers at once.
 // For the sanitizers (`make sanitize`): buffers have just the size that they need. Results are compared, too: a row has the bits
 // that it has alone, on any instruction set, for any number of threads. Ends with 1 and names what differs.
+#include <sys/mman.h>
+
 #include <atomic>
 #include <thread>
 
@@ -23,6 +25,29 @@ void check_matrix(const Packed& w, const std::string& name, Random& random) {
             expect(!std::memcmp(some.data(), all.data() + 7 * w.n, some.size() * sizeof(float)),
                    name + ": other bits for " + std::to_string(rows) + " rows on " + isa);
         }
+    }
+}
+
+// Several callers need a matrix that is not packed yet. Its pages have zeros once they are given back, so it must not be read twice.
+void check_unread(Random& random) {
+    constexpr int64_t N = 48, K = 512, ROWS = 3;
+    std::vector<uint8_t> raw = random_blocks(Q4_K, N, K, random);
+    std::vector<float> x = reals(ROWS * K, random);
+    Matrix packed(Q4_K, N, K);
+    outrider_pack_rows(&packed.packed, raw.data(), static_cast<int64_t>(raw.size()) / N, N, nullptr, 0, 0);
+    std::vector<float> wanted = product(packed.packed, x, 0, ROWS);
+    for (int turn = 0; turn < 20; turn++) {
+        Matrix later(Q4_K, N, K);
+        void* pages = mmap(nullptr, raw.size(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        std::memcpy(pages, raw.data(), raw.size());
+        Rows rows{static_cast<uint8_t*>(pages), static_cast<int64_t>(raw.size()) / N, N};
+        later.packed.unread = &rows, later.packed.unread_count = 1;
+        std::atomic<int> wrong{0};
+        std::vector<std::thread> callers;
+        for (int i = 0; i < 4; i++) callers.emplace_back([&] { wrong += !same(product(later.packed, x, 0, ROWS), wanted); });
+        for (std::thread& t : callers) t.join();
+        expect(wrong == 0 && !later.packed.unread, "a matrix that is packed when it is needed has other bits");
+        munmap(pages, raw.size());
     }
 }
 
@@ -92,6 +117,8 @@ int main() {
         });
     for (std::thread& t : callers) t.join();
     expect(wrong == 0, "callers at the same time disturb each other");
+
+    check_unread(random);
 
     std::vector<float> noise(101);
     outrider_gumbel(7, 0, 3, 11, 101, noise.data());

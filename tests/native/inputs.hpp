@@ -143,6 +143,15 @@ void set_scales(int32_t format, uint8_t* block) {
     if (block_of(format).min) std::memcpy(block + at + 2, &half, 2);
 }
 
+// A matrix as a file has it.
+std::vector<uint8_t> random_blocks(int32_t format, int64_t n, int64_t k, Random& random) {
+    int64_t count = n * k / (block_of(format).super ? SUPER : BLOCK);
+    std::vector<uint8_t> raw(static_cast<size_t>(count * FILE_BYTES[format]));
+    for (uint8_t& b : raw) b = static_cast<uint8_t>(random.next() >> 30);
+    for (int64_t i = 0; i < count; i++) set_scales(format, raw.data() + i * FILE_BYTES[format]);
+    return raw;
+}
+
 Owned random_matrix(int32_t format, int64_t n, int64_t k, Random& random) {
     Owned m = std::make_unique<Matrix>(format, n, k);
     if (!quantised(format) || FILE_BYTES[format] == 0 || k % BLOCK || (block_of(format).super && k % SUPER)) {
@@ -150,13 +159,10 @@ Owned random_matrix(int32_t format, int64_t n, int64_t k, Random& random) {
         outrider_pack(&m->packed, w.data(), FLOAT32, n, k, 1, 0, 0);
         return m;
     }
-    int64_t blocks = k / (block_of(format).super ? SUPER : BLOCK), row = blocks * FILE_BYTES[format];
-    std::vector<uint8_t> raw(static_cast<size_t>(n * row));
-    for (uint8_t& b : raw) b = static_cast<uint8_t>(random.next() >> 30);
-    for (int64_t i = 0; i < n * blocks; i++) set_scales(format, raw.data() + i * FILE_BYTES[format]);
+    std::vector<uint8_t> raw = random_blocks(format, n, k, random);
     std::vector<int64_t> order(static_cast<size_t>(n));
     for (int64_t i = 0; i < n; i++) order[static_cast<size_t>(i)] = n - 1 - i;
-    outrider_pack_rows(&m->packed, raw.data(), row, n, order.data(), 0, 0);
+    outrider_pack_rows(&m->packed, raw.data(), static_cast<int64_t>(raw.size()) / n, n, order.data(), 0, 0);
     return m;
 }
 

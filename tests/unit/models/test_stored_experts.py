@@ -16,7 +16,9 @@ from outrider.kernels import cpu as native
 from outrider.kernels.cpu import Packed
 from outrider.models import load as loading
 from outrider.models.gguf.reader import read
+from outrider.models.hf.model import HFModel
 from outrider.models.load import load, pack
+from outrider.models.matrix import STORED
 from outrider.models.native.model import NativeModel
 from outrider.models.nodes import Nodes
 from outrider.models.packs import store
@@ -94,18 +96,24 @@ def test_threads_that_need_the_same_experts(tmp_path: Path) -> None:
     assert all(torch.equal(f, expected) for f in found)
 
 
-def test_a_kept_pack_leaves_the_experts_in_the_file(tmp_path: Path) -> None:
+def test_a_kept_pack_leaves_the_experts_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = written(tmp_path)
     expected = logits(load(file).model, IDS)
     store.wait()
     (kept,) = store.packs()
     whole = pack(file, tmp_path / "packed")
-    assert kept.bytes < whole - sum(m.bytes for m in experts(load(file).model))
     again = load(file).model
+    rest = whole - sum(m.bytes for m in experts(again))
+    assert kept.bytes < rest
     assert not any(m.is_complete for m in experts(again))
     assert torch.equal(logits(again, IDS), expected)
     moved = file.rename(tmp_path / "other.gguf")
-    assert torch.equal(logits(load(moved).model, IDS), expected)
+    store.remove(kept.name)
+    monkeypatch.setenv(store.LIMIT, str(rest / 1e9))  # there is room for it without the experts
+    for _ in range(2):
+        assert torch.equal(logits(load(moved).model, IDS), expected)
+        store.wait()
+        assert len(store.packs()) == 1
 
 
 def test_a_pack_of_a_folder_has_everything(tmp_path: Path) -> None:
@@ -116,9 +124,20 @@ def test_a_pack_of_a_folder_has_everything(tmp_path: Path) -> None:
     assert torch.equal(logits(load(tmp_path / "packed").model, IDS), expected)
 
 
-def test_other_precisions_are_packed_at_once(tmp_path: Path) -> None:
-    model = load(written(tmp_path), quantization="int8").model
-    assert all(m.is_complete for m in experts(model))
+def test_other_precisions_are_packed_at_once_and_kept(tmp_path: Path) -> None:
+    file, found = written(tmp_path), list[torch.Tensor]()
+    for _ in range(2):
+        model = load(file, quantization="int8").model
+        assert all(m.is_complete for m in experts(model))
+        found.append(logits(model, IDS))
+        store.wait()
+    assert torch.equal(*found)
+
+
+def test_transformers_code_packs_them_at_once(tmp_path: Path) -> None:
+    raw = loading.modules(load(written(tmp_path)))
+    HFModel(raw, weights="gguf", own=True)
+    assert not [m for m in raw.modules() if STORED in m.__dict__], "a pack would leave them out"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
