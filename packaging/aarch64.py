@@ -5,8 +5,8 @@
     python -m benchmarks.instruction_sets FILE.gguf --record texts.json     # on this machine
     .venv-dist/bin/python packaging/aarch64.py FOLDER -m benchmarks.instruction_sets FILE.gguf --against texts.json
 
-Needs `apt-get install debootstrap qemu-user`. What follows FOLDER goes to Python, with this folder's benchmarks. The packs of
-this machine are used, so run the same here first. An import of torch takes a minute.
+Needs `apt-get install debootstrap qemu-user`, and root to make the system. What follows FOLDER goes to Python, with this folder's
+benchmarks. The packs of this machine are used, so run the same here first. An import of torch takes a minute.
 """
 
 from __future__ import annotations
@@ -35,13 +35,17 @@ def make(folder: Path) -> None:
 
 def install(folder: Path) -> None:
     """pip reads the conditions of torch's requirements for this machine, so they are named here."""
-    [wheel] = (ROOT / "dist").glob("outrider-*manylinux_2_28_aarch64.whl")
+    wheels = [*(ROOT / "dist").glob("outrider-*manylinux_2_28_aarch64.whl")]
+    if len(wheels) != 1:
+        sys.exit(
+            f"{ROOT / 'dist'} has {len(wheels)} wheels for Linux on ARM, and one is needed: remove them, then `make dist`"
+        )
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     needed = [name for name in needed if not name.startswith("torch")]
     pip = [sys.executable, "-m", "pip", "install", "--target", str(folder / "opt/site"), "--upgrade", "--no-compile"]
     pip += ["--only-binary=:all:", "--python-version=3.11", *(f"--platform={name}" for name in PLATFORMS)]
     subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), *needed, *OF_TORCH], check=True)
-    subprocess.run([*pip, "--no-deps", TORCH, str(wheel)], check=True)
+    subprocess.run([*pip, "--no-deps", TORCH, str(wheels[0])], check=True)
 
 
 def main() -> int:
