@@ -120,8 +120,10 @@ class Certificate(CertificateRecord):
 
     @property
     def sentence(self) -> str:
-        """The verdict in plain words: the sentences of the parts that decide it."""
-        return " ".join(p.sentence for p in self.parts if p.conclusion is self.conclusion) or "Nothing could be tested."
+        """The verdict in plain words: the sentences of the parts that decide it, or of all if nothing is wrong."""
+        worst, good = self.conclusion, self.conclusion.colour == "good"
+        said = [p.sentence for p in self.parts if p.conclusion is worst or (good and p.conclusion.colour == "good")]
+        return " ".join(said) or "Nothing could be tested."
 
     @property
     def cause(self) -> str:

@@ -1,8 +1,9 @@
 """The gate before a roll-out: a team's own prompts through two servers, and what differs.
 
 A difference is a *tie* if the two best scores at the first differing token are no farther apart than the two servers are on the
-tokens before it. It is *sampling* if the request draws tokens and the first server does not repeat its own text. Every other
-difference is an *error*. The arguments of tool calls are compared field by field. Latency stands beside it and decides nothing.
+tokens before it. It is *sampling* if the request draws tokens, or the first server does not repeat its own text. Every other
+difference is an *error*. Of a request with n > 1, the first text is compared. The arguments of tool calls are compared field by
+field. Latency stands beside it and decides nothing.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class Gate:
 
     def line(self, body: dict[str, Any], turn: int = 0) -> GateLine:
         """Ask both. Who is asked first changes from line to line, so that neither has the warmer caches."""
-        drawn = body.get("temperature", 1.0) > 0 and body.get("seed") is None
+        drawn = body.get("temperature") != 0 and body.get("seed") is None
         sides: list[tuple[GateServer, list[Answer]]] = [(self.before, []), (self.after, [])]
         for _ in range(SAMPLES if drawn else 1):
             for server, answers in sides if turn % 2 == 0 else sides[::-1]:
@@ -180,7 +181,8 @@ class Gate:
 
     def _why(self, body: dict[str, Any], one: Answer, other: Answer) -> tuple[str, str]:
         """The kind of a difference where the same text is expected, and the reason."""
-        if self.before.ask(body).content != one.content:
+        again = self.before.ask(body)
+        if not again.error and again.content != one.content:
             return "sampling", "the first server does not repeat its own text"
         more: dict[str, Any] = {"logprobs": True, "top_logprobs": 5} if "messages" in body else {"logprobs": 5}
         a, b = self.before.ask(body, **more).scores, self.after.ask(body, **more).scores

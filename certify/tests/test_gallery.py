@@ -51,7 +51,7 @@ def test_a_wrong_distribution_is_found(fault: str) -> None:
 
 @pytest.mark.long
 def test_noise_that_is_shared_with_a_better_drafter_is_found() -> None:
-    """It takes 30,240 tokens."""
+    """It takes 20,880 tokens."""
     part = certified(Statistical(ToyEngine("shared noise", error=2.0), length=40), 4 * MOST)
     assert part.conclusion is Conclusion.DIFFERS, part.sentence
     assert "shared noise" in part.findings[0].cause

@@ -13,6 +13,7 @@ import pytest
 from outrider_certify import cli
 from outrider_certify.certificate import Certificate, Conclusion
 from outrider_certify.gate import GateServer, ToolCall, fields_that_differ, gate, read_traffic
+from outrider_certify.page import render
 from outrider_certify.subjects import transport
 from outrider_certify.subjects.transport import ServerClient
 
@@ -62,6 +63,11 @@ def test_equal_servers_pass() -> None:
     latency = made.part("latency")
     assert latency
     assert "tokens a second" in latency.sentence
+    assert made.sentence.startswith("1 of 1 request")  # equality, although another part decides the verdict
+    page = render(made)
+    assert "measured, not judged" in page
+    assert "0.0 s" not in page
+    assert "budget" not in page
 
 
 def test_an_argument_of_a_tool_call_that_changes_is_an_error_and_is_named() -> None:
@@ -116,7 +122,7 @@ def _dice(words: str) -> Write:
 
 @pytest.mark.parametrize(("after", "differs"), [("abcd", False), ("wxyz", True)])
 def test_requests_that_draw_are_compared_as_samples(after: str, *, differs: bool) -> None:
-    drawn = [{"prompt": f"roll {i}", "temperature": 1.0} for i in range(6)]
+    drawn = [{"prompt": f"roll {i}", "temperature": None if i % 2 else 1.0} for i in range(6)]
     made = gated(_dice("abcd"), _dice(after), *drawn)
     equality = made.part("equality")
     assert equality
@@ -129,6 +135,12 @@ def test_a_server_that_does_not_repeat_itself_draws() -> None:
     equality = made.part("equality")
     assert equality
     assert equality.figures["sampling"] == 1
+
+
+def test_a_first_server_that_fails_when_it_is_asked_again_does_not_draw() -> None:
+    turns = iter(range(10**6))
+    made = gated(lambda body: httpx.Response(400) if next(turns) else said("a"), lambda body: said("b"))
+    assert made.conclusion is Conclusion.DIFFERS
 
 
 def test_a_server_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
