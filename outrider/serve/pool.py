@@ -151,7 +151,7 @@ class ModelPool:
             begun, seconds = perf_counter(), min(seconds or math.inf, self.settings.request_timeout)
             try:
                 async with asyncio.timeout(seconds):
-                    await unless_gone(request.receive, self._loaded(one))
+                    await unless_gone(request.receive, self._loaded(one, request))
             except TimeoutError:
                 raise Refused(
                     f"{one.name} was not loaded in {seconds:g} s; allow more time", 408, code="timeout"
@@ -159,7 +159,7 @@ class ModelPool:
             request.state.waited = perf_counter() - begun
         else:
             self._borrow(one)
-        request.state.lent.callback(self._give_back, one)
+            request.state.lent.callback(self._give_back, one)
         request.state.model = one.name
         assert one.assembly is not None
         return one.assembly.service
@@ -222,8 +222,8 @@ class ModelPool:
             if one.timer is not None and one.ready:  # no request has come meanwhile
                 await self._leave(one)
 
-    async def _loaded(self, one: PooledModel) -> None:
-        """Wait until a model is loaded, and borrow it. Raises Refused."""
+    async def _loaded(self, one: PooledModel, request: Request) -> None:
+        """Wait until a model is loaded, and borrow it for a request, which may end in the same moment. Raises Refused."""
         if self.closing:
             raise Refused("the server is stopping", 503, code="stopped")
         if self.waiting >= max(self.settings.max_queue, 1):
@@ -234,6 +234,7 @@ class ModelPool:
             self._begin(self._serve_waiting())
         try:
             await ready
+            request.state.lent.callback(self._give_back, one)
         except BaseException:
             if self._waiting.pop(ready, None) is None and not ready.cancelled() and not ready.exception():
                 self._give_back(one)  # it was handed over at the moment when its request ended

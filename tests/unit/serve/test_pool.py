@@ -139,7 +139,9 @@ def test_a_model_that_was_to_leave_stays_when_its_room_is_not_wanted_any_more() 
         first.end()
         third.end()
         assert (pool.models[0].users, pool.waiting) == (0, 0)
+        assert pool.models[0].ready
         await pool.close()
+        assert shelf.log == ["+a", "-a"]
 
     asyncio.run(run())
 
@@ -209,6 +211,55 @@ def test_a_model_leaves_after_the_time_that_was_asked_for() -> None:
         await waits()
         assert shelf.log == ["+a", "-a"]
         assert await Asker().ask(pool, "a") == "a"
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_a_model_whose_time_is_over_stays_if_a_request_comes_first() -> None:
+    shelf = Shelf({"a": 1, "b": 1}, 10)
+    pool = shelf.pool
+
+    async def run() -> None:
+        first, second, other = Asker(), Asker(), Asker()
+        await first.ask(pool, "a", keep=0.0)
+        shelf.gate.clear()
+        loads = begun(other, pool, "b")
+        await waits(loads)
+        first.end()
+        await waits(loads)  # its time is over, and it waits for the load
+        assert await second.ask(pool, "a") == "a"
+        shelf.gate.set()
+        assert await loads == "b"
+        await waits()
+        assert shelf.log == ["+a", "+b"]
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_a_model_that_was_handed_to_a_request_which_has_ended_is_free() -> None:
+    shelf = Shelf({"a": 1, "b": 1}, 10)
+    pool = shelf.pool
+
+    async def run() -> None:
+        shelf.gate.clear()
+        asker = Asker()
+        task = begun(asker, pool, "b")
+        await waits(task)
+        pool._hand_over(pool.models[1])
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+        asker.end()
+        assert pool.models[1].users == 0
+        waiting: Any = asyncio.ensure_future(pool._loaded(pool.models[1], asker))  # type: ignore[arg-type]
+        await waits(waiting)
+        pool._hand_over(pool.models[1])
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert pool.models[1].users == 0
+        shelf.gate.set()
         await pool.close()
 
     asyncio.run(run())
