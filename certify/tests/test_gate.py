@@ -98,12 +98,23 @@ def test_an_error_is_reduced_to_the_shortest_request() -> None:
     assert "top_p" not in body
 
 
-@pytest.mark.parametrize(("margin", "kind"), [(0.01, "tie"), (0.5, "error")])
-def test_two_scores_that_are_nearly_equal_are_a_tie(margin: float, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("noise", "margin", "word", "kind"),
+    [
+        (0.02, 0.01, "b", "tie"),
+        (0.02, 0.5, "b", "error"),
+        (1.0, 0.5, "b", "error"),  # numbers so far apart are no rounding
+        (0.02, 0.01, "z", "error"),  # the first server does not name that token
+    ],
+)
+def test_two_scores_that_are_nearly_equal_are_a_tie(noise: float, margin: float, word: str, kind: str) -> None:
     made = gated(
-        lambda body: said("x a", scores=[("x", -1.0, -3.0), ("a", -1.0, -1.0 - margin)]),
-        lambda body: said("x b", scores=[("x", -1.02, -3.0), ("b", -1.0, -1.0 - margin)]),
+        lambda body: said("x a", {"n": 1}, scores=[("x", -1.0, -3.0), ("a", -1.0, -1.0 - margin)]),
+        lambda body: said(f"x {word}", {"n": 2}, scores=[("x", -1.0 - noise, -3.0), (word, -1.0, -1.0 - margin)]),
     )
+    calls = made.part("tool calls")
+    assert calls
+    assert calls.figures["different"] == (kind == "error")  # fields behind a tie are of another text
     equality = made.part("equality")
     assert equality
     assert equality.figures[kind] == 1
@@ -165,6 +176,42 @@ def test_fewer_well_formed_answers_are_worse() -> None:
     assert part
     assert part.conclusion is Conclusion.DIFFERS
     assert "JSON" in part.findings[0].title
+
+
+def test_more_well_formed_answers_are_not_worse_and_errors_are_no_answers() -> None:
+    bodies = [{**ASKED, "seed": i, "response_format": {"type": "json_object"}} for i in range(12)]
+    for before, after in (
+        (lambda body: said('{"a": '), lambda body: said('{"a": 1}')),
+        (lambda body: said('{"a": 1}'), lambda body: httpx.Response(400)),
+    ):
+        part = gated(before, after, *bodies).part("quality")
+        assert part
+        assert part.conclusion is not Conclusion.DIFFERS
+
+
+def test_the_servers_take_turns_at_being_asked_first() -> None:
+    asked = list[str]()
+    gated(
+        lambda body: asked.append("before") or said("a"),
+        lambda body: asked.append("after") or said("a"),
+        *[{**ASKED, "seed": i} for i in range(4)],
+    )
+    assert asked == ["before", "after", "after", "before"] * 2
+
+
+def test_a_reduction_asks_few_questions_and_keeps_no_request_that_fails() -> None:
+    asked = list[dict[str, Any]]()
+
+    def before(body: dict[str, Any]) -> Any:
+        asked.append(body)
+        return httpx.Response(400) if len(body["messages"][-1]["content"]) < 100 else said("a")
+
+    long = {**ASKED, "messages": [{"role": "user", "content": "word " * 200}], **{f"x{n}": n for n in range(40)}}
+    equality = gated(before, lambda body: said("b"), long).part("equality")
+    assert equality
+    assert len(asked) <= 1 + 2 + 30
+    shown = [line for line in equality.findings[0].evidence.splitlines() if line.startswith("curl")]
+    assert len(json.loads(shown[0].split(" -d ", 1)[1].strip("'"))["messages"][-1]["content"]) >= 100
 
 
 def test_fields_are_compared_by_their_path() -> None:
