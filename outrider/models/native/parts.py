@@ -6,7 +6,7 @@ Its result is added to the residual x, or is a value of its own if x is None. c:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -22,6 +22,20 @@ def unused(c: Any, *names: str) -> None:
 def head_dim(c: Any) -> int:
     """Numbers of a head."""
     return getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+
+
+class Heads(TypedDict):
+    """Of an attention, as most configurations say it. dim: of a head."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    scale: float
+
+
+def heads_of(c: Any) -> Heads:
+    dim = head_dim(c)
+    return {"heads": c.num_attention_heads, "kv_heads": c.num_key_value_heads, "dim": dim, "scale": dim**-0.5}
 
 
 def window_of(c: Any, layer: int) -> int:

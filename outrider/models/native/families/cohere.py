@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.models.native.families import family
-from outrider.models.native.parts import attention, gated_mlp, head_dim, unused, window_of
+from outrider.models.native.parts import attention, gated_mlp, heads_of, unused, window_of
 from outrider.models.native.program import Builder, NotNative
 
 
@@ -14,7 +14,7 @@ def cohere(b: Builder, c: Any) -> None:
     """h = norm(x); x += attention(h) + MLP(h). StableLM may have a second norm, for the MLP.
 
     R7B rotates only the layers that have a window."""
-    dim, eps, stable = head_dim(c), float(c.layer_norm_eps), hasattr(c, "use_parallel_residual")
+    eps, stable = float(c.layer_norm_eps), hasattr(c, "use_parallel_residual")
     unused(c, "use_parallel_residual", "use_qk_norm", "use_qkv_bias")
     if getattr(c, "qk_layernorm", False):
         raise NotNative("it has a norm for each head")
@@ -27,11 +27,8 @@ def cohere(b: Builder, c: Any) -> None:
             h,
             x,
             f"{layer}.self_attn",
-            heads=c.num_attention_heads,
-            kv_heads=c.num_key_value_heads,
-            dim=dim,
             table=None if hasattr(c, "layer_types") and not window else table,
-            scale=dim**-0.5,
+            **heads_of(c),
             eps=eps,
             window=window,
             kind="layer",

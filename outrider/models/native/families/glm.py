@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.models.native.families import family
-from outrider.models.native.parts import attention, gated_mlp, head_dim
+from outrider.models.native.parts import attention, gated_mlp, heads_of
 from outrider.models.native.program import Builder
 
 
 @family("GlmForCausalLM", "Glm4ForCausalLM")
 def glm(b: Builder, c: Any) -> None:
     """x += [norm](attention(norm(x))); x += [norm](MLP(norm(x)))."""
-    dim, eps = head_dim(c), float(c.rms_norm_eps)
+    eps = float(c.rms_norm_eps)
     x = b.embed()
     table = b.rotary(c.rope_parameters)
     for layer in b.layers(x, c.num_hidden_layers):
@@ -22,11 +22,8 @@ def glm(b: Builder, c: Any) -> None:
             b.norm(x, f"{layer}.input_layernorm", eps=eps),
             None if after else x,
             f"{layer}.self_attn",
-            heads=c.num_attention_heads,
-            kv_heads=c.num_key_value_heads,
-            dim=dim,
             table=table,
-            scale=dim**-0.5,
+            **heads_of(c),
             interleaved=True,
         )
         if after:

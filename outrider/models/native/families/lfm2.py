@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.models.native.families import family
-from outrider.models.native.parts import attention, mixture, unused
+from outrider.models.native.parts import attention, heads_of, mixture, unused
 from outrider.models.native.program import Builder
 
 
 @family("Lfm2ForCausalLM", "Lfm2MoeForCausalLM")
 def lfm2(b: Builder, c: Any) -> None:
     """norm, convolution or attention, residual, norm, gated MLP or mixture, residual."""
-    heads, eps = c.num_attention_heads, float(c.norm_eps)
-    dim = getattr(c, "head_dim", None) or c.hidden_size // heads
+    eps = float(c.norm_eps)
     width = c.intermediate_size
     unused(c, "full_attn_idxs", "conv_bias")  # `layer_types` and the weights show them
     experts, dense = getattr(c, "num_experts", 0), getattr(c, "num_dense_layers", 0)
@@ -30,11 +29,8 @@ def lfm2(b: Builder, c: Any) -> None:
                 h,
                 x,
                 f"{layer}.self_attn",
-                heads=heads,
-                kv_heads=c.num_key_value_heads,
-                dim=dim,
                 table=table,
-                scale=dim**-0.5,
+                **heads_of(c),
                 eps=eps,
                 norms=("q_layernorm", "k_layernorm"),
                 out="out_proj",

@@ -63,11 +63,8 @@ def nemotron_h(b: Builder, c: Any) -> None:
                 h,
                 x,
                 mixer,
-                heads=c.num_attention_heads,
-                kv_heads=c.num_key_value_heads,
-                dim=c.head_dim,
                 table=None,
-                scale=c.head_dim**-0.5,
+                **parts.heads_of(c),
                 eps=eps,
             )
         elif kind == "mlp":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.models.native.families import family
-from outrider.models.native.parts import attention, gated_mlp, head_dim, tables_by_type, unused, window_of
+from outrider.models.native.parts import attention, gated_mlp, heads_of, tables_by_type, unused, window_of
 from outrider.models.native.program import Builder
 
 
@@ -14,7 +14,7 @@ def olmo(b: Builder, c: Any) -> None:
     """x += norm(attention(x)); x += norm(MLP(x)). OLMo norms all queries and all keys together, EXAONE each head of them.
 
     EXAONE rotates only the layers that have a window, if some have one."""
-    dim, eps, exaone = head_dim(c), float(c.rms_norm_eps), hasattr(c, "sliding_window_pattern")
+    eps, exaone = float(c.rms_norm_eps), hasattr(c, "sliding_window_pattern")
     unused(c, "sliding_window_pattern")
     x = b.embed()
     table = tables_by_type(b, c) if "full_attention" in c.rope_parameters else None
@@ -27,11 +27,8 @@ def olmo(b: Builder, c: Any) -> None:
             x,
             None,
             f"{layer}.self_attn",
-            heads=c.num_attention_heads,
-            kv_heads=c.num_key_value_heads,
-            dim=dim,
             table=None if plain else table(i) if table else only,
-            scale=dim**-0.5,
+            **heads_of(c),
             eps=eps,
             window=window,
             whole=not exaone,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.models.native.families import family
-from outrider.models.native.parts import attention, head_dim, unused
+from outrider.models.native.parts import attention, heads_of, unused
 from outrider.models.native.program import Builder
 
 
 @family("PhiForCausalLM")
 def phi(b: Builder, c: Any) -> None:
     """h = norm(x); x += attention(h) + MLP(h)."""
-    dim, eps = head_dim(c), float(c.layer_norm_eps)
+    eps = float(c.layer_norm_eps)
     unused(c, "embd_pdrop", "qk_layernorm", "resid_pdrop")  # the weights show the norms
     x = b.embed()
     table = b.rotary(c.rope_parameters)
@@ -23,11 +23,8 @@ def phi(b: Builder, c: Any) -> None:
             h,
             x,
             f"{layer}.self_attn",
-            heads=c.num_attention_heads,
-            kv_heads=c.num_key_value_heads,
-            dim=dim,
             table=table,
-            scale=dim**-0.5,
+            **heads_of(c),
             eps=eps,
             norms=("q_layernorm", "k_layernorm"),
             kind="layer",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.models.native.families import family
-from outrider.models.native.parts import attention, head_dim, unused, window_of
+from outrider.models.native.parts import attention, heads_of, unused, window_of
 from outrider.models.native.program import Builder
 
 
@@ -16,7 +16,7 @@ def ungated(b: Builder, c: Any) -> None:
     kind, one_added, eps = "rms" if own == "rms_norm_eps" else "layer", own == "norm_eps", float(getattr(c, own))
     up, down = ("c_fc", "c_proj") if own == "norm_epsilon" else ("up_proj", "down_proj")
     unused(c, "use_bias")
-    dim, x = head_dim(c), b.embed()
+    x = b.embed()
     table = b.rotary(c.rope_parameters)
     for i, layer in enumerate(b.layers(x, c.num_hidden_layers)):
         attention(
@@ -24,11 +24,8 @@ def ungated(b: Builder, c: Any) -> None:
             b.norm(x, f"{layer}.input_layernorm", eps=eps, kind=kind, one_added=one_added),
             x,
             f"{layer}.self_attn",
-            heads=c.num_attention_heads,
-            kv_heads=c.num_key_value_heads,
-            dim=dim,
             table=table,
-            scale=dim**-0.5,
+            **heads_of(c),
             window=window_of(c, i),
         )
         h = b.norm(x, f"{layer}.post_attention_layernorm", eps=eps, kind=kind, one_added=one_added)
