@@ -8,6 +8,7 @@ last two tokens in the cache and the position. So a wrong cache and a wrong posi
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 
 import numpy as np
 
@@ -20,6 +21,37 @@ SLOTS, PREEMPTED, WINDOW = 4, 5, 96
 def softmax(x: np.ndarray) -> np.ndarray:
     e = np.exp(x - x.max())
     return e / e.sum()
+
+
+@lru_cache(1 << 13)
+def race(*key: int, size: int) -> np.ndarray:
+    """Exponential noise of a key, one number a token. Most keys come again: in plain decoding, and under the next fault."""
+    noise = np.random.default_rng(key).exponential(size=size)
+    noise.flags.writeable = False
+    return noise
+
+
+@lru_cache(1 << 13)
+def filtered(logits: bytes, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """The distribution of a row of logits after temperature and filters."""
+    x = np.frombuffer(logits)
+    if temperature == 0:
+        p = (np.arange(len(x)) == x.argmax()).astype(float)
+    else:
+        p = softmax(x / temperature)
+        if top_k > 0:
+            p = np.where(p >= np.sort(p)[-top_k], p, 0)
+            p /= p.sum()
+        if top_p < 1:
+            order = np.argsort(-p, kind="stable")
+            before = np.cumsum(p[order]) - p[order]
+            p[order[before >= top_p]] = 0
+            p /= p.sum()
+        if min_p > 0:
+            p = np.where(p >= min_p * p.max(), p, 0)
+            p /= p.sum()
+    p.flags.writeable = False
+    return p
 
 
 class ToyEngine(Subject):
@@ -114,28 +146,16 @@ class ToyEngine(Subject):
             x[[*(() if params.ignore_eos else self.end_ids), *params.stop_token_ids]] = -np.inf
         for token, bias in ({} if "logit_bias" in drop else params.logit_bias or {}).items():
             x[int(token)] += bias
-        for token, count in Counter(written).items():
-            x[token] -= params.presence_penalty + params.frequency_penalty * count
+        if params.presence_penalty or params.frequency_penalty:
+            for token, count in Counter(written).items():
+                x[token] -= params.presence_penalty + params.frequency_penalty * count
         if params.repetition_penalty != 1:
             for token in set(text):
                 x[token] = (
                     x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
                 )
-        if params.temperature == 0:
-            return (np.arange(len(x)) == x.argmax()).astype(float)
-        p = softmax(x / params.temperature)
-        if params.top_k > 0 and "top_k" not in drop:
-            p = np.where(p >= np.sort(p)[-params.top_k], p, 0)
-            p /= p.sum()
-        if params.top_p < 1:
-            order = np.argsort(-p, kind="stable")
-            before = np.cumsum(p[order]) - p[order]
-            p[order[before >= params.top_p]] = 0
-            p /= p.sum()
-        if params.min_p > 0 and "min_p" not in drop:
-            p = np.where(p >= params.min_p * p.max(), p, 0)
-            p /= p.sum()
-        return p
+        top_k, min_p = 0 if "top_k" in drop else params.top_k, 0.0 if "min_p" in drop else params.min_p
+        return filtered(x.tobytes(), params.temperature, top_k, params.top_p, min_p)
 
     # -- the loop ---------------------------------------------------------------------------------------------------------
 
@@ -199,16 +219,14 @@ class ToyEngine(Subject):
                 drafted.append(x)
                 qs.append((np.arange(len(q)) == x).astype(float))
                 continue
-            race = np.random.default_rng([seed, len(tokens) + i, step, 1]).exponential(size=len(q))
-            if self.rule == "match":
-                race = np.random.default_rng([seed, len(tokens) + i]).exponential(size=len(q))
+            noise = race(seed, len(tokens) + i, *(() if self.rule == "match" else (step, 1)), size=len(q))
             drawn = q
             if fault == "draft temperature ignored" and params.temperature:
                 drawn = softmax(logits)
             if fault == "truncated q vocabulary":
                 part = np.where(np.arange(len(q)) < len(q) / 2, q, 0)
                 drawn = part / part.sum() if part.sum() else q
-            x = int(q.argmax()) if fault == "wrong q" else int((race / np.where(drawn > 0, drawn, 1e-300)).argmin())
+            x = int(q.argmax()) if fault == "wrong q" else int((noise / np.where(drawn > 0, drawn, 1e-300)).argmin())
             if fault == "low q dropped" and q[x] < 0.2:
                 break
             drafted.append(x)
@@ -245,9 +263,8 @@ class ToyEngine(Subject):
 
     def _judge(self, drafted, qs, ps, position, seed, step, fault):
         def draw(p, at, salt):
-            key = [seed, at] if salt is None else [seed, at, step, salt]
-            race = np.random.default_rng(key).exponential(size=len(p))
-            return int(np.where(p > 0, race / np.where(p > 0, p, 1), np.inf).argmin())
+            noise = race(seed, at, *(() if salt is None else (step, salt)), size=len(p))
+            return int(np.where(p > 0, noise / np.where(p > 0, p, 1), np.inf).argmin())
 
         if self.rule == "match":
             for i in range(len(drafted) + 1):

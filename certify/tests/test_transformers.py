@@ -23,6 +23,8 @@ def certified(kind: CertificateKind, most: int | None = None) -> CertificatePart
 def pair():
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    torch.set_num_threads(1)  # as in tests/conftest.py: two threads for tensors this small wait for each other
+
     def small(seed: int):
         torch.manual_seed(seed)
         config = LlamaConfig(vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
