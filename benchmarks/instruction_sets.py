@@ -6,10 +6,12 @@
     python -m benchmarks.instruction_sets FILE.gguf --against FILE.json   the same there, perhaps emulated (packaging/aarch64.py)
 
 A combination is an instruction set, a thread count and a precision. In each wave, each one writes the same texts in a process
-of its own. The batch size and the order of the texts differ by combination, so each text has other company. torch gets the
-vectors that a processor with that set has (ATEN_CPU_CAPABILITY). Half of the texts are greedy with a penalty. The others have
-temperature 0.8, top-p, min-p and penalties. The portable variant is slow on x86 and writes a part of the wave. The texts are
-kept after each process, and the same command goes on where it stopped. Ends with 1 if a token differs.
+of its own. The first one of a precision is its reference: its tokens are not counted, and those of the others are compared with
+them. The batch size and the order of the texts differ by combination, so each text has other company. torch gets the vectors
+that a processor with that set has (ATEN_CPU_CAPABILITY). Half of the texts are greedy with a penalty, so they do not repeat
+themselves. A quarter has temperature 0.8, and a quarter also top-p, min-p and penalties. The portable variant is 40 times slower
+on x86 or more, and writes a part of the wave. The texts are kept after each process, and the same command goes on where it
+stopped. A million tokens take about three hours of one core. Ends with 1 if a token differs.
 """
 
 from __future__ import annotations
@@ -31,14 +33,16 @@ from benchmarks.prompts import humaneval
 from outrider import LLM, SamplingParams
 from outrider.kernels import cpu as native
 
-TEXTS, LENGTH = 48, 256  # a wave
-FEW = 4  # texts of a wave that the portable variant writes
-PROMPTS, CHARACTERS = 32, 240
+TEXTS, LENGTH = 64, 256  # a wave; four make a million tokens
+FEW = 10  # texts of a wave that the portable variant writes
+PROMPTS, CHARACTERS = 32, 60
 # For another machine: texts of each precision (an emulator is slow with floats), tokens of a text, characters of a prompt
 RECORDED, SHORT, BEGINNING = {"int8": 12, "gguf": 12, "bfloat16": 2}, 80, 24
 PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "frequency_penalty": 0.3},
     {"temperature": 0.8, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1, "presence_penalty": 0.1},
+    {"temperature": 0.0, "repetition_penalty": 1.1},
+    {"temperature": 0.8},
 )
 CAPABILITIES = {"portable": "default", "avx2": "avx2", "avx_vnni": "avx2"}  # else avx512
 Texts = list[list[int]]
@@ -59,7 +63,7 @@ def write(
     for n in range(TEXTS * wave, TEXTS * wave + count):
         # a greedy text begins with a part of a prompt that no other one has
         prompt = prompts[n % PROMPTS][5 * (n // PROMPTS) :][:characters]
-        asked.append((prompt, SamplingParams(max_tokens=length, ignore_eos=True, seed=n, **PARAMS[n % 2])))
+        asked.append((prompt, SamplingParams(max_tokens=length, ignore_eos=True, seed=n, **PARAMS[n % len(PARAMS)])))
     order = asked[:: -1 if rows % 2 else 1]
     texts = [list(o.outputs[0].token_ids) for o in llm.generate(*map(list, zip(*order, strict=True)))]
     return texts[:: -1 if rows % 2 else 1]
@@ -104,7 +108,7 @@ def recorded(model: str, file: Path, against: bool) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=headline(__doc__))
     parser.add_argument("model", help="a GGUF file; read also as int8 and as bfloat16")
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="over all combinations")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="to compare, over all combinations")
     parser.add_argument("--precisions", nargs="+", default=["gguf", "int8", "bfloat16"], choices=list(PRECISIONS))
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--afresh", action="store_true", help="forget an earlier, unfinished run")
@@ -135,13 +139,17 @@ def main() -> int:
             with path.open("a") as file:
                 file.write(json.dumps([key, kept[key]]) + "\n")
         texts = kept[key]
-        reference = wanted.setdefault((wave, precision), texts)
+        if (reference := wanted.setdefault((wave, precision), texts)) is texts:
+            continue
         bad = sum(differing(a, b) for a, b in zip(texts, reference, strict=False))
         unit = {"precision": precision, "isa": isa, "threads": threads, "tokens": 0, "differing": 0}
         unit = found.setdefault(f"{precision} {isa} {threads}", unit)
         unit["tokens"], unit["differing"] = unit["tokens"] + sum(map(len, texts)), unit["differing"] + bad
         total, wrong = (sum(row[name] for row in found.values()) for name in ("tokens", "differing"))
-        print(f"wave {wave}, {precision:9} {isa:12} {threads} threads: {bad} differ; {wrong} of {total:,}", flush=True)
+        print(
+            f"wave {wave}, {precision:9} {isa:12} {threads} threads: {bad} differ; in all {wrong} of {total:,}",
+            flush=True,
+        )
     for row in found.values():
         print("{precision:9} {isa:12} {threads} threads: {differing} of {tokens:,} tokens differ".format(**row))
     print(f"{wrong} of {total:,} tokens differ")
