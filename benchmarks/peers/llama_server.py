@@ -149,6 +149,10 @@ class LlamaServer:
             accepted=clock.get("draft_n_accepted", 0),
         )
 
+    def slot(self, action: str, name: str) -> None:
+        """Save what the slot holds to a file of --slot-save-path, or restore it."""
+        self._post(f"/slots/0?action={action}", {"filename": name})
+
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}

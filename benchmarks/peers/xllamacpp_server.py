@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--cache-ram", type=int, default=0)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--slot-save-path", default="")
     parser.add_argument("--spec-type")
     parser.add_argument("--spec-draft-model")
     parser.add_argument("--spec-draft-n-max", type=int)
@@ -30,6 +31,7 @@ def main() -> None:
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel = args.model, args.ctx_size, args.parallel
     params.cache_ram_mib, params.hostnames, params.port = args.cache_ram, [args.host], args.port
+    params.slot_save_path = args.slot_save_path
     draft = params.speculative.draft
     for cpu in (params.cpuparams, params.cpuparams_batch, draft.cpuparams, draft.cpuparams_batch):
         cpu.n_threads = args.threads

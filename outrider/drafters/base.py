@@ -108,6 +108,9 @@ class Drafter(Protocol):
     def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
         """The target has read a chunk of a prompt. Called for drafters with taps only, chunk by chunk.
 
+        For a longer prompt it is called after the first step, whose position is then in the last chunk. That step asks only
+        drafters without taps, and its commit has no features. So drafting does not delay the first token.
+
         A sequence that was preempted is read again from its first token, after a `release`.
 
         tokens: all committed tokens of the sequence; at least one follows the chunk.

@@ -33,6 +33,8 @@ from outrider.verify import VERIFIERS
 _NO_DRAFT = NoDraft()
 STAGES = ("draft", "target", "verify", "commit")  # of a round, in order
 PREFILL_CHUNK = 256  # prompt tokens per forward; sequences that decode wait for one chunk at most
+_SOON = 64  # tokens of a prompt whose features a drafter reads before the first token; those of a longer one wait
+_LATE = 1024  # features that wait at most: so many keep memory small
 
 
 class Decoder:
@@ -175,6 +177,9 @@ class Decoder:
     def round(self, live: list[Sequence]) -> Step:
         """One draft-verify round of some of the sequences that decode."""
         with native.one_torch_thread(self.target.device):
+            for sequence in live:
+                if sequence.unread and sequence.output:
+                    self._hand_over(sequence)
             before, times = [len(sequence.tokens) for sequence in live], [perf_counter()]
             context = self._context(live)
             asked = any(b.depth and b.max_nodes for b in context.budgets)  # a drafter that may not draft costs nothing
@@ -261,10 +266,19 @@ class Decoder:
             sequence.keep(features[needed - first :].clone(), needed)
 
     def _started(self, sequence: Sequence, first: int, features: torch.Tensor) -> None:
-        """Hand a chunk's features to the drafter, and keep them until the prefix cache has them."""
+        """Keep a chunk's features until drafter and prefix cache have them. Drafting does not delay the first token."""
         if self.prefixes is not None:
             sequence.features.append(features)
-        self.drafter.start(sequence.slot, sequence.tokens, first, features)
+        if not sequence.unread:
+            sequence.unread_from = first
+        sequence.unread.append(features)
+        if sequence.output or len(sequence.tokens) <= _SOON or sum(map(len, sequence.unread)) > _LATE:
+            self._hand_over(sequence)
+
+    def _hand_over(self, sequence: Sequence) -> None:
+        """Let the drafter have the features that wait."""
+        waiting, sequence.unread = torch.cat(sequence.unread), []
+        self.drafter.start(sequence.slot, sequence.tokens, sequence.unread_from, waiting)
 
     def _context(self, live: list[Sequence]) -> DraftContext:
         """What the drafter sees of this step. The compiled parameters live as long as the batch stays the same."""
@@ -311,9 +325,12 @@ class Decoder:
                 sequence.logprobs += [logprobs(out.logits[b, n], t, wanted) for n, t in zip(nodes, new, strict=False)]
             held = nodes[: len(new)]
             features = None if out.features is None else out.features[b, held]
-            commit = Commit(new, held, min(len(new), len(nodes) - 1), end.finish if end else None, features)
             if features is not None and self.prefixes is not None:
                 sequence.features.append(features)
+            if features is not None and sequence.unread:
+                sequence.unread.append(features)
+                features = None
+            commit = Commit(new, held, min(len(new), len(nodes) - 1), end.finish if end else None, features)
             sequence.step_done(len(trees[b]) - 1, commit)
             commits.append(commit)
         self.cache.commit([sequence.slot for sequence in live], [commit.nodes for commit in commits])

@@ -125,7 +125,8 @@ class Sequence:
 
     slot: of the cache; -1 without one. tokens: committed: prompt, then output. checker: decides where the text ends.
     logprobs: of each written token. features: of the tokens from `features_from` on, for the prefix cache: float
-    [token, feature] of each chunk and step. cancelled: its reader has left.
+    [token, feature] of each chunk and step. unread, unread_from: the same for the drafter, until it reads them. cancelled: its
+    reader has left.
     """
 
     def __init__(
@@ -145,6 +146,8 @@ class Sequence:
         self.prompt_logprobs: list[dict[int, float] | None] = []
         self.features: list[torch.Tensor] = []
         self.features_from = 0
+        self.unread: list[torch.Tensor] = []
+        self.unread_from = 0
         self.counts, self.clock, self.cursor = Counts(method=method, depth=depth), Clock(), Cursor()
         self.cancelled = False
         if request.continued:  # their text counts as given out
@@ -205,7 +208,7 @@ class Sequence:
 
     def take(self, slot: int) -> None:
         """Take a slot, in which nothing is read yet. The text has ended if the continued tokens end it."""
-        self.slot, self.features, self.features_from = slot, [], 0
+        self.slot, self.features, self.features_from, self.unread = slot, [], 0, []
         self.clock.admitted = self.clock.admitted or perf_counter()
         if self.checker.end is not None:
             self.clock.done, self.finish = perf_counter(), self.checker.end

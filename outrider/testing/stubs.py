@@ -88,8 +88,8 @@ class Noisy(_Wrapper):
 class Tapped(_Wrapper):
     """Another drafter with the taps of a trained head. Asserts that it sees what a head needs.
 
-    Each committed position's features must come exactly once and in order, through `start` and `update`. `expected`
-    recomputes them where the values are to be checked too.
+    Each committed position's features must come exactly once and in order, through `start` and `update`. Those of a prompt may
+    come after its first token. `expected` recomputes them where the values are to be checked too.
     """
 
     def __init__(
@@ -110,16 +110,19 @@ class Tapped(_Wrapper):
         self._take(slot, tokens, first, features)
 
     def propose(self, context: DraftContext) -> Draft:
-        for slot, tokens in zip(context.slots, context.tokens, strict=True):
+        for slot, tokens, prompt in zip(context.slots, context.tokens, context.prompt_lengths, strict=True):
             known = len(self.seen.get(slot, []))
-            assert known == len(tokens) - 1, (
+            assert known == len(tokens) - 1 or (known < len(tokens) == prompt), (
                 f"slot {slot}: features of {known} positions, {len(tokens) - 1} are committed"
             )
         return super().propose(context)
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
-        for slot, tokens, commit in zip(context.slots, context.tokens, commits, strict=True):
-            assert commit.features is not None, "a step without features"
+        every = zip(context.slots, context.tokens, context.prompt_lengths, commits, strict=True)
+        for slot, tokens, prompt, commit in every:
+            if commit.features is None:
+                assert len(tokens) == prompt + len(commit.tokens), "a step without features"
+                continue
             first = len(tokens) - 1 - len(commit.features)
             self._take(slot, tokens, first, commit.features)
         super().update(context, commits, target)

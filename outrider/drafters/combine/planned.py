@@ -74,6 +74,7 @@ class PlannedDrafter(BaseDrafter):
         self.lost: dict[int, str] = {}
         self.failures = 0
         self.assigned: dict[int, str] = {}  # methods by slot
+        self._known: dict[int, int] = {}  # tokens of a prompt whose features came, by slot
         self._proposals: dict[tuple[str, int], NodeList] = {}  # (drafter, slot) -> what it proposed in this step
         self._charges: dict[int, list[Charge]] = {}  # by slot
 
@@ -105,6 +106,7 @@ class PlannedDrafter(BaseDrafter):
     # -- a drafter ------------------------------------------------------------------------------------------------------
 
     def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
+        self._known[slot] = first + len(features)
         for name in self.of_slot(slot):
             if name in self._shared.columns:
                 shown = list(tokens) if name in self._foreign else tokens
@@ -133,7 +135,8 @@ class PlannedDrafter(BaseDrafter):
             some = [
                 b
                 for b, slot in enumerate(context.slots)
-                if (name, slot) in self._proposals or (drafter.taps and name in self.of_slot(slot))
+                if (name, slot) in self._proposals
+                or (drafter.taps and name in self.of_slot(slot) and commits[b].features is not None)
             ]
             if some:
                 own = context.select(some)
@@ -146,6 +149,7 @@ class PlannedDrafter(BaseDrafter):
     def release(self, slot: int) -> None:
         self.assigned.pop(slot, None)
         self.lost.pop(slot, None)
+        self._known.pop(slot, None)
         for name in self.drafters:
             self._guarded(name, [], self.drafters[name].release, slot)
 
@@ -197,9 +201,11 @@ class PlannedDrafter(BaseDrafter):
     def _view(self, context: DraftContext, b: int, offered: Mapping[tuple[str, int], Proposal]) -> View:
         """What the planner may know of an entry of the batch."""
         slot, tokens, budget = context.slots[b], context.tokens[b], context.budgets[b]
-        offers, missing = dict[str, Offer](), dict[str, int]()
+        offers, missing, written = dict[str, Offer](), dict[str, int](), len(tokens) - context.prompt_lengths[b]
         if budget.depth and budget.max_nodes:
             for name in self.of_slot(slot):
+                if name in self._shared.columns and not written and self._known.get(slot, 0) < len(tokens) - 1:
+                    continue  # features of a longer prompt come after the first token
                 if name not in self.lookups:
                     missing[name] = self._guarded(name, [slot], self.drafters[name].missing, slot, tokens) or 0
                 elif (name, b) in offered:
@@ -208,7 +214,7 @@ class PlannedDrafter(BaseDrafter):
                     offers[name] = Offer(one.nodes, masses, one.match)
         return View(
             slot,
-            len(tokens) - context.prompt_lengths[b],
+            written,
             context.left[b] if context.left else budget.depth + 1,
             budget,
             offers,

@@ -1,0 +1,231 @@
+"""Long texts on one file: reading a prompt, writing behind it, a forward over several nodes there, and drafts there.
+
+    python -m benchmarks.lengths MODEL.gguf --folder F --prompt 8192 --side outrider          and with --side llama.cpp
+    python -m benchmarks.lengths MODEL.gguf --folder F --write 128 4096                       the sides in turns
+    python -m benchmarks.lengths MODEL.gguf --folder F --nodes 1 5 --behind 128 8192
+    python -m benchmarks.lengths MODEL.gguf --folder F --draft DRAFT.gguf --write 128 8192
+
+The text is Python's standard library. A prompt is read in pieces. What was read stays in the folder, in the files of the prefix
+cache and in saved slots of llama.cpp. So a run that is stopped goes on where it was. A piece that is read anew begins with
+reading these files. `--program` is a llama-server, or a Python that has xllamacpp. With `--nodes` keys and values are random
+numbers, because the time does not depend on them. With `--draft` texts are written plainly and with drafts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sysconfig
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from benchmarks.peers.llama_server import LLAMA, LlamaServer
+from benchmarks.peers.ours import some_tokens
+from benchmarks.real.journal import Journal
+from outrider import LLM, SamplingParams
+from outrider.kernels.vectors import pack_vectors
+from outrider.models.load import Loaded, load
+from outrider.models.nodes import Nodes
+from outrider.models.tokenizer import complete
+
+OURS, DRAFTED = "outrider", "outrider with drafts"
+SHIFT = 192  # tokens between the ends of the texts that are written behind one prompt
+
+
+class Ours:
+    """One method. A beginning that any process has read comes from files."""
+
+    def __init__(self, loaded: Loaded, folder: Path, length: int, draft: str | None = None) -> None:
+        config = {"method": "draft_model", "model": draft} if draft else {"method": "none"}
+        self.llm = LLM(
+            loaded, speculative_config=config, prefix_dir=folder / "starts", max_model_len=length, max_num_seqs=1
+        )
+
+    def write(self, prompt: list[int], count: int) -> dict[str, Any]:
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        began = perf_counter()
+        out = self.llm.generate({"prompt_token_ids": prompt}, params)[0]
+        took, first, found = (
+            perf_counter() - began,
+            out.metrics.time_to_first_token or 0.0,
+            out.metrics.speculative_decoding,
+        )
+        steps = found.num_spec_steps if found else count
+        return {
+            "first": first,
+            "token": (took - first) / max(count - 1, 1),
+            "steps": steps,
+            "text": list(out.outputs[0].token_ids),
+        }
+
+
+class Theirs:
+    """llama.cpp with its defaults. A beginning that was read before comes from a saved slot."""
+
+    def __init__(self, server: LlamaServer, folder: Path) -> None:
+        self._server, self._folder = server, folder
+
+    def write(self, prompt: list[int], count: int) -> dict[str, Any]:
+        known = [int(file.suffix[1:]) for file in self._folder.glob("slot.*")]
+        held = max((n for n in known if n <= len(prompt)), default=0)
+        if held:
+            self._server.slot("restore", f"slot.{held}")
+        out = self._server.complete(prompt, count, ignore_eos=True, reuse=True)
+        if count == 1:
+            self._server.slot("save", f"slot.{len(prompt)}")
+        return {
+            "first": out.prompt_seconds,
+            "token": out.seconds / max(count - 1, 1),
+            "steps": count,
+            "text": out.tokens,
+        }
+
+
+class Lengths:
+    """One model, its text, and the journal of what was measured."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.folder = args, args.folder / Path(args.model).stem
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.journal, self.loaded = Journal(self.folder / "journal.jsonl"), load(args.model, device="cpu")
+
+    @cached_property
+    def text(self) -> list[int]:
+        wanted, found, tokenizer = (
+            max([self.args.prompt, *self.args.write]),
+            list[int](),
+            complete(self.loaded.tokenizer),
+        )
+        for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+            if len(found) >= wanted:
+                break
+            found += tokenizer(file.read_text(encoding="utf-8"), verbose=False)["input_ids"]
+        return found[:wanted]
+
+    def sides(self, stack: ExitStack) -> dict[str, Ours | Theirs]:
+        """Those that are asked for."""
+        length = min(max([self.args.prompt, *self.args.write]) + self.args.tokens, self.loaded.model.max_length)
+        found = dict[str, Ours | Theirs]()
+        if self.args.side != LLAMA:
+            found[OURS] = Ours(self.loaded, self.folder, length)
+        if self.args.draft:
+            found[DRAFTED] = Ours(self.loaded, self.folder, length, self.args.draft)
+        elif self.args.side != OURS:
+            slots = ("--slot-save-path", f"{self.folder}/")
+            server = LlamaServer(self.args.program, self.args.model, length=-(-length // 256) * 256, options=slots)
+            found[LLAMA] = Theirs(stack.enter_context(server), self.folder)
+        return found
+
+    def prompt(self, sides: dict[str, Ours | Theirs]) -> None:
+        """Read the next piece that the journal does not have, until all are read."""
+        ends = [*range(self.args.piece, self.args.prompt, self.args.piece), self.args.prompt]
+        for name, side in sides.items():
+            side.write(self.text[-40:], 2)
+            for end in ends:
+                if not self.journal.has("piece", {"side": name, "end": end}):
+                    seconds = side.write(self.text[:end], 1)["first"]
+                    self.journal.add("piece", {"side": name, "end": end}, {"seconds": seconds})
+                    print(f"{name}: the piece to {end:,} took {seconds:.2f} s", flush=True)
+        done = {line["end"]: line for line in self.journal.of("piece") if line["end"] in ends}
+        for name in (OURS, LLAMA):
+            own = [line["seconds"] for line in self.journal.of("piece") if line["side"] == name and line["end"] in ends]
+            if len(own) == len(done):
+                print(f"{name}: {self.args.prompt:,} tokens in {sum(own):.1f} s")
+
+    def write(self, sides: dict[str, Ours | Theirs]) -> None:
+        """Texts behind prompts, the sides in turns."""
+        args = self.args
+        for turn in range(args.turns + 1):
+            for context in args.write:
+                # with drafts, texts that end elsewhere in one prompt, of which most is known
+                end = max(args.write) - SHIFT * turn if args.draft else context
+                prompt, found = self.text[:end][-context:], {}
+                for name in [*sides] if turn % 2 else [*sides][::-1]:
+                    found[name] = sides[name].write(prompt, args.tokens)
+                if turn:  # the first one warms up
+                    lines = {
+                        n: {"token": f["token"], "first": f["first"], "steps": f["steps"]} for n, f in found.items()
+                    }
+                    equal = DRAFTED not in found or found[OURS]["text"] == found[DRAFTED]["text"]
+                    self.journal.add(
+                        "write", {"context": context, "tokens": args.tokens}, {"sides": lines, "equal": equal}
+                    )
+        for context in args.write:
+            lines = [
+                line for line in self.journal.of("write") if line["context"] == context and {*line["sides"]} == {*sides}
+            ]
+            times = {name: sorted(1e3 * line["sides"][name]["token"] for line in lines) for name in sides}
+            for name, ms in times.items():
+                print(f"{context:,} tokens, {name}: {statistics.median(ms):.1f} ms a token ({ms[0]:.1f}-{ms[-1]:.1f})")
+            if len(sides) == 2:
+                one, other = (OURS, LLAMA) if LLAMA in sides else (DRAFTED, OURS)
+                ratios = sorted(line["sides"][other]["token"] / line["sides"][one]["token"] for line in lines)
+                steps = sum(line["sides"][one]["steps"] for line in lines) / len(lines)
+                print(
+                    f"{context:,} tokens: {one} is {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) times as "
+                    f"fast as {other} in {len(ratios)} texts; {args.tokens / steps:.2f} tokens a step; "
+                    f"{sum(not line['equal'] for line in lines)} differ"
+                )
+
+    def nodes(self) -> None:
+        """A forward over several nodes, behind random keys and values."""
+        args, model = self.args, self.loaded.model
+        times: dict[tuple[int, int], list[float]] = {(c, n): [] for c in args.behind for n in args.nodes}
+        caches = {}
+        for context in args.behind:
+            caches[context] = cache = model.new_cache(1, context + 64)
+            model.forward(Nodes(some_tokens(1, model.vocab_size), cache, [0]), want="none")
+            cache.reserve([0], context + 64)
+            for t in (t for pair in cache.layers for t in pair if t.shape[1]):
+                t[:, :, :context] = pack_vectors(torch.randn(1, t.shape[1], context, t.shape[3]), t.dtype)
+            cache.restore(0, context, ())
+        for turn in range(args.turns + 1):
+            for context, n in times:
+                for _ in range(3):
+                    began = perf_counter()
+                    model.forward(Nodes(some_tokens(n, model.vocab_size), caches[context], [0]))
+                    if turn:
+                        times[context, n].append(perf_counter() - began)
+        for context in args.behind:
+            one = statistics.median(times[context, args.nodes[0]])
+            told = (
+                f"{n} in {1e3 * (t := statistics.median(times[context, n])):.1f} ms ({t / one:.2f})" for n in args.nodes
+            )
+            print(f"behind {context:,} tokens, nodes: {', '.join(told)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--folder", type=Path, required=True, help="for journals and what was read")
+    parser.add_argument("--program", type=Path, help="llama.cpp's")
+    parser.add_argument("--side", choices=(OURS, LLAMA), help="this one alone")
+    parser.add_argument("--draft", help="a draft model, beside plain decoding, in place of llama.cpp")
+    parser.add_argument("--prompt", type=int, default=0, help="tokens to read")
+    parser.add_argument("--piece", type=int, default=2048, help="tokens of a piece")
+    parser.add_argument("--write", type=int, nargs="+", default=[], help="lengths of prompts to write behind")
+    parser.add_argument("--tokens", type=int, default=32, help="to write")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--nodes", type=int, nargs="+", help="nodes of forwards, the first to compare with")
+    parser.add_argument("--behind", type=int, nargs="+", default=[128, 8192], help="their lengths of text")
+    args = parser.parse_args()
+    found = Lengths(args)
+    print(found.journal.machine)
+    if args.nodes:
+        found.nodes()
+        return
+    with ExitStack() as stack:
+        sides = found.sides(stack)
+        if args.prompt:
+            found.prompt(sides)
+        if args.write:
+            found.write(sides)
+
+
+if __name__ == "__main__":
+    main()
