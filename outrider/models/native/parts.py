@@ -1,16 +1,77 @@
-"""What the layers of families are made of: each part adds the ops of one module.
+"""What the layers of families are made of: each part adds the ops of one module, and `decoder` puts them in order.
 
-Its result is added to the residual x, or is a value of its own if x is None. c: a configuration.
+c: a configuration. Names of modules are those below a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
 
-from outrider.models.native.program import Builder, Value
+from outrider.models.native.program import Builder, NotNative, Value
+
+Part = Callable[[Value, Any, str], Any]
+"""x += part(h): (h, x, the name of the layer). If x is None, it returns a value of its own."""
+Angles = Callable[[int], int | None]
+"""The number of a layer's table of angles; None for a layer that rotates nothing."""
+
+
+class Block(NamedTuple):
+    """A part, with the names of the norms before and after it. Without one before, it reads what the part before it has read."""
+
+    part: Part
+    before: str = ""
+    after: str = ""
+
+
+def decoder(
+    b: Builder,
+    c: Any,
+    *blocks: Block,
+    embedding: str = "model.embed_tokens",
+    layers: str = "model.layers",
+    last: str = "model.norm",
+    factor: float = 1.0,
+    logits: float = 1.0,
+    softcap: float = 0.0,
+    **norm: Any,
+) -> None:
+    """A whole model: an embedding, layers of these blocks, a norm and a head.
+
+    factor: of the embedding. logits: a factor of the logits. softcap: theirs, too. norm: of all norms, see `Builder.norm`."""
+    x = b.embed(embedding, factor)
+    for layer in b.layers(x, c.num_hidden_layers, layers):
+        h = x
+        for part, before, after in blocks:
+            h = b.norm(x, f"{layer}.{before}", **norm) if before else h
+            made = part(h, None if after else x, layer)
+            if after:
+                b.norm(made, f"{layer}.{after}", **norm, add_to=x)
+    b.head(b.norm(x, last, **norm), factor=logits, softcap=softcap)
+
+
+def by_kind(b: Builder, kinds: Sequence[str], **parts: Part) -> Part:
+    """In each layer the part of its kind."""
+
+    def part(h: Value, x: Any, layer: str) -> Any:
+        if (kind := kinds[b.layer]) not in parts:
+            raise NotNative(f"its layer {b.layer} is a {kind}")
+        return parts[kind](h, x, layer)
+
+    return part
+
+
+def both(first: Part, second: Part) -> Part:
+    """Two parts that read the same."""
+
+    def part(h: Value, x: Any, layer: str) -> None:
+        first(h, x, layer)
+        second(h, x, layer)
+
+    return part
 
 
 def unused(c: Any, *names: str) -> None:
@@ -35,7 +96,8 @@ class Heads(TypedDict):
 
 def heads_of(c: Any) -> Heads:
     dim = head_dim(c)
-    return {"heads": c.num_attention_heads, "kv_heads": c.num_key_value_heads, "dim": dim, "scale": dim**-0.5}
+    scale = float(getattr(c, "attention_multiplier", dim**-0.5))
+    return {"heads": c.num_attention_heads, "kv_heads": c.num_key_value_heads, "dim": dim, "scale": scale}
 
 
 def window_of(c: Any, layer: int) -> int:
@@ -44,10 +106,30 @@ def window_of(c: Any, layer: int) -> int:
     return window if types is None or types[layer] == "sliding_attention" else 0
 
 
-def tables_by_type(b: Builder, c: Any) -> Callable[[int], int]:
-    """The number of a layer's table of angles, for models with one for each type of layers."""
-    made = {kind: b.rotary(c.rope_parameters[kind], kind) for kind in sorted({*c.layer_types})}
-    return lambda layer: made[c.layer_types[layer]]
+def residual_factor(c: Any) -> float:
+    """Of what a part adds to the residual."""
+    return float(getattr(c, "residual_multiplier", 1.0))
+
+
+def angles(b: Builder, c: Any) -> Angles:
+    """Of models with one table, with one for each type of layers, or with layers that rotate nothing."""
+    if "full_attention" in c.rope_parameters:
+        made = {kind: b.rotary(c.rope_parameters[kind], kind) for kind in sorted({*c.layer_types})}
+        return lambda layer: made[c.layer_types[layer]]
+    table, rotated = b.rotary(c.rope_parameters), getattr(c, "no_rope_layers", None)
+    return lambda layer: table if rotated is None or rotated[layer] else None
+
+
+def attends(b: Builder, c: Any, tables: Angles | None, name: str = "self_attn", **settings: Any) -> Part:
+    """`attention` as the configuration says it. tables: None if it rotates nothing. settings: others of `attention`."""
+    settings = {**heads_of(c), "factor": residual_factor(c), **settings}
+
+    def part(h: Value, x: Any, layer: str) -> Value:
+        table = None if tables is None else tables(b.layer)
+        own = settings if "window" in settings else {**settings, "window": window_of(c, b.layer)}
+        return attention(b, h, x, f"{layer}.{name}", table=table, **own)
+
+    return part
 
 
 def attention(
@@ -96,56 +178,8 @@ def attention(
     return b.linear(attended, f"{name}.{out}", width=(h if x is None else x).width, factor=factor, add_to=x)
 
 
-def latent_attention(
-    b: Builder,
-    h: Value,
-    x: Value,
-    name: str,
-    *,
-    heads: int,
-    latent: int,
-    plain: int,
-    rotated: int,
-    values: int,
-    query: int | None,
-    table: int,
-    scale: float,
-    interleaved: bool,
-) -> None:
-    """x += attention(h) over a latent (DeepSeek-V2, arXiv 2405.04434, section 2.1), which is all that the cache holds of a token.
-
-    The matrix that makes keys of the latent is applied to the queries, and the one that makes values to what they attend to. So
-    each head attends to one key, whose first numbers are its value. plain, rotated: numbers of a key with and without rotary
-    embedding. values: of a value. query: those that queries are made of; None: queries are made of h."""
-    eps, width, both = 1e-6, latent + rotated, plain + rotated  # these norms have their own eps
-    if query is None:
-        made = b.linear(h, f"{name}.q_proj", width=heads * both)
-        key = b.linear(h, f"{name}.kv_a_proj_with_mqa", width=width)
-    else:
-        joined = b.linear(h, f"{name}.q_a_proj", f"{name}.kv_a_proj_with_mqa", width=query + width)
-        small, key = joined.split(query, width)
-        b.norm(small, f"{name}.q_a_layernorm", eps=eps, out=small)
-        made = b.linear(small, f"{name}.q_b_proj", width=heads * both)
-    content, _ = key.split(latent, rotated)
-    b.norm(content, f"{name}.kv_a_layernorm", eps=eps, out=content)
-    b.rope(key, table, width, offset=latent, interleaved=interleaved)
-    keys, back = b.source.latent(f"{name}.kv_b_proj", heads, plain)
-    asked = b.value(heads * width)
-    b.heads(made, keys, heads, step=both, out=asked, out_step=width)
-    b.move(made.part(plain, rotated), heads, step=both, out=asked.part(latent, rotated), out_step=width)
-    b.rope(asked, table, width, offset=latent, interleaved=interleaved)
-    cache = b.store(key, None, 1)
-    b.rows()
-    attended = b.attend(asked, cache, heads=heads, scale=scale, value_dim=latent)
-    made = b.value(heads * values)
-    b.heads(attended, back, heads, step=latent, out=made, out_step=values)
-    b.linear(made, f"{name}.o_proj", width=x.width, add_to=x)
-
-
 def mamba2(
     b: Builder,
-    h: Value,
-    x: Value,
     name: str,
     *,
     heads: int,
@@ -158,27 +192,32 @@ def mamba2(
     norm_first: bool = False,
     scale: Tensor | None = None,
     factor: float = 1.0,
-) -> None:
+) -> Part:
     """x += factor * the mixer of Mamba 2 (Dao and Gu 2024). channels: of a head. width: of a channel's state. norm_group: numbers
     that its gated norm takes together, 0 for all; norm_first: before the gate. scale: of what the first matrix gives."""
     inner, shared = heads * channels, groups * width
-    made = b.linear(h, f"{name}.in_proj", width=2 * inner + 2 * shared + heads)
-    if scale is not None:
-        b.map(made, "linear", scale=scale, out=made)
-    gate, mixed, step = made.split(inner, inner + 2 * shared, heads)
-    convolved = b.conv(mixed, f"{name}.conv1d", activation=activation)
-    step = b.map(step, "softplus", shift=b.vector(f"{name}.dt_bias", heads))
-    decay, through = -b.vector(f"{name}.A_log", heads).exp(), b.vector(f"{name}.D", heads)
-    y = b.selective(
-        convolved, step, a=decay, through=through, heads=heads, channels=channels, width=width, groups=groups
-    )
-    normed = b.has(f"{name}.norm")
-    if normed and norm_first:
-        b.norm(y, f"{name}.norm", eps=eps, group=norm_group, per_group=True, out=y)
-    b.gate(gate, y, "silu", out=y)
-    if normed and not norm_first:
-        b.norm(y, f"{name}.norm", eps=eps, group=norm_group, per_group=True, out=y)
-    b.linear(y, f"{name}.out_proj", width=x.width, factor=factor, add_to=x)
+
+    def part(h: Value, x: Any, layer: str) -> None:
+        own = f"{layer}.{name}"
+        made = b.linear(h, f"{own}.in_proj", width=2 * inner + 2 * shared + heads)
+        if scale is not None:
+            b.map(made, "linear", scale=scale, out=made)
+        gate, mixed, step = made.split(inner, inner + 2 * shared, heads)
+        convolved = b.conv(mixed, f"{own}.conv1d", activation=activation)
+        step = b.map(step, "softplus", shift=b.vector(f"{own}.dt_bias", heads))
+        decay, through = -b.vector(f"{own}.A_log", heads).exp(), b.vector(f"{own}.D", heads)
+        y = b.selective(
+            convolved, step, a=decay, through=through, heads=heads, channels=channels, width=width, groups=groups
+        )
+        normed = b.has(f"{own}.norm")
+        if normed and norm_first:
+            b.norm(y, f"{own}.norm", eps=eps, group=norm_group, per_group=True, out=y)
+        b.gate(gate, y, "silu", out=y)
+        if normed and not norm_first:
+            b.norm(y, f"{own}.norm", eps=eps, group=norm_group, per_group=True, out=y)
+        b.linear(y, f"{own}.out_proj", width=x.width, factor=factor, add_to=x)
+
+    return part
 
 
 def gated_mlp(
@@ -198,45 +237,61 @@ def gated_mlp(
     return b.linear(middle, f"{name}.down_proj", width=(h if x is None else x).width, factor=factor, add_to=x)
 
 
-def gated_expert(b: Builder, h: Value, x: Value, name: str, gate: str, *, width: int, activation: str) -> None:
+def mlp(b: Builder, c: Any, name: str = "mlp", *, width: int = 0, activation: str = "", joined: bool = False) -> Part:
+    """`gated_mlp` as the configuration says it, but for a width or an activation that is given."""
+
+    def part(h: Value, x: Any, layer: str) -> Value:
+        size, function = width or c.intermediate_size, activation or c.hidden_act
+        factor = residual_factor(c)
+        return gated_mlp(b, h, x, f"{layer}.{name}", width=size, activation=function, factor=factor, joined=joined)
+
+    return part
+
+
+def ungated_mlp(b: Builder, c: Any, up: str, down: str, activation: str) -> Part:
+    """x += down(act(up(h)))."""
+
+    def part(h: Value, x: Any, layer: str) -> None:
+        middle = b.linear(h, f"{layer}.{up}", width=c.intermediate_size)
+        b.gate(middle, None, activation, out=middle)
+        b.linear(middle, f"{layer}.{down}", width=x.width, add_to=x)
+
+    return part
+
+
+def gated_expert(b: Builder, c: Any, name: str, gate: str, *, width: int) -> Part:
     """x += sigmoid(gate(h)) * the MLP of this name. It is a mixture of one expert, which is always chosen."""
-    routed = b.route(b.linear(h, gate, width=1), k=1, kind="sigmoid_top")
-    b.experts(h, routed, name, count=1, width=width, activation=activation, add_to=x)
+
+    def part(h: Value, x: Any, layer: str) -> None:
+        routed = b.route(b.linear(h, f"{layer}.{gate}", width=1), k=1, kind="sigmoid_top")
+        b.experts(h, routed, f"{layer}.{name}", count=1, width=width, activation=c.hidden_act, add_to=x)
+
+    return part
 
 
 def mixture(
     b: Builder,
-    h: Value,
-    x: Value,
-    name: str,
+    c: Any,
+    name: str = "mlp",
     *,
-    router: str,
+    router: str = "gate",
     count: int,
-    k: int,
-    kind: str,
+    k: int = 0,
     width: int,
-    activation: str,
-    normalised: bool = False,
-    factor: float = 1.0,
-    limit: float = 0.0,
-    alpha: float = 0.0,
-    plus: float = 0.0,
+    activation: str = "",
+    correction: str | None = None,
+    clamp: Mapping[str, float] = MappingProxyType({}),
     **routing: Any,
-) -> None:
-    """x += factor * the experts that a router chooses. router: its name. count: of experts. routing: more settings of
-    `Builder.route`. The others are those of `Builder.route` and `Builder.experts`."""
-    logits = b.linear(h, f"{name}.{router}", width=count)
-    routed = b.route(logits, k=k, kind=kind, normalised=normalised, **routing)
-    b.experts(
-        h,
-        routed,
-        f"{name}.experts",
-        count=count,
-        width=width,
-        activation=activation,
-        add_to=x,
-        factor=factor,
-        limit=limit,
-        alpha=alpha,
-        plus=plus,
-    )
+) -> Part:
+    """x += the experts that a router chooses. router: its name. count: of experts. k: of those that a node has, if the
+    configuration does not say it. correction, routing: settings of `Builder.route`. clamp: those of `Builder.experts`."""
+    function, chosen, factor = activation or c.hidden_act, k or c.num_experts_per_tok, residual_factor(c)
+
+    def part(h: Value, x: Any, layer: str) -> None:
+        own = f"{layer}.{name}"
+        added = None if correction is None else f"{own}.{correction}"
+        routed = b.route(b.linear(h, f"{own}.{router}", width=count), k=chosen, correction=added, **routing)
+        settings = {"count": count, "width": width, "activation": function, "factor": factor, **clamp}
+        b.experts(h, routed, f"{own}.experts", add_to=x, **settings)
+
+    return part

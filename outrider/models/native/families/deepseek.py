@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from outrider.models.native.families import family
-from outrider.models.native.families.llama import decoder
-from outrider.models.native.parts import gated_mlp, latent_attention, mixture, unused
+from outrider.models.native.families.dense import llama_layers
+from outrider.models.native.parts import Block, Part, both, by_kind, decoder, mixture, mlp, unused
 from outrider.models.native.program import Builder, NotNative, Value
 
 _MIXTURE = (  # a model may have no layer with experts
@@ -19,48 +19,61 @@ _MIXTURE = (  # a model may have no layer with experts
 @family("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 def deepseek(b: Builder, c: Any) -> None:
     """norm, attention over a latent, residual, norm, mixture or MLP, residual. V2 and V3 differ in the router."""
-    eps, second = float(c.rms_norm_eps), c.model_type == "deepseek_v2"
-    unused(c, "num_key_value_heads", "first_k_dense_replace", "num_mtp_layers", "head_dim", "qk_head_dim", *_MIXTURE)
-    kinds = getattr(c, "mlp_layer_types", None)
-    x = b.embed()
-    table = b.rotary(c.rope_parameters)
-    for i, layer in enumerate(b.layers(x, c.num_hidden_layers)):
-        h = b.norm(x, f"{layer}.input_layernorm", eps=eps)
-        latent_attention(
-            b,
-            h,
-            x,
-            f"{layer}.self_attn",
-            heads=c.num_attention_heads,
-            latent=c.kv_lora_rank,
-            plain=c.qk_nope_head_dim,
-            rotated=c.qk_rope_head_dim,
-            values=c.v_head_dim,
-            query=c.q_lora_rank,
-            table=table,
-            scale=_scale(c),
-            interleaved=True if second else bool(c.rope_interleave),
-        )
-        h = b.norm(x, f"{layer}.post_attention_layernorm", eps=eps)
-        if i < c.first_k_dense_replace if kinds is None else kinds[i] == "dense":
-            gated_mlp(b, h, x, f"{layer}.mlp", width=c.intermediate_size, activation=c.hidden_act)
-        else:
-            _feed(b, c, h, x, f"{layer}.mlp", second)
-    b.head(b.norm(x, "model.norm", eps=eps))
+    second = c.model_type == "deepseek_v2"
+    unused(c, "num_key_value_heads", "head_dim", "qk_head_dim")
+    decoder(
+        b,
+        c,
+        Block(_latent_attention(b, c, True if second else bool(c.rope_interleave)), "input_layernorm"),
+        Block(_feed(b, c, second), "post_attention_layernorm"),
+        eps=float(c.rms_norm_eps),
+    )
 
 
 @family("Glm4MoeForCausalLM", "Dots1ForCausalLM")
 def glm4_moe(b: Builder, c: Any) -> None:
-    """Llama's attention, which may have norms for each head. The first layers have an MLP."""
-    unused(c, "use_qk_norm", "num_mtp_layers", *_MIXTURE)  # the weights show the norms
+    """Llama's attention, which may have norms for each head."""
+    unused(c, "use_qk_norm")  # the weights show the norms
+    llama_layers(b, c, _feed(b, c, False))
 
-    def feed(h: Value, x: Value, layer: str, factor: float) -> None:
-        if b.layer < c.first_k_dense_replace:
-            gated_mlp(b, h, x, f"{layer}.mlp", width=c.intermediate_size, activation=c.hidden_act)
+
+def _latent_attention(b: Builder, c: Any, interleaved: bool) -> Part:
+    """x += attention(h) over a latent (DeepSeek-V2, arXiv 2405.04434, section 2.1), which is all that the cache holds of a token.
+
+    The matrix that makes keys of the latent is applied to the queries, and the one that makes values to what they attend to. So
+    each head attends to one key, whose first numbers are its value."""
+    heads, latent, values, query = c.num_attention_heads, c.kv_lora_rank, c.v_head_dim, c.q_lora_rank
+    plain, rotated = c.qk_nope_head_dim, c.qk_rope_head_dim  # numbers of a key without and with rotary embedding
+    eps, width, both_parts = 1e-6, latent + rotated, plain + rotated  # these norms have their own eps
+    table, scale = b.rotary(c.rope_parameters), _scale(c)
+
+    def part(h: Value, x: Any, layer: str) -> None:
+        name = f"{layer}.self_attn"
+        if query is None:
+            made = b.linear(h, f"{name}.q_proj", width=heads * both_parts)
+            key = b.linear(h, f"{name}.kv_a_proj_with_mqa", width=width)
         else:
-            _feed(b, c, h, x, f"{layer}.mlp", False)
+            joined = b.linear(h, f"{name}.q_a_proj", f"{name}.kv_a_proj_with_mqa", width=query + width)
+            small, key = joined.split(query, width)
+            b.norm(small, f"{name}.q_a_layernorm", eps=eps, out=small)
+            made = b.linear(small, f"{name}.q_b_proj", width=heads * both_parts)
+        content, _ = key.split(latent, rotated)
+        b.norm(content, f"{name}.kv_a_layernorm", eps=eps, out=content)
+        b.rope(key, table, width, offset=latent, interleaved=interleaved)
+        keys, back = b.source.latent(f"{name}.kv_b_proj", heads, plain)
+        asked = b.value(heads * width)
+        b.heads(made, keys, heads, step=both_parts, out=asked, out_step=width)
+        turned = asked.part(latent, rotated)
+        b.move(made.part(plain, rotated), heads, step=both_parts, out=turned, out_step=width)
+        b.rope(asked, table, width, offset=latent, interleaved=interleaved)
+        cache = b.store(key, None, 1)
+        b.rows()
+        attended = b.attend(asked, cache, heads=heads, scale=scale, value_dim=latent)
+        made = b.value(heads * values)
+        b.heads(attended, back, heads, step=latent, out=made, out_step=values)
+        b.linear(made, f"{name}.o_proj", width=x.width, add_to=x)
 
-    decoder(b, c, feed)
+    return part
 
 
 def _scale(c: Any) -> float:
@@ -72,25 +85,31 @@ def _scale(c: Any) -> float:
     return float(scale)
 
 
-def _feed(b: Builder, c: Any, h: Value, x: Value, name: str, second: bool) -> None:
-    """x += the chosen experts, and those that all nodes have. second: the router of V2, which has a softmax. transformers never
-    divides its weights by their sum."""
-    routing: dict[str, Any] = {"scaling": float(c.routed_scaling_factor)}
-    grouped = c.topk_method == "group_limited_greedy" if second else c.n_group > 1
-    if grouped:
-        routing |= {"groups": c.n_group, "kept_groups": c.topk_group}
-    if second:
-        if c.topk_method not in ("greedy", "group_limited_greedy"):
-            raise NotNative(f"its router is {c.topk_method}")
-    else:
+def _feed(b: Builder, c: Any, second: bool) -> Part:
+    """In the first layers an MLP, then the chosen experts, and those that all nodes have. second: the router of V2, which has a
+    softmax. transformers never divides its weights by their sum."""
+    unused(c, "num_mtp_layers", "first_k_dense_replace", *_MIXTURE)
+    kinds = getattr(c, "mlp_layer_types", None)
+    if kinds is None:
+        kinds = ["dense" if i < c.first_k_dense_replace else "sparse" for i in range(c.num_hidden_layers)]
+    if "sparse" not in kinds:
+        return mlp(b, c)
+    routing: dict[str, Any] = {"kind": "softmax_top", "scaling": float(c.routed_scaling_factor)}
+    if not second:
+        correction = "gate.e_score_correction_bias"
         routing |= {
+            "kind": "sigmoid_top",
             "normalised": bool(c.norm_topk_prob),
-            "correction": f"{name}.gate.e_score_correction_bias",
+            "correction": correction,
             "added": 1e-20,
         }
-    mixture(
-        b, h, x, name, router="gate", count=c.n_routed_experts, k=c.num_experts_per_tok,
-        kind="softmax_top" if second else "sigmoid_top", width=c.moe_intermediate_size, activation=c.hidden_act, **routing,
-    )  # fmt: skip
-    shared = c.moe_intermediate_size * c.n_shared_experts
-    gated_mlp(b, h, x, f"{name}.shared_experts", width=shared, activation=c.hidden_act)
+    elif c.topk_method not in ("greedy", "group_limited_greedy"):
+        raise NotNative(f"its router is {c.topk_method}")
+    if c.topk_method == "group_limited_greedy" if second else c.n_group > 1:
+        routing |= {"groups": c.n_group, "kept_groups": c.topk_group}
+    width = c.moe_intermediate_size
+    feed = both(
+        mixture(b, c, count=c.n_routed_experts, width=width, **routing),
+        mlp(b, c, "mlp.shared_experts", width=width * c.n_shared_experts),
+    )
+    return by_kind(b, kinds, dense=mlp(b, c), sparse=feed)

@@ -1,12 +1,27 @@
-"""Mamba 2 alone, and Nemotron-H: each layer is a mixer of Mamba 2, attention, or an MLP."""
+"""Models with mixers of Mamba 2: Mamba 2 alone, Nemotron-H, Falcon-H1, Granite 4 and Bamba."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from outrider.models.native import parts
 from outrider.models.native.families import family
-from outrider.models.native.program import Builder, NotNative
+from outrider.models.native.families.mixtures import granite_mixture
+from outrider.models.native.parts import (
+    Block,
+    Part,
+    angles,
+    attends,
+    both,
+    by_kind,
+    decoder,
+    mlp,
+    residual_factor,
+    unused,
+)
+from outrider.models.native.program import Builder, NotNative, Value
 
 _EXPERTS = (
     "n_routed_experts n_shared_experts moe_intermediate_size moe_shared_expert_intermediate_size num_experts_per_tok n_group "
@@ -17,61 +32,132 @@ _EXPERTS = (
 @family("Mamba2ForCausalLM")
 def mamba2(b: Builder, c: Any) -> None:
     """norm, mixer, residual."""
-    eps = float(c.layer_norm_epsilon)
-    x = b.embed("backbone.embeddings")
-    for layer in b.layers(x, c.num_hidden_layers, "backbone.layers"):
-        h = b.norm(x, f"{layer}.norm", eps=eps)
-        parts.mamba2(
-            b,
-            h,
-            x,
-            f"{layer}.mixer",
-            heads=c.num_heads,
-            channels=c.head_dim,
-            width=c.state_size,
-            groups=c.n_groups,
-            activation=c.hidden_act,
-            eps=eps,
-        )
-    b.head(b.norm(x, "backbone.norm_f", eps=eps))
+    eps, sizes = float(c.layer_norm_epsilon), {"heads": c.num_heads, "channels": c.head_dim, "width": c.state_size}
+    mixer = parts.mamba2(b, "mixer", groups=c.n_groups, activation=c.hidden_act, eps=eps, **sizes)
+    names: dict[str, Any] = {"embedding": "backbone.embeddings", "layers": "backbone.layers", "last": "backbone.norm_f"}
+    decoder(b, c, Block(mixer, "norm"), eps=eps, **names)
 
 
 @family("NemotronHForCausalLM")
 def nemotron_h(b: Builder, c: Any) -> None:
     """norm, one of three, residual. It has no rotary embedding."""
-    eps, inner = float(c.layer_norm_epsilon), c.mamba_num_heads * c.mamba_head_dim
-    x = b.embed("model.embeddings")
-    for i, layer in enumerate(b.layers(x, c.num_hidden_layers)):
-        h, mixer, kind = b.norm(x, f"{layer}.norm", eps=eps), f"{layer}.mixer", c.layers_block_type[i]
-        if kind in ("mamba", "linear_attention"):
-            parts.mamba2(
-                b,
-                h,
-                x,
-                mixer,
-                heads=c.mamba_num_heads,
-                channels=c.mamba_head_dim,
-                width=c.ssm_state_size,
-                groups=c.n_groups,
-                activation=c.mamba_hidden_act,
-                eps=eps,
-                norm_group=inner // c.n_groups,
-            )
-        elif kind in ("attention", "full_attention"):
-            parts.attention(
-                b,
-                h,
-                x,
-                mixer,
-                table=None,
-                **parts.heads_of(c),
-                eps=eps,
-            )
-        elif kind == "mlp":
-            up = b.linear(h, f"{mixer}.up_proj", width=c.intermediate_size)
-            b.gate(up, None, c.mlp_hidden_act, out=up)
-            b.linear(up, f"{mixer}.down_proj", width=x.width, add_to=x)
-        else:
-            raise NotNative(f"its layer {i} is a {kind}")
-    parts.unused(c, *_EXPERTS.split())
-    b.head(b.norm(x, "model.norm_f", eps=eps))
+    eps = float(c.layer_norm_epsilon)
+    mixer = parts.mamba2(
+        b,
+        "mixer",
+        heads=c.mamba_num_heads,
+        channels=c.mamba_head_dim,
+        width=c.ssm_state_size,
+        groups=c.n_groups,
+        activation=c.mamba_hidden_act,
+        eps=eps,
+        norm_group=c.mamba_num_heads * c.mamba_head_dim // c.n_groups,
+    )
+    attention = attends(b, c, None, "mixer", window=0)
+    unused(c, *_EXPERTS.split())
+    part = by_kind(
+        b,
+        c.layers_block_type,
+        mamba=mixer,
+        linear_attention=mixer,
+        attention=attention,
+        full_attention=attention,
+        mlp=parts.ungated_mlp(b, c, "mixer.up_proj", "mixer.down_proj", c.mlp_hidden_act),
+    )
+    decoder(b, c, Block(part, "norm"), embedding="model.embeddings", last="model.norm_f", eps=eps)
+
+
+def _mixer(b: Builder, c: Any, **settings: Any) -> Part:
+    """The mixer of Falcon-H1, Granite 4 and Bamba."""
+    return parts.mamba2(
+        b,
+        "mamba",
+        heads=c.mamba_n_heads,
+        channels=c.mamba_d_head,
+        width=c.mamba_d_state,
+        groups=c.mamba_n_groups,
+        activation=c.hidden_act,
+        eps=float(c.rms_norm_eps),
+        **settings,
+    )
+
+
+@family("FalconH1ForCausalLM")
+def falcon_h1(b: Builder, c: Any) -> None:
+    """A mixer beside attention in each layer, with factors from muP."""
+    unused(c, "mamba_d_ssm", "mamba_rms_norm", "mamba_conv_bias")  # the weights show them
+    if c.attention_bias or c.mlp_bias or c.projectors_bias or c.mamba_proj_bias:
+        raise NotNative("its factors and biases would not commute")
+    inner, shared = c.mamba_n_heads * c.mamba_d_head, c.mamba_n_groups * c.mamba_d_state
+    sizes = torch.tensor([inner, inner, shared, shared, c.mamba_n_heads])
+    scale = (torch.tensor(c.ssm_multipliers) * c.ssm_in_multiplier).repeat_interleave(sizes).float()
+    into, through = c.attention_in_multiplier, float(c.attention_out_multiplier * c.attention_in_multiplier)
+    mixer = _mixer(
+        b,
+        c,
+        norm_group=inner // c.mamba_n_groups,
+        norm_first=bool(c.mamba_norm_before_gate),
+        scale=None if bool((scale == 1).all()) else scale,
+        factor=float(c.ssm_out_multiplier),
+    )
+    scores = float(parts.head_dim(c) ** -0.5 * c.key_multiplier * into**2)
+    attention = attends(b, c, angles(b, c), scale=scores, factor=through)
+
+    def feed(h: Value, x: Any, layer: str) -> None:
+        name, (first, last) = f"{layer}.feed_forward", map(float, c.mlp_multipliers)
+        gate = b.linear(h, f"{name}.gate_proj", width=c.intermediate_size, factor=first)
+        up = b.linear(h, f"{name}.up_proj", width=c.intermediate_size)
+        b.gate(gate, up, c.hidden_act, out=up)
+        b.linear(up, f"{name}.down_proj", width=x.width, factor=last, add_to=x)
+
+    decoder(
+        b,
+        c,
+        Block(both(mixer, attention), "input_layernorm"),
+        Block(feed, "pre_ff_layernorm"),
+        last="model.final_layernorm",
+        factor=float(c.embedding_multiplier),
+        logits=float(c.lm_head_multiplier),
+        eps=float(c.rms_norm_eps),
+    )
+
+
+@family("GraniteMoeHybridForCausalLM")
+def granite_hybrid(b: Builder, c: Any) -> None:
+    """norm, mixer or attention, residual, norm, gated MLP beside a mixture, residual; each residual has a factor."""
+    unused(c, "intermediate_size", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
+    factor, width = residual_factor(c), c.shared_intermediate_size
+    mixer, rotates = _mixer(b, c, factor=factor), c.position_embedding_type == "rope"
+    attention = attends(b, c, angles(b, c) if rotates else None)
+
+    def shared(h: Value, x: Any, layer: str) -> None:
+        gate, up = b.linear(h, f"{layer}.shared_mlp.input_linear", width=2 * width).split(width, width)
+        b.gate(gate, up, c.hidden_act, out=up)
+        b.linear(up, f"{layer}.shared_mlp.output_linear", width=x.width, factor=factor, add_to=x)
+
+    kinds = {"mamba": mixer, "linear_attention": mixer, "attention": attention, "full_attention": attention}
+    decoder(
+        b,
+        c,
+        Block(by_kind(b, c.layer_types, **kinds), "input_layernorm"),
+        Block(both(granite_mixture(b, c), shared) if c.num_local_experts else shared, "post_attention_layernorm"),
+        factor=float(c.embedding_multiplier),
+        logits=1.0 / float(c.logits_scaling),
+        eps=float(c.rms_norm_eps),
+    )
+
+
+@family("BambaForCausalLM")
+def bamba(b: Builder, c: Any) -> None:
+    """norm, mixer or attention, residual, norm, gated MLP, residual."""
+    own = c.attn_layer_indices or ()
+    kinds = ["attention" if i in own else "mamba" for i in range(c.num_hidden_layers)]
+    part = by_kind(b, kinds, mamba=_mixer(b, c), attention=attends(b, c, angles(b, c)))
+    decoder(
+        b,
+        c,
+        Block(part, "input_layernorm"),
+        Block(mlp(b, c, "feed_forward"), "pre_ff_layernorm"),
+        last="model.final_layernorm",
+        eps=float(c.rms_norm_eps),
+    )

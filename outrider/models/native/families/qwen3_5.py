@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.models.native.families import family
-from outrider.models.native.parts import gated_expert, gated_mlp, mixture, unused
+from outrider.models.native.families.mixtures import qwen_feed
+from outrider.models.native.parts import Block, by_kind, decoder
 from outrider.models.native.program import Builder, Value
 
 _TINY = 1e-6  # transformers' l2norm
@@ -13,34 +14,24 @@ _TINY = 1e-6  # transformers' l2norm
 
 @family("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")
 def qwen3_5(b: Builder, c: Any) -> None:
-    """norm, delta rule or attention, residual, norm, MLP or mixture, residual."""
-    eps, dense = float(c.rms_norm_eps), getattr(c, "mlp_only_layers", None) or ()
-    every = getattr(c, "decoder_sparse_step", 1)
-    unused(c, "intermediate_size")
-    x = b.embed()
+    """norm, delta rule or attention, residual, norm, MLP or mixture, residual. Qwen 3.5 always divides the weights of experts by
+    their sum."""
     table = b.rotary(c.rope_parameters)
-    for i, layer in enumerate(b.layers(x, c.num_hidden_layers)):
-        h = b.norm(x, f"{layer}.input_layernorm", eps=eps, one_added=True)
-        if c.layer_types[i] == "full_attention":
-            _attention(b, c, h, x, f"{layer}.self_attn", table)
-        else:
-            _delta_net(b, c, h, x, f"{layer}.linear_attn")
-        h = b.norm(x, f"{layer}.post_attention_layernorm", eps=eps, one_added=True)
-        if not getattr(c, "num_experts", 0) or i in dense or (i + 1) % every:
-            gated_mlp(b, h, x, f"{layer}.mlp", width=c.intermediate_size, activation=c.hidden_act)
-        else:
-            _mixture(b, c, h, x, f"{layer}.mlp")
-    b.head(b.norm(x, "model.norm", eps=eps, one_added=True))
 
+    def attention(h: Value, x: Any, layer: str) -> None:
+        _attention(b, c, h, x, f"{layer}.self_attn", table)
 
-def _mixture(b: Builder, c: Any, h: Value, x: Value, name: str) -> None:
-    """The chosen experts, and one with a gate that all nodes have. Qwen 3.5 always divides the weights by their sum."""
-    mixture(
-        b, h, x, name, router="gate", count=c.num_experts, k=c.num_experts_per_tok, kind="softmax_top",
-        normalised=bool(getattr(c, "norm_topk_prob", True)), width=c.moe_intermediate_size, activation=c.hidden_act,
-    )  # fmt: skip
-    width = c.shared_expert_intermediate_size
-    gated_expert(b, h, x, f"{name}.shared_expert", f"{name}.shared_expert_gate", width=width, activation=c.hidden_act)
+    def delta_net(h: Value, x: Any, layer: str) -> None:
+        _delta_net(b, c, h, x, f"{layer}.linear_attn")
+
+    decoder(
+        b,
+        c,
+        Block(by_kind(b, c.layer_types, full_attention=attention, linear_attention=delta_net), "input_layernorm"),
+        Block(qwen_feed(b, c, normalised=bool(getattr(c, "norm_topk_prob", True))), "post_attention_layernorm"),
+        eps=float(c.rms_norm_eps),
+        one_added=True,
+    )
 
 
 def _attention(b: Builder, c: Any, h: Value, x: Value, name: str, table: int) -> None:
@@ -67,7 +58,7 @@ def _delta_net(b: Builder, c: Any, h: Value, x: Value, name: str) -> None:
     heads, groups = c.linear_num_value_heads, c.linear_num_key_heads
     keys, width = c.linear_key_head_dim, c.linear_value_head_dim
     sizes = keys, keys, heads // groups * width, heads // groups * width
-    parts = _by_group if b.has(f"{name}.in_proj_qkvz") else _by_part
+    parts = _by_group if c.model_type == "qwen3_next" else _by_part
     made, gate, more = parts(b, h, name, heads, groups, sizes)
     mixed = b.conv(made, f"{name}.conv1d", activation=c.hidden_act)
     both, _ = mixed.split(2 * groups * keys, heads * width)
