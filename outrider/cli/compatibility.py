@@ -25,7 +25,7 @@ from outrider.models.gguf.files import gguf_files
 from outrider.models.gguf.model import sizes as gguf_sizes
 from outrider.models.hf.model import UnsupportedModel, refuse, why_not_by_node
 from outrider.models.native.model import supports
-from outrider.models.packs.folder import skeleton
+from outrider.models.pretrained import skeleton
 from outrider.models.quantised import formats
 
 TABLE = Path(__file__).resolve().parents[1] / "data" / "classes.json"

@@ -151,7 +151,7 @@ def load(
             read, pack_name = _read(request)
         loaded = _made(model, read, request, tokenizer, kv_cache_dtype, reduce)
         if pack_name is not None:
-            _keep(pack_name, loaded, read, perf_counter() - started)
+            _keep(pack_name, loaded, perf_counter() - started)
         return loaded
 
 
@@ -247,13 +247,19 @@ def _read_pack(request: LoadRequest, folder: Path) -> ReadModel:
             f"{request.name} has packed weights, which need the native CPU kernels: {missing}; give the model itself"
         )
     try:
+        if request.modules:
+            raise packs.BadPack(
+                f"{folder} has no modules of transformers, and the model that it was made of must be here"
+            )
         return packs.read(folder, request)
     except packs.BadPack as error:
         source, weights = packs.source_of(folder)
         if source is None:
             raise ValueError(f"{error}; make it again: outrider pack MODEL -o {folder}") from error
-        again = f"outrider pack {source} -o {folder}"
-        warnings.warn(f"{error}; loading {source} in its place. Make it again: {again}", RuntimeWarning, stacklevel=4)
+        if not request.modules:
+            again = f"outrider pack {source} -o {folder}"
+            text = f"{error}; loading {source} in its place. Make it again: {again}"
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
         dtype, quantization = weights if weights in DTYPES else "auto", weights if weights in QUANTIZATIONS else None
         return _read(request._replace(name=source, dtype=dtype, quantization=quantization))[0]
 
@@ -326,27 +332,34 @@ def pack(
     if missing := for_device(torch.device("cpu")).missing:
         raise ValueError(f"weights are packed for the native CPU kernels: {missing}")
     with precision_gate.making():
-        request = _request(str(model), None, dtype, "cpu", quantization, modules=True)
-        read, _ = _read(request)
-        made = _contents_of(_made(model, read, request), read, ())
+        request = _request(str(model), None, dtype, "cpu", quantization)
+        loaded = _made(model, _read(request)[0], request)
+        if not isinstance(loaded.model, NativeModel):
+            raise ValueError(
+                f"{model} runs by the modelling code of transformers ({loaded.model.path}), and a pack holds the program of a "
+                f"native model; load it as it is: outrider serve {model}"
+            )
+        made = _contents_of(loaded, loaded.model.program)
     return made.write(out)
 
 
-def _contents_of(loaded: Loaded, read: ReadModel, files: Sequence[Path]) -> packs.PackContents:
+def _contents_of(loaded: Loaded, program: Program, files: Sequence[Path] = ()) -> packs.PackContents:
     path = Path(str(loaded.source)).expanduser()
     source = str(path.resolve()) if path.exists() else str(loaded.source)
-    native = loaded.model.program if isinstance(loaded.model, NativeModel) else None
-    raw = cast("PreTrainedModel", read.model)
-    return packs.contents(raw, loaded.weights, loaded.end_ids, loaded.tokenizer, source, native, files)
+    given = ReadModel(program, loaded.tokenizer, loaded.weights, loaded.end_ids, loaded.config)
+    return packs.contents(given, program, loaded.weights, source, files)
 
 
-def _keep(name: str, loaded: Loaded, read: ReadModel, seconds: float) -> None:
-    """Add a model's pack to the cache, if a start from it is faster by a second or more. seconds: that this start took."""
-    size = packs.bytes_of(cast("PreTrainedModel", read.model))
+def _keep(name: str, loaded: Loaded, seconds: float) -> None:
+    """Add a native model's pack to the cache, if a start from it is faster by a second. seconds: that this start took."""
+    if not isinstance(loaded.model, NativeModel):
+        return
+    program = loaded.model.program
+    size = packs.bytes_of(program)
     if size < _WORTH_BYTES or seconds < _WORTH_SECONDS + size / _READ_SPEED:
         return
     files = gguf_files(loaded.name) or ()
-    if store.keep(name, size, lambda: _contents_of(loaded, read, files)):
+    if store.keep(name, size, lambda: _contents_of(loaded, program, files)):
         warnings.warn(
             f"keeping the packed weights ({size / 1e9:.2f} GB), so the next start is quicker. To remove them: "
             f"`outrider rm {name}`; {store.LIMIT}=0 keeps none",

@@ -29,10 +29,6 @@ def matrix_of(module: nn.Module) -> Matrix:
     return module.weight.detach() if other is None else other  # pyright: ignore[reportCallIssue, reportReturnType]
 
 
-def is_packed(module: nn.Module) -> bool:
-    return isinstance(module.__dict__.get(_ATTRIBUTE), native.Packed)
-
-
 def matrices_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, Blocks | native.Packed]]:
     """The modules whose matrix is not their `weight`, with their names."""
     for name, module in model.named_modules():
@@ -66,19 +62,14 @@ def free_matrix_(*modules: nn.Module) -> None:
         module.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
 
 
-def holder(matrix: Matrix) -> nn.Module:
-    """A module that has a matrix and does nothing."""
-    made = nn.Module()
-    made.register_parameter("weight", nn.Parameter(torch.empty(0), requires_grad=False))
-    give_matrix_(made, matrix)
-    return made
-
-
 def give_latent_(module: nn.Module, matrices: Sequence[Matrix]) -> None:
     """Give the linear that makes keys and values of a latent two matrices in place of its own, see `latent_matrices`."""
     free_matrix_(module)
     for part, matrix in zip(LATENT, matrices, strict=True):
-        module.add_module(part, holder(matrix))
+        holder = nn.Module()
+        holder.register_parameter("weight", nn.Parameter(torch.empty(0), requires_grad=False))
+        give_matrix_(holder, matrix)
+        module.add_module(part, holder)
 
 
 def latent_matrices(module: nn.Module, heads: int, keys: int) -> list[Matrix]:

@@ -16,6 +16,7 @@ import transformers
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from outrider.core.files import read_settings
@@ -33,7 +34,6 @@ from outrider.models.hf.experts import mixtures
 from outrider.models.hf.model import HFModel, UnsupportedModel, shared_copy
 from outrider.models.matrix import join_latents_
 from outrider.models.native.model import NativeModel, supports
-from outrider.models.packs.folder import skeleton
 from outrider.models.quantised import formats, reader
 from outrider.models.request import LoadRequest, ReadModel, token_ids
 from outrider.models.rotary import ExactPowers
@@ -142,6 +142,12 @@ def _check_sizes(name: str, config: Any, stored: checkpoint.Sizes, shapes: Mappi
     asked, held = sum(shape.numel() for shape in wanted.values()), stored.matrices + stored.rest
     if asked > 2 * held + _SMALL:
         raise ValueError(f"config.json of {name} asks for {asked} weights, and its files hold {held} at most")
+
+
+def skeleton(config: Any) -> PreTrainedModel:
+    """The modules without memory for their weights."""
+    with no_init_weights(), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(config, "dtype", None) or torch.float32)
 
 
 def check_whole(name: str, raw: PreTrainedModel, info: dict[str, Any]) -> None:

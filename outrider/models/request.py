@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class LoadRequest(NamedTuple):
     """A model that is asked for by name. name, dtype, quantization: as for `load`.
 
-    tokenizer: its own is wanted. cache: its pack may be in the cache. modules: those of transformers are wanted. Without them, a
-    model of the native step is made from its pack.
+    tokenizer: its own is wanted. cache: its pack may be in the cache. modules: those of transformers are wanted, so a folder of
+    packed weights stands for the model that it was made of.
     """
 
     name: str

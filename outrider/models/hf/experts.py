@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from outrider.kernels.blocks import Blocks
-from outrider.kernels.cpu import Packed
 from outrider.models.hf.linear import PackedEmbedding, PackedLinear
 from outrider.models.matrix import EXPERTS, STORED, dense
 
@@ -115,28 +114,16 @@ def _joined(module: nn.Module, expert: Expert) -> Tensor | Blocks:
     return torch.cat([dense(m, torch.float32) for m in expert])[order]
 
 
-def add_expert_(model: nn.Module, name: str, matrix: Packed) -> None:
-    """Give a mixture the next of its packed matrices, as a pack names them: "model.layers.0.mlp.experts.packed_up.0"."""
-    path, which, _ = name.rsplit(".", 2)
-    module = model.get_submodule(path)
-    if not is_mixture(module) or which not in ("packed_up", "packed_pair", "packed_down"):
-        raise KeyError(name)
-    if which not in module._modules:
-        module.add_module(which, nn.ModuleList())
-    module.get_submodule(which).append(PackedLinear(matrix))  # pyright: ignore[reportCallIssue]
-
-
 def pack_experts_(model: nn.Module, weights: str = "auto") -> None:
     """Give every mixture its packed matrices as `packed_up` and `packed_down`, one `PackedLinear` for each expert.
 
-    up: the up projection, joined with the gate if there is one. down: back to the hidden size. A pack has given them already.
+    up: the up projection, joined with the gate if there is one. down: back to the hidden size.
     The parameters are freed layer by layer. Raises ValueError for experts with another layout than the interface's.
     """
     for module in mixtures(model):
         module.__dict__.pop(STORED, None)
-        if not hasattr(module, "packed_up"):
-            module.packed_up = _packed(module, "gate_up_proj" if gated(module) else "up_proj", weights)
-            module.packed_down = _packed(module, "down_proj", weights)
+        module.packed_up = _packed(module, "gate_up_proj" if gated(module) else "up_proj", weights)
+        module.packed_down = _packed(module, "down_proj", weights)
         up, down = len(module.packed_up), len(module.packed_down)  # pyright: ignore[reportArgumentType]
         if up != down:
             raise ValueError(f"{type(module).__name__} has {up} up and {down} down projections")

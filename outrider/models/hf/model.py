@@ -41,7 +41,7 @@ from outrider.models.hf.layers import LayerStack
 from outrider.models.hf.linear import pack_linears_
 from outrider.models.hf.recomputed import WholeText, longest
 from outrider.models.hf.recurrent import Recurrences, StateView, attends, stores_state
-from outrider.models.matrix import float_rows, give_matrix_, is_packed, matrix_of, rows_of
+from outrider.models.matrix import float_rows, give_matrix_, matrix_of, rows_of
 from outrider.models.nodes import Nodes
 from outrider.models.states import LayerStates
 
@@ -505,8 +505,6 @@ def vocabulary(model: PreTrainedModel) -> int:
 def _keep_head_(model: PreTrainedModel, ids: Tensor) -> None:
     """Give the model an output head with the rows of these tokens. An embedding that was tied to it keeps all its rows."""
     old: Any = model.get_output_embeddings()
-    if is_packed(old):  # from a pack, which holds these rows
-        return
     ids = ids.to(old.weight.device)
     new = nn.Linear(old.in_features, len(ids), bias=False, device="meta")
     give_matrix_(new, rows_of(matrix_of(old), ids))

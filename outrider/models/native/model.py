@@ -69,12 +69,12 @@ def build(kind: str, config: Any, source: ModuleSource | StoredSource) -> Progra
         family(further, OneLayer(settings))
         mtp = replace(further.program(), max_length=max_length)
     facts = {"kind": kind, "config": settings.read, "numbers": source.facts, "vocab_size": source.vocab_size}
-    return replace(made, facts=facts, mtp=mtp)
+    return replace(made, facts=facts, named=source.named, mtp=mtp)
 
 
-def stored(facts: Mapping[str, Any], matrices: Mapping[str, native.Packed], tensors: Mapping[str, Tensor]) -> Program:
-    """The program of a pack. facts: of the program that it was made of. Raises what `build` raises, and KeyError."""
-    source = StoredSource(facts["numbers"], matrices, tensors, facts["vocab_size"])
+def stored(facts: Mapping[str, Any], named: Mapping[str, Any]) -> Program:
+    """The program of a pack. facts, named: of the program that it was made of. Raises what `build` raises, and KeyError."""
+    source = StoredSource(facts["numbers"], named, facts["vocab_size"])
     return build(facts["kind"], SimpleNamespace(**facts["config"]), source)
 
 

@@ -110,8 +110,8 @@ class Program:
 
     cells: (heads, numbers of a key, numbers of a value) of each layer of the cache. head: the output matrix. head_ids: its
     tokens, int64 [n], ascending; None for all. table: the embedding. hidden: numbers that a tap of a layer shows. fed_back:
-    numbers that each node feeds back. max_length: tokens of the longest sequence. facts: the settings that it was built from,
-    for packs. mtp: the program of the layer that predicts one token further; None if there is none.
+    numbers that each node feeds back. max_length: tokens of the longest sequence. facts, named: for packs, the settings that it
+    was built from, and the weights by name. mtp: the program of the layer that predicts one token further; None if there is none.
     """
 
     ops: tuple[_Op, ...]
@@ -128,6 +128,7 @@ class Program:
     fed_back: int
     max_length: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
+    named: Mapping[str, Any] = field(default_factory=dict)
     mtp: Program | None = None
 
     def subset(self, layers: Sequence[int]) -> Program:

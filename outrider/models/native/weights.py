@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,6 @@ from outrider.models.matrix import (
     STORED,
     Matrix,
     free_matrix_,
-    give_latent_,
-    give_matrix_,
-    holder,
-    is_packed,
     latent_matrices,
     matrix_of,
     packed,
@@ -32,8 +28,6 @@ from outrider.models.matrix import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_Part = TypeVar("_Part")
 
 
 class WeightSource(Protocol):
@@ -90,15 +84,15 @@ class Facts:
 
 
 class ModuleSource:
-    """The modules of a transformers model. Its matrices are packed when they are asked for, unless they are packed already.
+    """The modules of a transformers model. Its matrices are packed when they are asked for.
 
     packing: the precision. own: free the weights of the model as they are packed. The others are those of `NativeModel`.
-    facts: what was read of the modules' attributes.
+    facts: what was read of the modules' attributes. named: what was given, by the names that a `StoredSource` has for it.
     """
 
     def __init__(self, model: PreTrainedModel, packing: str, own: bool, head_ids: Tensor | None) -> None:
         self.packing = precision(model) if packing == "auto" else packing
-        self.facts, self._own = dict[str, Any](), own
+        self.facts, self.named, self._own, self._prefix = dict[str, Any](), dict[str, Any](), own, ""
         self._modules: dict[str, Any] = dict(model.named_modules())
         self._tensors = dict(model.named_parameters()) | dict(model.named_buffers())
         inputs, outputs = cast("Any", model.get_input_embeddings()), cast("Any", model.get_output_embeddings())
@@ -111,17 +105,18 @@ class ModuleSource:
     def matrix(self, *names: str, paired: bool = False) -> Packed:
         linears = [self._modules[name] for name in names]
         if linears == [self._outputs]:
+            self.named[names[0]] = self._head
             return self._head
         plain = all(isinstance(m, nn.Linear) for m in linears)  # a router is none: it keeps its precision
         matrices, biases = [matrix_of(m) for m in linears], [getattr(m, "bias", None) for m in linears]
-        if paired and len(linears) == 1 and not isinstance(matrices[0], Packed):
+        if paired and len(linears) == 1:
             halves = torch.arange(matrices[0].shape[0]).chunk(2)
             matrices = [rows_of(matrices[0], half) for half in halves]
             biases = [None if linears[0].bias is None else linears[0].bias[half] for half in halves]
         made = packed(matrices, self.packing if plain else "gguf", biases, paired=paired)
         if self._own:
             free_matrix_(*linears)
-            give_matrix_(linears[0], made)
+        self.named[self._prefix + names[0]] = made
         return made
 
     def part(self, name: str) -> ModuleSource | None:
@@ -130,17 +125,14 @@ class ModuleSource:
             return None
         made, inner = copy.copy(self), self._modules[name]
         shared = {n: m for n, m in self._modules.items() if m in (self._inputs, self._outputs)}
-        made._modules = shared | dict(inner.named_modules())
+        made._modules, made._prefix = shared | dict(inner.named_modules()), f"{name}."
         made._tensors = dict(inner.named_parameters()) | dict(inner.named_buffers())
         return made
 
     def experts(self, name: str) -> Sequence[Packed]:
-        module, made = self._modules[name], _packed_experts(self._modules, name)
-        if made:
-            return made
-        if self.packing != "gguf":
-            module.__dict__.pop(STORED, None)
-        elif STORED in module.__dict__:
+        module, made = self._modules[name], list[Packed]()
+        if self.packing == "gguf" and STORED in module.__dict__:
+            self.named[self._prefix + name] = module.__dict__[STORED]
             made = module.__dict__[STORED].packed()
         for i in range(0 if made else len(module.down_proj)):
             gate_up, biases = _expert(module, "gate_up_proj", i)
@@ -150,29 +142,34 @@ class ModuleSource:
             down, biases = _expert(module, "down_proj", i)
             made.append(packed(down, self.packing, biases))
         if self._own:
-            for part, matrices in (("packed_pair", made[::2]), ("packed_down", made[1::2])):
-                module.add_module(part, nn.ModuleList())
-                for matrix in matrices:
-                    module.get_submodule(part).append(holder(matrix))
             module.__dict__.pop(EXPERTS, None)
             for parameter in [*module._parameters]:
                 module._parameters[parameter] = None
+        self.named |= expert_names(self._prefix + name, made)
         return made
 
     def latent(self, name: str, heads: int, keys: int) -> Sequence[Packed]:
         module = self._modules[name]
         made = [packed([matrix], self.packing, [None]) for matrix in latent_matrices(module, heads, keys)]
         if self._own:
-            give_latent_(module, made)
+            free_matrix_(module)
+            for part in LATENT:
+                module._modules.pop(part, None)
+        self.named |= {f"{self._prefix}{name}.{part}": matrix for part, matrix in zip(LATENT, made, strict=True)}
         return made
 
     def table(self, name: str) -> Packed | Tensor:
-        module = self._modules[name]
-        return self._table if module is self._inputs else _table(matrix_of(module))
+        if self._modules[name] is self._inputs:
+            made = self.named[name] = self._table
+        else:
+            made = self.named[self._prefix + name] = _table(matrix_of(self._modules[name]))
+        return made
 
     def tensor(self, name: str) -> Tensor | None:
-        found = self._tensors.get(name)
-        return None if found is None else _floats(found)
+        if (found := self._tensors.get(name)) is None:
+            return None
+        made = self.named[self._prefix + name] = _floats(found)
+        return made
 
     def number(self, name: str, default: Any = None) -> Any:
         owner, _, leaf = name.rpartition(".")
@@ -183,21 +180,21 @@ class ModuleSource:
         """The output head, and the embedding. A forward reads only a few rows of a table, so floats are not packed."""
         matrix, bias, ids = matrix_of(outputs), outputs.bias, self.head_ids
         tied, embedding = ids is None and share_matrix(inputs, outputs), matrix_of(inputs)
-        if ids is not None and not is_packed(outputs):
+        if ids is not None:
             matrix, bias = rows_of(matrix, ids), None if bias is None else bias[ids]
         head = packed([matrix], "int8" if self.packing == "int4" else self.packing, [bias])
         table = _table(head if tied else embedding)
         if self._own:
-            give_matrix_(outputs, head)
+            free_matrix_(outputs)
             if isinstance(table, Packed):
-                give_matrix_(inputs, table)
+                free_matrix_(inputs)
         return head, table
 
 
-def _packed_experts(modules: Mapping[str, Any], name: str) -> list[Packed]:
-    """The matrices of a mixture that is packed already; none if it is not."""
-    parts = [modules.get(f"{name}.{part}", ()) for part in ("packed_pair", "packed_down")]
-    return [cast("Packed", matrix_of(m)) for pair in zip(*parts, strict=True) for m in pair]
+def expert_names(name: str, matrices: Sequence[Packed]) -> dict[str, Packed]:
+    """The matrices of a mixture of this name, by the names that a pack has for them."""
+    parts = ("packed_pair", matrices[::2]), ("packed_down", matrices[1::2])
+    return {f"{name}.{part}.{i}": matrix for part, own in parts for i, matrix in enumerate(own)}
 
 
 def _expert(module: Any, name: str, index: int) -> tuple[list[Matrix], list[Tensor | None]]:
@@ -231,47 +228,39 @@ def _floats(weight: Tensor) -> Tensor:
 class StoredSource:
     """A pack: packed matrices and tensors by the names of their modules, and the facts that were read when it was made."""
 
-    def __init__(
-        self, facts: Mapping[str, Any], matrices: Mapping[str, Packed], tensors: Mapping[str, Tensor], vocab_size: int
-    ) -> None:
-        self.facts, self.vocab_size, self.head_ids = facts, vocab_size, None
-        self._matrices, self._tensors = matrices, tensors
+    head_ids = None
+
+    def __init__(self, facts: Mapping[str, Any], named: Mapping[str, Any], vocab_size: int) -> None:
+        self.facts, self.named, self.vocab_size = facts, named, vocab_size
 
     def part(self, name: str) -> StoredSource | None:
         """As in `ModuleSource`."""
-        start, matrices, tensors = f"{name}.", self._matrices, self._tensors
-        if not any(n.startswith(start) for n in tensors):
+        start, named = f"{name}.", self.named
+        if not any(n.startswith(start) for n in named):
             return None
-        made = copy.copy(self)
-        made._matrices = _inner(matrices, start)
-        made._tensors = _inner(tensors, start)
-        return made
+        outer = {n: part for n, part in named.items() if ".layers." not in n and not n.startswith(start)}
+        inner = {n.removeprefix(start): part for n, part in named.items() if n.startswith(start)}
+        return StoredSource(self.facts, outer | inner, self.vocab_size)
 
     def matrix(self, *names: str, paired: bool = False) -> Packed:
-        return self._matrices[names[0]]
+        return self.named[names[0]]
 
     def experts(self, name: str) -> Sequence[Packed]:
-        count = sum(1 for n in self._matrices if n.startswith(f"{name}.packed_down."))
-        return [self._matrices[f"{name}.{part}.{i}"] for i in range(count) for part in ("packed_pair", "packed_down")]
+        count = sum(1 for n in self.named if n.startswith(f"{name}.packed_down."))
+        return [self.named[f"{name}.{part}.{i}"] for i in range(count) for part in ("packed_pair", "packed_down")]
 
     def latent(self, name: str, heads: int, keys: int) -> Sequence[Packed]:
-        return [self._matrices[f"{name}.{part}"] for part in LATENT]
+        return [self.named[f"{name}.{part}"] for part in LATENT]
 
     def table(self, name: str) -> Packed | Tensor:
-        return self._matrices.get(name) or self._tensors[f"{name}.weight"]
+        return self.named[name]
 
     def tensor(self, name: str) -> Tensor | None:
-        found = self._tensors.get(name)
+        found = self.named.get(name)
         return None if found is None else _floats(found)
 
     def number(self, name: str, default: Any = None) -> Any:
         return self.facts.get(name, default)
-
-
-def _inner(parts: Mapping[str, _Part], start: str) -> dict[str, _Part]:
-    """Those whose names begin so, without the beginning, and those of the model that are in no layer."""
-    outer = {n: part for n, part in parts.items() if ".layers." not in n and not n.startswith(start)}
-    return outer | {n.removeprefix(start): part for n, part in parts.items() if n.startswith(start)}
 
 
 class _MatrixSize(NamedTuple):
@@ -286,19 +275,12 @@ class ShapeSource(ModuleSource):
     """The sizes of the modules alone: a program over it shows whether the native step can run a model."""
 
     def matrix(self, *names: str, paired: bool = False) -> Packed:
-        first = matrix_of(self._modules[names[0]])
-        if self._modules[names[0]] is self._outputs:  # a packed one may keep some tokens only
-            return cast("Packed", _MatrixSize(self.vocab_size, first.shape[1]))
-        if isinstance(first, Packed):
-            return first
         shapes = [matrix_of(self._modules[name]).shape for name in names]
         n = 2 * rounded(shapes[0][0] // (3 - len(shapes))) if paired else sum(shape[0] for shape in shapes)
         return cast("Packed", _MatrixSize(n, shapes[0][1]))
 
     def experts(self, name: str) -> Sequence[Packed]:
         module = self._modules[name]
-        if made := _packed_experts(self._modules, name):
-            return made
         count, hidden, middle = module.down_proj.shape
         if module.is_transposed:
             hidden, middle = middle, hidden

@@ -4,20 +4,17 @@
     packed.safetensors                     the packed matrices, and the parameters and buffers that are not packed
     config.json and the tokenizer's files  as save_pretrained writes them
 
-A model that the native step runs is read as its `Program`, without transformers. Any other one is read as a model of
-transformers without weights, whose modules have their packed matrices (`models.matrix`). So `NativeModel` and `HFModel` are
-made of it as of any model, and give the same bits.
+Only models that the native step runs have packs. A pack is read as a `Program`, without transformers.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -29,7 +26,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from outrider.core.files import read_settings
 from outrider.kernels import cpu as native
@@ -40,16 +37,15 @@ from outrider.models.gguf import reader
 from outrider.models.gguf.experts import StoredExperts
 from outrider.models.gguf.files import gguf_files
 from outrider.models.lazy import Lazy
-from outrider.models.matrix import LATENT, STORED, give_matrix_, holder, matrices_in
 from outrider.models.native import families
 from outrider.models.native.model import stored
-from outrider.models.native.mtp import MTP
 from outrider.models.native.program import Program
+from outrider.models.native.weights import expert_names
 from outrider.models.request import LoadRequest, ReadModel
 from outrider.models.tokenizer import LazyTokenizer, tokenizer_of
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
 MANIFEST, WEIGHTS, CONFIG = "outrider_pack.json", "packed.safetensors", "config.json"
 PARTIAL = ".partial"  # how the name of a folder ends that is not whole
@@ -64,10 +60,6 @@ class BadPack(ValueError):
     """A pack that cannot be used: damaged, or of another version. The message ends with what to do."""
 
 
-class NotRestorable(ValueError):
-    """A model that needs more than its matrices, parameters and buffers."""
-
-
 @dataclass(frozen=True)
 class Manifest:
     """What a pack is.
@@ -75,8 +67,8 @@ class Manifest:
     source: what the model was loaded from. weights: the precision. end_ids: the end tokens. made_by: what a reader must have in
     common with the writer.
     matrices: the settings of each `Packed`, by the name of its module. sums: a checksum of each tensor of the file.
-    native: the `Program.facts` of a model that the native step runs. tokenizer: the settings of a `LazyTokenizer`. None: it is
-    read by transformers. experts: of the mixtures that stay in their GGUF file, where, see `StoredExperts.places`.
+    native: the `Program.facts`. tokenizer: the settings of a `LazyTokenizer`. None: it is read by transformers. experts: of the
+    mixtures that stay in their GGUF file, where, see `StoredExperts.places`.
     """
 
     source: str
@@ -85,7 +77,7 @@ class Manifest:
     made_by: dict[str, Any]
     matrices: dict[str, Any]
     sums: dict[str, int]
-    native: dict[str, Any] | None
+    native: dict[str, Any]
     tokenizer: dict[str, Any] | None
     experts: dict[str, list[list[int]]] = field(default_factory=dict)
 
@@ -163,62 +155,50 @@ class PackContents(NamedTuple):
 
 
 def contents(
-    model: PreTrainedModel,
-    weights: str,
-    end_ids: tuple[int, ...],
-    tokenizer: Any,
-    source: str,
-    native: Program | None = None,
-    files: Sequence[Path] = (),
+    loaded: ReadModel, program: Program, weights: str, source: str, files: Sequence[Path] = ()
 ) -> PackContents:
-    """The pack of a model whose linears are packed. The tensors are those of the model, not copies.
+    """The pack of a program. The tensors are those of the program, not copies.
 
-    model: the modules, after `NativeModel` or `HFModel` was made of them. native: what the `NativeModel` computes with. files: a
-    GGUF file that stays beside the pack, so the pack leaves out the experts that are not packed yet. Raises NotRestorable.
+    loaded: its configuration, tokenizer and end tokens count. files: a GGUF file that stays beside the pack, so the pack leaves
+    out the experts that are in it.
     """
-    tensors, matrices = dict[str, Tensor](), dict[str, Any]()
-    names: dict[int, str] = {}
-    experts = {name: stored.places(files) for name, stored in _stored_in(model)} if files else {}
-    for name, packed in _packed_in(model, without=experts):
-        if (first := names.setdefault(id(packed), name)) != name:
+    experts = _stored_in(program) if files else {}
+    tensors, matrices, names = dict[str, Tensor](), dict[str, Any](), dict[int, str]()
+    for name, part in _kept(program, experts):
+        if isinstance(part, Tensor):
+            tensors[name] = part
+        elif (first := names.setdefault(id(part), name)) != name:
             matrices[name] = {_SAME: first}
-            continue
-        matrices[name], parts = packed.state()
-        tensors |= {f"{name}{_PART}{part}": t for part, t in parts.items()}
-    seen = {t.data_ptr() for t in tensors.values()}
-    for name, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
-        if t.numel():
-            t = t.detach().contiguous()
-            tensors[name] = t.clone() if t.data_ptr() in seen else t
-            seen.add(t.data_ptr())
-    _check_skeleton(model, {*tensors, *matrices})
+        else:
+            matrices[name], parts = part.state()
+            tensors |= {f"{name}{_PART}{buffer}": t for buffer, t in parts.items()}
     with TemporaryDirectory() as temporary:
-        model.config.save_pretrained(temporary)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
+        loaded.config.save_pretrained(temporary)
+        if loaded.tokenizer is not None:
+            loaded.tokenizer.save_pretrained(temporary)
         small = {f.name: f.read_bytes() for f in Path(temporary).iterdir() if f.is_file()}
-    settings = None if native is None else native.facts
-    lazy = tokenizer.settings if isinstance(tokenizer, LazyTokenizer) else None
-    return PackContents(
-        Manifest(source, weights, end_ids, made_by(), matrices, {}, settings, lazy, experts), tensors, small
-    )
+    lazy = loaded.tokenizer.settings if isinstance(loaded.tokenizer, LazyTokenizer) else None
+    places = {name: stored.places(files) for name, stored in experts.items()}
+    made = Manifest(source, weights, loaded.end_ids, made_by(), matrices, {}, program.facts, lazy, places)
+    return PackContents(made, tensors, small)
 
 
-def bytes_of(model: PreTrainedModel) -> int:
-    """What the pack of a model takes beside its GGUF file, without its tokenizer."""
-    packed = {id(p): p.bytes for _, p in _packed_in(model, without=[name for name, _ in _stored_in(model)])}
-    return sum(packed.values()) + sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+def bytes_of(program: Program) -> int:
+    """What the pack of a program takes beside its GGUF file, without its tokenizer."""
+    parts = {id(part): part for _, part in _kept(program, _stored_in(program))}
+    return sum(part.nbytes if isinstance(part, Tensor) else part.bytes for part in parts.values())
 
 
-def _packed_in(model: nn.Module, without: Iterable[str] = ()) -> Iterator[tuple[str, native.Packed]]:
-    """without: names of modules whose matrices are left out."""
+def _kept(program: Program, without: Mapping[str, StoredExperts]) -> Iterator[tuple[str, Tensor | native.Packed]]:
+    """The weights by name. without: mixtures whose matrices are left out."""
     starts = tuple(f"{name}." for name in without)
-    found = ((name, matrix) for name, _, matrix in matrices_in(model) if isinstance(matrix, native.Packed))
-    return ((name, matrix) for name, matrix in found if not name.startswith(starts))
+    for name, part in program.named.items():
+        if not (isinstance(part, StoredExperts) or name.startswith(starts)):
+            yield name, part
 
 
-def _stored_in(model: nn.Module) -> Iterator[tuple[str, StoredExperts]]:
-    return ((name, module.__dict__[STORED]) for name, module in model.named_modules() if STORED in module.__dict__)
+def _stored_in(program: Program) -> dict[str, StoredExperts]:
+    return {name: part for name, part in program.named.items() if isinstance(part, StoredExperts)}
 
 
 def source_of(folder: Path) -> tuple[str | None, str]:
@@ -255,15 +235,10 @@ def read(folder: Path, request: LoadRequest) -> ReadModel:
         given = read_settings(folder / CONFIG)
         config: Any = Lazy(functools.partial(_config, folder / CONFIG, given))
         matrices, tensors, tokenizer = _read_parts(folder, pack, request.tokenizer)
-        matrices |= _experts_of(pack, request)
-        shapes = {n: m.shape for n, m in matrices.items()} | {n: t.shape for n, t in tensors.items()}
-        checkpoint.check_numbers(folder / CONFIG, given, shapes)
-        if pack.native is None or request.modules:
-            model: Any = _restored(config.complete, pack, matrices, tensors)
-        else:
-            model = stored(pack.native, matrices, tensors)
-            if (length := given.get("max_position_embeddings")) != model.max_length:
-                raise ValueError(f"max_length is {model.max_length}, and {CONFIG} says {length}")
+        checkpoint.check_numbers(folder / CONFIG, given, {n: part.shape for n, part in (matrices | tensors).items()})
+        model = stored(pack.native, matrices | tensors | _experts_of(pack, request))
+        if (length := given.get("max_position_embeddings")) != model.max_length:
+            raise ValueError(f"max_length is {model.max_length}, and {CONFIG} says {length}")
     except BadPack:
         raise
     except Exception as error:  # transformers, and files that are not what they were, raise many kinds of errors
@@ -304,75 +279,17 @@ def _read_parts(
     return made, tensors, tokenizer
 
 
-def _experts_of(pack: Manifest, request: LoadRequest) -> dict[str, native.Packed]:
-    """The matrices of the mixtures that stay in their GGUF file."""
-    found = dict[str, native.Packed]()
+def _experts_of(pack: Manifest, request: LoadRequest) -> dict[str, Any]:
+    """The mixtures that stay in their GGUF file, and their matrices."""
+    found = dict[str, Any]()
     if not pack.experts:
         return found
     files = gguf_files(request.name) or ()
     tensors = reader.read(files).tensors
     for name, places in pack.experts.items():
-        made = StoredExperts.at(places, files, tensors).packed()
-        for part, matrices in (("packed_pair", made[::2]), ("packed_down", made[1::2])):
-            found |= {f"{name}.{part}.{i}": matrix for i, matrix in enumerate(matrices)}
+        found[name] = stored_experts = StoredExperts.at(places, files, tensors)
+        found |= expert_names(name, stored_experts.packed())
     return found
-
-
-def _restored(
-    config: PretrainedConfig, pack: Manifest, matrices: Mapping[str, native.Packed], tensors: Mapping[str, Tensor]
-) -> PreTrainedModel:
-    from outrider.models.hf.experts import add_expert_
-
-    model = skeleton(config)
-    modules = dict(model.named_modules())
-    matrices = {name: matrix for name, matrix in matrices.items() if not name.startswith(f"{MTP}.")}
-    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{MTP}.")}
-    for name, matrix in matrices.items():
-        owner, _, part = name.rpartition(".")
-        if name in modules:
-            give_matrix_(modules[name], matrix)
-        elif part in LATENT:
-            modules[owner].add_module(part, holder(matrix))
-        else:
-            add_expert_(model, name, matrix)
-    for name, t in tensors.items():
-        path, _, leaf = name.rpartition(".")
-        module = model.get_submodule(path)
-        place = module._buffers.get(leaf, module._parameters.get(leaf))
-        if place is not None and place.shape != t.shape:
-            raise ValueError(f"{name} is {list(t.shape)}, and {CONFIG} asks for {list(place.shape)}")
-        if leaf in module._buffers:
-            module._buffers[leaf] = t
-        else:
-            module._parameters[leaf] = nn.Parameter(t, requires_grad=False)
-    for module in model.modules():  # what is packed is nowhere else
-        for leaf, p in module._parameters.items():
-            if p is not None and p.is_meta:
-                module._parameters[leaf] = None if leaf == "bias" else nn.Parameter(torch.empty(0), requires_grad=False)
-        module._buffers |= {n: torch.empty(0) for n, b in module._buffers.items() if b is not None and b.is_meta}
-    if model.generation_config is not None and pack.end_ids:
-        model.generation_config.eos_token_id = list(pack.end_ids)
-    return model.eval()
-
-
-def skeleton(config: Any) -> PreTrainedModel:
-    """The modules without memory for their weights."""
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
-    with no_init_weights(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=getattr(config, "dtype", None) or torch.float32)
-
-
-def _check_skeleton(model: PreTrainedModel, known: Set[str]) -> None:
-    """Raise NotRestorable if the model needs a tensor that is in no pack. known: names of tensors, and of packed modules."""
-    empty = skeleton(copy.deepcopy(model.config))
-    lost = [n for n, _ in empty.named_buffers(remove_duplicate=False) if not known & {n, n.rpartition(".")[0]}]
-    lost += [f"{n}.{k}" for n, m in empty.named_modules() for k, v in m.__dict__.items() if isinstance(v, Tensor)]
-    if lost or type(empty) is not type(model):
-        raise NotRestorable(
-            f"a {type(model).__name__} cannot be restored from a pack: it would lack {', '.join(lost[:3])}"
-        )
 
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:

@@ -28,7 +28,6 @@ from outrider.models.packs.folder import (
     MANIFEST,
     PARTIAL,
     BadPack,
-    NotRestorable,
     PackContents,
     is_pack,
     made_by,
@@ -98,7 +97,7 @@ def restored(name: str, request: LoadRequest) -> ReadModel | None:
 
 
 def keep(name: str, need: int, contents: Callable[[], PackContents]) -> bool:
-    """Begin to add a pack, in the background. False if it is not kept: it is there, is too large, or cannot be restored.
+    """Begin to add a pack, in the background. False if it is not kept: it is there, or too large.
 
     need: bytes that it will take. contents: gives what to write. The background warns if the folder cannot be written, and adds
     nothing while another process adds a pack.
@@ -106,10 +105,7 @@ def keep(name: str, need: int, contents: Callable[[], PackContents]) -> bool:
     busy = name in _writers and _writers[name][0].is_alive()
     if busy or is_pack(folder() / name) or not _fits(need):
         return False
-    try:
-        given = contents()
-    except NotRestorable:
-        return False
+    given = contents()
     if not _writers:
         atexit.register(_end)
     # A daemon ends with the process, if `_end` does not wait for it.

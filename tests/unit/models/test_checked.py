@@ -16,7 +16,7 @@ from outrider.models import checked
 from outrider.models.load import load
 from outrider.models.native.families import family, family_of
 from outrider.models.native.model import NativeModel, supports
-from outrider.models.packs.folder import skeleton
+from outrider.models.pretrained import skeleton
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
 

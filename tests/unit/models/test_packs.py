@@ -1,11 +1,12 @@
-"""Saved packed weights: a model from a pack gives the bits of the model that was packed, for every architecture. A pack that is
-damaged, older or only half written is never used."""
+"""Saved packed weights: a model from a pack gives the bits of the model that was packed. A pack that is damaged, older or only
+half written is never used."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,25 +15,22 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, prompts, tiny
+from architectures import prompts, tiny
 from gguf_files import write_gguf
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from outrider.kernels import cpu as native
 from outrider.models import load as loading
 from outrider.models.base import LanguageModel
-from outrider.models.hf.model import HFModel
 from outrider.models.load import Loaded, Reduction, pack
 from outrider.models.native import families
-from outrider.models.native.model import NativeModel, supports
 from outrider.models.nodes import Nodes
 from outrider.models.packs import folder as packs
 from outrider.models.packs import store
 from outrider.models.packs.folder import MANIFEST, WEIGHTS, BadPack
-from outrider.models.request import LoadRequest
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
 
@@ -42,16 +40,6 @@ def load(*given: Any, **more: Any) -> Loaded:
     found = loading.load(*given, **more)
     store.wait()
     return found
-
-
-def run_by(raw: PreTrainedModel, weights: str, head_ids: torch.Tensor | None = None) -> LanguageModel:
-    return (NativeModel if supports(raw) is None else HFModel)(raw, weights=weights, own=True, head_ids=head_ids)
-
-
-def modules_of(folder: Path) -> PreTrainedModel:
-    model = packs.read(folder, LoadRequest("a pack", modules=True, tokenizer=False)).model
-    assert isinstance(model, PreTrainedModel)
-    return model
 
 
 def logits(model: LanguageModel) -> torch.Tensor:
@@ -95,42 +83,23 @@ def quantised(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 # -- the folder -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_restored_model_gives_the_same_bits(name: str, weights: str, tmp_path: Path) -> None:
-    raw = tiny(name).bfloat16()
-    made = run_by(raw, weights)
-    packs.contents(raw, weights, (5, 7), None, name).write(tmp_path)
-    found = packs.manifest(tmp_path)
-    assert (found.weights, found.end_ids, found.source) == (weights, (5, 7), name)
-    again = run_by(modules_of(tmp_path), found.weights)
-    assert type(again) is type(made)
-    assert torch.equal(logits(made), logits(again))
-    assert (again.weight_bytes, again.vocab_size) == (made.weight_bytes, made.vocab_size)
-    assert packs.bytes_of(raw) <= packs.size(tmp_path)
+def test_a_model_of_the_general_path_has_no_pack(tmp_path: Path) -> None:
+    tiny("gpt_neox").save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"modelling code of transformers.*load it as it is"):
+        pack(tmp_path / "model", tmp_path / "packed", quantization="int8")
+    assert not (tmp_path / "packed").exists()
+    load(tmp_path / "model", quantization="int8")
+    assert store.packs() == []
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", ["llama", "phi"])
-def test_an_output_head_of_some_tokens(name: str, tied: bool, tmp_path: Path) -> None:
-    ids = torch.tensor([1, 5, 6, 50, 96])
-    raw = tiny(name, tie_word_embeddings=tied)
-    made = run_by(raw, "int8", ids)
-    packs.contents(raw, "int8", (), None, name).write(tmp_path)
-    again = run_by(modules_of(tmp_path), "int8", ids)
-    assert torch.equal(logits(made), logits(again))
-
-
-def test_a_pack_of_a_restored_model_is_the_same_pack(tmp_path: Path) -> None:
-    raw = tiny("qwen2")
-    run_by(raw, "int8")
-    first, second = tmp_path / "first", tmp_path / "second"
-    for folder in (first, second):
-        folder.mkdir()
-        packs.contents(raw, "int8", (), None, "qwen2").write(folder)
-        raw = modules_of(folder)
-        run_by(raw, "int8")
-    assert (first / WEIGHTS).read_bytes() == (second / WEIGHTS).read_bytes()
+def test_the_modules_of_a_pack_are_those_of_its_source(source: Path, tmp_path: Path) -> None:
+    pack(source, tmp_path / "packed", quantization="int8")
+    loaded = load(tmp_path / "packed")
+    made, wanted = loading.modules(loaded).state_dict(), loading.modules(load(source)).state_dict()
+    assert all(torch.equal(made[name], wanted[name]) for name in wanted)
+    shutil.rmtree(source)
+    with pytest.raises(ValueError, match="no modules of transformers"):
+        loading.modules(loaded)
 
 
 def test_another_way_to_pack_is_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,7 +440,7 @@ def test_packs_are_removed_by_name(source: Path, cache: Path) -> None:
 
 @pytest.mark.parametrize(("name", "tied"), [("llama", True), ("llama", False), ("gemma2", True), ("phi3", False)])
 def test_a_pack_of_a_gguf_file(name: str, tied: bool, tmp_path: Path, quantised: list[int]) -> None:
-    """Blocks of several formats side by side, an embedding in blocks, and both paths: the native step and the general one."""
+    """Blocks of several formats side by side, and an embedding in blocks."""
     file = tmp_path / "model.gguf"
     changes = {"hidden_size": 64, "intermediate_size": 64, "tie_word_embeddings": tied}
     write_gguf(tiny(name, **changes), file, "Q4_0")

@@ -37,12 +37,12 @@ from outrider.models.nodes import Nodes
 from outrider.models.packs import folder as packs
 from outrider.models.packs import store
 from outrider.models.packs.folder import BadPack
-from outrider.models.request import LoadRequest
+from outrider.models.request import LoadRequest, ReadModel
 from outrider.models.tokenizer import LazyTokenizer
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
 
-NATIVE = [name for name in ARCHITECTURES if supports(tiny(name)) is None]
+NATIVE = [name for name in (*ARCHITECTURES, "qwen3_next", "deepseek_v3") if supports(tiny(name)) is None]
 # What a start from a pack must not import: each takes from 50 ms to seconds.
 LARGE = (
     "transformers", "scipy", "sympy", "torch._dynamo", "torch.distributed.tensor", "triton", "huggingface_hub", "httpx",
@@ -149,7 +149,8 @@ print(LLM(sys.argv[1], speculative_config=head).generate("def f")[0].outputs[0].
 def test_a_model_from_a_pack_gives_the_same_bits(name: str, weights: str, tmp_path: Path) -> None:
     raw = tiny(name).bfloat16()
     made = NativeModel(raw, weights=weights, own=True)
-    packs.contents(raw, weights, (5, 7), None, name, made.program).write(tmp_path)
+    given = ReadModel(made.program, None, weights, (5, 7), raw.config)
+    packs.contents(given, made.program, weights, name).write(tmp_path)
     found = packs.read(tmp_path, LoadRequest(name, tokenizer=False)).model
     assert isinstance(found, Program)
     again = NativeModel(found)
