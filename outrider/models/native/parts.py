@@ -19,7 +19,7 @@ Angles = Callable[[int], int | None]
 """The number of a layer's table of angles; None for a layer that rotates nothing."""
 
 
-class Block(NamedTuple):
+class Sublayer(NamedTuple):
     """A part, with the names of the norms before and after it. Without one before, it reads what the part before it has read."""
 
     part: Part
@@ -30,7 +30,7 @@ class Block(NamedTuple):
 def decoder(
     b: Builder,
     c: Any,
-    *blocks: Block,
+    *sublayers: Sublayer,
     embedding: str = "model.embed_tokens",
     layers: str = "model.layers",
     last: str = "model.norm",
@@ -39,13 +39,13 @@ def decoder(
     softcap: float = 0.0,
     **norm: Any,
 ) -> None:
-    """A whole model: an embedding, layers of these blocks, a norm and a head.
+    """A whole model: an embedding, layers of these sublayers, a norm and a head.
 
     factor: of the embedding. logits: a factor of the logits. softcap: theirs, too. norm: of all norms, see `Builder.norm`."""
     x = b.embed(embedding, factor)
     for layer in b.layers(x, c.num_hidden_layers, layers):
         h = x
-        for part, before, after in blocks:
+        for part, before, after in sublayers:
             h = b.norm(x, f"{layer}.{before}", **norm) if before else h
             made = part(h, None if after else x, layer)
             if after:

@@ -7,7 +7,7 @@ from typing import Any
 
 from outrider.models.native.families import family
 from outrider.models.native.families.dense import llama_layers
-from outrider.models.native.parts import Block, Part, both, by_kind, decoder, mixture, mlp, unused
+from outrider.models.native.parts import Part, Sublayer, both, by_kind, decoder, mixture, mlp, unused
 from outrider.models.native.program import Builder, NotNative, Value
 
 _MIXTURE = (  # a model may have no layer with experts
@@ -24,8 +24,8 @@ def deepseek(b: Builder, c: Any) -> None:
     decoder(
         b,
         c,
-        Block(_latent_attention(b, c, True if second else bool(c.rope_interleave)), "input_layernorm"),
-        Block(_feed(b, c, second), "post_attention_layernorm"),
+        Sublayer(_latent_attention(b, c, True if second else bool(c.rope_interleave)), "input_layernorm"),
+        Sublayer(_feed(b, c, second), "post_attention_layernorm"),
         eps=float(c.rms_norm_eps),
     )
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from outrider.models.native.families import family
 from outrider.models.native.parts import (
-    Block,
     Part,
+    Sublayer,
     angles,
     attends,
     decoder,
@@ -27,8 +27,8 @@ def llama_layers(b: Builder, c: Any, feed: Part | None = None, **settings: Any) 
     decoder(
         b,
         c,
-        Block(attends(b, c, angles(b, c), eps=eps, **settings), "input_layernorm"),
-        Block(feed or mlp(b, c), "post_attention_layernorm"),
+        Sublayer(attends(b, c, angles(b, c), eps=eps, **settings), "input_layernorm"),
+        Sublayer(feed or mlp(b, c), "post_attention_layernorm"),
         factor=float(getattr(c, "embedding_multiplier", 1.0)),
         logits=1.0 / float(getattr(c, "logits_scaling", 1.0)),
         eps=eps,
@@ -67,8 +67,8 @@ def gemma(b: Builder, c: Any) -> None:
     decoder(
         b,
         c,
-        Block(attends(b, c, angles(b, c), scale=scale, softcap=cap, **norm), "input_layernorm", names[0]),
-        Block(mlp(b, c, activation=c.hidden_activation if sandwich else c.hidden_act), *names[1:]),
+        Sublayer(attends(b, c, angles(b, c), scale=scale, softcap=cap, **norm), "input_layernorm", names[0]),
+        Sublayer(mlp(b, c, activation=c.hidden_activation if sandwich else c.hidden_act), *names[1:]),
         factor=c.hidden_size**0.5,
         softcap=getattr(c, "final_logit_softcapping", None) or 0.0,
         **norm,
@@ -84,8 +84,8 @@ def glm(b: Builder, c: Any) -> None:
     decoder(
         b,
         c,
-        Block(attention, "input_layernorm", after[0]),
-        Block(mlp(b, c, joined=True), "post_attention_layernorm", after[1]),
+        Sublayer(attention, "input_layernorm", after[0]),
+        Sublayer(mlp(b, c, joined=True), "post_attention_layernorm", after[1]),
         eps=float(c.rms_norm_eps),
     )
 
@@ -104,8 +104,8 @@ def olmo(b: Builder, c: Any) -> None:
     decoder(
         b,
         c,
-        Block(attends(b, c, rotated, eps=eps, whole=not exaone), after="post_attention_layernorm"),
-        Block(mlp(b, c), after="post_feedforward_layernorm"),
+        Sublayer(attends(b, c, rotated, eps=eps, whole=not exaone), after="post_attention_layernorm"),
+        Sublayer(mlp(b, c), after="post_feedforward_layernorm"),
         eps=eps,
     )
 
@@ -126,8 +126,8 @@ def cohere(b: Builder, c: Any) -> None:
     decoder(
         b,
         c,
-        Block(attends(b, c, rotated, per_group=True, interleaved=not stable, **norm), "input_layernorm"),
-        Block(mlp(b, c), second if b.has(f"model.layers.0.{second}") else ""),
+        Sublayer(attends(b, c, rotated, per_group=True, interleaved=not stable, **norm), "input_layernorm"),
+        Sublayer(mlp(b, c), second if b.has(f"model.layers.0.{second}") else ""),
         logits=float(getattr(c, "logit_scale", 1.0)),
         **norm,
     )
@@ -142,8 +142,8 @@ def ungated(b: Builder, c: Any) -> None:
     decoder(
         b,
         c,
-        Block(attends(b, c, angles(b, c)), "input_layernorm"),
-        Block(ungated_mlp(b, c, up, down, c.hidden_act), "post_attention_layernorm"),
+        Sublayer(attends(b, c, angles(b, c)), "input_layernorm"),
+        Sublayer(ungated_mlp(b, c, up, down, c.hidden_act), "post_attention_layernorm"),
         eps=float(getattr(c, own)),
         kind="rms" if own == "rms_norm_eps" else "layer",
         one_added=own == "norm_eps",
@@ -158,8 +158,8 @@ def phi(b: Builder, c: Any) -> None:
     decoder(
         b,
         c,
-        Block(attends(b, c, angles(b, c), norms=names, out="dense", **norm), "input_layernorm"),
-        Block(ungated_mlp(b, c, "mlp.fc1", "mlp.fc2", c.hidden_act)),
+        Sublayer(attends(b, c, angles(b, c), norms=names, out="dense", **norm), "input_layernorm"),
+        Sublayer(ungated_mlp(b, c, "mlp.fc1", "mlp.fc2", c.hidden_act)),
         last="model.final_layernorm",
         **norm,
     )

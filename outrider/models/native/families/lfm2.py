@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.models.native.families import family
-from outrider.models.native.parts import Block, attends, by_kind, decoder, mixture, unused
+from outrider.models.native.parts import Sublayer, attends, by_kind, decoder, mixture, unused
 from outrider.models.native.program import Builder, Value
 
 
@@ -55,8 +55,8 @@ def lfm2(b: Builder, c: Any) -> None:
     decoder(
         b,
         c,
-        Block(by_kind(b, c.layer_types, full_attention=attention, conv=convolution), "operator_norm"),
-        Block(feed, "ffn_norm"),
+        Sublayer(by_kind(b, c.layer_types, full_attention=attention, conv=convolution), "operator_norm"),
+        Sublayer(feed, "ffn_norm"),
         last="model.embedding_norm",
         eps=eps,
     )

@@ -10,8 +10,8 @@ from outrider.models.native import parts
 from outrider.models.native.families import family
 from outrider.models.native.families.mixtures import granite_mixture
 from outrider.models.native.parts import (
-    Block,
     Part,
+    Sublayer,
     angles,
     attends,
     both,
@@ -35,7 +35,7 @@ def mamba2(b: Builder, c: Any) -> None:
     eps, sizes = float(c.layer_norm_epsilon), {"heads": c.num_heads, "channels": c.head_dim, "width": c.state_size}
     mixer = parts.mamba2(b, "mixer", groups=c.n_groups, activation=c.hidden_act, eps=eps, **sizes)
     names: dict[str, Any] = {"embedding": "backbone.embeddings", "layers": "backbone.layers", "last": "backbone.norm_f"}
-    decoder(b, c, Block(mixer, "norm"), eps=eps, **names)
+    decoder(b, c, Sublayer(mixer, "norm"), eps=eps, **names)
 
 
 @family("NemotronHForCausalLM")
@@ -64,7 +64,7 @@ def nemotron_h(b: Builder, c: Any) -> None:
         full_attention=attention,
         mlp=parts.ungated_mlp(b, c, "mixer.up_proj", "mixer.down_proj", c.mlp_hidden_act),
     )
-    decoder(b, c, Block(part, "norm"), embedding="model.embeddings", last="model.norm_f", eps=eps)
+    decoder(b, c, Sublayer(part, "norm"), embedding="model.embeddings", last="model.norm_f", eps=eps)
 
 
 def _mixer(b: Builder, c: Any, **settings: Any) -> Part:
@@ -113,8 +113,8 @@ def falcon_h1(b: Builder, c: Any) -> None:
     decoder(
         b,
         c,
-        Block(both(mixer, attention), "input_layernorm"),
-        Block(feed, "pre_ff_layernorm"),
+        Sublayer(both(mixer, attention), "input_layernorm"),
+        Sublayer(feed, "pre_ff_layernorm"),
         last="model.final_layernorm",
         factor=float(c.embedding_multiplier),
         logits=float(c.lm_head_multiplier),
@@ -139,8 +139,8 @@ def granite_hybrid(b: Builder, c: Any) -> None:
     decoder(
         b,
         c,
-        Block(by_kind(b, c.layer_types, **kinds), "input_layernorm"),
-        Block(both(granite_mixture(b, c), shared) if c.num_local_experts else shared, "post_attention_layernorm"),
+        Sublayer(by_kind(b, c.layer_types, **kinds), "input_layernorm"),
+        Sublayer(both(granite_mixture(b, c), shared) if c.num_local_experts else shared, "post_attention_layernorm"),
         factor=float(c.embedding_multiplier),
         logits=1.0 / float(c.logits_scaling),
         eps=float(c.rms_norm_eps),
@@ -156,8 +156,8 @@ def bamba(b: Builder, c: Any) -> None:
     decoder(
         b,
         c,
-        Block(part, "input_layernorm"),
-        Block(mlp(b, c, "feed_forward"), "pre_ff_layernorm"),
+        Sublayer(part, "input_layernorm"),
+        Sublayer(mlp(b, c, "feed_forward"), "pre_ff_layernorm"),
         last="model.final_layernorm",
         eps=float(c.rms_norm_eps),
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from outrider.models.native.families import family
 from outrider.models.native.families.mixtures import qwen_feed
-from outrider.models.native.parts import Block, by_kind, decoder
+from outrider.models.native.parts import Sublayer, by_kind, decoder
 from outrider.models.native.program import Builder, Value
 
 _TINY = 1e-6  # transformers' l2norm
@@ -27,8 +27,8 @@ def qwen3_5(b: Builder, c: Any) -> None:
     decoder(
         b,
         c,
-        Block(by_kind(b, c.layer_types, full_attention=attention, linear_attention=delta_net), "input_layernorm"),
-        Block(qwen_feed(b, c, normalised=bool(getattr(c, "norm_topk_prob", True))), "post_attention_layernorm"),
+        Sublayer(by_kind(b, c.layer_types, full_attention=attention, linear_attention=delta_net), "input_layernorm"),
+        Sublayer(qwen_feed(b, c, normalised=bool(getattr(c, "norm_topk_prob", True))), "post_attention_layernorm"),
         eps=float(c.rms_norm_eps),
         one_added=True,
     )
