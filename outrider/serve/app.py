@@ -16,7 +16,6 @@ from outrider._version import __version__
 from outrider.engine.request import whose
 from outrider.serve import errors
 from outrider.serve.anthropic import messages_route
-from outrider.serve.bodies import BoundedRoute
 from outrider.serve.dashboard import pages_route
 from outrider.serve.errors import Refused, json_response
 from outrider.serve.guard import guards
@@ -79,7 +78,6 @@ def create_app(pool: ModelPool, spans: Spans | None = None) -> FastAPI:
         redoc_url=None,
         responses=_errors(errors.ErrorBody),
     )
-    app.router.route_class = BoundedRoute
     errors.install(app)
     _texts(app, pool, spans)
     _model(app, pool)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from outrider.core.child import give_way
 from outrider.core.rendering import renderer
 from outrider.engine.llm import LLM
-from outrider.serve.bodies import check_size
+from outrider.serve.bodies import check_body
 from outrider.serve.errors import Refused
 from outrider.serve.lanes import Lanes
 from outrider.serve.openai.tools import for_template
@@ -91,7 +91,7 @@ class Encoder:
                 message = f"chat_template_kwargs cannot set {name!r}, which the server sets; leave it out"
                 raise Refused(message, param="chat_template_kwargs")
         given = {"tools": tools, "add_generation_prompt": not goes_on, **(variables or {})}
-        made = await self.run(lambda: for_template(messages, check_size), param="messages")
+        made = await self.run(lambda: for_template(messages, check_body), param="messages")
         if self._renderers is None:  # the tokenizer has code of its own in place of a template
 
             def apply() -> list[int]:

@@ -141,12 +141,23 @@ def invalid_body(errors: Sequence[Any]) -> Refused:
     first = errors[0]
     if first["type"] == "json_invalid":
         return Refused(f"the body is not JSON: {first['ctx']['error']}, at character {first['loc'][-1]}")
+    if isinstance(first.get("input"), bytes):
+        return Refused("the body is not JSON, or its content-type is not application/json")
     where = ".".join(str(part) for part in first["loc"] if part != "body" and not str(part)[0].isupper())
     many = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     message = first["msg"].removeprefix("Value error, ")
     if where:
         return Refused(f"{where}: {message}{many}", param=where)
     return Refused(message + many, param=getattr(first.get("ctx", {}).get("error"), "name", None))
+
+
+def _unread(error: BaseException | None) -> str:
+    """Why a body cannot be read. error: of `json.loads`, but no JSONDecodeError."""
+    if isinstance(error, RecursionError):
+        return "the request is nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return "the body is not UTF-8, so it is not JSON"
+    return "the body has a number with more digits than any field takes"
 
 
 def install(app: FastAPI) -> None:
@@ -158,6 +169,7 @@ def install(app: FastAPI) -> None:
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, StarletteHTTPException)
         what = {
+            400: _unread(error.__cause__),
             404: f"this server has no {request.url.path}",
             405: f"{request.url.path} does not take {request.method}",
         }

@@ -17,8 +17,9 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.serve.bodies import check_body
 from outrider.serve.connection import abort, network
-from outrider.serve.errors import Refused
+from outrider.serve.errors import Refused, refusing
 from outrider.serve.logs import clean, log
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import ServeOptions
@@ -58,6 +59,8 @@ class Guard:
         name = given if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", given) else secrets.token_hex(12)
         state = scope.setdefault("state", {})
         state["request_id"] = name
+        if scope["path"].startswith("/api/"):  # Ollama's clients need not say that a body is JSON
+            MutableHeaders(scope=scope)["content-type"] = "application/json"
         status, gone, counted = 0, False, False
 
         async def answer(message: Message) -> None:
@@ -182,6 +185,8 @@ class Guard:
                         break
         except TimeoutError:
             raise Refused(f"the request did not arrive within {self.settings.body_timeout:g} s", 408) from None
+        with refusing():
+            check_body(body)
         messages: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def replay() -> Message:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 from outrider.engine import Engine
 from outrider.serve.assembly import load_llm
 from outrider.serve.batch.lines import BatchRequest
-from outrider.serve.bodies import check_characters
+from outrider.serve.bodies import check_body
 from outrider.serve.errors import Refused, invalid_body, no_model, refusing
 from outrider.serve.openai.protocol import ChatRequest, CompletionRequest
 from outrider.serve.openai.responses_request import ResponsesRequest
@@ -106,7 +107,7 @@ class BatchAnswerer:
     def _body(self, request: BatchRequest) -> Any:
         try:
             with refusing():
-                check_characters(request.body)
+                check_body(json.dumps(request.body).encode())
             body = _BODIES[request.url].model_validate(request.body)
         except ValidationError as error:
             raise invalid_body(error.errors()) from None

@@ -44,16 +44,9 @@ def few(given: Any) -> Any:
 
 
 class JsonObject(BaseModel):
-    """A body, or an object in one. Its values have their types already. Its characters were checked, see `check_characters`."""
+    """A body, or an object in one. Its values have their types already. Its characters were checked, see `check_body`."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_json(cls, data: Any) -> Any:
-        if isinstance(data, bytes):
-            raise ValueError("the body is not JSON, or its content-type is not application/json")
-        return data
 
 
 class StreamOptions(JsonObject):

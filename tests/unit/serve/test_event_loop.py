@@ -15,8 +15,7 @@ from pydantic import BaseModel, ValidationError
 from serving import Live, builtin, serving
 
 from outrider import LLM
-from outrider.serve import bodies
-from outrider.serve.bodies import MAX_PARTS, MAX_VALUES, check_size
+from outrider.serve.bodies import MAX_PARTS, MAX_VALUES, check_body
 from outrider.serve.encoding import LONG, MAX_TOKENIZE, WIDE
 from outrider.serve.openai import protocol
 from outrider.serve.openai.protocol import MAX_UNKNOWN, ChatRequest, CompletionRequest, DetokenizeRequest
@@ -53,16 +52,16 @@ def post(live: Live, path: str, **body: Any) -> httpx.Response:
 def test_values_are_counted_without_reading_them(value: Any, fits: bool) -> None:
     body = json.dumps({"prompt": value}).encode()
     if fits:
-        check_size(body)
+        check_body(body)
     else:
         with pytest.raises(ValueError, match="send fewer"):
-            check_size(body)
+            check_body(body)
 
 
 def test_a_body_with_too_many_values_is_not_read(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     loads = json.loads
-    monkeypatch.setattr(bodies.json, "loads", lambda body, **more: read.append(len(body)) or loads(body, **more))
+    monkeypatch.setattr(json, "loads", lambda body, **more: read.append(len(body)) or loads(body, **more))
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
         answer = httpx.post(live.url + path, json={"prompt": [1] * (2 * MAX_VALUES)}, timeout=60)
         assert (answer.status_code, answer.headers["content-type"]) == (400, "application/json")
