@@ -103,12 +103,12 @@ def _texts(app: FastAPI, pool: ModelPool, spans: Spans | None) -> None:
     @app.post("/v1/completions", responses=ANSWER)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several, given as texts or token ids."""
-        return await answering.answer(body, request)
+        return await answering.answer(await pool.lend(body.model, request, body.timeout), body, request)
 
     @app.post("/v1/chat/completions", responses=ANSWER)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer messages. Needs a model with a chat template."""
-        return await answering.answer(body, request)
+        return await answering.answer(await pool.lend(body.model, request, body.timeout), body, request)
 
     responses_route.install(app, answering, ANSWER)
     messages_route.install(app, answering, _errors(errors.MessagesErrorBody) | ANSWER)
@@ -165,7 +165,7 @@ def _model(app: FastAPI, pool: ModelPool) -> None:
         if body.prompt is not None:
             tokens = await encoder.prompt(body.prompt, encoder.most_tokenized)
         else:
-            tokens = await encoder.chat(messages or [], most=encoder.most_tokenized)
+            tokens = await encoder.chat(ChatRequest.model_validate({"messages": messages}), encoder.most_tokenized)
 
         def answer() -> Response:
             texts = {t: service.decode([t]) for t in set(tokens)} if body.return_token_strs else {}

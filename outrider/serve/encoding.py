@@ -11,10 +11,9 @@ import os
 import secrets
 import sys
 from collections import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from outrider.core.child import give_way
@@ -23,6 +22,7 @@ from outrider.engine.llm import LLM
 from outrider.serve.bodies import check_body
 from outrider.serve.errors import Refused
 from outrider.serve.lanes import Lanes
+from outrider.serve.openai.protocol import ChatRequest
 from outrider.serve.openai.tools import for_template
 
 T = TypeVar("T")
@@ -36,18 +36,18 @@ class Encoder:
 
     def __init__(self, llm: LLM, max_length: int, name: str) -> None:
         """name: by which clients call the model. Its own name, which may be a path, is in no answer."""
-        self.llm, self.max_length, self.name = llm, max_length, name
+        self.llm, self.max_length, self.name, self.tokenizer = llm, max_length, name, llm.tokenizer
         self._short = self._long = ThreadPoolExecutor(1, "outrider-encode")
-        if getattr(llm.tokenizer, "is_fast", False):  # others are not safe in two threads at once
+        if getattr(self.tokenizer, "is_fast", False):  # others are not safe in two threads at once
             self._long = ThreadPoolExecutor(1, "outrider-encode-long", give_way)
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of its own would not give way
             llm.encode("x")  # the first call may change settings
-        usual = llm.tokenizer is not None and _renders_as_usual(llm.tokenizer)
+        usual = self.tokenizer is not None and _renders_as_usual(self.tokenizer)
         self._renderers = Lanes("outrider-template", renderer) if usual else None
 
     def start(self) -> None:
         """Start now what the first chat needs."""
-        if self._renderers is not None and self.llm.tokenizer and self.llm.tokenizer.chat_template:
+        if self._renderers is not None and self.tokenizer is not None and self.tokenizer.chat_template:
             self._renderers.start()
 
     async def run(self, act: Callable[[], T], size: int = 0, param: str | None = None) -> T:
@@ -63,60 +63,47 @@ class Encoder:
 
         Raises Refused.
         """
-        if not isinstance(given, str):
-            return await self.run(lambda: self.llm.encode(given), len(given.get("prompt_token_ids", ())), "prompt")
+        if isinstance(given, str):
+            return await self.run(partial(self._ids, given, most), len(given), "prompt")
+        return await self.run(lambda: self.llm.encode(given), len(given.get("prompt_token_ids", ())), "prompt")
 
-        def act() -> list[int]:
-            self._check(given, most)
-            return self.llm.encode(given)
-
-        return await self.run(act, len(given), "prompt")
-
-    async def chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: Any = None,
-        variables: dict[str, Any] | None = None,
-        most: int | None = None,
-        goes_on: bool = False,
-    ) -> list[int]:
-        """The ids of chat messages. variables: of the template. goes_on: the answer continues the text
-        of the last message. Raises Refused."""
-        tokenizer = self.llm.tokenizer
+    async def chat(self, body: ChatRequest, most: int | None = None) -> list[int]:
+        """The ids of a chat. most: as of `prompt`. Raises Refused."""
+        messages, variables, goes_on = body.messages, body.chat_template_kwargs or {}, bool(body.continue_final_message)
+        tokenizer = self.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             return await self.run(lambda: self.llm.encode(for_template(messages)), LONG + 1, "messages")
         template = tokenizer.apply_chat_template
-        for name in variables or ():  # they are variables of the template, never arguments of the function
+        for name in variables:  # they are variables of the template, never arguments of the function
             if name == "messages" or name in inspect.signature(template).parameters:
                 message = f"chat_template_kwargs cannot set {name!r}, which the server sets; leave it out"
                 raise Refused(message, param="chat_template_kwargs")
-        given = {"tools": tools, "add_generation_prompt": not goes_on, **(variables or {})}
+        given = {"tools": body.tools_shown, "add_generation_prompt": not goes_on, **variables}
         made = await self.run(lambda: for_template(messages, check_body), param="messages")
-        if self._renderers is None:  # the tokenizer has code of its own in place of a template
-
-            def apply() -> list[int]:
-                with _of_template():
-                    ids = template(made, tokenize=True, return_dict=True, continue_final_message=goes_on, **given)
-                    return list(ids["input_ids"])
-
-            return await self.run(apply, param="messages")
-        mark = f"[{secrets.token_hex(8)}]"
-        if goes_on:
-            made = [*made[:-1], {**made[-1], "content": made[-1]["content"] + mark}]
-        question = {"chat_template": tokenizer.get_chat_template(None, tools), "messages": made}
-        question |= {name: _text(value) for name, value in tokenizer.special_tokens_map.items()} | given
+        mark = f"[{secrets.token_hex(8)}]"  # ends the last message, so that what the template writes after it can go
         try:
-            with _of_template():
-                text = await self._renderers.ask(lambda child, seconds: child.ask(question, seconds))
-            text = _up_to(text, mark) if goes_on else text
-        except ValueError as error:
-            raise self._refused(error, "messages") from error
-
-        def act() -> list[int]:
-            self._check(text, most)
-            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-        return await self.run(act, len(text), "messages")
+            if self._renderers is None:  # the tokenizer has code of its own in place of a template
+                apply = partial(
+                    template, made, tokenize=True, return_dict=True, continue_final_message=goes_on, **given
+                )
+                ids = await asyncio.get_running_loop().run_in_executor(self._short, apply)
+                return list(ids["input_ids"])
+            if goes_on:
+                made = [*made[:-1], {**made[-1], "content": made[-1]["content"] + mark}]
+            question = {"chat_template": tokenizer.get_chat_template(None, body.tools_shown), "messages": made}
+            question |= self._special_tokens | given
+            text = await self._renderers.ask(lambda child, seconds: child.ask(question, seconds))
+        except ChildProcessError:
+            raise
+        except Exception as error:  # a template is a program and fails in its own ways
+            why = ValueError(f"the model's chat template does not take these messages: {error!s:.500}")
+            raise self._refused(why, "messages") from error
+        if goes_on:
+            text, found, _ = text.partition(mark)
+            if not found:
+                why = "the answer cannot go on from the last message, because the template leaves that message out"
+                raise Refused(why, param="messages")
+        return await self.run(partial(self._ids, text, most, False), len(text), "messages")
 
     @property
     def most_tokenized(self) -> int:
@@ -135,55 +122,35 @@ class Encoder:
         return Refused(said or "nested too deeply", param=getattr(error, "name", param))
 
     @cached_property
+    def _special_tokens(self) -> dict[str, Any]:
+        """As variables of templates."""
+        named = (self.tokenizer and self.tokenizer.special_tokens_map) or {}
+        return {k: [str(each) for each in v] if isinstance(v, list) else str(v) for k, v in named.items()}
+
+    @cached_property
     def _longest(self) -> int:
         """Characters of the longest token."""
-        vocab = getattr(self.llm.tokenizer, "get_vocab", None)
+        vocab = getattr(self.tokenizer, "get_vocab", None)
         return max(map(len, vocab()), default=1) if vocab is not None else sys.maxsize
 
-    def _check(self, text: str, most: int | None) -> None:
-        """Raise ValueError for a text with too many characters, or one that cannot fit. Encodes little of it."""
-        if self.llm.tokenizer is None:
-            return
-        if most is not None:
-            if len(text) > most:
-                raise ValueError(
-                    f"the text has {len(text)} characters, and {most} are encoded at once; send it in parts"
-                )
-            return
-        room = self.max_length
-        if len(text) <= room:
-            return
+    def _ids(self, text: str, most: int | None, special: bool = True) -> list[int]:
+        """The ids of a text. special: with those that the model's prompts begin with. Raises ValueError for a text with too many
+        characters, or one that cannot fit, and encodes little of it."""
+        room, tokenizer = self.max_length, self.tokenizer
         too_long = f"the prompt has {len(text)} characters and the model holds {room} tokens; shorten it"
-        if len(text) > room * self._longest:
-            raise ValueError(f"{too_long}. No token has more than {self._longest} characters")
-        if len(text) > WIDE * room and len(self.llm.encode(text[: WIDE * room // 2])) > 2 * room:
-            raise ValueError(f"{too_long}. Its first half alone does not fit")
-
-
-@contextmanager
-def _of_template() -> Iterator[None]:
-    """Say of an error that the template raised it: a template is a program and fails in its own ways."""
-    try:
-        yield
-    except ChildProcessError:
-        raise
-    except Exception as error:
-        raise ValueError(f"the model's chat template does not take these messages: {error!s:.500}") from error
-
-
-def _up_to(text: str, mark: str) -> str:
-    """A rendered chat up to a mark that ended its last message. Raises ValueError."""
-    kept, found, _ = text.partition(mark)
-    if not found:
-        raise ValueError("the answer cannot go on from the last message, because the template leaves that message out")
-    return kept
+        if tokenizer is None:
+            return self.llm.encode(text)
+        if most is not None and len(text) > most:
+            raise ValueError(f"the text has {len(text)} characters, and {most} are encoded at once; send it in parts")
+        if most is None and len(text) > room:
+            if len(text) > room * self._longest:
+                raise ValueError(f"{too_long}. No token has more than {self._longest} characters")
+            if len(text) > WIDE * room and len(self.llm.encode(text[: WIDE * room // 2])) > 2 * room:
+                raise ValueError(f"{too_long}. Its first half alone does not fit")
+        return self.llm.encode(text) if special else list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _renders_as_usual(tokenizer: Any) -> bool:
     """False for a tokenizer whose class makes tokens of messages in a way of its own."""
     own = getattr(type(tokenizer), "apply_chat_template", None)
     return getattr(own, "__module__", "") == "transformers.tokenization_utils_base"
-
-
-def _text(token: Any) -> Any:
-    return [str(each) for each in token] if isinstance(token, list) else str(token)

@@ -10,7 +10,6 @@ import re
 import secrets
 from contextlib import ExitStack
 from time import perf_counter
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
@@ -20,13 +19,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.serve.bodies import check_body
 from outrider.serve.connection import abort, network
 from outrider.serve.errors import Refused, refusing
-from outrider.serve.logs import clean, log
+from outrider.serve.logs import log
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import ServeOptions
 
 OPEN = ("/health", "/", "/favicon.ico")  # load balancers have no key, and the page at / asks for it
 MONITOR = ("/health", "/metrics")  # answered under any load, and on a port of their own
 OWNER = b"x-outrider-owner"  # header from a front to its replicas: whose request it is
+_HOST = re.compile(r"\[?([^\[\]]*?)\.?\]?(?::\d*)?")  # a name or an address, with a port
 SHOWN = 200  # characters of a path in the log
 PAGES = (  # a browser asks its user for the key
     "/dashboard",
@@ -101,7 +101,7 @@ class Guard:
             self.active -= counted
             self.metrics.http(status or 499, state.get("model"))
             took = 1000 * (perf_counter() - started)
-            log.info("%s %s %s %s %.0f ms", name, scope["method"], clean(scope["path"][:SHOWN]), status or "gone", took)
+            log.info("%s %s %s %s %.0f ms", name, scope["method"], scope["path"][:SHOWN], status or "gone", took)
 
     def _check(self, scope: Scope, headers: Headers) -> str:
         """The owner of a request. Raises Refused for a host, an origin or a key that may not."""
@@ -114,13 +114,22 @@ class Guard:
             and (scope.get("server") or ("", 0))[1] == settings.monitor_port
         ):
             raise Refused(f"this port has {' and '.join(MONITOR)} only", 404)
-        if settings.hosts and (host := _hostname("//" + headers.get("host", ""))) not in settings.hosts:
+        named = _HOST.fullmatch(headers.get("host", ""))
+        host = named[1].lower() if named else ""
+        if settings.hosts and host not in settings.hosts:
             raise Refused(
                 f"this server does not answer as {host[:80]!r}; start it with --allowed-host {host[:80]}, or with a key",
                 403,
                 code="host_not_allowed",
             )
-        if (not settings.api_key or path in PAGES) and self._foreign(headers):
+        origin = headers.get("origin")
+        if origin is None:  # a link to a page is followed; what a page loads by itself is not
+            apart = headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
+            foreign = apart and headers.get("sec-fetch-mode") != "navigate"
+        else:
+            foreign = origin.partition("://")[2] != headers.get("host", "-")
+            foreign = foreign and not {origin, "*"} & set(settings.cors_origin)
+        if foreign and (not settings.api_key or path in PAGES):
             raise Refused(
                 "a page of another site may not use this server; start it with --cors-origin ORIGIN to allow one",
                 403,
@@ -129,16 +138,6 @@ class Guard:
         if path not in OPEN and settings.api_key:
             return f"key {self._check_key(headers, page=path in PAGES)}"
         return network((scope.get("client") or ("",))[0])
-
-    def _foreign(self, headers: Headers) -> bool:
-        """Whether a page of another site asks. A link to a page is followed; what a page loads by itself is not."""
-        origin = headers.get("origin")
-        if origin is not None:
-            return origin.partition("://")[2] != headers.get("host", "-") and not {origin, "*"} & set(
-                self.settings.cors_origin
-            )
-        apart = headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
-        return apart and headers.get("sec-fetch-mode") != "navigate"
 
     def _check_key(self, headers: Headers, page: bool) -> str:
         """A digest of the key: its place among the keys may change. Raises Refused for a wrong one.
@@ -199,14 +198,6 @@ def guards(settings: ServeOptions, metrics: Metrics) -> list[Middleware]:
     """The middleware of an application: the limits, the key and the origins of its settings."""
     cors = Middleware(CORSMiddleware, allow_origins=settings.cors_origin, allow_methods=["*"], allow_headers=["*"])
     return [*([cors] if settings.cors_origin else []), Middleware(Guard, settings=settings, metrics=metrics)]
-
-
-def _hostname(url: str) -> str:
-    """The name in an address, without its port; empty if it cannot be read."""
-    try:
-        return (urlsplit(url).hostname or "").rstrip(".")
-    except ValueError:
-        return ""
 
 
 def _password(given: str) -> str:

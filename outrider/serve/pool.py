@@ -59,7 +59,7 @@ class PooledModel:
     @property
     def expires(self) -> float | None:
         """When it will go, in seconds since 1970; None if no time is set."""
-        return None if self.timer is None else time() + self.timer.when() - monotonic()
+        return None if self.timer is None or self.users else time() + self.timer.when() - monotonic()
 
     @property
     def bytes(self) -> int:
@@ -158,16 +158,11 @@ class ModelPool:
                 ) from None
             request.state.waited = perf_counter() - begun
         else:
-            self._borrow(one)
+            one.users, one.used = one.users + 1, perf_counter()
             request.state.lent.callback(self._give_back, one)
         request.state.model = one.name
         assert one.assembly is not None
         return one.assembly.service
-
-    def unload(self, one: PooledModel) -> None:
-        """Let a model go as soon as it answers no request."""
-        one.keep = 0.0
-        self._rest(one)
 
     def start(self) -> Assembly:
         """Load the first model now, before there are requests. Raises what `LLM` and `Engine` raise."""
@@ -184,33 +179,20 @@ class ModelPool:
         self.closing = True
         self._refuse([*self._waiting], Refused("the server is stopping", 503, code="stopped"))
         self._changed.set()
-        for one in self.models:
-            self._stop_timer(one)
         await asyncio.gather(*self._tasks)
         for service in self.loaded:
             await asyncio.to_thread(service.close)
 
-    def _borrow(self, one: PooledModel) -> None:
-        one.users += 1
-        one.used = perf_counter()
-        self._stop_timer(one)
-
     def _give_back(self, one: PooledModel) -> None:
+        """A request has ended. After the last one the time begins after which the model goes."""
         one.users -= 1
         self._changed.set()
-        self._rest(one)
-
-    def _rest(self, one: PooledModel) -> None:
-        """Set the time after which a model goes that answers no request."""
-        self._stop_timer(one)
-        if one.ready and not one.users and one.keep is not None and not self.closing:
-            loop = asyncio.get_running_loop()
-            one.timer = loop.call_later(one.keep, lambda: self._begin(self._expired(one)))
-
-    def _stop_timer(self, one: PooledModel) -> None:
         if one.timer is not None:
             one.timer.cancel()
             one.timer = None
+        if one.ready and not one.users and one.keep is not None and not self.closing:
+            loop = asyncio.get_running_loop()
+            one.timer = loop.call_later(one.keep, lambda: self._begin(self._expired(one)))
 
     def _begin(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -219,7 +201,8 @@ class ModelPool:
 
     async def _expired(self, one: PooledModel) -> None:
         async with self._turn:
-            if one.timer is not None and one.ready:  # no request has come meanwhile
+            over = one.expires is not None and one.expires < time() + 0.01  # else a request has come meanwhile
+            if over and one.ready and not self.closing:
                 await self._leave(one)
 
     async def _loaded(self, one: PooledModel, request: Request) -> None:
@@ -301,7 +284,8 @@ class ModelPool:
         assert not one.users
         if one.assembly.dashboard is not None:
             one.assembly.dashboard.close()
-        self._stop_timer(one)
+        if one.timer is not None:
+            one.timer.cancel()
         end, one.assembly, one.leaving, one.keep = one.assembly.service.close, None, False, None
         self.metrics.of(one.name).detach()
         await asyncio.to_thread(end)
@@ -317,7 +301,7 @@ class ModelPool:
         for ready in self._those(one):
             del self._waiting[ready]
             if not ready.done():
-                self._borrow(one)
+                one.users, one.used = one.users + 1, perf_counter()
                 ready.set_result(None)
 
     def _refuse(self, those: list[asyncio.Future[None]], refused: Refused) -> None:

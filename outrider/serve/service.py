@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import abc
 from collections.abc import Callable
@@ -36,7 +37,6 @@ from outrider.serve.openai.protocol import (
     ResponseFormat,
     StructuredOutputs,
 )
-from outrider.serve.openai.responses import ResponseWriter
 from outrider.serve.openai.tools import PLAIN, ToolCallReader, ToolFormat, ToolOffer, chosen, offered
 from outrider.serve.options import ServeOptions
 
@@ -61,9 +61,9 @@ class Service:
         return "" if self.llm.tokenizer is None else self.llm.tokenizer.decode(list(tokens))
 
     async def accept(
-        self, body: CompletionRequest | ChatRequest, request_id: str, client: str, owner: str = ""
+        self, body: CompletionRequest | ChatRequest, request_id: str, client: str, owner: str = "", waited: float = 0.0
     ) -> PendingAnswer:
-        """Check a request and queue its texts. client, owner: as in `Request`.
+        """Check a request and queue its texts. client, owner: as in `Request`. waited: seconds of its time that are over.
 
         Raises Refused for what the server cannot answer.
         """
@@ -74,7 +74,7 @@ class Service:
         if special:
             params = params.with_(skip_special_tokens=False)
         if isinstance(body, ChatRequest):
-            prompts = [await self.chat_tokens(body)]
+            prompts = [await self.encoder.chat(body)]
         elif body.suffix:
             prompts, ends = await self._infilled(body.prompts, body.suffix)
             params = params.with_(stop_token_ids=[*params.stop_token_ids, *ends])
@@ -87,58 +87,36 @@ class Service:
             prompts, before = _continued(body, body.continued_tokens, prompts, params.n)
         if body.max_total_tokens is not None:
             params = self._within(params, body.max_total_tokens, max(map(len, prompts)))
-        pending, trial = PendingAnswer(self.engine), self.trials.of(body.depth, body.method)
-        seconds = min(body.timeout or math.inf, self.settings.request_timeout)
+        loop, trial = asyncio.get_running_loop(), self.trials.current
+        if body.depth is not None or body.method is not None:
+            trial = None  # one with a wish of its own takes no part
+        seconds = min(body.timeout or math.inf, self.settings.request_timeout) - waited
+        wishes = {"workload": body.workload, "client": client, "owner": owner, "prefill_only": body.limit == 0}
+        wishes |= {"method": body.method, "num_speculative_tokens": body.depth, "deadline": perf_counter() + seconds}
 
-        def begin() -> ResponseWriter:
+        def begin() -> PendingAnswer:
             """Beside the event loop, because all of it grows with the request."""
-            wishes = {
-                "workload": body.workload,
-                "client": client,
-                "owner": owner,
-                "method": body.method,
-                "num_speculative_tokens": body.depth,
-            }
-            wishes |= {"prefill_only": body.limit == 0, "deadline": perf_counter() + seconds}
             requests = self._requests(prompts, before, params, mask, wishes)
             prints = self._fingerprints(requests) if body.return_fingerprint else None
-            with trial.enrolled(requests) if trial else nullcontext(requests) as requests:
-                pending.submit(requests)  # it refuses token ids that the writer could not show
             if self.settings.log_prompts:
                 log.info("%s asks %s", request_id, [self.decode(p) for p in prompts])
-            return ResponseWriter(
-                id=("chatcmpl-" if body.is_chat else "cmpl-") + request_id,
-                model=self.settings.model_name,
-                chat=body.is_chat,
-                guarantee=self.engine.decoder.guarantee,
-                decode=self.decode,
-                shown=body.shown,
-                prompts=[request.prompt for request in requests],
-                n=params.n,
-                reader=reader,
-                fingerprints=prints,
-            )
+            name = self.settings.model_name
+            with trial.enrolled(requests) if trial else nullcontext(requests) as requests:
+                return PendingAnswer(self.engine, loop, requests, body, request_id, name, self.decode, reader, prints)
 
         told = sum(map(len, body.bad_words or ())) + len(params.prediction or ())
         told += (LONG + 1) * bool(body.return_fingerprint)  # the first one reads the model's files
-        pending.writer = await self.encoder.run(begin, told + sum(map(len, prompts)) * params.n)
-        return pending
-
-    async def chat_tokens(self, body: ChatRequest) -> list[int]:
-        """The prompt that the template makes of a chat. Raises Refused."""
-        tools = None if body.tool_choice == "none" else body.tools
-        goes_on = bool(body.continue_final_message)
-        return await self.encoder.chat(body.messages, tools, body.chat_template_kwargs, goes_on=goes_on)
+        return await self.encoder.run(begin, told + sum(map(len, prompts)) * params.n)
 
     @property
     def template(self) -> Any:
         """The model's chat template, or None."""
-        return getattr(self.llm.tokenizer, "chat_template", None)
+        return getattr(self.encoder.tokenizer, "chat_template", None)
 
     @property
     def tool_format(self) -> ToolFormat | None:
         """How the model writes tool calls; None if that is not known."""
-        return chosen(self.settings.tool_call_parser, self.template)
+        return chosen(self.settings.tool_call_parser, str(self.template or ""))
 
     def close(self) -> None:
         """End the engine and the threads."""
@@ -160,7 +138,7 @@ class Service:
         if form is None and not offer.forced:
             return offer, None, False
         form = form or PLAIN
-        known = [] if self.llm.tokenizer is None else list(self.llm.tokenizer.all_special_tokens)
+        known = [] if self.encoder.tokenizer is None else list(self.encoder.tokenizer.all_special_tokens)
         special = form.opening in known and not form.bare
         hidden = known if special and body.skip_special_tokens is not False else []
         return offer, lambda: ToolCallReader(form, offer.names, hidden), special

@@ -112,7 +112,7 @@ def _answer(pending: PendingAnswer, model: str) -> dict[str, Any]:
     firsts = [r.clock.time_to_first_token for r in results if r.clock.time_to_first_token is not None]
     decoder = pending.engine.decoder
     return {
-        "gen_ai.response.id": pending.writer.id,
+        "gen_ai.response.id": pending.id,
         "gen_ai.response.model": model,
         "gen_ai.response.finish_reasons": [r.finish.finish for r in results if r.finish] or None,
         "gen_ai.response.time_to_first_chunk": min(firsts, default=None),

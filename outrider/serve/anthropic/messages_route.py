@@ -51,11 +51,11 @@ def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict
         service, chat = await chat_of(body, anthropic_version, request)
 
         def writer(pending: PendingAnswer) -> MessagesWriter:
-            prompt = pending.writer.prompts[0]
+            prompt = len(pending.sequences[0].prompt)
             name, thinking = request.state.request_id, thinking_reader(service, pending)
-            return MessagesWriter(name, service.settings.model_name, len(prompt), body.max_tokens, thinking)
+            return MessagesWriter(name, service.settings.model_name, prompt, body.max_tokens, thinking)
 
-        return await answering.translated(service, chat, request, writer)
+        return await answering.answer(service, chat, request, writer)
 
     @app.post("/v1/messages/count_tokens", responses=documented)
     async def count_tokens(
@@ -63,4 +63,4 @@ def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict
     ) -> Response:
         """The tokens of messages, as the model would read them."""
         service, chat = await chat_of(body, anthropic_version, request)
-        return json_response({"input_tokens": len(await service.chat_tokens(chat))})
+        return json_response({"input_tokens": len(await service.encoder.chat(chat))})

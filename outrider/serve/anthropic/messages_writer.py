@@ -32,9 +32,8 @@ class MessagesWriter(AnswerTranslator):
             "stop_sequence": None,
             "usage": _usage(prompt_tokens, 0, 0),
         }
-
-    def begin(self) -> list[Event]:
-        return [{"type": "message_start", "message": {**self.answer, "content": []}}, {"type": "ping"}]
+        start = {"type": "message_start", "message": {**self.answer, "content": []}}
+        self.begin = self.encoded(start) + self.encoded({"type": "ping"})
 
     def chunk(self, chunk: dict[str, Any]) -> list[Event]:
         if not chunk["choices"]:

@@ -134,10 +134,6 @@ class Trials:
         self.current = self.latest = trial
         self._engine.scheduler.watch(trial)
 
-    def of(self, depth: int | None, method: str | None) -> Trial | None:
-        """The trial that a request takes part in: one with a wish of its own takes no part."""
-        return self.current if depth is None and method is None else None
-
     def stop(self) -> None:
         """End the trial."""
         if self.current is not None:

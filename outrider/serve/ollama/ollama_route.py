@@ -55,7 +55,7 @@ def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict
         if isinstance(asked, ChatRequest):
             variables = asked_to_think(service.template, body.thinking_wanted)
             asked = asked.model_copy(update={"chat_template_kwargs": variables})
-        return await answering.translated(service, asked, request, writer)
+        return await answering.answer(service, asked, request, writer)
 
     @app.post("/api/chat", responses=documented)
     async def chat(body: OllamaChatRequest, request: Request) -> Response:

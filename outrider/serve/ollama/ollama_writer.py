@@ -15,7 +15,7 @@ from outrider.serve.openai.translated import AnswerTranslator, Event, check_whol
 class OllamaWriter(AnswerTranslator):
     """Writes one answer of `/api/chat` or `/api/generate`."""
 
-    media_type = "application/x-ndjson"
+    media_type, comment = "application/x-ndjson", b""
 
     def __init__(self, model: str, arrived: float, waited: float, thinking: ThinkingReader | None, chat: bool) -> None:
         """model: as the client calls it. arrived: when its request came, a `perf_counter` time. waited: seconds until the model

@@ -24,7 +24,6 @@ from pydantic import (
 )
 
 from outrider.core.params import BadParameter, SamplingParams
-from outrider.serve.openai.responses import Shown
 from outrider.serve.openai.tools import text_of
 from outrider.serve.options import ServeOptions
 
@@ -217,21 +216,41 @@ class CommonRequest(JsonObject):
         raise NotImplementedError
 
     @property
-    def shown(self) -> Shown:
-        """What the answer shows."""
+    def alternatives(self) -> int | None:
+        """How many alternatives the answer shows for each token; None for no log-probabilities."""
         raise NotImplementedError
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return None
+
+    @property
+    def echoes(self) -> bool:
+        """The answer begins with the prompt."""
+        return False
+
+    @property
+    def shows_tokens(self) -> bool:
+        """A token is shown even if it adds no text."""
+        return bool(self.return_token_ids) or self.alternatives is not None
+
+    @property
+    def opens_late(self) -> bool:
+        """The first chunk of a choice has to wait for the log-probabilities of its prompt."""
+        return self.echoes and self.alternatives is not None
 
     def params(self, settings: ServeOptions) -> SamplingParams:
         """The sampling parameters. Raises ValueError for invalid values, and for more than a limit of the server."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        longest, shown = settings.max_stop_length, self.shown
+        longest, echoed = settings.max_stop_length, self.alternatives if self.echoes else None
         for count, limit, what, name in (
             ((self.n or 1) * self.count, settings.max_choices, "texts of one request", "n"),
             (self.depth or 0, settings.max_speculative_tokens, "draft tokens a step", "num_speculative_tokens"),
             (len(stops), settings.max_stops, "stop strings", "stop"),
             (max(map(len, stops), default=0), longest, "characters in a stop string", "stop"),
-            (shown.logprobs or 0, settings.max_logprobs, "logprobs of one token", "logprobs"),
-            (shown.prompt_logprobs or 0, settings.max_logprobs, "prompt_logprobs of one token", "prompt_logprobs"),
+            (self.alternatives or 0, settings.max_logprobs, "logprobs of one token", "logprobs"),
+            (self.prompt_alternatives or 0, settings.max_logprobs, "prompt_logprobs of one token", "prompt_logprobs"),
             *(
                 (len(getattr(self, name) or ()), settings.max_bias, f"entries in {name}", name)
                 for name in ("logit_bias", "bad_words", "allowed_token_ids", "stop_token_ids")
@@ -250,8 +269,8 @@ class CommonRequest(JsonObject):
             "max_tokens": None,
             "logit_bias": bias or None,
             "stop": stops or None,
-            "logprobs": shown.logprobs,
-            "prompt_logprobs": shown.of_prompt,
+            "logprobs": self.alternatives,
+            "prompt_logprobs": max((x for x in (self.prompt_alternatives, echoed) if x is not None), default=None),
             "prediction": self.prediction and text_of(self.prediction.content, "prediction.content"),
         }
         return SamplingParams(max_tokens=self.limit or None, **{k: v for k, v in given.items() if v is not None})
@@ -296,9 +315,16 @@ class CompletionRequest(CommonRequest):
         return 16 if self.max_tokens is None else self.max_tokens
 
     @property
-    def shown(self) -> Shown:
-        ids, details = bool(self.return_token_ids), bool(self.detailed_metrics)
-        return Shown(self.logprobs, self.prompt_logprobs, bool(self.echo), ids, details, bool(self.return_pieces))
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        return self.prompt_logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
     @property
     def count(self) -> int:
@@ -339,10 +365,13 @@ class ChatRequest(CommonRequest):
         return f"chat {hashlib.sha256(told).hexdigest()[:8]}"
 
     @property
-    def shown(self) -> Shown:
-        count = self.top_logprobs or 0 if self.logprobs else None
-        ids, details = bool(self.return_token_ids), bool(self.detailed_metrics)
-        return Shown(count, token_ids=ids, details=details, pieces=bool(self.return_pieces))
+    def alternatives(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def tools_shown(self) -> list[dict[str, Any]] | None:
+        """The tools that the prompt tells of."""
+        return None if self.tool_choice == "none" else self.tools
 
 
 class TokenizeRequest(JsonObject):

@@ -4,206 +4,171 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from time import time
+from dataclasses import asdict
 from typing import Any
 
-from outrider._version import __version__
 from outrider.core.outputs import Delta
-from outrider.core.types import Guarantee
 from outrider.drafters.method import PREDICTION
 from outrider.engine.fingerprint import Fingerprints
 from outrider.engine.request import Sequence
+from outrider.serve.openai.protocol import CommonRequest
 from outrider.serve.openai.tools import ToolCall, ToolCallReader
 
 _LEAST = -9999.0  # JSON has no minus infinity
 
 
-@dataclass(frozen=True)
-class Shown:
-    """What an answer shows besides its text. logprobs, prompt_logprobs: how many alternatives, None for no
-    log-probabilities. echo: the prompt before the text. token_ids: of prompt and output.
-    details: counts of each step. pieces: which parts of a streamed text were draft tokens."""
+class ChoiceWriter:
+    """Writes one choice of an answer, whole or in chunks.
 
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    echo: bool = False
-    token_ids: bool = False
-    details: bool = False
-    pieces: bool = False
-
-    @property
-    def of_prompt(self) -> int | None:
-        """How many alternatives the engine must report for each prompt token."""
-        echoed = self.logprobs if self.echo else None
-        asked = [count for count in (self.prompt_logprobs, echoed) if count is not None]
-        return max(asked, default=None)
-
-
-@dataclass
-class ResponseWriter:
-    """Writes one response, whole or in chunks.
-
-    chat: a chat completion, else a text completion. decode: token ids -> text. prompts: token ids [choice]. n: choices of each
-    prompt. reader: makes a reader of tool calls, where tools were offered. fingerprints: what makes them, where they are shown.
+    is_open: it had its first chunk. A text that continues another had it there. so_far: the counts for `continuous_usage_stats`.
     """
 
-    id: str
-    model: str
-    chat: bool
-    guarantee: Guarantee
-    decode: Callable[[abc.Sequence[int]], str]
-    shown: Shown
-    prompts: abc.Sequence[list[int]]
-    n: int = 1
-    reader: Callable[[], ToolCallReader] | None = None
-    fingerprints: Fingerprints | None = None
-    created: int = field(default_factory=lambda: int(time()))
+    def __init__(
+        self,
+        body: CommonRequest,
+        head: dict[str, Any],
+        index: int,
+        sequence: Sequence,
+        decode: Callable[[abc.Sequence[int]], str],
+        reader: ToolCallReader | None = None,
+        fingerprints: Fingerprints | None = None,
+    ) -> None:
+        """body: says what is shown. head: what each chunk begins with. decode: token ids -> text. reader: of tool calls, where
+        tools were offered. fingerprints: what makes them, where they are shown."""
+        self.sequence, self._body, self._head, self._index = sequence, body, head, index
+        self._decode, self._reader, self._fingerprints = decode, reader, fingerprints
+        self._echo = decode(sequence.prompt) if body.echoes else ""
+        self._offset = len(self._echo)
+        self.is_open = self._behind = bool(sequence.request.continued)
+        self.so_far = {"tokens": len(sequence.request.continued), "drafted": 0, "accepted": 0}
 
-    def __post_init__(self) -> None:
-        self.echoes = [self.decode(prompt) if self.shown.echo else "" for prompt in self.prompts]
-        self._head = {"id": self.id, "object": "", "created": self.created, "model": self.model}
-        self._head["system_fingerprint"] = f"outrider-{__version__}"
+    def open(self) -> dict[str, Any] | None:
+        """The first chunk, if the choice needs one: the role, the echo, the ids of the prompt."""
+        self.is_open = True
+        ids = {"prompt_token_ids": self.sequence.prompt} if self._body.return_token_ids else {}
+        if self._body.is_chat:
+            return {**self._chunk({"role": "assistant", "content": ""}), **ids}
+        if not self._echo and not ids:
+            return None
+        return self._chunk({"content": self._echo}, logprobs=self._prompt(), **ids)
 
-    @property
-    def shows_tokens(self) -> bool:
-        """A token is shown even if it adds no text."""
-        return self.shown.token_ids or self.shown.logprobs is not None
+    def count(self, delta: Delta) -> None:
+        """Add a delta to `so_far`."""
+        self.so_far["tokens"] += len(delta.token_ids)
+        self.so_far["drafted"] += delta.drafted
+        self.so_far["accepted"] += delta.accepted
 
-    @property
-    def opens_late(self) -> bool:
-        """The first chunk of a choice has to wait for the log-probabilities of its prompt."""
-        return self.shown.echo and self.shown.logprobs is not None
+    def read(self, text: str, delta: Delta | None, last: bool = False) -> list[dict[str, Any]]:
+        """The chunks for more text: its content, then the tool calls that it completes. delta: what is known of its tokens."""
+        reader = self._reader
+        if self._behind:  # the text before is known since the sequence had its slot
+            before, self._behind = self.sequence.cursor.continued_text, False
+            self._offset += len(before)
+            if reader is not None:
+                reader.feed(before)
+        at = self._offset
+        self._offset += len(text)
+        content, calls = reader.feed(text, last) if reader else (text, [])
+        tokens, more = delta is not None and delta.token_ids and self._body.shows_tokens, dict[str, Any]()
+        if delta is not None and (tokens or self._body.return_pieces):
+            more = self._of_tokens(delta, "" if calls else content, at)
+        if reader is None or not calls:
+            return [self._chunk({"content": content}, **more)] if content or tokens else []
+        chunks = [self._chunk({"content": content})] if content else []
+        for number, call in enumerate(calls, reader.called - len(calls)):
+            chunks.append(self._chunk({"tool_calls": [{"index": number, **call.shape}]}))
+        # The tokens come last: a client that has read them has the call, so the answer can go on from there.
+        return [*chunks, self._chunk({"content": ""}, **more)] if tokens else chunks
 
-    def whole(self, results: abc.Sequence[Sequence]) -> dict[str, Any]:
-        """The response in one piece."""
-        choices = []
-        for index, (result, echo) in enumerate(zip(results, self.echoes, strict=True)):
-            if result.request.continued:
-                echo = ""  # it was shown at the beginning of the text
-            known, tokens = result.prompt_logprobs, result.written
-            offset = len(echo) + sum(len(self.decode([t])) for t in result.request.continued)
-            logprobs = result.logprobs if result.params.logprobs is not None else None
-            before = None if result.request.continued else self._prompt(index, known)
-            shown = self._logprobs(tokens, logprobs, offset)
+    def close(self) -> list[dict[str, Any]]:
+        """The chunks for what is still held back, then the last chunk."""
+        held = self.read("", None, last=True)
+        return [*held, self._chunk({}, **self._end(self._reader is not None and self._reader.called > 0))]
+
+    def whole(self) -> dict[str, Any]:
+        """The choice in one piece."""
+        result, body = self.sequence, self._body
+        text, calls = result.new_text, list[ToolCall]()
+        if self._reader is not None:
+            self._reader.feed(result.cursor.continued_text)
+            text, calls = self._reader.feed(text, True)
+        at = self._offset + sum(len(self._decode([t])) for t in result.request.continued)
+        shown = self._logprobs(result.written, result.logprobs, at) if result.params.logprobs is not None else None
+        if not self.is_open:  # else the prompt was shown at the beginning of the text
+            text = self._echo + text
+            before = self._prompt()
             if before is not None and shown is not None:
                 shown = {name: before[name] + shown[name] for name in shown}
-            choice: dict[str, Any] = {"index": index, "logprobs": shown}
-            text, calls = result.new_text, list[ToolCall]()
-            if self.reader is not None:
-                reader = self.reader()
-                reader.feed(result.cursor.continued_text)
-                content, calls = reader.feed(text, True)
-            else:
-                content = echo + text
-            if self.chat:
-                message = {"role": "assistant", "content": None if calls and not content else content, "refusal": None}
-                choice["message"] = {**message, "tool_calls": [c.shape for c in calls]} if calls else message
-            else:
-                choice["text"] = content
-            choice |= self._end(result, bool(calls))
-            if self.shown.prompt_logprobs is not None and result.params.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = [
-                    None if x is None else {str(t): max(v, _LEAST) for t, v in x.items()}
-                    for x in self._cut(index, known, self.shown.prompt_logprobs)
-                ]
-            if self.shown.token_ids:
-                choice["token_ids"] = tokens
-                if not self.chat:
-                    choice["prompt_token_ids"] = self.prompts[index]
-            choices.append(choice)
-        kind = "chat.completion" if self.chat else "text_completion"
-        body = {**self._head, "object": kind, "choices": choices, "guarantee": self.guarantee.value}
-        if self.chat and self.shown.token_ids:
-            body["prompt_token_ids"] = self.prompts[0]
-        return {**body, **self._counts(results)}
+        choice: dict[str, Any] = {"index": self._index, "logprobs": shown, **self._end(bool(calls))}
+        if body.is_chat:
+            choice["message"] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+            choice["message"] |= {"tool_calls": [call.shape for call in calls]} if calls else {}
+        else:
+            choice["text"] = text
+        if body.prompt_alternatives is not None and result.params.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = [
+                None if x is None else {str(t): max(v, _LEAST) for t, v in x.items()}
+                for x in self._cut(body.prompt_alternatives)
+            ]
+        if body.return_token_ids:
+            choice |= {"token_ids": result.written} | ({} if body.is_chat else {"prompt_token_ids": result.prompt})
+        return choice
 
-    def opening(self, index: int, known: abc.Sequence[dict[int, float] | None] = ()) -> dict[str, Any] | None:
-        """The first chunk of a choice, if it needs one: the role, the echo, the ids of the prompt. known: the
-        log-probabilities of the prompt, if the choice `opens_late`."""
-        ids = {"prompt_token_ids": self.prompts[index]} if self.shown.token_ids else {}
-        choice = {"index": index, "logprobs": None, "finish_reason": None}
-        if self.chat:
-            return {**self._chunk([{**choice, "delta": {"role": "assistant", "content": ""}}]), **ids}
-        if not self.echoes[index] and not ids:
-            return None
-        return self._chunk([{**choice, "text": self.echoes[index], "logprobs": self._prompt(index, known), **ids}])
+    def _chunk(self, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
+        """A chunk. delta: as a chat has it; a text completion has the content alone. more: fields of the choice."""
+        content: dict[str, Any] = {"delta": delta} if self._body.is_chat else {"text": delta.get("content", "")}
+        choice = {"index": self._index, **content, "logprobs": None, "finish_reason": None, **more}
+        return {**self._head, "choices": [choice]}
 
-    def piece(self, index: int, text: str, delta: Delta | None, offset: int = 0) -> dict[str, Any]:
-        """A chunk of text, with what the delta says of its tokens."""
-        tokens = delta.token_ids if delta else []
-        logprobs = self._logprobs(tokens, delta.logprobs, offset) if delta and delta.logprobs else None
-        content = {"delta": {"content": text}} if self.chat else {"text": text}
-        more: dict[str, Any] = {"token_ids": tokens} if self.shown.token_ids else {}
-        if self.shown.pieces and delta and delta.text == text and delta.pieces:
+    def _of_tokens(self, delta: Delta, text: str, at: int) -> dict[str, Any]:
+        """What a delta says of its tokens. text: of the chunk. at: where that begins in the text of the choice."""
+        more: dict[str, Any] = {"token_ids": delta.token_ids} if self._body.return_token_ids else {}
+        if delta.logprobs:
+            more["logprobs"] = self._logprobs(delta.token_ids, delta.logprobs, at)
+        if self._body.return_pieces and delta.text == text and delta.pieces:
             more["pieces"] = delta.pieces
-        return self._chunk([{"index": index, **content, "logprobs": logprobs, "finish_reason": None, **more}])
+        return more
 
-    def call(self, index: int, number: int, call: ToolCall) -> dict[str, Any]:
-        """A chunk with one whole tool call. number: of the call in its choice, from 0."""
-        delta = {"tool_calls": [{"index": number, **call.shape}]}
-        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
-
-    def closing(self, index: int, result: Sequence, called: bool = False) -> dict[str, Any]:
-        """The last chunk of a choice. called: the choice has tool calls."""
-        content: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
-        chunk = self._chunk([{"index": index, **content, "logprobs": None, **self._end(result, called)}])
-        return {**chunk, "guarantee": self.guarantee.value}
-
-    def totals(self, results: abc.Sequence[Sequence]) -> dict[str, Any]:
-        """The chunk after all choices that carries usage and metrics."""
-        return {**self._chunk([]), "guarantee": self.guarantee.value, **self._counts(results)}
-
-    def _counts(self, results: abc.Sequence[Sequence]) -> dict[str, Any]:
-        return {"usage": usage(results, self.n), "metrics": metrics(results, self.shown.details)}
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return {**self._head, "object": kind, "choices": choices}
-
-    def _end(self, result: Sequence, called: bool) -> dict[str, Any]:
-        assert result.finish is not None
-        finish = "tool_calls" if called and result.finish.finish == "stop" else result.finish.finish
+    def _end(self, called: bool) -> dict[str, Any]:
+        """Why the choice ended. called: it has tool calls."""
+        result, finish = self.sequence, self.sequence.finish
+        assert finish is not None
         end: dict[str, Any] = {
-            "finish_reason": finish,
-            "stop_reason": result.finish.reason,
+            "finish_reason": "tool_calls" if called and finish.finish == "stop" else finish.finish,
+            "stop_reason": finish.reason,
             "seed": result.request.seed,
         }
         if result.counts.undrafted is not None:
             end["note"] = result.counts.undrafted
-        if self.fingerprints is not None and result.finish.finish in ("stop", "length"):
-            made = self.fingerprints.of(result.request, result.output, result.finish.finish)
+        if self._fingerprints is not None and finish.finish in ("stop", "length"):
+            made = self._fingerprints.of(result.request, result.output, finish.finish)
             end["fingerprint"] = made.model_dump(mode="json")
         return end
 
-    def _prompt(self, index: int, known: abc.Sequence[dict[int, float] | None]) -> dict[str, Any] | None:
+    def _prompt(self) -> dict[str, Any] | None:
         """The log-probabilities of an echoed prompt, its first token without one; None if they are not shown."""
-        count = self.shown.logprobs
-        if not self.shown.echo or count is None:
+        count = self._body.alternatives
+        if not self._body.echoes or count is None:
             return None
-        return self._logprobs(self.prompts[index], self._cut(index, known, count))
+        return self._logprobs(self.sequence.prompt, self._cut(count))
 
-    def _cut(
-        self, index: int, known: abc.Sequence[dict[int, float] | None], count: int
-    ) -> list[dict[int, float] | None]:
-        """The log-probabilities of a prompt with `count` alternatives each. None for all of them if the prompt was
-        not read to its end."""
-        prompt = self.prompts[index]
+    def _cut(self, count: int) -> list[dict[int, float] | None]:
+        """The log-probabilities of the prompt with `count` alternatives each. None for all of them if it was not read to its
+        end."""
+        prompt, known = self.sequence.prompt, self.sequence.prompt_logprobs
         if len(known) != len(prompt):
             return [None] * len(prompt)
         return [None if x is None else {t: x[t], **_likeliest(x, count)} for t, x in zip(prompt, known, strict=True)]
 
     def _logprobs(
-        self, tokens: abc.Sequence[int], logprobs: abc.Sequence[dict[int, float] | None] | None, offset: int = 0
-    ) -> dict[str, Any] | None:
+        self, tokens: abc.Sequence[int], logprobs: abc.Sequence[dict[int, float] | None], offset: int = 0
+    ) -> dict[str, Any]:
         """Log-probabilities as OpenAI shows them. logprobs: of each token and its alternatives, None where there is
         none. offset: where the text of the tokens begins in the text of the choice."""
-        if logprobs is None:
-            return None
         pairs = list(zip(tokens, logprobs, strict=False))
-        if self.chat:
+        if self._body.is_chat:
             return {"content": [self._token(t, x[t], x) for t, x in pairs if x is not None]}
-        texts, offsets = [self.decode([t]) for t, _ in pairs], list[int]()
+        texts, offsets = [self._decode([t]) for t, _ in pairs], list[int]()
         for text in texts:
             offsets.append(offset)
             offset += len(text)
@@ -215,19 +180,19 @@ class ResponseWriter:
         """Alternatives by their text; of two tokens with one text, as parts of characters may have, the likelier."""
         found = dict[str, float]()
         for token, value in logprobs.items():
-            text = self.decode([token])
+            text = self._decode([token])
             found[text] = max(value, found.get(text, _LEAST))
         return found
 
     def _token(self, token: int, logprob: float, alternatives: dict[int, float] | None = None) -> dict[str, Any]:
-        text = self.decode([token])
+        text = self._decode([token])
         out: dict[str, Any] = {
             "token": text,
             "logprob": max(logprob, _LEAST),
             "bytes": list(text.encode("utf-8", "replace")),
         }
         if alternatives is not None:
-            best = _likeliest(alternatives, self.shown.logprobs or 0)
+            best = _likeliest(alternatives, self._body.alternatives or 0)
             out["top_logprobs"] = [self._token(t, v) for t, v in best.items()]
         return out
 

@@ -86,7 +86,7 @@ def install(app: FastAPI, answering: Answering, answer: dict[int | str, dict[str
         name = response_id(settings.replica_name)
         with renamed("messages", "input"):
             called = service.settings.model_name
-            return await answering.translated(
+            return await answering.answer(
                 service, chat, request, lambda _: ResponsesWriter(name, called, body, chat, keep)
             )
 

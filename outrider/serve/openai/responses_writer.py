@@ -60,9 +60,8 @@ class ResponsesWriter(AnswerTranslator):
             "usage": None,
             "user": body.user,
         }
-
-    def begin(self) -> list[Event]:
-        return [self._event(f"response.{kind}", response=self._shown()) for kind in ("created", "in_progress")]
+        started = [self._event(f"response.{kind}", response=self._shown()) for kind in ("created", "in_progress")]
+        self.begin = b"".join(map(self.encoded, started))
 
     def chunk(self, chunk: dict[str, Any]) -> list[Event]:
         if not chunk["choices"]:

@@ -11,6 +11,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from outrider.core.params import BadParameter
@@ -62,14 +63,14 @@ def _no_number(constant: str) -> Any:
 _JSON = json.JSONDecoder(parse_constant=_no_number)
 
 
-def chosen(parser: str, template: Any) -> ToolFormat | None:
+@lru_cache(16)
+def chosen(parser: str, template: str) -> ToolFormat | None:
     """The format of a `--tool-call-parser`. `auto` looks into the chat template. None if the format is not known."""
     if parser != "auto":
         return FORMATS.get(parser)
-    held = str(template or "")
-    if "<function=" in held:  # calls in XML, which no format here reads
+    if "<function=" in template:  # calls in XML, which no format here reads
         return None
-    return next((f for f in FORMATS.values() if f.opening in held or (f.sign and f.sign in held)), None)
+    return next((f for f in FORMATS.values() if f.opening in template or (f.sign and f.sign in template)), None)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""Answers in another protocol than chat and text completions: what their writers and their routes share."""
+"""From a request to its response, in each protocol: what their writers and their routes share."""
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from outrider.engine.scheduler import LATE
 from outrider.serve.connection import unless_gone
 from outrider.serve.errors import Refused, dumps, json_response
 from outrider.serve.openai.pending import EventResponse, PendingAnswer
-from outrider.serve.openai.protocol import ChatRequest, CompletionRequest, StreamOptions
+from outrider.serve.openai.protocol import ChatRequest, CompletionRequest
 from outrider.serve.openai.thinking import ThinkingReader, thinks
 from outrider.serve.service import Service
 
@@ -26,18 +25,47 @@ Event = dict[str, Any]
 END = 64  # tokens of a prompt that may show that the template began a thought
 
 
-class AnswerTranslator(ABC):
+class AnswerWriter:
+    """Writes one answer from its chunks: as they are, which is what clients of OpenAI read.
+
+    begin: the bytes of a stream before the answer; end: those after it; comment: those while a long prompt is read. Clients and
+    proxies give up a connection that is silent.
+    """
+
+    media_type = "text/event-stream"
+    begin, end, comment, usage = b"", b"data: [DONE]\n\n", b": still reading\n\n", False
+
+    def sent(self, chunk: dict[str, Any]) -> bytes:
+        """What a stream has for a chunk. Raises Refused for an answer that failed."""
+        return b"data: " + dumps(chunk) + b"\n\n"
+
+    def refused(self, refused: Refused) -> bytes:
+        """What a stream has for an answer that could not be written."""
+        return self.sent(refused.body)
+
+    def whole(self, completion: dict[str, Any]) -> dict[str, Any]:
+        """The answer of a whole completion."""
+        return completion
+
+    async def events(self, pending: PendingAnswer, interval: float | None) -> AsyncIterator[bytes]:
+        """The stream. interval: see `PendingAnswer.chunks`."""
+        yield self.begin
+        try:
+            async for chunk in pending.chunks(interval, self.usage):
+                yield self.comment if chunk is None else self.sent(chunk)
+        except Refused as refused:
+            yield self.refused(refused)
+        yield self.end
+
+
+class AnswerTranslator(AnswerWriter, ABC):
     """Writes one answer in another protocol, from the chunks of a completion with one choice.
 
     Each method returns the events of what it adds. answer: the whole answer, which is what the events add up to.
     """
 
-    media_type = "text/event-stream"
+    end, usage = b"", True
     answer: dict[str, Any]
-
-    def begin(self) -> list[Event]:
-        """The events before the answer."""
-        return []
 
     @abstractmethod
     def chunk(self, chunk: dict[str, Any]) -> list[Event]:
@@ -51,24 +79,17 @@ class AnswerTranslator(ABC):
         """An event as it is sent."""
         return b"event: " + event["type"].encode() + b"\ndata: " + dumps(event) + b"\n\n"
 
+    def sent(self, chunk: dict[str, Any]) -> bytes:
+        return b"".join(map(self.encoded, self.chunk(chunk)))
+
+    def refused(self, refused: Refused) -> bytes:
+        return b"".join(map(self.encoded, self.failed(refused)))
+
     def whole(self, completion: dict[str, Any]) -> dict[str, Any]:
-        """The answer of a whole completion."""
         choice = completion["choices"][0]
         self.chunk({**completion, "choices": [{**choice, "delta": choice.get("message", {})}]})
         self.chunk({**completion, "choices": []})
         return self.answer
-
-    async def events(self, pending: PendingAnswer, interval: float | None) -> AsyncIterator[bytes]:
-        """The stream. interval: see `Pace`."""
-        for event in self.begin():
-            yield self.encoded(event)
-        try:
-            async for chunk in pending.chunks(StreamOptions(include_usage=True), interval):
-                for event in self.chunk(chunk):
-                    yield self.encoded(event)
-        except Refused as refused:
-            for event in self.failed(refused):
-                yield self.encoded(event)
 
 
 def check_whole(choice: dict[str, Any]) -> None:
@@ -84,34 +105,20 @@ class Answering:
     def __init__(self, pool: ModelPool, spans: Spans | None = None) -> None:
         self.pool, self._spans = pool, spans
 
-    async def accept(self, service: Service, body: CompletionRequest | ChatRequest, request: Request) -> PendingAnswer:
-        """Queue the texts of a request. Raises Refused."""
-        owner, waited = request.state.owner, getattr(request.state, "waited", 0.0)
-        if waited:
-            left = min(body.timeout or math.inf, service.settings.request_timeout) - waited
-            body = body.model_copy(update={"timeout": max(left, 1e-3)})
-        pending = await service.accept(body, request.state.request_id, body.user or owner, owner)
-        if self._spans is not None:
-            self._spans.watch(pending, service.settings.model_name, body, request.headers)
-        return pending
-
-    async def answer(self, body: CompletionRequest | ChatRequest, request: Request) -> Response:
-        """The response as a completion: whole, or as events."""
-        service = await self.pool.lend(body.model, request, body.timeout)
-        pending = await self.accept(service, body, request)
-        if body.stream:
-            return EventResponse(pending, pending.stream(body.stream_options, service.settings.pad_seconds))
-        return json_response(await unless_gone(request.receive, pending.whole()), headers=pending.headers)
-
-    async def translated(
+    async def answer(
         self,
         service: Service,
         body: CompletionRequest | ChatRequest,
         request: Request,
-        make: Callable[[PendingAnswer], AnswerTranslator],
+        make: Callable[[PendingAnswer], AnswerWriter] = lambda _: AnswerWriter(),
     ) -> Response:
-        """The response in another protocol. make: its writer."""
-        pending = await self.accept(service, body, request)
+        """The response: whole, or as events. make: its writer. Raises Refused."""
+        state = request.state
+        pending = await service.accept(
+            body, state.request_id, body.user or state.owner, state.owner, getattr(state, "waited", 0.0)
+        )
+        if self._spans is not None:
+            self._spans.watch(pending, service.settings.model_name, body, request.headers)
         writer = make(pending)
         if body.stream:
             return EventResponse(pending, writer.events(pending, service.settings.pad_seconds), writer.media_type)
@@ -120,4 +127,4 @@ class Answering:
 
 def thinking_reader(service: Service, pending: PendingAnswer) -> ThinkingReader | None:
     """What reads the thought of an answer; None for a model that does not think."""
-    return ThinkingReader(service.decode(pending.writer.prompts[0][-END:])) if thinks(service.template) else None
+    return ThinkingReader(service.decode(pending.sequences[0].prompt[-END:])) if thinks(service.template) else None

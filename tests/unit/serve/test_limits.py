@@ -22,7 +22,7 @@ from outrider import LLM, SamplingParams
 from outrider.core.outputs import Delta
 from outrider.serve import logs
 from outrider.serve.app import create_app
-from outrider.serve.openai.pending import EventResponse, Pace
+from outrider.serve.openai.pending import PendingAnswer, one_by_one
 from outrider.serve.options import ServeOptions
 
 PROMPT = "def quicksort(xs):\n"
@@ -98,7 +98,7 @@ def test_its_openapi_document_holds_under_schemathesis() -> None:
 
 
 def test_a_stream_that_waits_says_so_in_comments(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EventResponse, "quiet", 0.02)
+    monkeypatch.setattr(PendingAnswer, "quiet", 0.02)
     with serving(llm) as live, Gate(llm, free=0) as gate, streaming(live, max_tokens=4) as response:
         lines = response.iter_lines()
         found = [next(lines) for _ in range(8)]
@@ -395,8 +395,7 @@ def test_a_padded_stream_sends_one_token_an_event_on_an_even_clock(llm: LLM) -> 
     assert len(texts) >= 25
     expected = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))[0].outputs[0].text
     assert "".join(texts) == expected
-    pace = Pace(1.0)
     several = Delta("abc", [1, 2, 3], [(c, False) for c in "abc"], logprobs=[{1: -0.5}, {2: -0.1}, {3: -0.2}])
-    assert [(u.text, u.token_ids, u.logprobs) for u in pace.cut(several)] == [
+    assert [(u.text, u.token_ids, u.logprobs) for u in one_by_one(several)] == [
         ("a", [1], [{1: -0.5}]), ("b", [2], [{2: -0.1}]), ("c", [3], [{3: -0.2}])
     ]  # fmt: skip

@@ -104,10 +104,10 @@ def test_how_the_text_is_cut_changes_nothing(name: str, fragments: list[str], da
 
 def test_the_parser_is_chosen_by_the_template() -> None:
     assert chosen("auto", "{{ '<tool_call>' }}") is FORMATS["hermes"]
-    assert chosen("auto", {"default": "[TOOL_CALLS]"}) is FORMATS["mistral"]
+    assert chosen("auto", str({"default": "[TOOL_CALLS]"})) is FORMATS["mistral"]
     assert chosen("auto", "<|python_tag|>") is FORMATS["llama3_json"]
     assert chosen("auto", '{"name": function name, "parameters": dictionary of argument name') is FORMATS["llama3_json"]
-    assert chosen("auto", "<tool_call><function=") is None is chosen("auto", None)
+    assert chosen("auto", "<tool_call><function=") is None is chosen("auto", "")
     assert chosen("none", "<tool_call>") is None
     assert chosen("mistral", "<tool_call>") is FORMATS["mistral"]
 
