@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.core.types import ints
-from outrider.kernels import for_device
+from outrider.kernels import cpu, why_no_kernels
 
 _M0, _M1, _W0, _W1 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
@@ -83,9 +83,8 @@ class Noise:
         """float32 [batch, n] standard Gumbel: argmax(log p + gumbel) is a draw from p.
 
         ids: int64 [kept], contiguous: only the noise of these of the n tokens, [batch, kept]. It is the same noise."""
-        kernel = for_device(self.seed.device).gumbel
-        if kernel is not None:
-            return torch.stack([kernel(*key, n, ids) for key in self.keys(stream, position)])
+        if not why_no_kernels(self.seed.device):
+            return torch.stack([cpu.gumbel(*key, n, ids) for key in self.keys(stream, position)])
         every = -torch.log(-torch.log1p(-self.uniform(stream, position, n)))
         return every if ids is None else every[:, ids]
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from outrider.core.noise import Noise, Stream
 from outrider.core.params import SamplingParams
 from outrider.core.types import Draft, ints
-from outrider.kernels import for_device
+from outrider.kernels import why_no_kernels
+from outrider.kernels.cpu import argmax, argmax_gumbel
 from outrider.kernels.probabilities import running_total, softmax
 
 _NO = float("-inf")
@@ -192,7 +193,7 @@ class LogitsWarper:
         """int64 [batch]: one draw per row, see `sampling.draw`. -1 if the logits hold NaN or inf, or no token is allowed.
 
         subset: as in `processed`. The noise is that of its tokens, and the result is one of them."""
-        if for_device(logits.device).argmax_gumbel is not None:
+        if not why_no_kernels(logits.device):
             keys = noise.keys(stream, position)
             return torch.tensor([self.draw_row(b, logits[b], extra[b], key, subset) for b, key in enumerate(keys)])
         return self._draw(logits, extra, noise, stream, position, subset)
@@ -227,8 +228,7 @@ class LogitsWarper:
 
         logits: float32 [vocab]. key: the row of `noise.keys`.
         """
-        kernels = for_device(logits.device)
-        if kernels.argmax is None or kernels.argmax_gumbel is None:
+        if why_no_kernels(logits.device):
             seed, stream, step, at = (torch.tensor([part]) for part in key)
             noise = Noise(seed, step)
             return int(self.select([b])._draw(logits[None], [extra], noise, Stream(int(stream)), at, subset)[0])
@@ -239,7 +239,6 @@ class LogitsWarper:
         if self.filtered[b]:
             scores, temperature = truncate(scores / temperature, params), 1.0
         try:
-            argmax, argmax_gumbel = kernels.argmax, kernels.argmax_gumbel
             ids = None if subset is None else subset.ids
             token = argmax(scores) if self.greedy[b] else argmax_gumbel(scores, *key, temperature=temperature, ids=ids)
         except ValueError:  # NaN

@@ -8,31 +8,27 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from outrider.kernels import for_device
+from outrider.kernels import cpu, why_no_kernels
 
 
 def softmax(scores: Tensor) -> Tensor:
     """float32 [..., n]: the softmax over the last dimension. scores: float32 [..., n]. Probabilities below 1e-38 are 0."""
-    kernel = for_device(scores.device).softmax
-    return scores.softmax(-1) if kernel is None else kernel(scores)
+    return scores.softmax(-1) if why_no_kernels(scores.device) else cpu.softmax(scores)
 
 
 def log_softmax(scores: Tensor) -> Tensor:
     """float32 [..., n]: the logarithm of the softmax over the last dimension. scores: float32 [..., n]."""
-    kernel = for_device(scores.device).softmax
-    return scores.log_softmax(-1) if kernel is None else kernel(scores, logarithm=True)
+    return scores.log_softmax(-1) if why_no_kernels(scores.device) else cpu.softmax(scores, logarithm=True)
 
 
 def log(probs: Tensor) -> Tensor:
     """float64: the natural logarithm of each probability, of any float type; -inf for 0."""
-    kernel = for_device(probs.device).log
-    return probs.double().log() if kernel is None else kernel(probs.double())
+    return probs.double().log() if why_no_kernels(probs.device) else cpu.log(probs.double())
 
 
 def total(values: Tensor) -> Tensor:
     """float64 [..., 1]: the sum over the last dimension of float64 values."""
-    kernel = for_device(values.device).total
-    return values.sum(-1, keepdim=True) if kernel is None else kernel(values)[..., None]
+    return values.sum(-1, keepdim=True) if why_no_kernels(values.device) else cpu.total(values)[..., None]
 
 
 def running_total(values: Tensor) -> Tensor:

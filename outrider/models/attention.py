@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import cpu as native
-from outrider.kernels import for_device
+from outrider.kernels import why_no_kernels
 from outrider.kernels.attention import Scoring
 from outrider.kernels.vectors import pack_vectors, unpack_vectors, vector_dim
 from outrider.models.nodes import Nodes
@@ -22,8 +22,8 @@ def write(nodes: Nodes, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor,
     """Write keys and values [batch, kv_head, node, head_dim] to the scratch. Returns the tensors of the layer."""
     keys, values = nodes.cache.layer(layer, (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]), key)
     if nodes.cache.dtype != "auto":
-        pack = for_device(key.device).pack_vectors if key.dtype == torch.float32 else None
-        key, value = ((pack or pack_vectors)(t, keys.dtype) for t in (key, value))
+        pack = pack_vectors if key.dtype != torch.float32 or why_no_kernels(key.device) else native.pack_vectors
+        key, value = (pack(t, keys.dtype) for t in (key, value))
     for b, (slot, length) in enumerate(zip(nodes.slots, nodes.lengths, strict=True)):
         new = slice(length + nodes.held, length + nodes.total)
         keys[slot, :, new], values[slot, :, new] = key[b], value[b]
@@ -37,7 +37,7 @@ def attend(nodes: Nodes, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
     """
     if query.device.type != "cpu":
         form = attend_masked
-    elif query.dtype == torch.float32 and for_device(query.device).attention is not None:
+    elif query.dtype == torch.float32 and not why_no_kernels(query.device):
         form = attend_native if scoring.chunk is None else attend_chunks
     else:
         form = attend_reference

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.core.suggest import did_you_mean
-from outrider.kernels import for_device
+from outrider.kernels import why_no_kernels
 from outrider.models import checkpoint, precision_gate
 from outrider.models.base import LanguageModel
 from outrider.models.builtin.download import DOWNLOADS
@@ -170,7 +170,7 @@ def _request(
             f"quantization must be None, 'int8' or 'int4', got {quantization!r}{did_you_mean(str(quantization), QUANTIZATIONS)}"
         )
     where = _device(device, model)
-    if quantization and (missing := for_device(where).missing):
+    if quantization and (missing := why_no_kernels(where)):
         raise ValueError(f"quantization={quantization!r} needs the native CPU kernels: {missing}; leave it out")
     own = isinstance(model, nn.Module)
     name = model.config._name_or_path or type(model).__name__ if own else str(model)
@@ -205,9 +205,7 @@ def _made(
     if reduce is not None and not read.packed:
         raw._modules.pop(MTP, None)  # a draft model drafts for another one
         sizes = pretrained.multiplied(raw), vocabulary(raw)
-        reduced, head_ids = reduce(
-            Contents(request.name, weights, *sizes, ends, tokenizer, not for_device(where).missing)
-        )
+        reduced, head_ids = reduce(Contents(request.name, weights, *sizes, ends, tokenizer, not why_no_kernels(where)))
         weights = request.quantization or reduced or weights
     own = source is not raw
     model = pretrained.runnable(raw, own, where, weights, _kept(kv_cache_dtype, weights, where), head_ids)
@@ -216,7 +214,7 @@ def _made(
 
 def _kept(kv_cache_dtype: str, weights: str, where: torch.device) -> str:
     """How caches keep keys and values. "auto" rounds them where the native kernels read them and the weights are rounded, too."""
-    if kv_cache_dtype != "auto" or weights == "float32" or for_device(where).missing:
+    if kv_cache_dtype != "auto" or weights == "float32" or why_no_kernels(where):
         return kv_cache_dtype
     return "bfloat16"
 
@@ -230,7 +228,7 @@ def _read(request: LoadRequest) -> tuple[ReadModel, str | None]:
     path = name if files else _path(name)
     pack_name = None
     repacked = bool(files) or (request.quantization is not None and Path(path).is_dir())
-    if request.cache and repacked and not for_device(request.device).missing and store.limit() > 0:
+    if request.cache and repacked and not why_no_kernels(request.device) and store.limit() > 0:
         pack_name = store.name_of(files[0] if files else path, request)
         if found := store.restored(pack_name, request):
             return found, None
@@ -242,7 +240,7 @@ def _read(request: LoadRequest) -> tuple[ReadModel, str | None]:
 
 def _read_pack(request: LoadRequest, folder: Path) -> ReadModel:
     """A folder that `outrider pack` wrote. If it cannot be read any more, the model that it was made of."""
-    if missing := for_device(request.device).missing:
+    if missing := why_no_kernels(request.device):
         raise ValueError(
             f"{request.name} has packed weights, which need the native CPU kernels: {missing}; give the model itself"
         )
@@ -329,7 +327,7 @@ def pack(
     out = Path(folder).expanduser()
     if out.exists() and not (out.is_dir() and (packs.is_pack(out) or not any(out.iterdir()))):
         raise FileExistsError(f"{out} is there and is no pack; give a folder that is new or empty")
-    if missing := for_device(torch.device("cpu")).missing:
+    if missing := why_no_kernels(torch.device("cpu")):
         raise ValueError(f"weights are packed for the native CPU kernels: {missing}")
     with precision_gate.making():
         request = _request(str(model), None, dtype, "cpu", quantization)
@@ -343,11 +341,11 @@ def pack(
     return made.write(out)
 
 
-def _contents_of(loaded: Loaded, program: Program, files: Sequence[Path] = ()) -> packs.PackContents:
+def _contents_of(loaded: Loaded, program: Program, beside: bool = False) -> packs.PackContents:
     path = Path(str(loaded.source)).expanduser()
     source = str(path.resolve()) if path.exists() else str(loaded.source)
     given = ReadModel(program, loaded.tokenizer, loaded.weights, loaded.end_ids, loaded.config)
-    return packs.contents(given, program, loaded.weights, source, files)
+    return packs.contents(given, program, loaded.weights, source, beside)
 
 
 def _keep(name: str, loaded: Loaded, seconds: float) -> None:
@@ -358,8 +356,7 @@ def _keep(name: str, loaded: Loaded, seconds: float) -> None:
     size = packs.bytes_of(program)
     if size < _WORTH_BYTES or seconds < _WORTH_SECONDS + size / _READ_SPEED:
         return
-    files = gguf_files(loaded.name) or ()
-    if store.keep(name, size, lambda: _contents_of(loaded, program, files)):
+    if store.keep(name, size, lambda: _contents_of(loaded, program, beside=True)):
         warnings.warn(
             f"keeping the packed weights ({size / 1e9:.2f} GB), so the next start is quicker. To remove them: "
             f"`outrider rm {name}`; {store.LIMIT}=0 keeps none",

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from outrider.core.files import read_settings
 from outrider.core.suggest import did_you_mean
-from outrider.kernels import for_device
+from outrider.kernels import why_no_kernels
 from outrider.models import checkpoint, mtp
 from outrider.models.base import LanguageModel
 from outrider.models.checked import differs
@@ -54,7 +54,7 @@ def runnable(
         weights = "auto"
     else:
         raw.to(where)  # pyright: ignore[reportArgumentType]
-        if missing := for_device(where).missing:
+        if missing := why_no_kernels(where):
             _say_once(f"outrider's native kernels are not in use ({missing}); running in float32 on oneDNN")
         elif supports(raw) is None:
             if (wrong := differs(raw)) is None:
@@ -76,7 +76,7 @@ def read_folder(request: LoadRequest, path: str) -> ReadModel:
     else:
         raw, info = _from_floats(request, path, config)
     check_whole(request.name, raw, info)
-    if not for_device(request.device).missing:
+    if not why_no_kernels(request.device):
         mtp.add_(raw, lambda: mtp.of_folder(path, config))
     _unmap_(raw)
     return ReadModel(raw, tokenizer, request.quantization, end_ids(raw), raw.config)
@@ -111,7 +111,7 @@ def _from_quantised(
     here = Path(path).is_dir()
     folder = Path(path if here else snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
     stored = reader.Quantised(name, folder, method, settings)
-    missing = for_device(request.device).missing
+    missing = why_no_kernels(request.device)
     floats = request.dtype if request.dtype != "auto" else dtype_name(getattr(config, "dtype", None) or torch.float16)
     checkpoint.fits(name, stored.sizes(), request.weights or (floats if missing else None), request.device)
     _check_sizes(name, config, stored.sizes(), {})
@@ -169,7 +169,7 @@ def read_gguf(request: LoadRequest, files: Sequence[Path]) -> ReadModel:
     """A model in GGUF. dtype "auto" keeps blocks where the kernels can, and makes them bfloat16 elsewhere."""
     file = read(files)
     architecture_of(file)  # raises for what is no model, before its size is asked
-    weights, missing = request.weights, for_device(request.device).missing
+    weights, missing = request.weights, why_no_kernels(request.device)
     if weights is None and missing:
         weights = "float32" if request.device.type == "cpu" else "bfloat16"
     checkpoint.fits(request.name, sizes(file), weights, request.device)

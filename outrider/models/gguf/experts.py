@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from torch import Tensor
 
@@ -19,34 +18,20 @@ PACKED_FORMATS = tuple(name for name in native.FORMATS if name not in native.KIN
 
 @dataclass(frozen=True)
 class StoredExperts:
-    """Where a file has the experts of a layer. matrices: gate, up and down, [expert, out, in], in formats of the kernels. biases:
-    the same, [expert, out]; empty if there are none."""
+    """Where a file has the experts of a layer. tensors: by name, gate, up and down, [expert, out, in], in formats of the kernels;
+    then their biases, [expert, out], if there are any."""
 
-    matrices: tuple[StoredTensor, ...]
-    biases: tuple[StoredTensor, ...] = ()
+    tensors: Mapping[str, StoredTensor]
 
     def packed(self) -> list[native.Packed]:
         """Gate and up side by side (paired), and then down, of each expert in turn."""
-        reserve, made = native.Reserve(), list[native.Packed]()
-        biases = [[*floats_at(t)] for t in self.biases] or [[None] * self.matrices[0].shape[0]] * 3
-        each = zip(*(slices(matrix_at(t), t.shape[0]) for t in self.matrices), *biases, strict=True)
+        reserve, made, tensors = native.Reserve(), list[native.Packed](), [*self.tensors.values()]
+        biases = [[*floats_at(t)] for t in tensors[3:]] or [[None] * tensors[0].shape[0]] * 3
+        each = zip(*(slices(matrix_at(t), t.shape[0]) for t in tensors[:3]), *biases, strict=True)
         for gate, up, down, gate_bias, up_bias, down_bias in each:
             pair = native.Packed([gate, up], "float32", [gate_bias, up_bias], paired=True, later=reserve)
             made += [pair, native.Packed([down], "float32", [down_bias], later=reserve)]
         return made
-
-    def places(self, files: Sequence[Path]) -> list[list[int]]:
-        """The number of a tensor's file and where it begins there, of each. `at` finds the tensors again."""
-        return [[files.index(t.path), t.offset] for t in (*self.matrices, *self.biases)]
-
-    @classmethod
-    def at(
-        cls, places: Sequence[Sequence[int]], files: Sequence[Path], tensors: Mapping[str, StoredTensor]
-    ) -> StoredExperts:
-        """Those of a file with these tensors. Raises KeyError for places that are none of tensors."""
-        found = {(files.index(t.path), t.offset): t for t in tensors.values()}
-        each = [found[number, offset] for number, offset in places]
-        return cls(tuple(each[:3]), tuple(each[3:]))
 
 
 def slices(matrices: Tensor | Blocks, count: int) -> list[Tensor] | list[Blocks]:

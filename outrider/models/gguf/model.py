@@ -254,9 +254,8 @@ def _give_experts_(module: Any, file: GGUFFile, path: str) -> None:
             raise ValueError(
                 f"{file.paths[0]}: tensor {name} has shape {found}, and its metadata asks for {list(shape)}"
             )
-    stored = [file.tensors[name] for name in names]
-    if all(t.format in PACKED_FORMATS for t in stored[:3]):
-        module.__dict__[STORED] = StoredExperts(tuple(stored[:3]), tuple(stored[3:]))
+    if all(file.tensors[name].format in PACKED_FORMATS for name in names[:3]):
+        module.__dict__[STORED] = StoredExperts({name: file.tensors[name] for name in names})
     gate, up, down = (slices(_matrix(file, (name,), None), experts) for name in names[:3])
     give_expert_blocks_(module, "gate_up_proj", [*zip(gate, up, strict=True)])
     give_expert_blocks_(module, "down_proj", [(matrix,) for matrix in down])

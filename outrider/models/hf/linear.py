@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from outrider.kernels import cpu as native
-from outrider.kernels import for_device
+from outrider.kernels import why_no_kernels
 from outrider.models.dtypes import DTYPES, dtype_name
 from outrider.models.matrix import Matrix, float_rows, matrices_in, matrix_of, packed
 
@@ -32,7 +32,7 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         stored = dtype_name(weight.dtype) if isinstance(weight, Tensor) else "gguf"
         self.kind = stored if weights == "auto" else weights
-        if isinstance(weight, Tensor) and for_device(weight.device).linear is None:
+        if isinstance(weight, Tensor) and why_no_kernels(weight.device):
             self._run, self.matrix = _onednn(weight.detach(), bias, self.kind), None
         else:
             self.matrix: native.Packed | None = packed([weight], self.kind, [bias])
@@ -95,7 +95,7 @@ class PackedEmbedding(nn.Module):
 
 def _onednn(weight: Tensor, bias: Tensor | None, kind: str) -> Callable[[Tensor], Tensor]:
     if kind not in DTYPES:
-        raise ValueError(f"{kind} weights need the native kernels: {for_device(weight.device).missing}")
+        raise ValueError(f"{kind} weights need the native kernels: {why_no_kernels(weight.device)}")
     # The prepacked weight of a 16-bit model is the float32 copy: exact, and twice the memory.
     b = None if bias is None else bias.detach().float()
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(DTYPES[kind]).float().contiguous(), 8)

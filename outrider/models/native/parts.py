@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -85,21 +85,6 @@ def head_dim(c: Any) -> int:
     return getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
 
 
-class Heads(TypedDict):
-    """Of an attention, as most configurations say it. dim: of a head."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    scale: float
-
-
-def heads_of(c: Any) -> Heads:
-    dim = head_dim(c)
-    scale = float(getattr(c, "attention_multiplier", dim**-0.5))
-    return {"heads": c.num_attention_heads, "kv_heads": c.num_key_value_heads, "dim": dim, "scale": scale}
-
-
 def window_of(c: Any, layer: int) -> int:
     """Tokens that the nodes of a layer see; 0: all."""
     types, window = getattr(c, "layer_types", None), getattr(c, "sliding_window", None) or 0
@@ -122,12 +107,14 @@ def angles(b: Builder, c: Any) -> Angles:
 
 def attends(b: Builder, c: Any, tables: Angles | None, name: str = "self_attn", **settings: Any) -> Part:
     """`attention` as the configuration says it. tables: None if it rotates nothing. settings: others of `attention`."""
-    settings = {**heads_of(c), "factor": residual_factor(c), **settings}
+    dim = head_dim(c)
+    own = {"heads": c.num_attention_heads, "kv_heads": c.num_key_value_heads, "dim": dim, "factor": residual_factor(c)}
+    settings = {**own, "scale": float(getattr(c, "attention_multiplier", dim**-0.5)), **settings}
 
     def part(h: Value, x: Any, layer: str) -> Value:
         table = None if tables is None else tables(b.layer)
-        own = settings if "window" in settings else {**settings, "window": window_of(c, b.layer)}
-        return attention(b, h, x, f"{layer}.{name}", table=table, **own)
+        window = settings["window"] if "window" in settings else window_of(c, b.layer)
+        return attention(b, h, x, f"{layer}.{name}", table=table, **{**settings, "window": window})
 
     return part
 

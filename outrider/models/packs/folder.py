@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 MANIFEST, WEIGHTS, CONFIG = "outrider_pack.json", "packed.safetensors", "config.json"
 PARTIAL = ".partial"  # how the name of a folder ends that is not whole
-LAYOUT = 3  # of the folder; a pack of another layout is made again
+LAYOUT = 4  # of the folder; a pack of another layout is made again
 _PART = ".packed."  # between the name of a module and that of a buffer of its matrix
 _SAME = "same"  # the settings of a matrix that two modules share: the name of the first
 _LINE = 64  # bytes of the caches' lines: where tensors begin in memory
@@ -67,8 +67,8 @@ class Manifest:
     source: what the model was loaded from. weights: the precision. end_ids: the end tokens. made_by: what a reader must have in
     common with the writer.
     matrices: the settings of each `Packed`, by the name of its module. sums: a checksum of each tensor of the file.
-    native: the `Program.facts`. tokenizer: the settings of a `LazyTokenizer`. None: it is read by transformers. experts: of the
-    mixtures that stay in their GGUF file, where, see `StoredExperts.places`.
+    native: the `Program.facts`. tokenizer: the settings of a `LazyTokenizer`. None: it is read by transformers. experts: the
+    tensors of the mixtures that stay in their GGUF file, by name.
     """
 
     source: str
@@ -79,7 +79,7 @@ class Manifest:
     sums: dict[str, int]
     native: dict[str, Any]
     tokenizer: dict[str, Any] | None
-    experts: dict[str, list[list[int]]] = field(default_factory=dict)
+    experts: dict[str, list[str]] = field(default_factory=dict)
 
 
 def is_pack(folder: str | Path) -> bool:
@@ -154,15 +154,13 @@ class PackContents(NamedTuple):
         return size(folder)
 
 
-def contents(
-    loaded: ReadModel, program: Program, weights: str, source: str, files: Sequence[Path] = ()
-) -> PackContents:
+def contents(loaded: ReadModel, program: Program, weights: str, source: str, beside: bool = False) -> PackContents:
     """The pack of a program. The tensors are those of the program, not copies.
 
-    loaded: its configuration, tokenizer and end tokens count. files: a GGUF file that stays beside the pack, so the pack leaves
-    out the experts that are in it.
+    loaded: its configuration, tokenizer and end tokens count. beside: the GGUF file stays, so the pack leaves out the
+    experts that are in it.
     """
-    experts = _stored_in(program) if files else {}
+    experts = _stored_in(program) if beside else {}
     tensors, matrices, names = dict[str, Tensor](), dict[str, Any](), dict[int, str]()
     for name, part in _kept(program, experts):
         if isinstance(part, Tensor):
@@ -178,7 +176,7 @@ def contents(
             loaded.tokenizer.save_pretrained(temporary)
         small = {f.name: f.read_bytes() for f in Path(temporary).iterdir() if f.is_file()}
     lazy = loaded.tokenizer.settings if isinstance(loaded.tokenizer, LazyTokenizer) else None
-    places = {name: stored.places(files) for name, stored in experts.items()}
+    places = {name: [*stored.tensors] for name, stored in experts.items()}
     made = Manifest(source, weights, loaded.end_ids, made_by(), matrices, {}, program.facts, lazy, places)
     return PackContents(made, tensors, small)
 
@@ -284,10 +282,9 @@ def _experts_of(pack: Manifest, request: LoadRequest) -> dict[str, Any]:
     found = dict[str, Any]()
     if not pack.experts:
         return found
-    files = gguf_files(request.name) or ()
-    tensors = reader.read(files).tensors
-    for name, places in pack.experts.items():
-        found[name] = stored_experts = StoredExperts.at(places, files, tensors)
+    tensors = reader.read(gguf_files(request.name) or ()).tensors
+    for name, names in pack.experts.items():
+        found[name] = stored_experts = StoredExperts({n: tensors[n] for n in names})
         found |= expert_names(name, stored_experts.packed())
     return found
 
