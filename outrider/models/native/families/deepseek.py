@@ -21,13 +21,9 @@ def deepseek(b: Builder, c: Any) -> None:
     """norm, attention over a latent, residual, norm, mixture or MLP, residual. V2 and V3 differ in the router."""
     second = c.model_type == "deepseek_v2"
     unused(c, "num_key_value_heads", "head_dim", "qk_head_dim")
-    decoder(
-        b,
-        c,
-        Sublayer(_latent_attention(b, c, True if second else bool(c.rope_interleave)), "input_layernorm"),
-        Sublayer(_feed(b, c, second), "post_attention_layernorm"),
-        eps=float(c.rms_norm_eps),
-    )
+    attention = _latent_attention(b, c, True if second else bool(c.rope_interleave))
+    feed = Sublayer(_feed(b, c, second), "post_attention_layernorm")
+    decoder(b, c, Sublayer(attention, "input_layernorm"), feed, eps=float(c.rms_norm_eps))
 
 
 @family("Glm4MoeForCausalLM", "Dots1ForCausalLM")

@@ -24,15 +24,10 @@ def llama_layers(b: Builder, c: Any, feed: Part | None = None, **settings: Any) 
     of `attention`."""
     eps = float(c.rms_norm_eps)
     unused(c, "attention_out_bias", "no_rope_layer_interval", "use_bias")
-    decoder(
-        b,
-        c,
-        Sublayer(attends(b, c, angles(b, c), eps=eps, **settings), "input_layernorm"),
-        Sublayer(feed or mlp(b, c), "post_attention_layernorm"),
-        factor=float(getattr(c, "embedding_multiplier", 1.0)),
-        logits=1.0 / float(getattr(c, "logits_scaling", 1.0)),
-        eps=eps,
-    )
+    first = Sublayer(attends(b, c, angles(b, c), eps=eps, **settings), "input_layernorm")
+    second = Sublayer(feed or mlp(b, c), "post_attention_layernorm")
+    factor, divisor = float(getattr(c, "embedding_multiplier", 1.0)), float(getattr(c, "logits_scaling", 1.0))
+    decoder(b, c, first, second, factor=factor, logits=1.0 / divisor, eps=eps)
 
 
 @family("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GraniteForCausalLM")
@@ -64,15 +59,10 @@ def gemma(b: Builder, c: Any) -> None:
         names = "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
     scale = float(getattr(c, "query_pre_attn_scalar", c.head_dim)) ** -0.5
     cap = getattr(c, "attn_logit_softcapping", None) or 0.0
-    decoder(
-        b,
-        c,
-        Sublayer(attends(b, c, angles(b, c), scale=scale, softcap=cap, **norm), "input_layernorm", names[0]),
-        Sublayer(mlp(b, c, activation=c.hidden_activation if sandwich else c.hidden_act), *names[1:]),
-        factor=c.hidden_size**0.5,
-        softcap=getattr(c, "final_logit_softcapping", None) or 0.0,
-        **norm,
-    )
+    first = Sublayer(attends(b, c, angles(b, c), scale=scale, softcap=cap, **norm), "input_layernorm", names[0])
+    second = Sublayer(mlp(b, c, activation=c.hidden_activation if sandwich else c.hidden_act), *names[1:])
+    cap = getattr(c, "final_logit_softcapping", None) or 0.0
+    decoder(b, c, first, second, factor=c.hidden_size**0.5, softcap=cap, **norm)
 
 
 @family("GlmForCausalLM", "Glm4ForCausalLM")
@@ -80,14 +70,9 @@ def glm(b: Builder, c: Any) -> None:
     """Rotary pairs of neighbours over half a head. The models of 2025 norm both sides of each part."""
     both_sides = b.has("model.layers.0.post_self_attn_layernorm")
     after = ("post_self_attn_layernorm", "post_mlp_layernorm") if both_sides else ("", "")
-    attention = attends(b, c, angles(b, c), interleaved=True)
-    decoder(
-        b,
-        c,
-        Sublayer(attention, "input_layernorm", after[0]),
-        Sublayer(mlp(b, c, joined=True), "post_attention_layernorm", after[1]),
-        eps=float(c.rms_norm_eps),
-    )
+    first = Sublayer(attends(b, c, angles(b, c), interleaved=True), "input_layernorm", after[0])
+    second = Sublayer(mlp(b, c, joined=True), "post_attention_layernorm", after[1])
+    decoder(b, c, first, second, eps=float(c.rms_norm_eps))
 
 
 @family("Olmo2ForCausalLM", "Olmo3ForCausalLM", "Exaone4ForCausalLM")
@@ -101,13 +86,8 @@ def olmo(b: Builder, c: Any) -> None:
     def rotated(layer: int) -> int | None:
         return None if exaone and c.sliding_window and not window_of(c, layer) else tables(layer)
 
-    decoder(
-        b,
-        c,
-        Sublayer(attends(b, c, rotated, eps=eps, whole=not exaone), after="post_attention_layernorm"),
-        Sublayer(mlp(b, c), after="post_feedforward_layernorm"),
-        eps=eps,
-    )
+    first = Sublayer(attends(b, c, rotated, eps=eps, whole=not exaone), after="post_attention_layernorm")
+    decoder(b, c, first, Sublayer(mlp(b, c), after="post_feedforward_layernorm"), eps=eps)
 
 
 @family("CohereForCausalLM", "Cohere2ForCausalLM", "StableLmForCausalLM")
@@ -123,14 +103,9 @@ def cohere(b: Builder, c: Any) -> None:
     def rotated(layer: int) -> int | None:
         return None if hasattr(c, "layer_types") and not window_of(c, layer) else tables(layer)
 
-    decoder(
-        b,
-        c,
-        Sublayer(attends(b, c, rotated, per_group=True, interleaved=not stable, **norm), "input_layernorm"),
-        Sublayer(mlp(b, c), second if b.has(f"model.layers.0.{second}") else ""),
-        logits=float(getattr(c, "logit_scale", 1.0)),
-        **norm,
-    )
+    first = Sublayer(attends(b, c, rotated, per_group=True, interleaved=not stable, **norm), "input_layernorm")
+    feed = Sublayer(mlp(b, c), second if b.has(f"model.layers.0.{second}") else "")
+    decoder(b, c, first, feed, logits=float(getattr(c, "logit_scale", 1.0)), **norm)
 
 
 @family("Starcoder2ForCausalLM", "NemotronForCausalLM", "ArceeForCausalLM")
@@ -139,15 +114,10 @@ def ungated(b: Builder, c: Any) -> None:
     own = {"starcoder2": "norm_epsilon", "nemotron": "norm_eps", "arcee": "rms_norm_eps"}[c.model_type]
     up, down = ("mlp.c_fc", "mlp.c_proj") if own == "norm_epsilon" else ("mlp.up_proj", "mlp.down_proj")
     unused(c, "use_bias")
-    decoder(
-        b,
-        c,
-        Sublayer(attends(b, c, angles(b, c)), "input_layernorm"),
-        Sublayer(ungated_mlp(b, c, up, down, c.hidden_act), "post_attention_layernorm"),
-        eps=float(getattr(c, own)),
-        kind="rms" if own == "rms_norm_eps" else "layer",
-        one_added=own == "norm_eps",
-    )
+    first = Sublayer(attends(b, c, angles(b, c)), "input_layernorm")
+    second = Sublayer(ungated_mlp(b, c, up, down, c.hidden_act), "post_attention_layernorm")
+    kind, one_added = "rms" if own == "rms_norm_eps" else "layer", own == "norm_eps"
+    decoder(b, c, first, second, eps=float(getattr(c, own)), kind=kind, one_added=one_added)
 
 
 @family("PhiForCausalLM")
@@ -155,11 +125,6 @@ def phi(b: Builder, c: Any) -> None:
     """Phi-1 and Phi-2: attention and an MLP without a gate side by side, layer norms, and biases everywhere."""
     norm, names = {"eps": float(c.layer_norm_eps), "kind": "layer"}, ("q_layernorm", "k_layernorm")
     unused(c, "embd_pdrop", "qk_layernorm", "resid_pdrop")  # the weights show the norms
-    decoder(
-        b,
-        c,
-        Sublayer(attends(b, c, angles(b, c), norms=names, out="dense", **norm), "input_layernorm"),
-        Sublayer(ungated_mlp(b, c, "mlp.fc1", "mlp.fc2", c.hidden_act)),
-        last="model.final_layernorm",
-        **norm,
-    )
+    first = Sublayer(attends(b, c, angles(b, c), norms=names, out="dense", **norm), "input_layernorm")
+    second = Sublayer(ungated_mlp(b, c, "mlp.fc1", "mlp.fc2", c.hidden_act))
+    decoder(b, c, first, second, last="model.final_layernorm", **norm)

@@ -52,11 +52,5 @@ def lfm2(b: Builder, c: Any) -> None:
         )
         kinds = ["dense" if i < first else "sparse" for i in range(c.num_hidden_layers)]
         feed = by_kind(b, kinds, dense=dense, sparse=sparse)
-    decoder(
-        b,
-        c,
-        Sublayer(by_kind(b, c.layer_types, full_attention=attention, conv=convolution), "operator_norm"),
-        Sublayer(feed, "ffn_norm"),
-        last="model.embedding_norm",
-        eps=eps,
-    )
+    first = Sublayer(by_kind(b, c.layer_types, full_attention=attention, conv=convolution), "operator_norm")
+    decoder(b, c, first, Sublayer(feed, "ffn_norm"), last="model.embedding_norm", eps=eps)

@@ -53,18 +53,16 @@ def nemotron_h(b: Builder, c: Any) -> None:
         eps=eps,
         norm_group=c.mamba_num_heads * c.mamba_head_dim // c.n_groups,
     )
-    attention = attends(b, c, None, "mixer", window=0)
     unused(c, *_EXPERTS.split())
-    part = by_kind(
-        b,
-        c.layers_block_type,
-        mamba=mixer,
-        linear_attention=mixer,
-        attention=attention,
-        full_attention=attention,
-        mlp=parts.ungated_mlp(b, c, "mixer.up_proj", "mixer.down_proj", c.mlp_hidden_act),
-    )
-    decoder(b, c, Sublayer(part, "norm"), embedding="model.embeddings", last="model.norm_f", eps=eps)
+    kinds = _mixers(mixer, attends(b, c, None, "mixer", window=0))
+    kinds["mlp"] = parts.ungated_mlp(b, c, "mixer.up_proj", "mixer.down_proj", c.mlp_hidden_act)
+    part = Sublayer(by_kind(b, c.layers_block_type, **kinds), "norm")
+    decoder(b, c, part, embedding="model.embeddings", last="model.norm_f", eps=eps)
+
+
+def _mixers(mixer: Part, attention: Part) -> dict[str, Part]:
+    """By the names of kinds that transformers has had for them."""
+    return {"mamba": mixer, "linear_attention": mixer, "attention": attention, "full_attention": attention}
 
 
 def _mixer(b: Builder, c: Any, **settings: Any) -> Part:
@@ -110,16 +108,9 @@ def falcon_h1(b: Builder, c: Any) -> None:
         b.gate(gate, up, c.hidden_act, out=up)
         b.linear(up, f"{name}.down_proj", width=x.width, factor=last, add_to=x)
 
-    decoder(
-        b,
-        c,
-        Sublayer(both(mixer, attention), "input_layernorm"),
-        Sublayer(feed, "pre_ff_layernorm"),
-        last="model.final_layernorm",
-        factor=float(c.embedding_multiplier),
-        logits=float(c.lm_head_multiplier),
-        eps=float(c.rms_norm_eps),
-    )
+    factors: dict[str, Any] = {"factor": float(c.embedding_multiplier), "logits": float(c.lm_head_multiplier)}
+    first, second = Sublayer(both(mixer, attention), "input_layernorm"), Sublayer(feed, "pre_ff_layernorm")
+    decoder(b, c, first, second, last="model.final_layernorm", eps=float(c.rms_norm_eps), **factors)
 
 
 @family("GraniteMoeHybridForCausalLM")
@@ -135,16 +126,10 @@ def granite_hybrid(b: Builder, c: Any) -> None:
         b.gate(gate, up, c.hidden_act, out=up)
         b.linear(up, f"{layer}.shared_mlp.output_linear", width=x.width, factor=factor, add_to=x)
 
-    kinds = {"mamba": mixer, "linear_attention": mixer, "attention": attention, "full_attention": attention}
-    decoder(
-        b,
-        c,
-        Sublayer(by_kind(b, c.layer_types, **kinds), "input_layernorm"),
-        Sublayer(both(granite_mixture(b, c), shared) if c.num_local_experts else shared, "post_attention_layernorm"),
-        factor=float(c.embedding_multiplier),
-        logits=1.0 / float(c.logits_scaling),
-        eps=float(c.rms_norm_eps),
-    )
+    first = Sublayer(by_kind(b, c.layer_types, **_mixers(mixer, attention)), "input_layernorm")
+    feed = both(granite_mixture(b, c), shared) if c.num_local_experts else shared
+    factors: dict[str, Any] = {"factor": float(c.embedding_multiplier), "logits": 1.0 / float(c.logits_scaling)}
+    decoder(b, c, first, Sublayer(feed, "post_attention_layernorm"), eps=float(c.rms_norm_eps), **factors)
 
 
 @family("BambaForCausalLM")
@@ -153,11 +138,5 @@ def bamba(b: Builder, c: Any) -> None:
     own = c.attn_layer_indices or ()
     kinds = ["attention" if i in own else "mamba" for i in range(c.num_hidden_layers)]
     part = by_kind(b, kinds, mamba=_mixer(b, c), attention=attends(b, c, angles(b, c)))
-    decoder(
-        b,
-        c,
-        Sublayer(part, "input_layernorm"),
-        Sublayer(mlp(b, c, "feed_forward"), "pre_ff_layernorm"),
-        last="model.final_layernorm",
-        eps=float(c.rms_norm_eps),
-    )
+    first, second = Sublayer(part, "input_layernorm"), Sublayer(mlp(b, c, "feed_forward"), "pre_ff_layernorm")
+    decoder(b, c, first, second, last="model.final_layernorm", eps=float(c.rms_norm_eps))

@@ -59,16 +59,14 @@ def granite_moe(b: Builder, c: Any) -> None:
 @family("GptOssForCausalLM")
 def gpt_oss(b: Builder, c: Any) -> None:
     """Sinks in the attention, biases in the experts, and a clamped activation."""
-    feed = mixture(
-        b,
-        c,
-        router="router",
-        count=c.num_local_experts,
-        kind="top_softmax",
-        width=c.intermediate_size,
-        activation="scaled_swish",
-        clamp={"limit": float(c.swiglu_limit), "alpha": float(c.swiglu_alpha), "plus": 1.0},
-    )
+    clamp = {"limit": float(c.swiglu_limit), "alpha": float(c.swiglu_alpha), "plus": 1.0}
+    more: dict[str, Any] = {
+        "kind": "top_softmax",
+        "width": c.intermediate_size,
+        "activation": "scaled_swish",
+        "clamp": clamp,
+    }
+    feed = mixture(b, c, router="router", count=c.num_local_experts, **more)
     llama_layers(b, c, feed, sinks=True)
 
 
@@ -78,18 +76,11 @@ def ernie_moe(b: Builder, c: Any) -> None:
     if c.moe_norm_min > 1e-9:
         raise NotNative(f"it divides the weights of experts by {c.moe_norm_min} at least")
     unused(c, "use_bias", "intermediate_size")
-    feed = mixture(
-        b,
-        c,
-        count=c.moe_num_experts,
-        k=c.moe_k,
-        kind="softmax_top",
-        normalised=True,
-        width=c.moe_intermediate_size,
-        correction="gate.moe_statics.e_score_correction_bias",
-    )
+    width, correction = c.moe_intermediate_size, "gate.moe_statics.e_score_correction_bias"
+    routing: dict[str, Any] = {"kind": "softmax_top", "normalised": True, "correction": correction}
+    feed = mixture(b, c, count=c.moe_num_experts, k=c.moe_k, width=width, **routing)
     if c.moe_num_shared_experts:
-        feed = both(feed, mlp(b, c, "mlp.shared_experts", width=c.moe_intermediate_size * c.moe_num_shared_experts))
+        feed = both(feed, mlp(b, c, "mlp.shared_experts", width=width * c.moe_num_shared_experts))
     first, last, every = c.moe_layer_start_index, c.moe_layer_end_index, c.moe_layer_interval
     kinds = ["sparse" if first <= i <= last and not (i + 1) % every else "dense" for i in range(c.num_hidden_layers)]
     llama_layers(b, c, by_kind(b, kinds, dense=mlp(b, c), sparse=feed), interleaved=True)

@@ -24,14 +24,10 @@ def qwen3_5(b: Builder, c: Any) -> None:
     def delta_net(h: Value, x: Any, layer: str) -> None:
         _delta_net(b, c, h, x, f"{layer}.linear_attn")
 
-    decoder(
-        b,
-        c,
-        Sublayer(by_kind(b, c.layer_types, full_attention=attention, linear_attention=delta_net), "input_layernorm"),
-        Sublayer(qwen_feed(b, c, normalised=bool(getattr(c, "norm_topk_prob", True))), "post_attention_layernorm"),
-        eps=float(c.rms_norm_eps),
-        one_added=True,
-    )
+    mixer = by_kind(b, c.layer_types, full_attention=attention, linear_attention=delta_net)
+    feed = qwen_feed(b, c, normalised=bool(getattr(c, "norm_topk_prob", True)))
+    first, second = Sublayer(mixer, "input_layernorm"), Sublayer(feed, "post_attention_layernorm")
+    decoder(b, c, first, second, eps=float(c.rms_norm_eps), one_added=True)
 
 
 def _attention(b: Builder, c: Any, h: Value, x: Value, name: str, table: int) -> None:
