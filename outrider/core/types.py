@@ -23,6 +23,7 @@ def ints(tensor: Tensor) -> list[int]:
 
 ROOT = -1
 PADDING = -2
+PHASES = ("draft", "target", "verify", "commit")  # of a step, in order
 
 
 class Siblings(Enum):
@@ -160,6 +161,6 @@ class Step:
     slots: list[int]  # the cache slot of each batch entry
     positions: list[int]  # committed tokens of each batch entry before the step
     budgets: list[Budget]
-    seconds: dict[str, float]  # draft, target, verify, commit
+    seconds: dict[str, float]  # of each of PHASES
     # float32 [batch, node, vocab], the target's logits after every node
     logits: Tensor | None = None

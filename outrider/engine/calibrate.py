@@ -179,16 +179,6 @@ def _stored(path: Path) -> CostModel | None:
         return None  # there is none, or it is damaged, or of an older version
 
 
-class Wrong(BaseDrafter):
-    """Always proposes one token, which is almost never right. Speculation must still be exact, only slower."""
-
-    def __init__(self, token: int = 0) -> None:
-        self.token = token
-
-    def propose(self, context: DraftContext) -> Draft:
-        return chains(context, [[self.token] * b.depth for b in context.budgets])
-
-
 class Different(BaseDrafter):
     """Proposes tokens that all differ. Each wakes its own experts of a mixture; equal ones would share them, and look cheap."""
 
@@ -213,7 +203,8 @@ class Workbench:
         count = min(_PROMPT, length // 3)
         prompt = [_token(n, target.vocab_size) for n in range(max(count, 1))]
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-        self.row = self.decoder.start(Request(0, prompt, params))
+        row = self.decoder.start(Request(0, prompt, params))
+        self.row, self.slot, self.tokens = row, row.slot, row.tokens
         self.room = length - len(prompt) - 2
 
     def __enter__(self) -> Workbench:
@@ -222,15 +213,7 @@ class Workbench:
         return self
 
     def __exit__(self, *problem: object) -> None:
-        self.decoder.release(self.row.slot)
-
-    @property
-    def slot(self) -> int:
-        return self.row.slot
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.row.tokens
+        self.decoder.release(self.slot)
 
     def seconds(self, nodes: int) -> tuple[float, float]:
         """Time a step over so many nodes: its draft, and the rest."""
@@ -239,18 +222,3 @@ class Workbench:
         step = self.decoder.round([self.row])
         taken, draft = perf_counter() - began, step.seconds["draft"]
         return draft, taken - draft
-
-
-__all__ = [
-    "AT_LOAD",
-    "ROUNDS",
-    "WHOLE",
-    "Workbench",
-    "Wrong",
-    "all_stored",
-    "conditions",
-    "costs",
-    "costs_of",
-    "make_planner",
-    "measure",
-]

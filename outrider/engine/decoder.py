@@ -19,7 +19,7 @@ from outrider.core.noise import Noise
 from outrider.core.params import BadParameter
 from outrider.core.sampling import LogitsDistribution, LogitsWarper
 from outrider.core.stopping import StopChecker
-from outrider.core.types import Commit, Draft, Guarantee, Step, Verdict
+from outrider.core.types import PHASES, Commit, Draft, Guarantee, Step, Verdict
 from outrider.drafters.base import DraftContext, Drafter, NoDraft, TargetPass
 from outrider.drafters.lookup.memory import TextMemory
 from outrider.engine.prefix_cache import PrefixCache
@@ -31,7 +31,6 @@ from outrider.models.nodes import Nodes
 from outrider.verify import VERIFIERS
 
 _NO_DRAFT = NoDraft()
-STAGES = ("draft", "target", "verify", "commit")  # of a round, in order
 PREFILL_CHUNK = 256  # prompt tokens per forward; sequences that decode wait for one chunk at most
 _SOON = 64  # tokens of a prompt whose features a drafter reads before the first token; those of a longer one wait
 _LATE = 1024  # features that wait at most: so many keep memory small
@@ -72,6 +71,14 @@ class Decoder:
         self.sequences: dict[int, Sequence] = {}
         self.waiting: list[Sequence] = []
         self._batch: tuple[tuple[int, ...], LogitsWarper, torch.Tensor] | None = None
+
+    def sibling(self, drafter: Drafter, controller: Controller, **other: Any) -> Decoder:
+        """Another decoder of this target, with a cache of its own. other: what else is not the same, as of `Decoder`.
+
+        Only one of the two may run at a time."""
+        same = {"verifier": self.verifier.name, "rows": self.cache.num_slots, "max_length": self.max_length}
+        same |= {"end_ids": self.end_ids, "tokenizer": self.tokenizer, "memory": self.memory}
+        return Decoder(self.target, drafter, controller=controller, **(same | other))
 
     @property
     def plain(self) -> bool:
@@ -195,13 +202,13 @@ class Decoder:
             if asked or self.drafter.taps:
                 self.drafter.update(context, commits, TargetPass(draft, out.logits))
             times.append(perf_counter())
-            seconds = {part: end - start for part, (start, end) in zip(STAGES, pairwise(times), strict=True)}
+            seconds = {part: end - start for part, (start, end) in zip(PHASES, pairwise(times), strict=True)}
             step = Step(draft, verdict, commits, context.slots, before, context.budgets, seconds, out.logits)
             self.controller.observe(step)
             return step
 
-    def prefill(self, sequence: Sequence) -> None:
-        """Read the next chunk of a sequence's tokens, all but the last, into the cache."""
+    def prefill(self, sequence: Sequence, chunk: int | None = None) -> None:
+        """Read the next chunk of a sequence's tokens, all but the last, into the cache. chunk: tokens, in place of the usual."""
         tokens, last = sequence.tokens, len(sequence.tokens) - 1
         wanted = sequence.params.prompt_logprobs
         if sequence.written:
@@ -211,7 +218,7 @@ class Decoder:
             before, done = done, self._recall(sequence, tokens[:last])
             if before < done < last and self.prefixes.files is not None:
                 return  # there may be more, and others need not wait for it
-        end = min(done + self.chunk, last)
+        end = min(done + (chunk or self.chunk), last)
         if self.prefixes is not None:
             end = self.prefixes.chunk_end(self.cache, tokens[:last], done, end)
         part = tokens[done:end]
@@ -287,14 +294,12 @@ class Decoder:
             seeds = torch.tensor([signed(sequence.request.seed) for sequence in live], device=self.target.device)
             self._batch = (key, LogitsWarper([sequence.state for sequence in live], self.target.device), seeds)
         _, warp, seeds = self._batch
-        budgets = [
-            budget.clipped(sequence.left - 1)
-            for sequence, budget in zip(live, self.controller.budgets([r.slot for r in live]), strict=True)
-        ]
+        slots, left = [sequence.slot for sequence in live], [sequence.left for sequence in live]
+        budgets = zip(self.controller.budgets(slots), left, strict=True)
         return DraftContext(
-            slots=[sequence.slot for sequence in live],
+            slots=slots,
             tokens=[sequence.tokens for sequence in live],
-            budgets=budgets,
+            budgets=[budget.clipped(most - 1) for budget, most in budgets],
             warp=warp,
             noise=Noise(seeds, torch.tensor([sequence.steps for sequence in live], device=seeds.device)),
             stream=self.verifier.draft_stream,
@@ -302,7 +307,7 @@ class Decoder:
             prompt_lengths=[len(sequence.prompt) for sequence in live],
             predictions=[sequence.request.prediction for sequence in live],
             cache=self.cache,
-            left=[sequence.left for sequence in live],
+            left=left,
             clients=() if self.memory is None else [sequence.request.whose for sequence in live],
         )
 
@@ -363,6 +368,3 @@ def signed(seed: int) -> int:
     """64 unsigned bits as torch's int64 holds them."""
     seed &= 2**64 - 1
     return seed - 2**64 if seed >= 2**63 else seed
-
-
-__all__ = ["Decoder", "draw_seed", "logprobs", "nth_seed", "signed"]

@@ -156,7 +156,8 @@ class Engine:
 
     def cancel(self, sequences: abc.Sequence[Sequence]) -> None:
         """These have no reader any more. They leave before the next step."""
-        self.scheduler.cancel(sequences)
+        for sequence in sequences:
+            sequence.cancel()
         with self._wake:
             self._wake.notify()
 

@@ -238,7 +238,7 @@ class LLM:
         first, speculative = sequences[0], None
         drafts = self.config.enabled or not self.decoder.plain
         if len(sequences) == 1 and drafts:
-            speculative = first.counts.speculative()
+            speculative = first.counts.speculative
         return RequestOutput(
             request_id=str(first.id),
             prompt=prompt,

@@ -62,12 +62,16 @@ def whose(owner: str, client: str) -> str:
 
 @dataclass
 class Clock:
-    """When things happened to a sequence, in `perf_counter` seconds. first: its first token. last: its last step."""
+    """When things happened to a sequence, in `perf_counter` seconds.
+
+    first: its first token. last: its last step. between: seconds between its last two steps.
+    """
 
     arrived: float = field(default_factory=perf_counter)
     admitted: float | None = None
     first: float | None = None
     last: float | None = None
+    between: float | None = None
     done: float | None = None
 
     @property
@@ -102,6 +106,7 @@ class Counts:
     depth: int = 0
     undrafted: str | None = None
 
+    @property
     def speculative(self) -> SpeculativeMetrics:
         """The counts of draft tokens."""
         return SpeculativeMetrics.of(self.drafted, self.accepted, self.depth)
@@ -217,10 +222,11 @@ class Sequence:
 
     def step_done(self, drafted: int, commit: Commit) -> None:
         """Take over what a step wrote. The checker has read it."""
-        now = perf_counter()
-        self.clock.first = self.clock.first or now
+        clock, now = self.clock, perf_counter()
+        clock.between = None if clock.last is None else now - clock.last
+        clock.first, clock.last = clock.first or now, now
         if self.checker.end is not None:
-            self.clock.done, self.finish = now, self.checker.end
+            clock.done, self.finish = now, self.checker.end
         self.tokens += commit.tokens
         self.counts.drafted.append(drafted)
         self.counts.accepted.append(commit.num_accepted)

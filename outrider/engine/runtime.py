@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from outrider.control import Controller, Fixed, Planner
 from outrider.core.contents import ContentFolder
 from outrider.drafters import make_drafters
-from outrider.drafters.base import Drafter, NoDraft
+from outrider.drafters.base import Drafter
 from outrider.drafters.combine.planned import PlannedDrafter
 from outrider.drafters.config import DrafterSetup, SpeculativeConfig
 from outrider.drafters.lookup.memory import TextMemory
@@ -47,14 +47,13 @@ class Runtime:
         max_length, prefixes: as for `Decoder`. tell: as for `build`. Target, drafters and planner are shared: only one of the
         two decoders may run.
         """
-        rows, device = self.decoder.cache.num_slots, str(self.loaded.model.device)
-        length = self.decoder.max_length
-        setup = DrafterSetup(SpeculativeConfig.of(None), self.loaded, rows, length, device, memory=self.memory)
+        own, loaded = self.decoder, self.loaded
+        rows, device = own.cache.num_slots, str(loaded.model.device)
+        setup = DrafterSetup(SpeculativeConfig.of(None), loaded, rows, own.max_length, device, memory=self.memory)
         every = {**request_drafters(setup), **self.drafters}
-        planner = self.roster.planner if self.roster else make_planner(self.config, self.loaded, every)
-        roster = _roster(self.loaded, self.drafters, every, self.method, planner, tell)
-        made = _decoder(self.loaded, roster, self.config.verifier, planner, rows, max_length, prefixes, self.memory)
-        return made, roster
+        planner = self.roster.planner if self.roster else make_planner(self.config, loaded, every)
+        roster = _roster(loaded, self.drafters, every, self.method, planner, tell)
+        return own.sibling(roster, planner, max_length=max_length, prefixes=prefixes), roster
 
     def remade(self, name: str, model: str) -> Drafter:
         """The drafter of one name with other weights. It is not tried on a text, so the target may run meanwhile."""
@@ -110,7 +109,18 @@ def build(
         for drafter in drafters.values():
             if isinstance(own := getattr(drafter, "loaded", None), Loaded):
                 drafter.prefixes = PrefixCache(0, PrefixFiles(prefix_folder, own))  # pyright: ignore[reportAttributeAccessIssue]
-    decoder = _decoder(loaded, roster or NoDraft(), config.verifier, planner, rows, length, prefixes, memory)
+    decoder = Decoder(
+        loaded.model,
+        roster,
+        config.verifier,
+        planner,
+        rows=rows,
+        max_length=length,
+        end_ids=loaded.end_ids,
+        tokenizer=loaded.tokenizer,
+        prefixes=prefixes,
+        memory=memory,
+    )
     return Runtime(loaded, config, drafters, method, roster, decoder, files, memory)
 
 
@@ -125,27 +135,3 @@ def _roster(
     """Drafters under a planner. drafters: those of `method`. every: also those that only a request chooses."""
     own = {method: list(drafters)} if drafters else {}
     return PlannedDrafter(every, planner, loaded.model.vocab_size, lookup_names(every), own, method, tell)
-
-
-def _decoder(
-    loaded: Loaded,
-    drafter: Drafter,
-    verifier: str,
-    controller: Controller,
-    rows: int,
-    max_length: int,
-    prefixes: PrefixCache | None = None,
-    memory: TextMemory | None = None,
-) -> Decoder:
-    return Decoder(
-        loaded.model,
-        drafter,
-        verifier,
-        controller,
-        rows=rows,
-        max_length=max_length,
-        end_ids=loaded.end_ids,
-        tokenizer=loaded.tokenizer,
-        prefixes=prefixes,
-        memory=memory,
-    )

@@ -43,7 +43,7 @@ class Observer(Protocol):
 
 
 class Scheduler:
-    """Runs sequences on a decoder. `add` and `cancel` may be called by any thread, `step` by one.
+    """Runs sequences on a decoder. `add` may be called by any thread, `step` by one.
 
     roster: the decoder's drafter, where each sequence may choose a method and a draft length.
     max_queue: sequences that may wait. kv_limit: committed tokens of all sequences together, None for what the slots hold.
@@ -75,7 +75,7 @@ class Scheduler:
         self.max_draft_tokens = max_draft_tokens
         self._chunk_alone = max(prefill_chunk or 0, decoder.chunk)
         self._chunk = prefill_chunk or decoder.chunk
-        self.queue, self.running = FairQueue[Sequence](max_queue), dict[int, Sequence]()  # by slot
+        self.queue = FairQueue[Sequence](max_queue)
         self.preemptions = self.accepted = 0
         self.lock = threading.RLock()  # of the queue
         # When sequences that are left end with what they have, and why no more are taken from then on.
@@ -83,9 +83,19 @@ class Scheduler:
         self._seconds = 1.0  # of a sequence, lately
 
     @property
+    def running(self) -> dict[int, Sequence]:
+        """The sequences that have a slot, by slot, in order of admission."""
+        return self.decoder.sequences
+
+    @property
     def idle(self) -> bool:
         """Nothing runs and nothing waits."""
         return not self.running and not len(self.queue)
+
+    @property
+    def _held(self) -> int:
+        """Tokens that the seated sequences hold, or will hold once they are read."""
+        return sum(len(sequence.tokens) for sequence in self.running.values())
 
     def _sequence(self, request: Request) -> Sequence:
         """A sequence of a request. Raises ValueError if the request could never run."""
@@ -117,11 +127,6 @@ class Scheduler:
                 self.queue.put(sequence)
         return sequences
 
-    def cancel(self, sequences: abc.Sequence[Sequence]) -> None:
-        """These have no reader any more. They leave before the next step."""
-        for sequence in sequences:
-            sequence.cancel()
-
     def watch(self, observer: Observer) -> None:
         """Add an observer. It sees every step and every end from now on."""
         with self.lock:
@@ -137,19 +142,19 @@ class Scheduler:
         """One step, as the module's docstring says. Returns the draft-verify round, if there was one, and its sequences."""
         now = perf_counter()
         with self.lock:
-            over = [(s, why) for s in self.queue if (why := self._over(s, now))]
-            for sequence, _ in over:
-                self.queue.remove(sequence)
-        over += [(s, why) for s in self.running.values() if (why := self._over(s, now))]
-        for sequence, why in over:
-            self.finish(sequence, "abort", why)
+            all_ends = self.stop_at <= now
+            over = [
+                s for s in (*self.queue, *self.running.values()) if all_ends or s.cancelled or s.request.deadline <= now
+            ]
+        for s in over:
+            late = LATE if s.request.deadline <= now else CLOSING
+            self.finish(s, "abort", "cancelled" if s.cancelled else late)
         self._seat()
-        while policy.must_preempt(
-            len(self.running), self._held(), self.kv_limit
-        ):  # the youngest; one alone always fits
-            self._unseat(list(self.decoder.sequences)[-1])
+        bounded = self.kv_limit < math.inf
+        while bounded and policy.must_preempt(len(self.running), self._held, self.kv_limit):  # one alone always fits
+            self._unseat(next(reversed(self.running)))  # the youngest
         if self.decoder.waiting:
-            self._prefill(self.decoder.waiting[0])
+            self._read(self.decoder.waiting[0])
         live = self.decoder.live
         return (self._round(live) if live else None), live
 
@@ -159,12 +164,8 @@ class Scheduler:
             while any(sequence.finish is None for sequence in mine):
                 yield self.step()
         finally:
-            left = [sequence for sequence in mine if sequence.finish is None]
-            if left:
-                self.cancel(left)
-                for sequence in left:
-                    if sequence in self.queue:
-                        self.queue.remove(sequence)
+            for sequence in mine:
+                if sequence.finish is None:
                     self.finish(sequence, "abort", "cancelled")
 
     def generate(self, requests: Iterable[Request]) -> list[Sequence]:
@@ -184,22 +185,17 @@ class Scheduler:
         with self.lock:
             self.stop_at, self.stopped = 0.0, reason
             left = [*self.running.values(), *self.queue]
-            self.queue = FairQueue[Sequence](0)
         for sequence in left:
             self.finish(sequence, finish, reason)
 
     def finish(self, sequence: Sequence, finish: str, reason: str | int | None) -> None:
         """End a sequence with what it has. Frees its slot and hands out the last delta."""
+        with self.lock:
+            if sequence in self.queue:
+                self.queue.remove(sequence)
         if sequence.finish is None and self.trace:
             self.trace.end(sequence, finish)
         sequence.end(finish, reason)
-        self._leave(sequence)
-
-    def _leave(self, sequence: Sequence) -> None:
-        """Free the slot of a sequence that has ended, and hand out its last delta."""
-        if self.running.get(sequence.slot) is sequence:
-            self._free(sequence.slot)
-        self._seconds += 0.2 * (sequence.clock.total - sequence.clock.queued - self._seconds)
         self._tell(sequence)
 
     def problems(self) -> list[str]:
@@ -210,8 +206,6 @@ class Scheduler:
             wrong.append(
                 f"free slots {d.free} and used slots {list(d.sequences)} are not the {d.cache.num_slots} slots"
             )
-        if set(self.running) != set(d.sequences):
-            wrong.append(f"sequences run in slots {list(self.running)}, the decoder has {list(d.sequences)}")
         wrong += [f"free slot {s} holds {d.cache.length[s]} tokens" for s in d.free if d.cache.length[s]]
         for slot, sequence in d.sequences.items():
             held, last = d.cache.length[slot], len(sequence.tokens) - 1
@@ -224,19 +218,14 @@ class Scheduler:
             wrong.append(f"the drafters remember slots {sorted(left - set(d.sequences))}, which are free")
         return wrong + (self.prefixes.check() if self.prefixes else [])
 
-    def _over(self, sequence: Sequence, now: float) -> str | None:
-        """Why a sequence ends before its text does; None if it goes on."""
-        if sequence.cancelled:
-            return "cancelled"
-        return LATE if sequence.request.deadline <= now else CLOSING if self.stop_at <= now else None
-
     def _seat(self) -> None:
         """Give free slots to the sequences whose turn it is, while they fit."""
-        running = self.running
         while self.decoder.free:
             with self.lock:
                 first = next(iter(self.queue), None)
-                if first is None or not policy.may_seat(len(running), self._held(), len(first.tokens), self.kv_limit):
+                if first is None:
+                    return
+                if not policy.may_seat(len(self.running), self._held, len(first.tokens), self.kv_limit):
                     return
                 self.queue.pop()
             self._admit(first)
@@ -253,9 +242,7 @@ class Scheduler:
             if count < 2 or waits is None:
                 return
             self.queue.remove(waits)
-        self._unseat(
-            next(slot for slot in reversed(self.decoder.sequences) if self.running[slot].request.owner == most)
-        )
+        self._unseat(next(slot for slot in reversed(self.running) if self.running[slot].request.owner == most))
         self._admit(waits)
 
     def _admit(self, sequence: Sequence) -> None:
@@ -266,26 +253,19 @@ class Scheduler:
             self._fail(sequence, error)
             return
         slot = sequence.slot
-        self.running[slot] = sequence
         if self.roster:
             self.roster.assign(slot, NONE if sequence.counts.undrafted else sequence.counts.method)
             if sequence.request.num_speculative_tokens is not None:
                 self.roster.planner.depths[slot] = sequence.request.num_speculative_tokens
         if sequence.finish is not None:  # the tokens that it continues end the text
-            self._leave(sequence)
-
-    def _held(self) -> int:
-        """Tokens that the seated sequences hold, or will hold once they are read."""
-        return sum(len(sequence.tokens) for sequence in self.decoder.sequences.values())
+            self._tell(sequence)
 
     def _free(self, slot: int) -> Sequence:
         """Take a slot back from the sequence that has it, and keep why a drafter lost it."""
-        sequence = self.running.pop(slot)
+        sequence = self.running[slot]
         if self.roster is not None:
             sequence.counts.undrafted = self.roster.lost.get(slot, sequence.counts.undrafted)
-        if (
-            sequence.finish is not None and sequence.finish.finish != "error"
-        ):  # a conversation may go on after the answer
+        if sequence.finish and sequence.finish.finish != "error":  # a conversation may go on after the answer
             self.decoder.remember(sequence)
             if self.decoder.memory is not None:
                 self.decoder.memory.keep(sequence.request.whose, sequence.tokens)
@@ -300,15 +280,15 @@ class Scheduler:
         with self.lock:
             self.queue.put_back(sequence)
 
-    def _prefill(self, sequence: Sequence) -> None:
-        self.decoder.chunk = policy.prefill_tokens(len(self.running), self._chunk, self._chunk_alone)
+    def _read(self, sequence: Sequence) -> None:
+        """Read a chunk of a sequence's tokens."""
         try:
-            self.decoder.prefill(sequence)
+            self.decoder.prefill(sequence, policy.prefill_tokens(len(self.running), self._chunk, self._chunk_alone))
         except Exception as error:
             self._fail(sequence, error)
-            return
-        if sequence.finish is not None:  # a request that is only read
-            self._leave(sequence)
+        else:
+            if sequence.finish is not None:  # a request that is only read
+                self._tell(sequence)
 
     def _round(self, live: list[Sequence]) -> Step | None:
         try:
@@ -325,12 +305,11 @@ class Scheduler:
         if self.trace:
             self.trace.keep(step, live)
         if observers := self.observers:
-            now = perf_counter()
-            seconds = [None if s.clock.last is None else now - s.clock.last for s in live]
+            seconds = [s.clock.between for s in live]
             for observer in observers:
                 observer.step(step, seconds)
         for sequence in live:
-            self._progress(sequence)
+            self._tell(sequence)
         return step
 
     def _one_by_one(self, live: list[Sequence]) -> None:
@@ -343,17 +322,9 @@ class Scheduler:
                 # It was judged before the failure, and is not in the cache yet.
                 if sequence.finish is None:
                     self.decoder.waiting.append(sequence)
-                self._progress(sequence)
+                self._tell(sequence)
             else:
                 self._round([sequence])
-
-    def _progress(self, sequence: Sequence) -> None:
-        """Hand out what a step wrote, and free the slot if that was the end."""
-        sequence.clock.last = perf_counter()
-        if sequence.finish is not None:
-            self._leave(sequence)
-        else:
-            self._tell(sequence)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         if self.raises:
@@ -364,10 +335,14 @@ class Scheduler:
         if self.trace:
             self.trace.end(sequence, "error")
         sequence.fail(reason)
-        self._leave(sequence)
+        self._tell(sequence)
 
     def _tell(self, sequence: Sequence) -> None:
-        """Hand out what is new. Exactly one delta says that the sequence ended."""
+        """Hand out what is new, and free the slot if that was the end. Exactly one delta says that the sequence ended."""
+        if sequence.finish is not None:
+            if self.running.get(sequence.slot) is sequence:
+                self._free(sequence.slot)
+            self._seconds += 0.2 * (sequence.clock.total - sequence.clock.queued - self._seconds)
         sink, cursor = sequence.request.sink, sequence.cursor
         if cursor.ended or sink is None:
             return

@@ -193,7 +193,7 @@ class CustomGenerate:
         self.last = LastCall(
             engine.decoder.guarantee,
             seed,
-            [row.counts.speculative() for row in rows],
+            [row.counts.speculative for row in rows],
             [row.finish.finish if row.finish else "abort" for row in rows],
         )
         longest = max(len(row.output) for row in rows)

@@ -106,7 +106,7 @@ def _request(pending: PendingAnswer, body: CompletionRequest | ChatRequest) -> d
 def _answer(pending: PendingAnswer, model: str) -> dict[str, Any]:
     results = [pending.results[i] for i in sorted(pending.results)]
     prompts = {id(s.prompt): len(s.prompt) for s in pending.sequences}  # its n texts share a prompt
-    counts = [r.counts.speculative() for r in results if r.counts.method != "none"]
+    counts = [r.counts.speculative for r in results if r.counts.method != "none"]
     steps, drafted = sum(s.num_spec_steps for s in counts), sum(s.num_draft_tokens for s in counts)
     accepted = sum(s.num_accepted_draft_tokens for s in counts)
     firsts = [r.clock.time_to_first_token for r in results if r.clock.time_to_first_token is not None]

@@ -11,7 +11,16 @@ from outrider.core.noise import Noise, Stream
 from outrider.core.types import Commit, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, TargetPass, chains
 from outrider.drafters.combine.merge import NodeList, own_commit
-from outrider.engine.calibrate import Wrong
+
+
+class Wrong(BaseDrafter):
+    """Always proposes one token, which is almost never right. Speculation must still be exact, only slower."""
+
+    def __init__(self, token: int = 0) -> None:
+        self.token = token
+
+    def propose(self, context: DraftContext) -> Draft:
+        return chains(context, [[self.token] * b.depth for b in context.budgets])
 
 
 class Echo(BaseDrafter):

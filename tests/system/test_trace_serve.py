@@ -46,8 +46,8 @@ def test_every_job_is_written_down_and_can_be_computed_again(tmp_path: Path) -> 
         assert text.tokens == result.output
         assert text.finish == result.finish.finish
         assert result.counts.method != "none"
-        assert text.metrics.per_step_accepted == result.counts.speculative().per_step_accepted
-        assert text.metrics.per_step_drafted == result.counts.speculative().per_step_drafted
+        assert text.metrics.per_step_accepted == result.counts.speculative.per_step_accepted
+        assert text.metrics.per_step_drafted == result.counts.speculative.per_step_drafted
     assert found.text(gone.sequence.id).finish == "abort"
     again = decoder(TARGET, rows=1, depth=4)
     for text in list(found.texts.values())[::4]:

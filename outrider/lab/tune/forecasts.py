@@ -13,7 +13,6 @@ from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.method import AUTO
 from outrider.drafters.registry import chain_kind, level_cost, lookup_names, method_of
 from outrider.engine.calibrate import AT_LOAD, measure
-from outrider.engine.decoder import Decoder
 from outrider.lab.bench.prompts import Prompt
 from outrider.lab.tune.race import Candidate, Racer
 from outrider.lab.tune.recorded import DraftRecorder, RecordedText, record
@@ -96,18 +95,10 @@ class Forecasts:
     def _record(self, made: Mapping[str, Drafter]) -> dict[str, str]:
         """Write the prompts plainly, beside the drafters. A later pass writes the same texts. Returns which drafters failed, and
         how."""
-        lookups, target = lookup_names(made), self.racer.target
+        lookups, plain = lookup_names(made), self.racer.plain.decoder
         deepest = max((m.tune_depth for name in made if name not in lookups and (m := method_of(name))), default=8)
         recorder = DraftRecorder(made, lookups, deepest)
-        decoder = Decoder(
-            target.model,
-            recorder,
-            controller=Fixed(DEEPEST),
-            rows=TOGETHER,
-            max_length=self.racer.plain.decoder.max_length,
-            end_ids=target.end_ids,
-            tokenizer=target.tokenizer,
-        )
+        decoder = plain.sibling(recorder, Fixed(DEEPEST), rows=TOGETHER)
         requests = [(p.category, r) for p in self.prompts for r in self.racer.requests([p])]
         found = record(decoder, recorder, requests)
         if not self.texts:

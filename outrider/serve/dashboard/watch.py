@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 from outrider.control import Planner
 from outrider.control.planner import PlanNote
 from outrider.core.origins import PLAIN, letters
-from outrider.core.types import Step
+from outrider.core.types import PHASES, Step
 from outrider.drafters.method import NONE
 from outrider.engine import Engine
 from outrider.engine.request import Sequence
-from outrider.engine.trace.records import PHASES
 
 RECENT = 12  # requests that a new viewer is shown
 PLAIN_STEPS = 64  # plain steps of a batch size whose median counts

@@ -255,7 +255,7 @@ def _timing(result: Sequence) -> dict[str, float | None]:
 def _speculative(result: Sequence, details: bool) -> dict[str, Any] | None:
     if result.counts.method == "none":
         return None
-    counts = asdict(result.counts.speculative())
+    counts = asdict(result.counts.speculative)
     if not details:
         del counts["per_step_accepted"], counts["per_step_drafted"]
     return counts

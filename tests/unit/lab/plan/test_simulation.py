@@ -181,9 +181,9 @@ class CountingDecoder:
     def live(self) -> list[Any]:
         return [s for s in self.sequences.values() if s not in self.waiting and s.finish is None]
 
-    def prefill(self, sequence) -> None:
+    def prefill(self, sequence, chunk: int) -> None:
         done, last = self.cache.length[sequence.slot], len(sequence.tokens) - 1
-        part = min(self.chunk, last - done)
+        part = min(chunk, last - done)
         self.clock[0] += self.costs.prefill(part, done) if part else 0.0
         self.cache.length[sequence.slot] += part
         if self.cache.length[sequence.slot] == last:
