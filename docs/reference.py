@@ -62,7 +62,6 @@ PAGES: dict[str, tuple[str, list[str]]] = {
         [
             "engine.trace.recorder",
             "engine.trace.records",
-            "engine.trace.reader",
             "engine.trace.replay",
             "engine.fingerprint",
         ],

@@ -24,8 +24,9 @@ from outrider.engine.calibrate import all_stored
 from outrider.engine.decoder import Decoder, signed
 from outrider.engine.llm import LLM
 from outrider.engine.memory import per_token
-from outrider.engine.request import Request, Sequence
+from outrider.engine.request import Sequence
 from outrider.engine.trace import Detail, StepRecord, Trace, TracedText, replay
+from outrider.engine.trace.replay import request_of
 from outrider.lab.hardware import ACCELERATORS
 from outrider.models.base import LanguageModel
 from outrider.models.load import Loaded
@@ -195,9 +196,7 @@ def _insertion(shape: Shape, tokens: list[int], parents: list[int]) -> list[int]
 
 def _row(text: TracedText, before: list[int], decoder: Decoder) -> Sequence:
     """A sequence of the request that stands after `before`, in a slot; nothing is computed for it."""
-    params = text.request.sampling.with_(prompt_logprobs=None, logprobs=None)
-    bad = tuple(tuple(word) for word in text.request.bad_words or ())
-    row = decoder.start(Request(text.id, text.prompt, params, text.request.seed, bad))
+    row = decoder.start(request_of(text))
     row.advance(before[len(text.prompt) :], 0)
     return row
 

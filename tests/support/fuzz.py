@@ -274,7 +274,7 @@ def _make_trace(folder: Path) -> None:
 
 
 def _load_trace(folder: Path) -> None:
-    from outrider.engine.trace.reader import read
+    from outrider.engine.trace import read
 
     trace = read(folder / "run.jsonl")
     _ = trace.metrics, trace.acceptance, trace.seconds, [t.tokens for t in trace.texts.values()]

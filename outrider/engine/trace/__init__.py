@@ -9,9 +9,18 @@ The loop does not know this package: a recorder is a reader of steps.
 
 from __future__ import annotations
 
-from outrider.engine.trace.reader import DepthAcceptance, Trace, TracedText, read
 from outrider.engine.trace.recorder import Recorder, describe
-from outrider.engine.trace.records import Detail, EndRecord, RequestRecord, RunRecord, StepRecord
+from outrider.engine.trace.records import (
+    DepthAcceptance,
+    Detail,
+    EndRecord,
+    RequestRecord,
+    RunRecord,
+    StepRecord,
+    Trace,
+    TracedText,
+    read,
+)
 from outrider.engine.trace.replay import ExplainedNode, Replay, replay
 
 __all__ = [

@@ -22,12 +22,11 @@ from outrider._version import __version__
 from outrider.core.params import SamplingParams
 from outrider.core.sampling import LogitsDistribution, LogitsWarper, SequenceState
 from outrider.core.tree import levels
-from outrider.core.types import Draft, Step
+from outrider.core.types import PHASES, Draft, Step
 from outrider.drafters.config import SpeculativeConfig
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request, Sequence
 from outrider.engine.trace.records import (
-    PHASES,
     Detail,
     EndRecord,
     RequestRecord,
@@ -39,11 +38,8 @@ from outrider.engine.trace.records import (
 from outrider.kernels.machine import machine
 from outrider.models.load import Loaded
 
-_ELSEWHERE = (
-    "seed",
-    "prediction",
-    "bad_words",
-)  # sampling parameters that a request's line has in another form, or lacks
+# sampling parameters that a request's line has in another form, or lacks
+_ELSEWHERE = ("seed", "prediction", "bad_words")
 _DEFAULTS = SamplingParams()
 
 

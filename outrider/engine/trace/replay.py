@@ -25,9 +25,8 @@ from outrider.core.types import Draft, Siblings, Step, ints
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter
 from outrider.engine.decoder import Decoder, signed
 from outrider.engine.request import Request
-from outrider.engine.trace.reader import Trace, TracedText
 from outrider.engine.trace.recorder import target_distribution
-from outrider.engine.trace.records import NO_TOKENS, StepRecord, TopProbs, top
+from outrider.engine.trace.records import NO_TOKENS, StepRecord, TopProbs, Trace, TracedText, top
 from outrider.verify import VERIFIERS, Verifier
 from outrider.verify.batched import draw
 from outrider.verify.reference import Number
@@ -107,17 +106,9 @@ def replay(
     assert recorded.budget is not None
     verifier = VERIFIERS[trace.header.verifier]
     drawn = verifier.needs_probs and recorded.drafted and recorded.siblings != Siblings.POINT.name
-    again = Decoder(
-        decoder.target,
-        _Recorded(recorded, decoder.drafter if drawn else None),
-        verifier.name,
-        Fixed(*recorded.budget),
-        rows=1,
-        max_length=decoder.max_length,
-        end_ids=decoder.end_ids,
-        tokenizer=decoder.tokenizer,
-    )
-    row = again.start(_request(text, mask))
+    drafter = _Recorded(recorded, decoder.drafter if drawn else None)
+    again = decoder.sibling(drafter, Fixed(*recorded.budget), verifier=verifier.name, rows=1, memory=None)
+    row = again.start(request_of(text, mask))
     try:
         row.advance([t for earlier in text.steps[:step] for t in earlier.written], step)
         before = tuple(row.tokens)
@@ -156,8 +147,8 @@ def _check(trace: Trace, text: TracedText, decoder: Decoder, mask: TokenMask | N
         )
 
 
-def _request(text: TracedText, mask: TokenMask | None) -> Request:
-    """The request, as the loop takes it."""
+def request_of(text: TracedText, mask: TokenMask | None = None) -> Request:
+    """The request of a traced text, as the loop takes it."""
     bad = tuple(tuple(word) for word in text.request.bad_words or ())
     params = text.request.sampling.with_(prompt_logprobs=None, logprobs=None)
     border = len(text.prompt) - text.request.continued

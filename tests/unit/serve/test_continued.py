@@ -14,8 +14,7 @@ from serving import PAIR, TEMPLATE, Live, builtin, serving
 from outrider import LLM, SamplingParams
 from outrider.engine.request import Request
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.trace import Recorder
-from outrider.engine.trace.reader import read
+from outrider.engine.trace import Recorder, read
 from outrider.engine.trace.replay import replay
 from outrider.serve.options import ServeOptions
 
