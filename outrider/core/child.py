@@ -35,7 +35,7 @@ class Child:
     """
 
     def __init__(self, module: str, setup: Any, deed: str, advice: str) -> None:
-        """module: its function `serve` is what the child runs; it calls `answer`. setup: JSON that the child reads first.
+        """module: has the `prepare` that the child gives to `answer`. setup: JSON that the child reads first.
 
         deed, advice: for messages, as in "it needs more than 1 s {to compile}; {make it smaller}".
         """
@@ -86,7 +86,8 @@ class Child:
             if self._process.poll() is None and not self._ready:
                 return  # it was started ahead
             self._end()
-        code = f"import sys; sys.path[:] = {sys.path!r}; from {self._module} import serve; serve()"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import answer; import {self._module} as own; "
+        code += "answer(own.prepare)"
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", code],
             stdin=subprocess.PIPE,

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from outrider.core.child import Child, answer
+from outrider.core.child import Child
 
 MAX_COMPILED = 64 << 20  # bytes of one compiled grammar
 # The masks of one text may take so many seconds, and so many more for each. A usual mask takes a fraction of a millisecond; a
@@ -33,12 +33,8 @@ def compiler(info: str) -> Child:
     return Child(__name__, info, "to compile", "make it smaller")
 
 
-def serve() -> None:
-    """What the child runs."""
-    answer(_prepare)
-
-
-def _prepare(info: str) -> Callable[[Any], Any]:
+def prepare(info: str) -> Callable[[Any], Any]:
+    """What the child does with a question; see `compiler`."""
     xgrammar = compiler_alone()
     tokens = xgrammar.tokenizer_info.TokenizerInfo.deserialize_json(info)
     made = xgrammar.compiler.GrammarCompiler(tokens, max_threads=1, cache_enabled=False)

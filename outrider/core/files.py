@@ -12,21 +12,9 @@ from pathlib import Path
 from typing import Any, cast
 
 PREFIX_DISK = "20GiB"  # what a folder of the prefix cache may take, where nothing else is said
-MEMORY_DISK, MEMORY_DAYS, MEMORY_BY = (
-    "64MiB",
-    30.0,
-    ("client", "all"),
-)  # the same of a memory of texts; the second is its age
-_UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
+MEMORY_DISK, MEMORY_DAYS, MEMORY_BY = "64MiB", 30.0, ("client", "all")  # of a memory of texts; the second is its age
+_UNITS = {"": 1} | {
+    f"{x}{form}": base**n for n, x in enumerate("KMGT", 1) for form, base in (("B", 1000), ("IB", 1024))
 }
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, cast
 
-from outrider.core.child import Child, answer
+from outrider.core.child import Child
 
 MAX_RENDERED = 64 << 20  # characters of a rendered chat
 
@@ -22,12 +22,8 @@ def renderer() -> Child:
     return Child(__name__, None, "to render", "send a smaller chat, or serve a model with another template")
 
 
-def serve() -> None:
-    """What the child runs."""
-    answer(_prepare)
-
-
-def _prepare(_: Any) -> Callable[[Any], Any]:
+def prepare(_: Any) -> Callable[[Any], Any]:
+    """What the child does with a question; see `renderer`."""
     sys.modules["torch"] = cast(ModuleType, None)  # it cannot be imported
     render = importlib.import_module("transformers.utils.chat_template_utils").render_jinja_template
 

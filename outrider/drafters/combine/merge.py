@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from outrider.drafters.lookup.mixture import Match
 NodeList = list[tuple[int, int]]  # (token, parent) of one tree, the root first
 
 
-class Proposal(NamedTuple):
-    """What a drafter proposes for one sequence: an entry of its draft."""
+@dataclass(frozen=True, eq=False)
+class Proposal:
+    """What a drafter proposes for one sequence: an entry of its draft. What is read of it is computed once."""
 
     draft: Draft
     entry: int
@@ -27,12 +28,12 @@ class Proposal(NamedTuple):
     def nodes(self) -> NodeList:
         return self.draft.host[self.entry]
 
-    @property
+    @cached_property
     def levels(self) -> list[int]:
         """The level of each node, 0 for the root."""
         return levels([parent for _, parent in self.nodes])
 
-    @property
+    @cached_property
     def confidence(self) -> list[float] | None:
         """Of each node; None if the draft states none."""
         stated = self.draft.confidence
@@ -117,9 +118,9 @@ def join(context: DraftContext, proposals: Mapping[int, Proposal], notes: Sequen
         )
     assert drawn[0].probs is not None
     probs = torch.zeros(*out.tokens.shape, drawn[0].probs.shape[-1])
-    for b, (draft, entry) in proposals.items():
-        if draft.probs is not None:
-            probs[b, : len(nodes[b])] = draft.probs[entry, : len(nodes[b])].to(probs.device)
+    for b, one in proposals.items():
+        if one.draft.probs is not None:
+            probs[b, : len(nodes[b])] = one.draft.probs[one.entry, : len(nodes[b])].to(probs.device)
         else:
             for token, parent in nodes[b][1:]:
                 probs[b, parent, token] = 1.0

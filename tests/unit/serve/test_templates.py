@@ -135,7 +135,7 @@ def test_a_child_is_ended_where_the_system_limits_no_memory(monkeypatch: pytest.
 
 
 def test_a_child_without_a_parent_ends() -> None:
-    command = [sys.executable, "-c", "from outrider.core.rendering import serve; serve()"]
+    command = [sys.executable, "-c", "from outrider.core import child, rendering; child.answer(rendering.prepare)"]
     question = {"chat_template": ENDLESS, "messages": [{"role": "user", "content": "loop"}]}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
