@@ -46,12 +46,15 @@ def priors() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a lookup proposes. nodes: (token, parent), the root first. masses: of each node, the share of what it found that
-    goes this way. match: tokens of the longest end of the text that it found."""
+    """What a lookup proposes: a note of `Draft.notes`. nodes: (token, parent), the root first. masses: of each node, the share of
+    what it found that goes this way, 1 for the root. match: tokens of the longest end of the text that it found, 0 for none."""
 
     nodes: Sequence[tuple[int, int]]
     masses: Sequence[float]
     match: int
+
+    def __str__(self) -> str:
+        return f"a match of {self.match} tokens"
 
 
 class LookupBelief:

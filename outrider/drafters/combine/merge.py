@@ -9,10 +9,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from outrider.control.beliefs import Offer
 from outrider.core.tree import levels
 from outrider.core.types import Commit, Draft
 from outrider.drafters.base import DraftContext, Drafter, draft_of
-from outrider.drafters.lookup.mixture import Match
 
 NodeList = list[tuple[int, int]]  # (token, parent) of one tree, the root first
 
@@ -40,10 +40,12 @@ class Proposal:
         return None if stated is None else stated[self.entry, : len(self.nodes)].tolist()
 
     @property
-    def match(self) -> int:
-        """Tokens of the longest end of the text that a lookup found; 0 for other drafters."""
+    def offer(self) -> Offer:
+        """What a lookup says of it. Of a lookup of another package no match is known."""
         note = self.draft.notes[self.entry] if self.draft.notes else None
-        return note.length if isinstance(note, Match) else 0
+        if isinstance(note, Offer):
+            return note
+        return Offer(self.nodes, [max(mass, 1e-9) for mass in self.confidence or [1.0] * len(self.nodes)], 0)
 
 
 def accepted_path(nodes: NodeList, tokens: Sequence[int]) -> list[int]:

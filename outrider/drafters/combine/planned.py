@@ -209,9 +209,7 @@ class PlannedDrafter(BaseDrafter):
                 if name not in self.lookups:
                     missing[name] = self._guarded(name, [slot], self.drafters[name].missing, slot, tokens) or 0
                 elif (name, b) in offered:
-                    one = offered[name, b]
-                    masses = [max(m, 1e-9) for m in one.confidence or [1.0] * len(one.nodes)]
-                    offers[name] = Offer(one.nodes, masses, one.match)
+                    offers[name] = offered[name, b].offer
         return View(
             slot,
             written,

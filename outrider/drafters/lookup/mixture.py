@@ -15,12 +15,12 @@ The mass of a node estimates the probability that it is accepted. So the tree gr
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush, nlargest
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from outrider.control.beliefs import Offer
 from outrider.core.types import Budget, Draft
 from outrider.drafters.base import draft_of
 
@@ -44,38 +44,19 @@ class Context(NamedTuple):
     length: int
 
 
-class Found(NamedTuple):
-    """A tree that a lookup proposes. nodes: (token, parent), the root first. masses: of each node, 1 for the root. match: tokens
-    of the longest end of the text that was found, 0 for none."""
-
-    nodes: list[tuple[int, int]]
-    masses: list[float]
-    match: int
+def drafted(offers: Sequence[Offer]) -> Draft:
+    """One draft for a batch. Its confidences are the masses, its notes the offers."""
+    masses = {b: torch.tensor(offer.masses) for b, offer in enumerate(offers)}
+    return draft_of([offer.nodes for offer in offers], masses, offers)
 
 
-@dataclass(frozen=True)
-class Match:
-    """Where a lookup's draft comes from. A note of `Draft.notes`. length: tokens of the longest match."""
-
-    length: int
-
-    def __str__(self) -> str:
-        return f"a match of {self.length} tokens"
-
-
-def drafted(found: Sequence[Found]) -> Draft:
-    """One draft for a batch. Its confidences are the masses, its notes the lengths of the matches."""
-    masses = {b: torch.tensor(one.masses) for b, one in enumerate(found)}
-    return draft_of([one.nodes for one in found], masses, [Match(one.match) for one in found])
-
-
-def grow(root: int, contexts: Iterable[Context], budget: Budget, *, least: float = 0.0, doubt: float = 0.0) -> Found:
+def grow(root: int, contexts: Iterable[Context], budget: Budget, *, least: float = 0.0, doubt: float = 0.0) -> Offer:
     """A tree within the budget. Nodes with a mass below `least` are left out."""
     nodes, weights = [(root, -1)], [1.0]
     members = list(contexts)
     total, match = sum(c.weight for c in members), max((c.length for c in members), default=0)
     if not total or not budget.depth or not budget.width or not budget.max_nodes:
-        return Found(nodes, weights, match)
+        return Offer(nodes, weights, match)
     heap: list[tuple[float, int, int, int, int, list[Context]]] = []  # (-mass, order, token, parent, level, members)
     order = 0
 
@@ -108,7 +89,7 @@ def grow(root: int, contexts: Iterable[Context], budget: Budget, *, least: float
             break
         if level < budget.depth:
             expand(len(nodes) - 1, level, members, 1.0)
-    return Found(nodes, weights, match)
+    return Offer(nodes, weights, match)
 
 
 class TextSource:

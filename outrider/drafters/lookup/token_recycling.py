@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from outrider.control.shapes import BY_RANK, Shape, optimal_shape
-from outrider.core.types import PADDING, Budget, Commit, Draft
+from outrider.control.shapes import BY_RANK
+from outrider.core.types import PADDING, Commit, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass
 from outrider.drafters.config import DrafterSetup
-from outrider.drafters.lookup.mixture import Found, drafted
+from outrider.drafters.lookup.mixture import Context, drafted, grow
 
 _RANK_WEIGHT = 8  # pseudo-observations of BY_RANK
 
@@ -40,22 +40,13 @@ class Ranks:
             out.append(min((hits + usual * left * _RANK_WEIGHT) / (visits + _RANK_WEIGHT), out[-1]))
         return out
 
-    def shape(self, budget: Budget) -> Shape:
-        """The best tree within the budget for these chances. They are rounded to hundredths, so that trees can be reused."""
-        return _shape(budget, tuple(max(round(chance, 2), 0.001) for chance in self.chances()))
-
-
-@functools.lru_cache(maxsize=1024)
-def _shape(budget: Budget, chances: tuple[float, ...]) -> Shape:
-    return optimal_shape(budget, chances)
-
 
 class TokenRecyclingDrafter(BaseDrafter):
     """Token recycling (arXiv 2408.08696): a table of the last top-k candidates after each token, no training.
 
     table: int64 [vocab, k], -1 where nothing is known. Every node of every step, accepted or not, writes the k tokens that the
-    target found likeliest after it. The shape of a draft is the best for the acceptance by rank measured so far. Its tokens are
-    looked up from the root down. All sequences share the table and the ranks, so a second text of a kind starts warm.
+    target found likeliest after it. The table is a `ContextSource` of the mixture. Its states are tokens, and its counts are the
+    acceptance by rank measured so far. All sequences share both, so a second text of a kind starts warm.
 
     k: candidates kept per token. Raises ValueError for a k outside 1..vocab_size.
     """
@@ -64,6 +55,8 @@ class TokenRecyclingDrafter(BaseDrafter):
         if not 1 <= k <= vocab_size:
             raise ValueError(f"k must be in 1..{vocab_size}, the vocabulary, got {k}")
         self.k, self.table, self.ranks = k, torch.full((vocab_size, k), -1), Ranks(k)
+        self._known: dict[int, list[tuple[int, float, int]]] = {}  # what `following` has read in this step
+        self._chances: list[float] = []
         self._parents: dict[int, list[int]] = {}  # by slot, of the last proposal's nodes
 
     def reset(self) -> None:
@@ -72,25 +65,21 @@ class TokenRecyclingDrafter(BaseDrafter):
         self.ranks = Ranks(self.k)
 
     def propose(self, context: DraftContext) -> Draft:
-        known: dict[int, list[int]] = {}
-        proposals: list[Found] = []
-        chances = self.ranks.chances()
-        for slot, tokens, budget in zip(context.slots, context.tokens, context.budgets, strict=True):
-            shape = self.ranks.shape(Budget(budget.depth, min(budget.width, self.k), budget.max_nodes))
-            nodes, masses, index = [(tokens[-1], -1)], [1.0], {0: 0}
-            for role, (parent, rank) in enumerate(zip(shape.parents[1:], shape.ranks[1:], strict=True), start=1):
-                if parent not in index:
-                    continue
-                above = nodes[index[parent]][0]
-                if above not in known:
-                    known[above] = self.table[above].tolist()
-                if known[above][rank] >= 0:
-                    index[role] = len(nodes)
-                    nodes.append((known[above][rank], index[parent]))
-                    masses.append(masses[index[parent]] * chances[rank])
-            proposals.append(Found(nodes, masses, 0))
-            self._parents[slot] = [parent for _, parent in nodes]
-        return drafted(proposals)
+        self._known, self._chances = {}, self.ranks.chances()
+        offers = [
+            replace(grow(tokens[-1], [Context(self, tokens[-1], 1.0, 1)], budget), match=0)
+            for tokens, budget in zip(context.tokens, context.budgets, strict=True)
+        ]
+        for slot, offer in zip(context.slots, offers, strict=True):
+            self._parents[slot] = [parent for _, parent in offer.nodes]
+        return drafted(offers)
+
+    def following(self, state: int) -> tuple[float, list[tuple[int, float, int]]]:
+        known = self._known.get(state)
+        if known is None:
+            ranked = zip(self.table[state].tolist(), self._chances, strict=False)
+            known = self._known[state] = [(token, chance, token) for token, chance in ranked if token >= 0]
+        return 1.0, known
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
         real = target.draft.parents != PADDING

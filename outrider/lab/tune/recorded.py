@@ -111,7 +111,7 @@ class DraftRecorder(BaseDrafter):
         for b, slot in enumerate(context.slots):
             one = Proposal(draft, b)
             chances = [x / max(before, 1e-9) for before, x in pairwise(one.confidence or [1.0])]
-            self.made.setdefault(slot, {}).setdefault(name, []).append((one.nodes, one.match, chances))
+            self.made.setdefault(slot, {}).setdefault(name, []).append((one.nodes, one.offer.match, chances))
 
     def taken(self, text: Text, slot: int, kind: str, limit: int) -> RecordedText:
         """What was recorded of a text that has ended. slot: the one that it had."""

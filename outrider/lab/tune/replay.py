@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from outrider.control import CostModel, Costs, Fixed, Planner
+from outrider.control.beliefs import Offer
 from outrider.core.tree import chain
 from outrider.core.types import Budget, Commit, Draft, Step, Verdict
 from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass
 from outrider.drafters.combine.merge import accepted_path
 from outrider.drafters.combine.planned import PlannedDrafter
-from outrider.drafters.lookup.mixture import Match
 from outrider.drafters.model.confidence import FOR_HEADS, START, LogitError
 from outrider.drafters.registry import method_of
 from outrider.lab.tune.recorded import STATED, RecordedText
@@ -85,7 +85,8 @@ class PlayedBack(BaseDrafter):
                 self.error.state(slot, range(-1, len(draft)), logs)
             proposals.append([tokens[-1], *draft])
             stated.append([1.0, *chances])
-            notes.append(Match(made.match))
+            nodes = [(token, n - 1) for n, token in enumerate(proposals[-1])]
+            notes.append(Offer(nodes, [max(chance, 1e-9) for chance in stated[-1]], made.match))
         rows, parents = chain(proposals)
         confidence = torch.zeros(rows.shape)
         for b, chances in enumerate(stated):

@@ -34,7 +34,6 @@ def visit(ranks: Ranks, truth: list[float], draw: random.Random, shape: Budget =
 def test_nothing_seen_is_the_usual() -> None:
     assert Ranks().chances() == pytest.approx(BY_RANK)
     assert Ranks(3).chances() == pytest.approx(BY_RANK[:3])
-    assert Ranks().shape(Budget(5, 4, 8)) == optimal_shape(Budget(5, 4, 8))
 
 
 @pytest.mark.parametrize("truth", [[0.9, 0.02, 0.01], [0.3, 0.25, 0.2, 0.05], [0.0, 0.0], [0.5] + [0.05] * 7])
@@ -46,7 +45,9 @@ def test_what_is_seen_is_believed(truth: list[float]) -> None:
         assert found == pytest.approx(true, abs=0.05)
     budget = Budget(5, 4, 8)
     best = expected_accepted(optimal_shape(budget, truth), truth)
-    assert expected_accepted(ranks.shape(budget), [*truth, *[0.0] * 8]) == pytest.approx(best, abs=0.05)
+    assert expected_accepted(optimal_shape(budget, ranks.chances()), [*truth, *[0.0] * 8]) == pytest.approx(
+        best, abs=0.05
+    )
 
 
 def test_what_was_seen_long_ago_is_forgotten() -> None:
@@ -69,7 +70,7 @@ def test_chances_never_increase_and_shapes_obey(width: int, walks: list[list[int
         ranks.observe(tree.parents, path)
         chances = ranks.chances()
         assert all(0 <= b <= a <= 1 for a, b in itertools.pairwise(chances))
-    shape = ranks.shape(Budget(3, 4, nodes))
+    shape = optimal_shape(Budget(3, 4, nodes), ranks.chances())
     assert len(shape.parents) - 1 <= nodes
     assert max(shape.widths) <= min(width, 4)
 
@@ -79,10 +80,10 @@ def test_recycling_learns_how_wide_its_trees_should_be() -> None:
     params = SamplingParams(temperature=1.5, max_tokens=200, ignore_eos=True)
     budget = Budget(4, 4, 8)
     decoder(ToyModel(VOCAB), drafter, budget=budget).generate([request([1, 2], params)])
-    usual, found = optimal_shape(budget), drafter.ranks.shape(budget)
+    usual, found = optimal_shape(budget), optimal_shape(budget, drafter.ranks.chances())
     assert found.widths[0] > usual.widths[0]  # hardly anything is certain here
     drafter.reset()
-    assert drafter.ranks.shape(budget) == usual
+    assert optimal_shape(budget, drafter.ranks.chances()) == usual
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])
