@@ -144,7 +144,7 @@ def parallel_survival(
     some = range(0, count, max(1, count // SOME))
     hits, read = [0] * DEPTH, 0
     for t in some:
-        known = text[: t + 2]
+        known = [*text[: t + 2]]
         drafter.start(0, known, read, features[read : t + 1])
         read = t + 1
         for depth, token in enumerate(drafter.best(0, known, text[t + 2 : t + 1 + DEPTH])):

@@ -136,13 +136,14 @@ class CrossTokenizerDrafter(ModelDrafter):
     def _has_chain(self, context: DraftContext, b: int) -> bool:
         return False  # a chain in one call is drawn from the draft's own tokens
 
-    def _children(
-        self, context: DraftContext, grown: dict[int, Growth], at: list[tuple[int, int]], logits: Tensor, level: int
-    ):
+    def _after(
+        self, context: DraftContext, grown: dict[int, Growth], opened: dict[int, list[int]], level: int
+    ) -> Tensor:
         """TLI: the logits of the shared tokens, in the target's ids; -inf for tokens that the draft lacks."""
-        own, (target, draft) = logits.new_full((len(logits), self.vocab_size), _NO), self._shared
+        logits, (target, draft) = super()._after(context, grown, opened, level), self._shared
+        own = logits.new_full((len(logits), self.vocab_size), _NO)
         own[:, target] = logits[:, draft]
-        return super()._children(context, grown, at, own, level)
+        return own
 
     def _written(self, context: DraftContext) -> list[list[int]]:
         """SLEM: what the draft writes, in the target's tokens, as a chain for each entry of the batch."""

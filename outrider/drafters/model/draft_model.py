@@ -23,7 +23,7 @@ from torch import Tensor
 
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.lookup.corpus import Entry, read_texts
-from outrider.drafters.model.tree_drafter import GrowthSettings, TreeDrafter
+from outrider.drafters.model.tree_drafter import CachedTreeDrafter, GrowthSettings
 from outrider.drafters.model.vocabulary import Vocabulary
 from outrider.models.base import LanguageModel, Want
 from outrider.models.builtin.download import DOWNLOADS
@@ -45,7 +45,7 @@ class KnownTexts(Protocol):
     def chunk_end(self, cache: SlotCache, tokens: Sequence[int], start: int, end: int) -> int: ...
 
 
-class ModelDrafter(TreeDrafter):
+class ModelDrafter(CachedTreeDrafter):
     """Drafts from an independent model with the target's vocabulary (Leviathan et al. 2211.17192; Chen et al. 2302.01318).
 
     The cache takes in committed tokens only: the accepted nodes of the scratch, and what the next proposal reads because it is

@@ -8,7 +8,7 @@ Verifiers that read the draft's distribution need a shape: a drawn token must no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import exp, log
@@ -29,6 +29,9 @@ from outrider.drafters.model.confidence import LogitError
 from outrider.models.base import Chain, DrawnChain, Want
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
+
+# (entry, node), the tokens of its children, the log acceptance of each, and the distribution that they were drawn from, if any
+Offspring = tuple[tuple[int, int], list[int], list[float], Tensor | None]
 
 
 class Growth:
@@ -115,15 +118,154 @@ class ChainModel(Protocol):
 
 
 class TreeDrafter(BaseDrafter):
-    """Drafts level by level. Write `_room`, `_unread` and `_forward`; `_keep` if not all that was accepted stays in the cache.
+    """Drafts level by level. Write `_room` and `_after`.
 
-    With `Budget.width` 1 it drafts a chain, else a tree. One forward reads all nodes of a level, over a scratch that holds the
-    earlier nodes. Only `update` commits what was drafted, so nothing is rolled back. Under `match` the children of a node are the
-    largest of log q + the noise that the target will use at that position. If a verifier needs probs, the children are drawn
-    from q.
+    With `Budget.width` 1 it drafts a chain, else a tree. Under `match` the children of a node are the largest of log q + the
+    noise that the target will use at that position. If a verifier needs probs, the children are drawn from q.
 
-    cache: keys and values of what is read. subset: the tokens of the logits; None for all.
-    error: how far its logits are from the target's; learned. Under `match` it ends drafts at `Budget.min_probability`.
+    subset: the tokens of the logits; None for all. error: how far its logits are from the target's; learned, unless its chances
+    are not those of its logits alone (`learns`). Under `match` it ends drafts at `Budget.min_probability`.
+    """
+
+    learns = True
+
+    def __init__(
+        self, vocab_size: int, device: torch.device, subset: TokenSubset | None, **settings: Unpack[GrowthSettings]
+    ) -> None:
+        """settings: see `GrowthSettings`."""
+        self.vocab_size, self.device, self.subset = vocab_size, device, subset
+        self.shape = settings.get("shape")
+        self.siblings = settings.get("siblings", Siblings.WITHOUT_REPLACEMENT)
+        self.noise_aware = settings.get("noise_aware", True)
+        self.error = LogitError()
+
+    def propose(self, context: DraftContext) -> Draft:
+        # a drafter with a short context drafts less, then nothing; nothing else changes
+        depths = [
+            min(budget.depth, budget.max_nodes, self._room(slot, tokens)) if budget.depth else 0
+            for slot, tokens, budget in zip(context.slots, context.tokens, context.budgets, strict=True)
+        ]
+        return self._drafted(context, {b: depth for b, depth in enumerate(depths) if depth > 0})
+
+    def _drafted(self, context: DraftContext, depths: dict[int, int]) -> Draft:
+        """The draft, with a root alone for entries that are not in `depths`."""
+        grown = {b: self._start(context, b, depth) for b, depth in depths.items()}
+        return self._draft(context, grown, self._grow(context, grown))
+
+    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+        self.error.learn(context.slots, commits)
+
+    def release(self, slot: int) -> None:
+        self.error.release(slot)
+
+    def _room(self, slot: int, tokens: list[int]) -> int:
+        """Draft tokens in a row that can be drafted after the committed ones."""
+        raise NotImplementedError
+
+    def _after(
+        self, context: DraftContext, grown: dict[int, Growth], opened: dict[int, list[int]], level: int
+    ) -> Tensor:
+        """float32 [node, vocab]: the logits after the nodes of a level that get children, one entry after the other."""
+        raise NotImplementedError
+
+    def _start(self, context: DraftContext, b: int, depth: int) -> Growth:
+        budget = context.budgets[b].clipped(depth)
+        shape = self.shape or (optimal_shape if context.needs_probs and budget.width > 1 else None)
+        return Growth(context.tokens[b][-1], budget, shape and shape(budget))
+
+    def _draft(
+        self, context: DraftContext, grown: dict[int, Growth], drawn_from: dict[tuple[int, int], Tensor]
+    ) -> Draft:
+        """The grown trees, cut to their budgets and renumbered. drawn_from: see `_grow`."""
+        kept = {b: growth.kept() for b, growth in grown.items()}
+        trees, confidence = [[(tokens[-1], -1)] for tokens in context.tokens], dict[int, Tensor]()
+        # an only child is taken, and its probability is computed for a threshold alone
+        judged = any(g.budget.width > 1 or g.budget.min_probability for g in grown.values()) and not context.needs_probs
+        for b, nodes in kept.items():
+            growth, slot, new = grown[b], context.slots[b], {old: n for n, old in enumerate(nodes)}
+            trees[b] += [(growth.tokens[n], new[growth.parents[n]]) for n in nodes[1:]]
+            self._placed(slot, [growth.places[n] for n in nodes])
+            if judged:
+                weights = [growth.weights[n] for n in nodes]
+                confidence[b] = torch.tensor(weights).exp()
+                if self.noise_aware and self.learns:
+                    self.error.state(slot, [parent for _, parent in trees[b]], weights)
+        draft = draft_of(trees, confidence)
+        if not context.needs_probs:
+            return draft
+        probs = torch.zeros(*draft.tokens.shape, self.vocab_size, device=self.device)
+        for (b, node), distribution in drawn_from.items():
+            probs[b, kept[b].index(node)] = distribution
+        return replace(draft, probs=probs, siblings=self._siblings(grown))
+
+    def _placed(self, slot: int, places: list[int]) -> None:
+        """The nodes that are proposed are at these places of the scratch, -1 for one that was not forwarded."""
+
+    def _siblings(self, grown: dict[int, Growth]) -> Siblings:
+        """How the children were drawn. An only child is drawn the same way by every kind, so chains declare the simplest."""
+        return Siblings.IID if all(g.budget.width == 1 for g in grown.values()) else self.siblings
+
+    def _grow(self, context: DraftContext, grown: dict[int, Growth]) -> dict[tuple[int, int], Tensor]:
+        """Grow the trees level by level. Returns the distributions drawn from, by (entry, node)."""
+        drawn_from, opened, level = dict[tuple[int, int], Tensor](), {b: [0] for b in grown}, 0
+        while opened:
+            at = [(b, n) for b, nodes in opened.items() for n in nodes]
+            logits = self._after(context, grown, opened, level)
+            made = self._children(context, grown, at, logits, level, self.subset)
+            for (b, node), tokens, weights, distribution in made:
+                grown[b].add(node, tokens, weights)
+                if distribution is not None:
+                    drawn_from[b, node] = distribution
+            level += 1
+            # a tree that has stopped does not grow again
+            opened = {b: nodes for b in opened if (nodes := grown[b].open(level))}
+        return drawn_from
+
+    def _children(
+        self,
+        context: DraftContext,
+        grown: dict[int, Growth],
+        at: list[tuple[int, int]],
+        logits: Tensor,
+        level: int,
+        subset: TokenSubset | None,
+    ) -> Iterator[Offspring]:
+        """The children of each node in `at`, (entry, node). logits: float32 [len(at), vocab], or of the tokens of `subset`."""
+        entries, extra = [b for b, _ in at], [grown[b].path(n) for b, n in at]
+        warp, noise = context.warp.select(entries), context.noise.select(entries)
+        position = context.positions[entries] + level
+        width = max(grown[b].width(n) for b, n in at)
+        if context.needs_probs:
+            scores = warp.scores(logits, extra, subset)
+            node = torch.tensor([n for _, n in at], device=position.device)
+            kind = self._siblings(grown)
+            # one call for each width: some kinds draw the last child in another way
+            for size in {grown[b].width(n) for b, n in at} - {0}:
+                lines = [i for i, (b, n) in enumerate(at) if grown[b].width(n) == size]
+                made = children(scores[lines], size, kind, noise.select(lines), context.stream, position[lines],
+                                node=node[lines], subset=subset)  # fmt: skip
+                assert made.probs is not None  # bit for bit what the tokens were drawn from
+                for i, tokens, distribution in zip(lines, made.tokens.tolist(), made.probs, strict=True):
+                    yield at[i], tokens, [0.0] * size, distribution
+            return
+        judged = any(grown[b].budget.min_probability for b in entries)
+        if width == 1 and not judged and self.noise_aware:  # an only child needs no probability
+            drawn = warp.draw(logits, extra, noise, context.stream, position, subset).tolist()
+            for key, token in zip(at, drawn, strict=True):
+                yield key, [token], [0.0], None
+            return
+        found, weighed = self.error.likeliest(
+            warp, logits, extra, width, noise, context.stream, position, subset, self.noise_aware
+        )
+        for key, tokens, weights in zip(at, found, weighed, strict=True):
+            yield key, tokens[:width], weights, None
+
+
+class CachedTreeDrafter(TreeDrafter):
+    """A tree drafter with a cache. Write `_room`, `_unread` and `_forward`; `_keep` if not all that was accepted stays in it.
+
+    One forward reads all nodes of a level, over a scratch that holds the earlier nodes. Only `update` commits what was drafted,
+    so nothing is rolled back. cache: keys and values of what is read.
     """
 
     def __init__(
@@ -136,28 +278,17 @@ class TreeDrafter(BaseDrafter):
         **settings: Unpack[GrowthSettings],
     ) -> None:
         """num_slots, max_length: slots of the cache, and tokens of each. settings: see `GrowthSettings`."""
+        super().__init__(model.vocab_size, model.device, subset, **settings)
         self._chain_model, self.cache = model, model.new_cache(num_slots, max_length)
-        self.vocab_size, self.device, self.subset = model.vocab_size, model.device, subset
-        self.shape = settings.get("shape")
-        self.siblings = settings.get("siblings", Siblings.WITHOUT_REPLACEMENT)
-        self.noise_aware = settings.get("noise_aware", True)
-        self.error = LogitError()
         # slot -> place in the scratch of each proposed node, -1 if it was not forwarded
         self._places: dict[int, list[int]] = {}
+        # entry -> parents of the nodes in its scratch, padding included
+        self._scratch: dict[int, list[int]] = {}
 
-    def propose(self, context: DraftContext) -> Draft:
-        # a drafter with a short context stops drafting; nothing else changes
-        room = [self._room(slot, tokens) for slot, tokens in zip(context.slots, context.tokens, strict=True)]
-        some = [b for b, budget in enumerate(context.budgets) if 0 < min(budget.depth, budget.max_nodes) <= room[b]]
-        return self._drafted(context, some)
-
-    def _drafted(self, context: DraftContext, some: list[int]) -> Draft:
-        """The draft, with a root alone for entries that are not in `some`."""
-        if some and all(self._has_chain(context, b) for b in some):
-            return self._chains(context, some)
-        grown = {b: self._start(context, b) for b in some}
-        drawn_from = self._grow(context, grown) if some else {}
-        return self._draft(context, grown, drawn_from)
+    def _drafted(self, context: DraftContext, depths: dict[int, int]) -> Draft:
+        if depths and all(self._has_chain(context, b) for b in depths):
+            return self._chains(context, depths)
+        return super()._drafted(context, depths)
 
     def _has_chain(self, context: DraftContext, b: int) -> bool:
         simple = context.budgets[b].width == 1 and not context.needs_probs and self.shape is None
@@ -169,19 +300,19 @@ class TreeDrafter(BaseDrafter):
             and context.stream is Stream.TOKEN
         )
 
-    def _chains(self, context: DraftContext, some: list[int]) -> Draft:
+    def _chains(self, context: DraftContext, depths: dict[int, int]) -> Draft:
         """Chains for `match`, in one call of a model that offers it: it saves the Python between a small model's tokens."""
-        budgets = [context.budgets[b] for b in some]
+        budgets = [context.budgets[b] for b in depths]
         judged = any(budget.min_probability for budget in budgets)
         noise = context.noise.keys(context.stream, context.positions)
         chains: list[Chain] = []
-        for b, budget in zip(some, budgets, strict=True):
+        for (b, depth), budget in zip(depths.items(), budgets, strict=True):
             tokens, features = self._unread(context.slots[b], context.tokens[b])
             chains.append(
                 Chain(
                     context.slots[b],
                     tokens,
-                    min(budget.depth, budget.max_nodes),
+                    depth,
                     context.warp.histories[b].params.temperature,
                     noise[b],
                     self.error.scale if judged else 0.0,
@@ -190,7 +321,7 @@ class TreeDrafter(BaseDrafter):
                 )
             )
         trees, confidence = [[(tokens[-1], -1)] for tokens in context.tokens], dict[int, Tensor]()
-        for b, c, drawn in zip(some, chains, self._chain_model.draft_chains(self.cache, chains), strict=True):
+        for b, c, drawn in zip(depths, chains, self._chain_model.draft_chains(self.cache, chains), strict=True):
             self._ingested(c.slot, len(c.tokens))
             self._places[c.slot] = [*range(len(drawn.tokens)), -1]  # the last one drawn was not forwarded
             trees[b] += [(token, n) for n, token in enumerate(drawn.tokens)]
@@ -202,20 +333,16 @@ class TreeDrafter(BaseDrafter):
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
         """Keep what may be kept of the scratch. The next proposal reads what is missing."""
-        self.error.learn(context.slots, commits)
+        super().update(context, commits, target)
         for slot, commit in zip(context.slots, commits, strict=True):
             places = self._places.pop(slot, None)
             if places is not None:
                 self._keep(slot, places, commit)
 
     def release(self, slot: int) -> None:
+        super().release(slot)
         self.cache.release(slot)
-        self.error.release(slot)
         self._places.pop(slot, None)
-
-    def _room(self, slot: int, tokens: list[int]) -> int:
-        """Tokens that can still be read after the committed ones."""
-        raise NotImplementedError
 
     def _unread(self, slot: int, tokens: list[int]) -> tuple[list[int], Tensor | None]:
         """What a draft reads first: the tokens that the cache lacks, the root last, and their features if it needs any."""
@@ -224,6 +351,9 @@ class TreeDrafter(BaseDrafter):
     def _forward(self, nodes: Nodes, features: Tensor | None, want: Want) -> Tensor:
         """float32 [batch, node, vocab]: the logits after the nodes that are wanted. features: of `_unread`, for those nodes."""
         raise NotImplementedError
+
+    def _placed(self, slot: int, places: list[int]) -> None:
+        self._places[slot] = places
 
     def _keep(self, slot: int, places: list[int], commit: Commit) -> None:
         """Commit what was accepted of the scratch. places: of the proposed nodes."""
@@ -234,7 +364,7 @@ class TreeDrafter(BaseDrafter):
         self._places.pop(slot, None)  # the scratch was overwritten
         self.cache.commit([slot], [range(count - 1)])
 
-    def _ingest(self, context: DraftContext, some: list[int]) -> Tensor:
+    def _ingest(self, context: DraftContext, some: Sequence[int]) -> Tensor:
         """Read the missing tokens and the root. Returns logits, float32 [len(some), vocab], after each root.
 
         The root is then node 0 of the scratch.
@@ -253,107 +383,22 @@ class TreeDrafter(BaseDrafter):
         """The id by which the drafter itself reads a token that it drafted."""
         return token
 
-    def _start(self, context: DraftContext, b: int) -> Growth:
-        budget = context.budgets[b]
-        shape = self.shape or (optimal_shape if context.needs_probs and budget.width > 1 else None)
-        return Growth(context.tokens[b][-1], budget, shape and shape(budget))
-
-    def _draft(
-        self, context: DraftContext, grown: dict[int, Growth], drawn_from: dict[tuple[int, int], Tensor]
-    ) -> Draft:
-        """The grown trees, cut to their budgets and renumbered. drawn_from: see `_grow`."""
-        kept = {b: growth.kept() for b, growth in grown.items()}
-        trees, confidence = [[(tokens[-1], -1)] for tokens in context.tokens], dict[int, Tensor]()
-        # an only child is taken, and its probability is computed for a threshold alone
-        judged = any(g.budget.width > 1 or g.budget.min_probability for g in grown.values()) and not context.needs_probs
-        for b, nodes in kept.items():
-            growth, slot, new = grown[b], context.slots[b], {old: n for n, old in enumerate(nodes)}
-            trees[b] += [(growth.tokens[n], new[growth.parents[n]]) for n in nodes[1:]]
-            self._places[slot] = [growth.places[n] for n in nodes]
-            if judged:
-                weights = [growth.weights[n] for n in nodes]
-                confidence[b] = torch.tensor(weights).exp()
-                if self.noise_aware:
-                    self.error.state(slot, [parent for _, parent in trees[b]], weights)
-        draft = draft_of(trees, confidence)
-        if not context.needs_probs:
-            return draft
-        probs = torch.zeros(*draft.tokens.shape, self.vocab_size, device=self.device)
-        for (b, node), distribution in drawn_from.items():
-            probs[b, kept[b].index(node)] = distribution
-        return replace(draft, probs=probs, siblings=self._siblings(grown))
-
-    def _siblings(self, grown: dict[int, Growth]) -> Siblings:
-        """How the children were drawn. An only child is drawn the same way by every kind, so chains declare the simplest."""
-        return Siblings.IID if all(g.budget.width == 1 for g in grown.values()) else self.siblings
-
-    def _grow(self, context: DraftContext, grown: dict[int, Growth]) -> dict[tuple[int, int], Tensor]:
-        """Grow the trees level by level, one forward each. Returns the distributions drawn from, by (entry, node)."""
-        some, drawn_from = list(grown), dict[tuple[int, int], Tensor]()
-        logits = self._ingest(context, some)
-        at = [(b, 0) for b in some]  # (entry, node) of each line of `logits`
-        scratch = {b: [-1] for b in some}  # parents of the nodes in each entry's scratch, padding included
-        level = 0
-        while True:
-            for (b, node), tokens, weights, distribution in self._children(context, grown, at, logits, level):
-                grown[b].add(node, tokens, weights)
-                if distribution is not None:
-                    drawn_from[b, node] = distribution
-            level += 1
-            opened = {b: nodes for b, g in grown.items() if (nodes := g.open(level)) and b in scratch}
-            if not opened:
-                break
-            width = max(map(len, opened.values()))
-            feed = torch.zeros(len(opened), width, dtype=torch.long)
-            for line, (b, nodes) in enumerate(opened.items()):
-                growth = grown[b]
-                for i, n in enumerate(nodes):
-                    feed[line, i] = self._own(growth.tokens[n])
-                    growth.places[n] = len(scratch[b]) + i
-                parents = [growth.places[growth.parents[n]] for n in nodes]
-                padding = [PADDING] * (width - len(nodes))
-                scratch[b] += parents + padding
-            slots = [context.slots[b] for b in opened]
-            parents = torch.tensor([scratch[b] for b in opened])
-            at = [(b, n) for b, nodes in opened.items() for n in nodes]
-            lines = [i for i, b in enumerate(opened) for _ in opened[b]]
-            columns = [i for nodes in opened.values() for i in range(len(nodes))]
-            logits = self._forward(Nodes(feed, self.cache, slots, parents), None, "all")[lines, columns]
-            scratch = {b: scratch[b] for b in opened}  # a tree that has stopped does not grow again
-        return drawn_from
-
-    def _children(
-        self, context: DraftContext, grown: dict[int, Growth], at: list[tuple[int, int]], logits: Tensor, level: int
-    ):
-        """((entry, node), tokens, log acceptance of each, distribution drawn from or None) for each node in `at`.
-
-        logits: float32 [len(at), vocab].
-        """
-        entries, extra = [b for b, _ in at], [grown[b].path(n) for b, n in at]
-        warp, noise = context.warp.select(entries), context.noise.select(entries)
-        position = context.positions[entries] + level
-        width = max(grown[b].width(n) for b, n in at)
-        if context.needs_probs:
-            scores = warp.scores(logits, extra, self.subset)
-            node = torch.tensor([n for _, n in at], device=position.device)
-            kind = self._siblings(grown)
-            # one call for each width: some kinds draw the last child in another way
-            for size in {grown[b].width(n) for b, n in at} - {0}:
-                lines = [i for i, (b, n) in enumerate(at) if grown[b].width(n) == size]
-                made = children(scores[lines], size, kind, noise.select(lines), context.stream, position[lines],
-                                node=node[lines], subset=self.subset)  # fmt: skip
-                assert made.probs is not None  # bit for bit what the tokens were drawn from
-                for i, tokens, distribution in zip(lines, made.tokens.tolist(), made.probs, strict=True):
-                    yield at[i], tokens, [0.0] * size, distribution
-            return
-        judged = any(grown[b].budget.min_probability for b in entries)
-        if width == 1 and not judged and self.noise_aware:  # an only child needs no probability
-            drawn = warp.draw(logits, extra, noise, context.stream, position, self.subset).tolist()
-            for key, token in zip(at, drawn, strict=True):
-                yield key, [token], [0.0], None
-            return
-        found, weighed = self.error.likeliest(
-            warp, logits, extra, width, noise, context.stream, position, self.subset, self.noise_aware
-        )
-        for key, tokens, weights in zip(at, found, weighed, strict=True):
-            yield key, tokens[:width], weights, None
+    def _after(
+        self, context: DraftContext, grown: dict[int, Growth], opened: dict[int, list[int]], level: int
+    ) -> Tensor:
+        if not level:
+            self._scratch = {b: [-1] for b in opened}
+            return self._ingest(context, [*opened])
+        self._scratch = {b: self._scratch[b] for b in opened}
+        width = max(map(len, opened.values()))
+        feed = torch.zeros(len(opened), width, dtype=torch.long)
+        for line, (b, nodes) in enumerate(opened.items()):
+            growth, scratch = grown[b], self._scratch[b]
+            for i, n in enumerate(nodes):
+                feed[line, i] = self._own(growth.tokens[n])
+                growth.places[n] = len(scratch) + i
+            scratch += [growth.places[growth.parents[n]] for n in nodes] + [PADDING] * (width - len(nodes))
+        slots, parents = [context.slots[b] for b in opened], torch.tensor([*self._scratch.values()])
+        lines = [i for i, nodes in enumerate(opened.values()) for _ in nodes]
+        columns = [i for nodes in opened.values() for i in range(len(nodes))]
+        return self._forward(Nodes(feed, self.cache, slots, parents), None, "all")[lines, columns]

@@ -16,7 +16,7 @@ from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.block.files import read_block
 from outrider.drafters.heads.block.module import BlockConfig, around
 from outrider.drafters.heads.features import FeatureReader
-from outrider.drafters.heads.lattice import ParallelDrafter, chains_only
+from outrider.drafters.heads.lattice import ParallelDrafter
 from outrider.drafters.heads.layers import Linears, PackedLayer, Rotary, precision_of
 from outrider.drafters.heads.reading import OUTPUT, HeadWeights
 from outrider.drafters.heads.selftest import head_drafter, parallel_survival
@@ -186,9 +186,10 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
         self.model = BlockModel(head, target, max_length, quantization)
         self.cache, self.waiting, self.taps = self.model.new_cache(num_slots, max_length), {}, config.taps
         self.first_order = config.markov_rank + config.selector_rank > 0
+        self.learns = not self.first_order
         self._hidden = torch.empty(0)  # of the last block of each line, [line, depth, hidden]
 
-    def _depth(self, slot: int, tokens: Sequence[int]) -> int:
+    def _room(self, slot: int, tokens: list[int]) -> int:
         return min(self.model.config.drafts, self._left(slot, tokens))
 
     def _read(self, slot: int, tokens: Sequence[int] = ()) -> None:
@@ -218,6 +219,4 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
 
 
 def from_setup(setup: DrafterSetup) -> BlockDrafter:
-    """Raises ValueError for trees that heads of several positions do not draw."""
-    chains_only(setup)
     return head_drafter(setup, read_block, BlockDrafter, {"from_anchor": "sample_from_anchor"}, parallel_survival)

@@ -19,13 +19,13 @@ from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.eagle.module import EagleConfig, EagleEquations
 from outrider.drafters.heads.features import HeadOutput, PairModel, PairReader, last_nodes
-from outrider.drafters.heads.lattice import ParallelDrafter, chains_only
+from outrider.drafters.heads.lattice import ParallelDrafter
 from outrider.drafters.heads.layers import Linears, PackedLayer, Rotary, precision_of
 from outrider.drafters.heads.native import NativePairs
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.drafters.heads.selftest import DEPTH, DraftHits, head_drafter, parallel_survival
 from outrider.drafters.model.confidence import FOR_HEADS, LogitError
-from outrider.drafters.model.tree_drafter import GrowthSettings, TreeDrafter
+from outrider.drafters.model.tree_drafter import CachedTreeDrafter, GrowthSettings
 from outrider.kernels import cpu as native
 from outrider.kernels.attention import Scoring
 from outrider.models.attention import attend, write
@@ -211,7 +211,7 @@ class TorchEagle(EagleEquations, PairModel):
         return query
 
 
-class EagleDrafter(PairReader, TreeDrafter):
+class EagleDrafter(PairReader, CachedTreeDrafter):
     """Drafts from the target's features (Li et al. 2025, arXiv 2503.01840; the equations: docs/guides/heads.md).
 
     The cache holds pairs of the target's features only. What the head feeds back to itself while it drafts is in the scratch,
@@ -221,7 +221,7 @@ class EagleDrafter(PairReader, TreeDrafter):
 
     def __init__(self, model: PairModel, num_slots: int, max_length: int, **settings: Unpack[GrowthSettings]) -> None:
         """num_slots, max_length: slots of the cache, and tokens of each. settings: see `GrowthSettings`."""
-        TreeDrafter.__init__(self, model, num_slots, max_length, subset=model.subset, **settings)
+        CachedTreeDrafter.__init__(self, model, num_slots, max_length, subset=model.subset, **settings)
         self.error = LogitError(FOR_HEADS)
         self.model, self.taps = model, model.taps
         self.waiting = {}
@@ -284,7 +284,7 @@ class PEagleDrafter(PairReader, ParallelDrafter):
         self._drafts, self._mask = config.parallel_drafts, config.mask_token_id
         self._mask_features = head.tensors["mask_hidden"].float().flatten().to(self.device)
 
-    def _depth(self, slot: int, tokens: Sequence[int]) -> int:
+    def _room(self, slot: int, tokens: list[int]) -> int:
         return min(self._drafts, self._left(slot, tokens))
 
     def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
@@ -313,8 +313,6 @@ def from_setup(setup: DrafterSetup) -> EagleDrafter:
 
 
 def parallel_from_setup(setup: DrafterSetup) -> PEagleDrafter:
-    """Raises ValueError for trees that heads of several positions do not draw."""
-    chains_only(setup)
     flags = {"norm_before_residual": "norm_before_residual"}
     return head_drafter(setup, read_eagle, PEagleDrafter, flags, parallel_survival)
 

@@ -18,7 +18,7 @@ from outrider.core.types import Commit
 from outrider.drafters.base import DraftContext, TargetPass
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.files import head_of
-from outrider.drafters.heads.lattice import ParallelDrafter, chains_only
+from outrider.drafters.heads.lattice import ParallelDrafter
 from outrider.drafters.heads.layers import Linear, Linears, precision_of
 from outrider.drafters.heads.medusa.files import MedusaWeights, read_medusa
 from outrider.drafters.heads.selftest import Misreading, examine, parallel_survival
@@ -50,7 +50,7 @@ class MedusaDrafter(ParallelDrafter):
         super().release(slot)
         self._states.pop(slot, None)
 
-    def _depth(self, slot: int, tokens: Sequence[int]) -> int:
+    def _room(self, slot: int, tokens: list[int]) -> int:
         position, _ = self._states.get(slot, (-1, None))
         return len(self.model.heads) if position == len(tokens) - 2 >= 0 else 0
 
@@ -119,8 +119,6 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def from_setup(setup: DrafterSetup) -> MedusaDrafter:
-    """Raises ValueError for trees that heads of several positions do not draw."""
-    chains_only(setup)
     target, path = setup.target, head_of(setup.config.model, setup.target.name)
     head, last = read_medusa(path, target), (target.model.num_layers - 1,)
 

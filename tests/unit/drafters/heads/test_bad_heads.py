@@ -19,7 +19,6 @@ TARGET = small_target()
 WIDER, LARGER = small_target(hidden_size=64), small_target(vocab_size=130)
 PROMPT = [(7 * i * i + 3 * i + 11) % 127 for i in range(60)]
 KEY = "eagle_aux_hidden_state_layer_ids"
-CHAINS = {"verifier": "rejection", "tree_width": 3, "tree_nodes": 7}
 
 
 def given(name: str, **settings: Any) -> Callable[[Path], Path]:
@@ -83,12 +82,6 @@ BAD: dict[str, tuple[Loaded, Callable[[Path], Path], dict[str, Any], str]] = {
     "a tensor left over in a block": (
         TARGET, with_tensors("dspark", what__weight=torch.ones(2)), {}, r"holds what\.weight that no block drafter .* Give it",
     ),
-    **{
-        f"a tree for {name}": (
-            TARGET, made, CHAINS, rf"{name} drafts chains for the verifier rejection, .* leave out tree_width, or use",
-        )
-        for name, made in (("peagle", given("peagle")), ("dspark", given("dspark")), ("medusa", medusa_folder))
-    },
 }  # fmt: skip
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from outrider.drafters.heads.block.module import BlockModule
 from outrider.drafters.heads.eagle.drafter import PEagleDrafter
 from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.files import head_kind, open_head
-from outrider.drafters.heads.lattice import ParallelDrafter, grown_lattice
+from outrider.drafters.heads.lattice import ParallelDrafter
 from outrider.drafters.heads.medusa.drafter import MedusaDrafter, MedusaModule
 from outrider.drafters.heads.medusa.files import MedusaWeights, read_medusa, write_medusa
 from outrider.models.nodes import Nodes
@@ -126,7 +127,7 @@ def test_candidates_are_those_of_speculators() -> None:
         made._hidden = hidden[None]
         for slot in range(1, len(hidden)):
             before = int(want["tokens"][int(at) + slot - 1])
-            found, subset = made._after(0, slot, before, logits[slot], made._possible(logits[slot]))
+            found, subset = made._biased(0, slot, before, logits[slot], made._possible(logits[slot]))
             assert subset is not None
             theirs = ids[slot].sort()
             assert torch.equal(subset.ids, theirs.values)
@@ -168,7 +169,7 @@ def test_chains_follow_the_equations(name: str) -> None:
     for length in (2, 3, 30):
         tokens, made = PROMPT[:length], block(name)
         made.start(0, tokens, 0, features(tokens[:-1], made.taps))
-        draft = made.propose(context([0], [tokens], [Budget(4)], GREEDY))
+        draft = made.propose(context([0], [tokens], [Budget(4, min_probability=1e-30)], GREEDY))
         want, sure = _chain_by_hand(name, tokens, 4)
         assert [t for t, _ in draft.host[0][1:]] == want
         if name == "dspark":
@@ -206,35 +207,47 @@ def test_medusa_follows_its_equation(layout: str, tmp_path: Path) -> None:
 # -- the lattice ----------------------------------------------------------------------------------------------------------
 
 
+class _Lattice(ParallelDrafter):
+    """Three depths over three tokens, with a bias by the token before or without one."""
+
+    def __init__(self, first_order: bool) -> None:
+        super().__init__(3, torch.device("cpu"))
+        draw = torch.Generator().manual_seed(int(first_order))
+        self.first_order, self.learns = first_order, not first_order
+        self.depths, self.biases = torch.randn(3, 3, generator=draw), torch.randn(3, 3, 3, generator=draw)
+
+    def _room(self, slot: int, tokens: list[int]) -> int:
+        return 3
+
+    def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
+        return self.depths[:depth].expand(len(slots), -1, -1)
+
+    def _bias(self, line: int, level: int, token: int, places: Tensor | None) -> Tensor:
+        return self.biases[level, token] if places is None else self.biases[level, token][places]
+
+
 @pytest.mark.parametrize("first_order", [False, True])
 def test_the_lattice_holds_the_likeliest_nodes(first_order: bool) -> None:
     """Against every tree of the lattice, by listing all its nodes."""
-    draw = torch.Generator().manual_seed(int(first_order))
-    chances = {
-        (level, last): torch.randn(3, generator=draw).softmax(0).sort(descending=True).values.log().tolist()
-        for level in range(3)
-        for last in (range(-1, 9) if first_order else [None])
-    }
-
-    def expand(path: list[int]) -> tuple[list[int], list[float]]:
-        level = len(path)
-        return [3 * level, 3 * level + 1, 3 * level + 2], chances[
-            level, (path[-1] if path else -1) if first_order else None
-        ]
-
+    made, root = _Lattice(first_order), 1
+    scores = made.depths[:, None] + (made.biases if first_order else torch.zeros(3, 3, 3))
+    chances = scores.softmax(-1).tolist()  # [level][token before][token]
     every = sorted(
         (
-            sum(expand(list(path[:n]))[1][t - 3 * n] for n, t in enumerate(path))
+            math.prod(chances[n][before][token] for n, (before, token) in enumerate(pairwise((root, *path))))
             for depth in (1, 2, 3)
-            for path in itertools.product(*[range(3 * n, 3 * n + 3) for n in range(depth)])
+            for path in itertools.product(range(3), repeat=depth)
         ),
         reverse=True,
     )
     for count in (1, 4, 9, 39):
-        nodes, weights = grown_lattice(99, Budget(3, 3, count), expand)
-        assert len(nodes) == count + 1
-        assert torch.allclose(torch.tensor(weights[1:]), torch.tensor(every[:count]), atol=1e-6)
-        assert all(parent < n for n, (_, parent) in enumerate(nodes))
+        draft = made.propose(context([0, 1], [[0, root], [2, root]], [Budget(3, 3, count)] * 2, GREEDY))
+        assert draft.confidence is not None
+        for nodes, stated in zip(draft.host, draft.confidence, strict=True):
+            assert len(nodes) == count + 1
+            found = sorted(stated[1:].tolist(), reverse=True)
+            assert torch.allclose(torch.tensor(found), torch.tensor(every[:count]), atol=1e-6)
+            assert all(parent < n for n, (_, parent) in enumerate(nodes))
 
 
 # -- texts ----------------------------------------------------------------------------------------------------------------
@@ -272,8 +285,11 @@ def test_no_text_changes(name: str, params: str, makers: dict[str, Callable[[], 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "traversal"])
 @pytest.mark.parametrize("name", NAMES)
 def test_other_verifiers_run(name: str, verifier: str, makers: dict[str, Callable[[], ParallelDrafter]]) -> None:
-    loop = Loop(TARGET.model, makers[name](), verifier, controller=Fixed(3), rows=3, max_length=128)
-    assert all(len(r.output) == 14 for r in loop.generate(requests()))
+    for width in (1, 1 if verifier == "block" else 2):
+        loop = Loop(TARGET.model, makers[name](), verifier, controller=Fixed(3, width), rows=3, max_length=128)
+        rows = loop.generate(requests())
+        assert all(len(r.output) == 14 for r in rows)
+        assert sum(map(sum, (r.counts.drafted for r in rows))) > 20 * width
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -354,8 +370,6 @@ def test_a_folder_is_enough(tmp_path: Path) -> None:
             for c in (config, None)
         ]
         assert texts[0] == texts[1]
-        with pytest.raises(ValueError, match=f"{name} drafts chains for the verifier rejection, not trees of width 2"):
-            make(model=str(path), tree_width=2, verifier="rejection")
     with pytest.raises(ValueError, match="is a head of the kind 'dspark'"):
         make(method="dflash", model=str(GOLDEN / "dspark"))
 
