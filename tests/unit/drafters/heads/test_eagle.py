@@ -164,7 +164,7 @@ def test_every_path_of_a_tree_is_a_chain(name: str) -> None:
 
     grown: dict[int, Any] = {}
     start = made._start
-    made._start = lambda c, b: grown.setdefault(b, start(c, b))  # type: ignore[method-assign]
+    made._start = lambda c, b, depth: grown.setdefault(b, start(c, b, depth))  # type: ignore[method-assign]
     made._ingest = lambda c, some: kept(ingest(c, some), [()])  # type: ignore[method-assign]
 
     def watched(nodes: Nodes, read: Tensor | None, want: Any) -> Tensor:
