@@ -30,7 +30,6 @@ PAGES: dict[str, tuple[str, list[str]]] = {
             "control.price",
             "control.beliefs",
             "control.costs",
-            "control.fixed",
             "drafters.combine.planned",
             "engine.calibrate",
         ],

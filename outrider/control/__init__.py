@@ -3,15 +3,13 @@
 price    what a draft is worth at a price of a second; pure functions
 beliefs  what lookups and models bring, and how long answers are
 costs    what steps take: measured once, corrected by every step
-planner  Planner: a plan for each sequence of a step
-fixed    Fixed: the same length in every step
+planner  Planner: a plan for each sequence of a step; Fixed: the same length in every step
 shapes   trees that are fixed before anything is drawn, and expected speedups
 """
 
 from __future__ import annotations
 
 from outrider.control.costs import CostModel, Costs, DraftCost
-from outrider.control.fixed import Fixed
-from outrider.control.planner import Controller, Planner
+from outrider.control.planner import Controller, Fixed, Planner
 
 __all__ = ["Controller", "CostModel", "Costs", "DraftCost", "Fixed", "Planner"]

@@ -57,6 +57,20 @@ class Controller(Protocol):
         ...
 
 
+class Fixed:
+    """A controller with the same budget for every slot and step."""
+
+    def __init__(self, depth: int, width: int = 1, nodes: int | None = None) -> None:
+        self.budget = Budget(depth, width, nodes)
+
+    def budgets(self, slots: list[int]) -> list[Budget]:
+        return [self.budget] * len(slots)
+
+    def observe(self, step: Step) -> None: ...
+
+    def release(self, slot: int) -> None: ...
+
+
 @dataclass(frozen=True)
 class View:
     """What a plan may know of a sequence.
@@ -523,4 +537,4 @@ def _harmonic(count: int) -> float:
     return sum(1 / n for n in range(1, count + 1))
 
 
-__all__ = ["OPTIMISM", "Charge", "Controller", "Plan", "PlanNote", "Planner", "View", "Weighed"]
+__all__ = ["OPTIMISM", "Charge", "Controller", "Fixed", "Plan", "PlanNote", "Planner", "View", "Weighed"]

@@ -13,6 +13,7 @@ from outrider.core.params import SamplingParams
 from outrider.engine.decoder import nth_seed
 from outrider.engine.llm import LLM
 from outrider.engine.request import Request
+from outrider.serve.learn.reservoir import kept_texts
 from outrider.train.prompts import Asked, Source
 
 
@@ -79,6 +80,18 @@ def parted(answers: Iterable[TrainingText]) -> tuple[list[TrainingText], list[Tr
         (held if answer.held_out else learnt).setdefault(tuple(answer.tokens), answer)
     prompts = {tuple(a.prompt) for a in held.values()}
     return [a for text, a in learnt.items() if text not in held and tuple(a.prompt) not in prompts], [*held.values()]
+
+
+def served_texts(path: Path, length: int) -> Iterator[TrainingText]:
+    """The texts of a file, the newest first, so that the latest held-out ones measure the head.
+
+    length: tokens of prompt and answer. Of a longer prompt the end is kept, at most half of the length. Raises FileNotFoundError,
+    and ValueError for a file of something else.
+    """
+    for number, text in enumerate(reversed(list(kept_texts(path)))):
+        prompt = text.prompt[-(length // 2) :]
+        tokens = (prompt + text.answer)[:length]
+        yield TrainingText(number, text.workload, tokens, len(prompt), text.temperature, text.held_out)
 
 
 def write_answers(

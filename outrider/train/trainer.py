@@ -11,14 +11,13 @@ from pathlib import Path
 import torch
 
 from outrider.engine.llm import LLM
-from outrider.train.answers import TrainingText, parted, write_answers
+from outrider.train.answers import TrainingText, parted, served_texts, write_answers
 from outrider.train.batches import batch_of, count_tokens, draw_anchors, epoch, positions
 from outrider.train.folder import Progress, RunFolder, point, verdict
 from outrider.train.method import Beginning, TrainedHead, loss_of
 from outrider.train.methods import head_to_begin_with, start_head
 from outrider.train.muon import Muon
 from outrider.train.prompts import sources
-from outrider.train.served import served_texts
 from outrider.train.settings import TrainingSettings
 from outrider.train.survival import HeldOut, Survival
 from outrider.train.teacher import multiplying_dtype

@@ -1,4 +1,4 @@
-"""Features of the target that a head has not read yet, and the drafters that read them into a cache of their own."""
+"""What reads pairs of a token and a feature of the target, and the drafters that read features into a cache of their own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from outrider.core.types import Commit
 from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass
 from outrider.models.base import Chain, DrawnChain, Want
 from outrider.models.cache import SlotCache
+from outrider.models.native.program import Program
+from outrider.models.native.step import NativeStep
 from outrider.models.nodes import Nodes
 
 READ = 64  # features that wait before they are read: a sequence that drafts nothing costs little
@@ -57,6 +59,42 @@ class PairModel:
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
         raise NotImplementedError("this head drafts level by level; check has_draft_chains first")
+
+
+class NativePairs(PairModel):
+    """A program that is given features, or what it fed back: a forward is one call, and so are whole chains.
+
+    Cell t of a slot holds the keys and values of the pair (x_{t+1}, g_t)."""
+
+    has_draft_chains = True
+
+    def __init__(
+        self, program: Program, taps: tuple[int, ...], max_length: int, subset: TokenSubset | None = None
+    ) -> None:
+        self.taps, self.max_length, self.subset = taps, max_length, subset
+        self.device, self.vocab_size = torch.device("cpu"), program.vocab_size
+        self.weight_bytes = sum(m.bytes for m in program.matrices)
+        self._step, self._width = NativeStep(program), program.fed_back
+
+    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
+        return SlotCache(num_slots, min(max_length, self.max_length))
+
+    def forward(
+        self, nodes: Nodes, features: Tensor | None = None, *, g: Tensor | None = None, want: Want | int = "all"
+    ) -> HeadOutput:
+        given = features if features is not None else g
+        given = torch.zeros(*nodes.tokens.shape, self._width) if given is None else given.float().contiguous()
+        shown: Want = "all" if isinstance(want, int) else want
+        logits, _, fed_back = self._step.forward(nodes, (), shown, given, features is None)
+        assert fed_back is not None
+        if isinstance(want, int):
+            own = last_nodes(nodes, want)
+            return HeadOutput(logits[own], fed_back[own])
+        return HeadOutput(logits, fed_back)
+
+    def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
+        """See `LanguageModel.draft_chains`. What is fed back stays in the call."""
+        return self._step.draft_chains(cache, chains)
 
 
 def last_nodes(nodes: Nodes, count: int) -> tuple[Tensor, Tensor]:

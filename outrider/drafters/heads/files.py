@@ -1,4 +1,4 @@
-"""A folder that holds a trained head: which kind it is, its settings and its tensors, from every layout in use.
+"""A folder that holds a trained head: which kind it is, its settings and its tensors, from every layout in use; and a new one.
 
 The kind is decided by the settings and the names of the tensors, in the order of `_kind`. No file is trusted to run code:
 `pytorch_model.bin` is read with `weights_only`.
@@ -6,6 +6,7 @@ The kind is decided by the settings and the names of the tensors, in the order o
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 from collections.abc import Callable, Mapping
@@ -16,10 +17,10 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outrider.core.files import read_settings
+from outrider.core.files import read_settings, written_whole
 from outrider.models.checkpoint import header, indexed
 
 EAGLE3, EAGLE1, PEAGLE = "eagle3", "eagle1", "peagle"
@@ -217,3 +218,32 @@ def own_head(target: str) -> Path | None:
 def head_of(model: Any, target: str) -> Any:
     """The head's folder: the one that was given as `model`, or that of the package for the target."""
     return own_head(target) if model is None else model
+
+
+def store_head(
+    folder: str | Path,
+    settings: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    file: str = "model.safetensors",
+) -> Path:
+    """Write config.json and the file of weights, each whole. Returns the folder, which is made if it is not there.
+
+    dtype: of the floating point tensors. They are copied, because safetensors asks for tensors that share no memory.
+    """
+    out = Path(folder).expanduser()
+    out.mkdir(parents=True, exist_ok=True)
+    stored = {
+        n: t.detach().to("cpu", dtype if t.is_floating_point() else t.dtype, copy=True).contiguous()
+        for n, t in tensors.items()
+    }
+    with written_whole(out / file) as partial:
+        save_file(stored, partial, metadata={"format": "pt"})
+    with written_whole(out / "config.json") as partial:
+        partial.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    return out
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As a config.json says it."""
+    return str(dtype).removeprefix("torch.")

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.eagle.drafter import EagleDrafter
-from outrider.drafters.heads.features import HeadOutput, PairModel, last_nodes
-from outrider.drafters.heads.native import NativePairs
+from outrider.drafters.heads.features import HeadOutput, NativePairs, PairModel, last_nodes
 from outrider.models.base import FINAL_NORM, LanguageModel, Want
 from outrider.models.cache import SlotCache
 from outrider.models.load import Loaded

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from outrider.drafters.heads.block.module import BlockConfig, BlockModule
-from outrider.drafters.heads.config import Field, settings_of
-from outrider.drafters.heads.files import DFLASH, DFLASH2, DSPARK, HeadFolder, settings_named
+from outrider.drafters.heads.config import Field, settings_of, speculators_settings, vocabulary_maps
+from outrider.drafters.heads.files import DFLASH, DFLASH2, DSPARK, HeadFolder, name_of, settings_named, store_head
 from outrider.drafters.heads.reading import EMBED, OUTPUT, HeadReader, HeadWeights
-from outrider.drafters.heads.writing import name_of, speculators_settings, store_head, vocabulary_maps
 from outrider.models.load import Loaded
 
 _BLOCK = (Field("block_size", int, 0, layer=False), Field("from_anchor", bool, key="sample_from_anchor", layer=False))

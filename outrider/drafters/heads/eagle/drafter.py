@@ -6,7 +6,7 @@ A head works over the slot cache and at draft trees: by the native step, or in t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -18,10 +18,9 @@ from outrider.core.types import Commit
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.eagle.module import EagleConfig, EagleEquations
-from outrider.drafters.heads.features import HeadOutput, PairModel, PairReader, last_nodes
+from outrider.drafters.heads.features import HeadOutput, NativePairs, PairModel, PairReader, last_nodes
 from outrider.drafters.heads.lattice import ParallelDrafter
 from outrider.drafters.heads.layers import Linears, PackedLayer, Rotary, precision_of
-from outrider.drafters.heads.native import NativePairs
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.drafters.heads.selftest import DEPTH, DraftHits, head_drafter, parallel_survival
 from outrider.drafters.model.confidence import FOR_HEADS, LogitError
@@ -33,6 +32,7 @@ from outrider.models.base import LanguageModel, Want
 from outrider.models.cache import SCRATCH, SlotCache
 from outrider.models.native.parts import attention, gated_mlp
 from outrider.models.native.program import Builder, Program
+from outrider.models.native.weights import StoredSource
 from outrider.models.nodes import Nodes
 
 _FEATURE_NORM = "feature_norm"  # of what comes from the target: one norm, or one for each tap
@@ -74,40 +74,24 @@ def _subset(head: HeadWeights[EagleConfig], target: LanguageModel) -> TokenSubse
     return TokenSubset(head.token_ids.to(target.device), whole)
 
 
-class _EagleSource:
-    """The tensors of a head, by their names in its file."""
+class _EagleSource(StoredSource):
+    """The tensors of a head, by their names in its file. A matrix is packed when it is asked for."""
 
-    def __init__(self, head: HeadWeights[EagleConfig], precision: str, table: native.Packed | Tensor | None) -> None:
-        self._tensors, self._precision, self._embedding = dict(head.tensors), precision, table
-        self.vocab_size, ids = head.config.vocab_size, head.token_ids.long().contiguous()
+    def __init__(self, head: HeadWeights[EagleConfig], precision: str, table: native.Packed | Tensor) -> None:
+        tensors, ids = dict(head.tensors), head.token_ids.long().contiguous()
+        names = [f"{n}.weight" for n in ("input_norm", *(f"fc_norm.{i}" for i in range(len(head.config.taps))))]
+        if found := [tensors[n] for n in names if n in tensors]:
+            tensors[f"{_FEATURE_NORM}.weight"] = torch.cat(found)
+        super().__init__({}, {}, tensors, head.config.vocab_size)
         self.head_ids = ids if len(ids) < self.vocab_size else None
-        taps = range(len(head.config.taps))
-        parts = [self.tensor(f"{n}.weight") for n in ("input_norm", *(f"fc_norm.{i}" for i in taps))]
-        if found := [t for t in parts if t is not None]:
-            self._tensors[f"{_FEATURE_NORM}.weight"] = torch.cat(found)
+        self._own, self._precision, self._embedding = tensors, precision, table
 
     def matrix(self, *names: str, paired: bool = False) -> native.Packed:
-        biases = [self._tensors.get(f"{n}.bias") for n in names]
-        return native.Packed([self._tensors[f"{n}.weight"] for n in names], self._precision, biases, paired=paired)
-
-    def experts(self, name: str) -> Sequence[native.Packed]:
-        """No head of this kind has any."""
-        raise KeyError(name)
-
-    def latent(self, name: str, heads: int, keys: int) -> Sequence[native.Packed]:
-        """No head of this kind has one."""
-        raise KeyError(name)
+        biases = [self._own.get(f"{n}.bias") for n in names]
+        return native.Packed([self._own[f"{n}.weight"] for n in names], self._precision, biases, paired=paired)
 
     def table(self, name: str) -> native.Packed | Tensor:
-        assert self._embedding is not None
         return self._embedding
-
-    def tensor(self, name: str) -> Tensor | None:
-        found = self._tensors.get(name)
-        return None if found is None else found.float().contiguous()
-
-    def number(self, name: str, default: Any = None) -> Any:
-        return default
 
 
 def _program(head: HeadWeights[EagleConfig], source: _EagleSource) -> Program:

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from outrider.drafters.heads.config import Field, default_taps, settings_of
-from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
-from outrider.drafters.heads.files import EAGLE1, EAGLE3, PEAGLE, HeadFolder, settings_named
-from outrider.drafters.heads.reading import EMBED, OUTPUT, HeadReader, HeadWeights, log
-from outrider.drafters.heads.writing import (
+from outrider.drafters.heads.config import (
+    Field,
+    default_taps,
     layer_settings,
-    name_of,
+    settings_of,
     speculators_settings,
-    store_head,
     vocabulary_maps,
     wider,
 )
+from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
+from outrider.drafters.heads.files import EAGLE1, EAGLE3, PEAGLE, HeadFolder, name_of, settings_named, store_head
+from outrider.drafters.heads.reading import EMBED, OUTPUT, HeadReader, HeadWeights, log
 from outrider.models.base import FINAL_NORM
 from outrider.models.load import Loaded
 

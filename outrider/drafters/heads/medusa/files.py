@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.heads.files import MEDUSA, HeadFolder, settings_named
+from outrider.drafters.heads.files import MEDUSA, HeadFolder, name_of, settings_named, store_head
 from outrider.drafters.heads.reading import OUTPUT, HeadReader, log
-from outrider.drafters.heads.writing import name_of, store_head
 from outrider.models.load import Loaded
 
 LAYOUTS = ("vllm", "tgi")

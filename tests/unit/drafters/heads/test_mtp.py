@@ -29,8 +29,8 @@ from outrider.control import Fixed
 from outrider.drafters import make_drafter, make_drafters
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.eagle.drafter import EagleDrafter
+from outrider.drafters.heads.features import NativePairs
 from outrider.drafters.heads.mtp import mtp_model
-from outrider.drafters.heads.native import NativePairs
 from outrider.drafters.method import TuneInputs
 from outrider.drafters.registry import level_cost
 from outrider.integrations.engines import exports
