@@ -82,13 +82,13 @@ class _EagleSource(StoredSource):
         names = [f"{n}.weight" for n in ("input_norm", *(f"fc_norm.{i}" for i in range(len(head.config.taps))))]
         if found := [tensors[n] for n in names if n in tensors]:
             tensors[f"{_FEATURE_NORM}.weight"] = torch.cat(found)
-        super().__init__({}, {}, tensors, head.config.vocab_size)
+        super().__init__({}, tensors, head.config.vocab_size)
         self.head_ids = ids if len(ids) < self.vocab_size else None
-        self._own, self._precision, self._embedding = tensors, precision, table
+        self._precision, self._embedding = precision, table
 
     def matrix(self, *names: str, paired: bool = False) -> native.Packed:
-        biases = [self._own.get(f"{n}.bias") for n in names]
-        return native.Packed([self._own[f"{n}.weight"] for n in names], self._precision, biases, paired=paired)
+        biases = [self.named.get(f"{n}.bias") for n in names]
+        return native.Packed([self.named[f"{n}.weight"] for n in names], self._precision, biases, paired=paired)
 
     def table(self, name: str) -> native.Packed | Tensor:
         return self._embedding
