@@ -299,6 +299,3 @@ class AnswerLengths:
         usual = max(_USUAL - written, written / 2, _LEAST)
         left = [length - written for length in self._ended if length > written]
         return (sum(left) + _WEIGHT * usual) / (len(left) + _WEIGHT)
-
-
-__all__ = ["AnswerLengths", "LookupBelief", "Means", "ModelBelief", "Offer", "match_cell", "priors"]

@@ -215,6 +215,3 @@ def assumed(plain: float, weights: Mapping[str, float]) -> CostModel:
         name: DraftCost(0.1 * share * plain, share * plain, share * plain / 8) for name, share in weights.items()
     }
     return CostModel({}, {1: plain, 4: 1.35 * plain, 16: 3.0 * plain}, drafters)
-
-
-__all__ = ["Correction", "CostModel", "Costs", "DraftCost", "assumed"]

@@ -535,6 +535,3 @@ class Planner:
 def _harmonic(count: int) -> float:
     """How many times as deep as the mean the deepest of so many drafts is: the maximum of geometric lengths."""
     return sum(1 / n for n in range(1, count + 1))
-
-
-__all__ = ["OPTIMISM", "Charge", "Controller", "Fixed", "Plan", "PlanNote", "Planner", "View", "Weighed"]

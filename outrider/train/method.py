@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -26,14 +26,6 @@ from outrider.train.teacher import Taught, Teacher
 
 DECAY = 0.8  # weight of a draft token in the loss, relative to the one before
 CONFIDENCE = 0.5  # weight of the confidence in the loss
-
-
-class DraftedToken(NamedTuple):
-    """Of one draft token at each anchor. logits: [batch, anchor, draft_vocab]. confidence: [batch, anchor], before its
-    sigmoid; None for a head without one."""
-
-    logits: Tensor
-    confidence: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -67,9 +59,10 @@ class TrainedHead:
         self.module, self.teacher, self.depth = module.to(teacher.device), teacher, depth
         self.token_ids = token_ids.to(teacher.device)
 
-    def drafts(self, tokens: Tensor, taught: Taught, anchors: Tensor) -> Iterator[DraftedToken]:
-        """The draft tokens in order, each after the text's own tokens before it. tokens: int64 [batch, n]. anchors: int64
-        [batch, anchor], n - 2 - depth at most."""
+    def drafts(self, tokens: Tensor, taught: Taught, anchors: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """(logits [batch, anchor, draft_vocab], confidence [batch, anchor] before its sigmoid, or None) of the draft tokens in
+        order, each after the text's own tokens before it. tokens: int64 [batch, n]. anchors: int64 [batch, anchor], n - 2 - depth
+        at most."""
         raise NotImplementedError
 
     def write(self, folder: Path) -> None:
@@ -131,13 +124,13 @@ def loss_of(
     tokens, at, valid = batch.tokens.to(device), anchors.at.to(device), anchors.valid.to(device)
     total, accepted = torch.zeros((), device=device), list[float]()
     scale = sum(head.decay**k for k in range(head.depth)) * valid.sum()
-    for step, drafted in enumerate(head.drafts(tokens, taught, at)):
+    for step, (logits, confidence) in enumerate(head.drafts(tokens, taught, at)):
         with torch.no_grad():
             places = (at + 1 + step)[..., None].expand(-1, -1, taught.last.shape[-1])
             target = head.teacher.logits(taught.last.gather(1, places), rows)
-        loss, _, tv = divergence(target, drafted.logits, weight)
-        if drafted.confidence is not None:
-            sure = F.binary_cross_entropy_with_logits(drafted.confidence.float(), 1 - tv.detach(), reduction="none")
+        loss, _, tv = divergence(target, logits, weight)
+        if confidence is not None:
+            sure = F.binary_cross_entropy_with_logits(confidence.float(), 1 - tv.detach(), reduction="none")
             loss = loss + CONFIDENCE * sure
         total = total + head.decay**step * (loss * valid).sum()
         accepted.append(float(1 - (tv * valid).sum() / valid.sum()))

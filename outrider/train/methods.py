@@ -24,7 +24,7 @@ from outrider.models.load import Loaded, modules
 from outrider.models.matrix import dense, matrix_of
 from outrider.train.answers import TrainingText
 from outrider.train.batches import batch_of
-from outrider.train.method import Beginning, DraftedToken, TrainedHead
+from outrider.train.method import Beginning, TrainedHead
 from outrider.train.teacher import Taught, Teacher
 
 LAYERS, DRAFTS = 2, 6  # on a processor a block of six costs hardly more than one token, and few texts reach a seventh
@@ -42,9 +42,8 @@ class TrainedBlock(TrainedHead):
         super().__init__(module, teacher, module.token_ids, module.config.drafts)
         self._stored = stored
 
-    def drafts(self, tokens: Tensor, taught: Taught, anchors: Tensor) -> Iterator[DraftedToken]:
-        for logits, sure in self.module.drafts(tokens, taught.features, anchors):
-            yield DraftedToken(logits, sure)
+    def drafts(self, tokens: Tensor, taught: Taught, anchors: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
+        return self.module.drafts(tokens, taught.features, anchors)
 
     def write(self, folder: Path) -> None:
         write_block(folder, self.module.weights(self._stored))
@@ -126,8 +125,8 @@ class TrainedEagle(TrainedHead):
         module.lm_head.requires_grad_(False)  # it and the embedding stay the target's
         self._own_embedding = own_embedding
 
-    def drafts(self, tokens: Tensor, taught: Taught, anchors: Tensor) -> Iterator[DraftedToken]:
-        return map(DraftedToken, unrolled(self.module, tokens, taught.features, anchors, self.depth))
+    def drafts(self, tokens: Tensor, taught: Taught, anchors: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
+        return ((logits, None) for logits in unrolled(self.module, tokens, taught.features, anchors, self.depth))
 
     def write(self, folder: Path) -> None:
         write_eagle(folder, self.module, embedding=self._own_embedding)
@@ -234,10 +233,10 @@ class TrainedMedusa(TrainedHead):
         super().__init__(MedusaModule(given, rows), teacher, ids, len(given.blocks))
         self._verifier = start.verifier
 
-    def drafts(self, tokens: Tensor, taught: Taught, anchors: Tensor) -> Iterator[DraftedToken]:
+    def drafts(self, tokens: Tensor, taught: Taught, anchors: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
         hidden = taught.last.gather(1, anchors[..., None].expand(-1, -1, taught.last.shape[-1]))
         for head in range(self.depth):
-            yield DraftedToken(self.module.logits(hidden, head))
+            yield self.module.logits(hidden, head), None
 
     def write(self, folder: Path) -> None:
         made = self.module.weights()

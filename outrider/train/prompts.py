@@ -95,7 +95,9 @@ class FilePrompts:
             raise ValueError(
                 f"line {line + 1} of {self.name} is an answer without a question; put the user's message before"
             )
-        tokens, whole = self._llm.encode(content[:-1]), _conversation(self._llm.tokenizer, content)
+        tokenizer: Any = self._llm.tokenizer
+        tokens = self._llm.encode(content[:-1])
+        whole = [*tokenizer.apply_chat_template(content, return_dict=True)["input_ids"]]
         if whole[: len(tokens)] != tokens:
             raise ValueError(
                 f"the chat template writes the question of line {line + 1} of {self.name} in another way once it is answered, "
@@ -150,7 +152,3 @@ class InventedPrompts:
         if not text:
             return None
         return Asked(self._llm.encode([{"role": "user", "content": text}]), None, held_out(number))
-
-
-def _conversation(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
-    return list(tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"])

@@ -107,9 +107,9 @@ class HeldOut:
         alive, rows = torch.ones(len(places), dtype=torch.bool, device=device), []
         with torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
             taught = text.taught._replace(features=text.taught.features.float())
-            for step, drafted in enumerate(self._head.drafts(tokens, taught, anchors)):
+            for step, (logits, _) in enumerate(self._head.drafts(tokens, taught, anchors)):
                 aim = anchors[0] + 2 + step
-                keys = drafted.logits[0].float()
+                keys = logits[0].float()
                 if noise is not None:
                     keys = keys / temperature + noise[aim]
                 alive = alive & (self._ids[keys.argmax(-1)] == tokens[0, aim])
