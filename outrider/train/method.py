@@ -60,9 +60,10 @@ class TrainedHead:
         self.token_ids = token_ids.to(teacher.device)
 
     def drafts(self, tokens: Tensor, taught: Taught, anchors: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """(logits [batch, anchor, draft_vocab], confidence [batch, anchor] before its sigmoid, or None) of the draft tokens in
-        order, each after the text's own tokens before it. tokens: int64 [batch, n]. anchors: int64 [batch, anchor], n - 2 - depth
-        at most."""
+        """The draft tokens in order, each after the text's own tokens before it: (logits, confidence).
+
+        tokens: int64 [batch, n]. anchors: int64 [batch, anchor], n - 2 - depth at most. logits: [batch, anchor, draft_vocab].
+        confidence: [batch, anchor], before its sigmoid; None for a head without one."""
         raise NotImplementedError
 
     def write(self, folder: Path) -> None:
