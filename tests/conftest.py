@@ -4,8 +4,10 @@ Test files import the modules of `tests/support` by name. Small tensors stay on 
 temporary folder and not in the user's cache.
 """
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -20,6 +22,17 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # as `outrider` does
 # No test depends on how fast the machine is. In CI the examples are the same in every run.
 hypothesis.settings.register_profile("outrider", deadline=None, derandomize="CI" in os.environ, print_blob=True)
 hypothesis.settings.load_profile("outrider")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Without the garbage collector: modules and tests stay, and to look at all of them again took a quarter of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")

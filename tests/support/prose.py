@@ -6,7 +6,8 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 
 LONGEST_SENTENCE = 25  # words
 # One word for one concept: what the field calls it stands beside each word that is not used here.
@@ -22,8 +23,14 @@ BANNED = {
 }
 
 
-def banned(text: str) -> dict[str, str]:
+_ANY = re.compile(rf"\b({'|'.join(BANNED)})\b", re.I)
+
+
+@cache
+def banned(text: str) -> Mapping[str, str]:
     """The words of a text that are not used here, with what to write instead."""
+    if not _ANY.search(text):
+        return {}
     return {found[0]: use for word, use in BANNED.items() for found in re.finditer(rf"\b{word}\b", text, re.I)}
 
 

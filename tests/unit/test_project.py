@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import runpy
 import tomllib
 from importlib.util import find_spec
@@ -12,7 +13,6 @@ import hypothesis
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
 def test_hypothesis_has_no_deadline() -> None:
@@ -20,15 +20,21 @@ def test_hypothesis_has_no_deadline() -> None:
     assert hypothesis.settings().print_blob
 
 
-@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
-def test_no_test_sets_its_own_deadline_or_asserts_a_speed(path: Path) -> None:
+def test_no_test_sets_its_own_deadline_or_asserts_a_speed() -> None:
     """A test that fails on a busy machine says nothing about the code."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("settings", "quick"):
-            assert not any(word.arg == "deadline" for word in node.keywords), f"line {node.lineno}: use the profile"
-        if isinstance(node, ast.Assert):
-            names = {getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(node)}
-            assert not names & {"perf_counter", "monotonic"}, f"line {node.lineno}: asserts a speed"
+    wrong = list[str]()
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        text = path.read_text()
+        if not re.search("deadline|perf_counter|monotonic", text):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("settings", "quick"):
+                wrong += [f"{path}:{node.lineno}: use the profile" for word in node.keywords if word.arg == "deadline"]
+            if isinstance(node, ast.Assert):
+                names = {getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(node)}
+                if names & {"perf_counter", "monotonic"}:
+                    wrong.append(f"{path}:{node.lineno}: asserts a speed")
+    assert not wrong
 
 
 def test_every_path_that_pyright_checks_strictly_exists() -> None:
@@ -49,7 +55,7 @@ def modules(house: dict[str, Any]) -> dict[str, ast.Module]:
 
 
 def test_class_names_are_unique_in_the_package(house: dict[str, Any], modules: dict[str, ast.Module]) -> None:
-    assert len(house["classes"](modules)) > 300
+    assert len(modules) > 100
     assert not house["twice"](modules)
 
 

@@ -96,7 +96,7 @@ def test_a_known_structure_is_learnt_and_the_head_is_read_again(
 
 
 @pytest.mark.parametrize(
-    ("method", "tokens", "batch"), [("medusa", 40_000, 128), ("dflash", 40_000, 256), ("dspark", 40_000, 256)]
+    ("method", "tokens", "batch"), [("medusa", 40_000, 128), ("dflash", 28_000, 256), ("dspark", 28_000, 256)]
 )
 def test_heads_of_several_positions_learn_a_known_structure(
     method: str, tokens: int, batch: int, ring: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -175,7 +175,7 @@ def test_minutes_end_a_run_and_more_minutes_go_on(llm: LLM, tmp_path: Path, monk
     )  # each look at the clock takes a tenth of a second
     runs = []
     monkeypatch.setattr(trainer, "POINTS", 3)
-    for minutes in (0.25, 0.5):
+    for minutes in (0.15, 0.3):
         train(SETTINGS, TrainingBudget(minutes=minutes), tmp_path / "head", llm, lambda _: None)
         runs.append(json.loads((tmp_path / "head" / "training" / "run.json").read_text()))
         used = runs[-1]["answers"]["seconds"], runs[-1]["training"]["seconds"]
