@@ -102,6 +102,8 @@ def test_an_engine_that_cannot_be_asked_any_more_is_not_asked_again(pytester: py
         ends_for_certify="from broken import ToyEngine\n"
         "class Ends(ToyEngine):\n"
         "    calls = 0\n"
+        "    def prompts(self):\n"
+        "        return super().prompts()[:2]\n"
         "    def generate(self, requests, variant):\n"
         "        self.calls += 1\n"
         "        if self.calls > 4:\n"

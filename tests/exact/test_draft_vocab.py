@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from outrider.kernels import cpu as native
 from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.cache import SlotCache
-from outrider.models.load import load
+from outrider.models.load import Loaded, load
 from outrider.models.native.model import NativeModel
 from outrider.models.nodes import Nodes
 from outrider.testing.oracle import (
@@ -96,13 +97,18 @@ PARAMS: list[dict[str, Any]] = [
 ]
 
 
+@cache
+def pair() -> tuple[Loaded, LlamaForCausalLM]:
+    return load("builtin:code"), LlamaForCausalLM.from_pretrained(builtin_folder("builtin:code-draft"))
+
+
 @native_only
 @pytest.mark.parametrize(
     ("verifier", "width"), [("match", 1), ("match", 3), ("rejection", 1), ("rejection", 2), ("block", 1)]
 )
 def test_the_twin_drafts_the_same_tokens(verifier: str, width: int) -> None:
     """Draft for draft, over chains of the native step, chains with filters, trees, and draws for the ratio rules."""
-    target, raw = load("builtin:code"), LlamaForCausalLM.from_pretrained(builtin_folder("builtin:code-draft"))
+    target, raw = pair()
     ids = torch.randperm(target.model.vocab_size, generator=torch.Generator().manual_seed(0))[:3000].sort().values
     prompts = [target.tokenizer(text)["input_ids"] for text in STARTS]  # pyright: ignore[reportOptionalCall]
 
@@ -143,9 +149,8 @@ def test_a_request_that_allows_no_token_of_the_head(verifier: str, width: int, t
     """The draft ends, and the text goes on; the draft starts again where a token of the head is allowed."""
     if (verifier, width) in (("block", 3),):
         pytest.skip("block judges chains")
-    ids = torch.arange(0, 8192, 2)
-    model = NativeModel(LlamaForCausalLM.from_pretrained(builtin_folder("builtin:code-draft")), head_ids=ids)
-    target = load("builtin:code")
+    ids, (target, raw) = torch.arange(0, 8192, 2), pair()
+    model = NativeModel(raw, head_ids=ids)
     for allowed in (list(range(1, 8192, 2)), list(range(1, 8192, 3))):
         outputs = []
         for drafter in (None, ModelDrafter(model, 2, 200)):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from collections import abc
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -147,8 +149,18 @@ def decoder(target: LanguageModel, drafter: Drafter | None = None, depth: int = 
 
 
 def plain_texts(target: LanguageModel, requests: list[Request], **options) -> list[list[int]]:
-    """One at a time, no drafter: the definition of what every text must be."""
-    return [decoder(target, NoDraft(), rows=1, **options).generate([r])[0].output for r in requests]
+    """One at a time, no drafter: the definition of what every text must be. The same model writes the same request once."""
+    known = _plain.setdefault(target, {})
+    texts = list[list[int]]()
+    for asked in requests:
+        key = repr((replace(asked, id=0, sink=None), options)) if asked.mask is None else ""
+        if key not in known or not key:
+            known[key] = decoder(target, NoDraft(), rows=1, **options).generate([asked])[0].output
+        texts.append(list(known[key]))
+    return texts
+
+
+_plain: WeakKeyDictionary[LanguageModel, dict[str, list[int]]] = WeakKeyDictionary()
 
 
 def toy_drafters(target: ToyModel, rows: int = 4) -> dict[str, Callable[[], Drafter]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from crossed import crossed
 from helpers import VOCAB, costs, decoder, plain_texts, planned, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,10 +43,12 @@ def company(name: str) -> tuple[dict, list[str]]:
     return {"wrong": Wrong(3), "draft": model(5.0)}, []
 
 
-@pytest.mark.parametrize("budget", [Budget(4), Budget(3, 3, 7)])
-@pytest.mark.parametrize("verifier", ["match", "rejection"])
-@pytest.mark.parametrize("name", ["texts", "mixed", "hopeless"])
-@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize(
+    ("budget", "verifier", "name", "fixed"),
+    crossed(
+        [Budget(4), Budget(3, 3, 7)], ["match", "rejection"], ["texts", "mixed", "hopeless"], [False, True], share=0.0
+    ),
+)
 def test_text_or_distribution_is_kept_with_any_company(budget: Budget, verifier: str, name: str, fixed: bool) -> None:
     params = [SamplingParams(temperature=t, max_tokens=40, ignore_eos=True) for t in (0.0, 0.8, 1.2)]
     requests = [request([i, 1, 2], p, seed=i) for i, p in enumerate(params)]

@@ -8,6 +8,7 @@ from contextlib import closing
 
 import pytest
 import torch
+from crossed import crossed
 from engines import read, run, submit
 from helpers import Loop, RandomTree, TargetTree, plain_texts, planned, request
 from torch import Tensor
@@ -68,8 +69,7 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("chunk", [1, 5, 256])
+@pytest.mark.parametrize(("chunk", "name"), crossed([1, 5, 256], DRAFTERS, share=0.0))
 def test_each_position_is_seen_once_in_order(name: str, chunk: int) -> None:
     drafter = tapped(DRAFTERS[name]())
     run_ = Loop(BUILTIN.model, drafter, controller=Fixed(3, 2, 5), rows=3, max_length=128)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from crossed import crossed
 from helpers import VOCAB, RandomTree, TargetTree, counts, decoder, plain_texts, request, toy_drafters
 
 from outrider.core.params import SamplingParams
@@ -43,8 +44,7 @@ def prompts(n: int, seed: int = 0) -> list[list[int]]:
     return [[draw.randrange(1, VOCAB) for _ in range(draw.randrange(1, 9))] for _ in range(n)]
 
 
-@pytest.mark.parametrize("name", list(PARAMETERS))
-@pytest.mark.parametrize("drafter", list(toy_drafters(TARGET)))
+@pytest.mark.parametrize(("name", "drafter"), crossed(PARAMETERS, toy_drafters(TARGET)))
 def test_text_is_plain_decodings_for_every_drafter_and_parameter(name: str, drafter: str) -> None:
     requests = [request(p, PARAMETERS[name], seed) for seed, p in enumerate(prompts(2))]
     expected = plain_texts(TARGET, requests)

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from crossed import crossed
 from engines import read, run, settled
 
 from outrider import LLM
@@ -48,9 +49,18 @@ def expected() -> tuple[list[int], ...]:
 
 
 @pytest.mark.skipif(not native.available(), reason="bit-identical rows need the native kernels")
-@pytest.mark.parametrize(("prefix_bytes", "kv_tokens"), [(0, None), (1 << 20, None), (1 << 20, 420), (40_000, None)])
-@pytest.mark.parametrize("method", ["none", "layer_skip", "quantized_self", "suffix"])
-def test_prefix_cache_and_preemption_change_no_token(method: str, prefix_bytes: int, kv_tokens: int | None) -> None:
+@pytest.mark.parametrize(
+    ("method", "room"),
+    crossed(
+        ["none", "layer_skip", "quantized_self", "suffix"],
+        [(0, None), (1 << 20, None), (40_000, None), (1 << 20, 420)],
+        share=0.0,
+    ),
+    ids=str,
+)
+def test_prefix_cache_and_preemption_change_no_token(method: str, room: tuple[int, int | None]) -> None:
+    """room: bytes of the prefix cache, and tokens of all sequences."""
+    prefix_bytes, kv_tokens = room
     config = {"method": method, "controller": "fixed", "num_speculative_tokens": 4}
     if method == "layer_skip":
         config["assistant_early_exit"] = 3

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, prompts, tiny
+from crossed import crossed
 from gguf_files import tokenizer_metadata, write_gguf
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -144,8 +145,7 @@ print(LLM(sys.argv[1], speculative_config=head).generate("def f")[0].outputs[0].
 # -- the same model without modules ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize(("name", "weights"), crossed(NATIVE, ["bfloat16", "int8", "int4"], share=0.1))
 def test_a_model_from_a_pack_gives_the_same_bits(name: str, weights: str, tmp_path: Path) -> None:
     raw = tiny(name).bfloat16()
     made = NativeModel(raw, weights=weights, own=True)

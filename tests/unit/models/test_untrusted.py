@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,9 @@ from architectures import tiny
 from heads import GOLDEN, small_target
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
+from typer.testing import CliRunner
 
+from outrider.cli.main import app
 from outrider.drafters.heads.eagle.drafter import eagle_model
 from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.kernels import cpu as native
@@ -75,14 +75,8 @@ def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked(
 
 
 def test_the_command_leaves_its_standard_input_to_the_prompt(evil: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "outrider", "generate", "-", "-m", str(evil)],
-        input="y\n",
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert (run.returncode, run.stdout) == (2, "")
+    run = CliRunner().invoke(app, ["generate", "-", "-m", str(evil)], input="y\n")
+    assert (run.exit_code, run.stdout) == (2, "")
     assert "auto_map" in run.stderr
     assert not (evil / "marker").exists()
 

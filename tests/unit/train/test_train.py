@@ -175,7 +175,7 @@ def test_minutes_end_a_run_and_more_minutes_go_on(llm: LLM, tmp_path: Path, monk
     )  # each look at the clock takes a tenth of a second
     runs = []
     monkeypatch.setattr(trainer, "POINTS", 3)
-    for minutes in (0.15, 0.3):
+    for minutes in (0.25, 0.5):
         train(SETTINGS, TrainingBudget(minutes=minutes), tmp_path / "head", llm, lambda _: None)
         runs.append(json.loads((tmp_path / "head" / "training" / "run.json").read_text()))
         used = runs[-1]["answers"]["seconds"], runs[-1]["training"]["seconds"]

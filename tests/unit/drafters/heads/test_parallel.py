@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 from heads import GOLDEN, copied, golden, medusa_folder, small_target
 from helpers import Loop, plain_texts, request
 from safetensors.torch import load_file, save_file
@@ -268,8 +269,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("params", PARAMS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "params"), crossed(NAMES, PARAMS, share=0.1))
 def test_no_text_changes(name: str, params: str, makers: dict[str, Callable[[], ParallelDrafter]]) -> None:
     for budget in (Budget(4), Budget(4, 3, 9)):
         asked = requests(**PARAMS[params])
@@ -282,8 +282,7 @@ def test_no_text_changes(name: str, params: str, makers: dict[str, Callable[[], 
         assert sum(map(sum, (r.counts.drafted for r in rows))) > 20
 
 
-@pytest.mark.parametrize("verifier", ["rejection", "block", "traversal"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "verifier"), crossed(NAMES, ["rejection", "block", "traversal"], share=0.1))
 def test_other_verifiers_run(name: str, verifier: str, makers: dict[str, Callable[[], ParallelDrafter]]) -> None:
     for width in (1, 1 if verifier == "block" else 2):
         loop = Loop(TARGET.model, makers[name](), verifier, controller=Fixed(3, width), rows=3, max_length=128)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from crossed import crossed
 from helpers import VOCAB, decoder, planned, request, toy_drafters
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -178,9 +179,11 @@ RUNS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("drafter", "verifier", "width"), RUNS, ids=lambda v: str(v))
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED, RICH], ids=["greedy", "sampled", "rich"])
-def test_every_step_is_computed_again_in_company(tmp_path: Path, drafter, verifier, width, params) -> None:
+@pytest.mark.parametrize(
+    ("kind", "chosen"), crossed({"greedy": GREEDY, "sampled": SAMPLED, "rich": RICH}.items(), RUNS, share=0.1), ids=str
+)
+def test_every_step_is_computed_again_in_company(tmp_path: Path, kind, chosen) -> None:
+    (_, params), (drafter, verifier, width) = kind, chosen
     rows = record(tmp_path / "t", loop(drafter, verifier, width), three(params), Detail.PROBS)
     trace, fresh = read(tmp_path / "t"), loop(drafter, verifier, width)
     assert trace.problem is None
