@@ -83,9 +83,7 @@ class Engine:
             self.roster,
             max_queue=max_queue,
             kv_limit=kv_tokens,
-            prefixes=self.prefixes,
             prefill_chunk=prefill_chunk,
-            max_draft_tokens=runtime.config.budget.depth,
             observer=observer,
             trace=trace,
         )

@@ -130,8 +130,7 @@ class LLM:
     @cached_property
     def scheduler(self) -> Scheduler:
         """Runs the sequences of `generate` and `stream`."""
-        depth = self.config.budget.depth
-        return Scheduler(self.decoder, self.runtime.roster, max_draft_tokens=depth, trace=self.trace, raises=True)
+        return Scheduler(self.decoder, self.runtime.roster, trace=self.trace, raises=True)
 
     @property
     def notes(self) -> list[str]:

@@ -20,7 +20,6 @@ from outrider.drafters.combine.planned import PlannedDrafter
 from outrider.drafters.method import NONE
 from outrider.engine import policy
 from outrider.engine.decoder import Decoder
-from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.queue import EngineStopped, FairQueue, QueueFull
 from outrider.engine.request import Request, Sequence
 from outrider.engine.trace import Recorder
@@ -48,8 +47,7 @@ class Scheduler:
     roster: the decoder's drafter, where each sequence may choose a method and a draft length.
     max_queue: sequences that may wait. kv_limit: committed tokens of all sequences together, None for what the slots hold.
     When it runs short, the youngest sequences are preempted and read again later. prefill_chunk: prompt tokens per step while
-    others decode, None for the decoder's own. max_draft_tokens: per step and sequence, for the counts. trace: where every step is
-    written.
+    others decode, None for the decoder's own. trace: where every step is written.
     raises: an exception of the model or the drafter leaves `step`. Otherwise it ends the sequences that it concerns.
     """
 
@@ -60,19 +58,15 @@ class Scheduler:
         *,
         max_queue: float = math.inf,
         kv_limit: int | None = None,
-        prefixes: PrefixCache | None = None,
         prefill_chunk: int | None = None,
-        max_draft_tokens: int = 0,
         observer: Observer | None = None,
         trace: Recorder | None = None,
         raises: bool = False,
     ) -> None:
-        self.decoder, self.prefixes = decoder, prefixes
+        self.decoder, self.roster = decoder, roster
         self.kv_limit = math.inf if kv_limit is None else kv_limit
-        self.roster = roster
         self.observers: tuple[Observer, ...] = () if observer is None else (observer,)
         self.trace, self.raises = trace, raises
-        self.max_draft_tokens = max_draft_tokens
         self._chunk_alone = max(prefill_chunk or 0, decoder.chunk)
         self._chunk = prefill_chunk or decoder.chunk
         self.queue = FairQueue[Sequence](max_queue)
@@ -99,14 +93,17 @@ class Scheduler:
 
     def _sequence(self, request: Request) -> Sequence:
         """A sequence of a request. Raises ValueError if the request could never run."""
-        depth, method = request.num_speculative_tokens, NONE
+        method, depth = NONE, 0
         if self.roster is not None:
-            method = self.roster.method(request.method, bool(request.prediction))
+            method, depth = (
+                self.roster.method(request.method, bool(request.prediction)),
+                self.roster.planner.limit.depth,
+            )
         elif not self.decoder.plain:
             method = type(self.decoder.drafter).__name__
-        if depth == 0:
-            method = NONE
-        return self.decoder.sequence(request, method, self.max_draft_tokens if depth is None else depth)
+        if (own := request.num_speculative_tokens) is not None:
+            method, depth = method if own else NONE, own
+        return self.decoder.sequence(request, method, depth)
 
     def add(self, requests: Iterable[Request]) -> list[Sequence]:
         """Queue a sequence of each request, all or none. Raises ValueError, QueueFull or EngineStopped."""
@@ -216,7 +213,7 @@ class Scheduler:
             left |= {*self.roster.assigned, *self.roster.planner.depths, *self.roster.lost}
         if not left <= set(d.sequences):
             wrong.append(f"the drafters remember slots {sorted(left - set(d.sequences))}, which are free")
-        return wrong + (self.prefixes.check() if self.prefixes else [])
+        return wrong + (d.prefixes.check() if d.prefixes else [])
 
     def _seat(self) -> None:
         """Give free slots to the sequences whose turn it is, while they fit."""

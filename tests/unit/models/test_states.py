@@ -236,7 +236,7 @@ def test_prefixes_chunks_and_preemption() -> None:
     expected += plain_texts(model, requests[3:], end_ids=())
     prefixes = PrefixCache(1 << 26)
     one = decoder(model, ModelDrafter(model, 1, 256), rows=1, end_ids=(), prefixes=prefixes)
-    with chunks_of(Scheduler(one, prefixes=prefixes, raises=True), 24) as scheduler:
+    with chunks_of(Scheduler(one, raises=True), 24) as scheduler:
         run = [scheduler.generate([r])[0] for r in requests]
     assert [r.output for r in run] == expected
     assert [r.counts.cached for r in run] == [0, 48, 64, 83]

@@ -155,6 +155,7 @@ class CountingDecoder:
     def __init__(self, slots: int, costs: Flat, draws: dict[int, np.ndarray], depth: int, clock: list[float]) -> None:
         self.costs, self.draws, self.depth, self.clock = costs, draws, depth, clock
         self.drafter, self.controller, self.plain, self.memory = SimpleNamespace(taps=()), None, True, None
+        self.prefixes = None
         self.free, self.sequences, self.waiting, self.chunk = list(range(slots))[::-1], {}, [], 256
         self.cache = SimpleNamespace(num_slots=slots, length=[0] * slots)
 
