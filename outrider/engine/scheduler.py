@@ -193,7 +193,7 @@ class Scheduler:
         if sequence.finish is None and self.trace:
             self.trace.end(sequence, finish)
         sequence.end(finish, reason)
-        self._tell(sequence)
+        self._progress(sequence)
 
     def problems(self) -> list[str]:
         """What is wrong with the tables between two steps. Empty, unless there is a bug."""
@@ -255,7 +255,7 @@ class Scheduler:
             if sequence.request.num_speculative_tokens is not None:
                 self.roster.planner.depths[slot] = sequence.request.num_speculative_tokens
         if sequence.finish is not None:  # the tokens that it continues end the text
-            self._tell(sequence)
+            self._progress(sequence)
 
     def _free(self, slot: int) -> Sequence:
         """Take a slot back from the sequence that has it, and keep why a drafter lost it."""
@@ -285,7 +285,7 @@ class Scheduler:
             self._fail(sequence, error)
         else:
             if sequence.finish is not None:  # a request that is only read
-                self._tell(sequence)
+                self._progress(sequence)
 
     def _round(self, live: list[Sequence]) -> Step | None:
         try:
@@ -306,7 +306,7 @@ class Scheduler:
             for observer in observers:
                 observer.step(step, seconds)
         for sequence in live:
-            self._tell(sequence)
+            self._progress(sequence)
         return step
 
     def _one_by_one(self, live: list[Sequence]) -> None:
@@ -319,7 +319,7 @@ class Scheduler:
                 # It was judged before the failure, and is not in the cache yet.
                 if sequence.finish is None:
                     self.decoder.waiting.append(sequence)
-                self._tell(sequence)
+                self._progress(sequence)
             else:
                 self._round([sequence])
 
@@ -332,14 +332,18 @@ class Scheduler:
         if self.trace:
             self.trace.end(sequence, "error")
         sequence.fail(reason)
-        self._tell(sequence)
+        self._progress(sequence)
 
-    def _tell(self, sequence: Sequence) -> None:
-        """Hand out what is new, and free the slot if that was the end. Exactly one delta says that the sequence ended."""
+    def _progress(self, sequence: Sequence) -> None:
+        """Hand out what is new. If that was the end, the slot is free before a reader hears of it."""
         if sequence.finish is not None:
             if self.running.get(sequence.slot) is sequence:
                 self._free(sequence.slot)
             self._seconds += 0.2 * (sequence.clock.total - sequence.clock.queued - self._seconds)
+        self._tell(sequence)
+
+    def _tell(self, sequence: Sequence) -> None:
+        """Give the reader what is new. Exactly one delta says that the sequence ended."""
         sink, cursor = sequence.request.sink, sequence.cursor
         if cursor.ended or sink is None:
             return
