@@ -14,13 +14,12 @@ from starlette.responses import Response
 
 from outrider._version import __version__
 from outrider.engine.request import whose
-from outrider.serve import errors
-from outrider.serve.anthropic import messages_route
+from outrider.serve import anthropic, errors, ollama
 from outrider.serve.dashboard import pages_route
+from outrider.serve.encoding import WIDE
 from outrider.serve.errors import Refused, json_response
 from outrider.serve.guard import guards
 from outrider.serve.metrics import CONTENT_TYPE
-from outrider.serve.ollama import ollama_route
 from outrider.serve.openai import responses_route
 from outrider.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.serve.openai.translated import Answering
@@ -49,6 +48,7 @@ def _errors(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     }
 
 
+MAX_TOKENIZE = 256 << 10  # characters of /tokenize, if the model holds less
 OBJECT = {"application/json": {"schema": {"type": "object"}}}
 ANSWER: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer", "content": {**OBJECT, "text/event-stream": {"schema": {"type": "string"}}}}
@@ -111,8 +111,8 @@ def _texts(app: FastAPI, pool: ModelPool, spans: Spans | None) -> None:
         return await answering.answer(await pool.lend(body.model, request, body.timeout), body, request)
 
     responses_route.install(app, answering, ANSWER)
-    messages_route.install(app, answering, _errors(errors.MessagesErrorBody) | ANSWER)
-    ollama_route.install(app, answering, _errors(errors.OllamaErrorBody) | LINES)
+    anthropic.install(app, answering, _errors(errors.MessagesErrorBody) | ANSWER)
+    ollama.install(app, answering, _errors(errors.OllamaErrorBody) | LINES)
 
 
 def _model(app: FastAPI, pool: ModelPool) -> None:
@@ -161,11 +161,11 @@ def _model(app: FastAPI, pool: ModelPool) -> None:
         service = await pool.lend(body.model, request)
         if (body.prompt is None) == (body.messages is None):
             raise Refused("give a prompt or messages, one of them")
-        encoder, messages = service.encoder, body.messages
+        encoder, most = service.encoder, max(MAX_TOKENIZE, WIDE * service.encoder.max_length)
         if body.prompt is not None:
-            tokens = await encoder.prompt(body.prompt, encoder.most_tokenized)
+            tokens = await encoder.prompt(body.prompt, most)
         else:
-            tokens = await encoder.chat(ChatRequest.model_validate({"messages": messages}), encoder.most_tokenized)
+            tokens = await encoder.chat(ChatRequest.model_validate({"messages": body.messages}), most)
 
         def answer() -> Response:
             texts = {t: service.decode([t]) for t in set(tokens)} if body.return_token_strs else {}

@@ -14,7 +14,7 @@ import ssl
 from asyncio.sslproto import SSLProtocol
 from collections import Counter
 from collections.abc import Callable, Coroutine, MutableMapping
-from functools import partial
+from functools import lru_cache, partial
 from http import HTTPStatus
 from ipaddress import ip_address
 from typing import Any, TypeVar
@@ -290,6 +290,7 @@ def abort(scope: MutableMapping[str, Any]) -> None:
         cut()
 
 
+@lru_cache(1024)
 def network(host: str) -> str:
     """What counts as one address: an IPv4 address, or the network of an IPv6 one, which a single client has as a whole."""
     try:

@@ -28,7 +28,6 @@ from outrider.serve.openai.tools import for_template
 T = TypeVar("T")
 LONG = 16 << 10  # characters; what has more is long work
 WIDE = 32  # characters for each token that fits; text with more is looked at in part first
-MAX_TOKENIZE = 256 << 10  # characters of /tokenize, if the model holds less
 
 
 class Encoder:
@@ -104,11 +103,6 @@ class Encoder:
                 why = "the answer cannot go on from the last message, because the template leaves that message out"
                 raise Refused(why, param="messages")
         return await self.run(partial(self._ids, text, most, False), len(text), "messages")
-
-    @property
-    def most_tokenized(self) -> int:
-        """Characters that `/tokenize` takes."""
-        return max(MAX_TOKENIZE, WIDE * self.max_length)
 
     def close(self) -> None:
         """End the threads and the children."""

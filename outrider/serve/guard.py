@@ -20,7 +20,7 @@ from outrider.serve.bodies import check_body
 from outrider.serve.connection import abort, network
 from outrider.serve.errors import Refused, refusing
 from outrider.serve.logs import log
-from outrider.serve.metrics import Metrics
+from outrider.serve.metrics import ENGINE, Metrics
 from outrider.serve.options import ServeOptions
 
 OPEN = ("/health", "/", "/favicon.ico")  # load balancers have no key, and the page at / asks for it
@@ -99,7 +99,8 @@ class Guard:
                 await failed.response(scope["path"])(scope, receive, answer)
         finally:
             self.active -= counted
-            self.metrics.http(status or 499, state.get("model"))
+            name_of_model = state.get("model", self.metrics.model_name)
+            self.metrics.responses.labels(name_of_model, ENGINE, str(status or 499)).inc()
             took = 1000 * (perf_counter() - started)
             log.info("%s %s %s %s %.0f ms", name, scope["method"], scope["path"][:SHOWN], status or "gone", took)
 

@@ -31,9 +31,9 @@ class Metrics:
 
     def __init__(self, prefix: str, model_name: str = "") -> None:
         """prefix: stands before every name, with a colon. model_name: the label of what is counted before the model is known."""
-        self.registry, self._prefix, self._model = CollectorRegistry(), prefix, model_name
+        self.registry, self._prefix, self.model_name = CollectorRegistry(), prefix, model_name
         self._models = dict[str, ModelMetrics]()
-        self._http = self.counter("http_requests", "HTTP responses, by status.", "status")
+        self.responses = self.counter("http_requests", "HTTP responses, by status.", "status")
         failures = self.counter("log_failures", "Lines that could not be written to the log.")
         self.log_failures = failures.labels(model_name, ENGINE)
         self.drafts = self.counter(
@@ -72,10 +72,6 @@ class Metrics:
     def page(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
-
-    def http(self, status: int, model_name: str | None = None) -> None:
-        """Count an HTTP response. model_name: that answered, if one did."""
-        self._http.labels(model_name or self._model, ENGINE, str(status)).inc()
 
     def collect(self) -> Iterable[Metric]:
         """The engines at this moment; called by the registry."""

@@ -70,9 +70,15 @@ class Service:
         with refusing():
             offer, reader, special = self._tools(body)
             params = body.params(self.settings)
-        mask = await self._grammar(body, offer if offer and offer.forced else None)
+        forced = offer if offer and offer.forced else None
+        mask = await self._grammar(body, forced) if body.form or body.structured_outputs or forced else None
         if special:
             params = params.with_(skip_special_tokens=False)
+        if body.return_fingerprint and (mask or body.limit == 0):
+            raise Refused(
+                "a text with a grammar or a forced tool call has no fingerprint, nor has a prompt without a text; "
+                "leave out return_fingerprint"
+            )
         if isinstance(body, ChatRequest):
             prompts = [await self.encoder.chat(body)]
         elif body.suffix:
@@ -97,7 +103,7 @@ class Service:
         def begin() -> PendingAnswer:
             """Beside the event loop, because all of it grows with the request."""
             requests = self._requests(prompts, before, params, mask, wishes)
-            prints = self._fingerprints(requests) if body.return_fingerprint else None
+            prints = self._fingerprints if body.return_fingerprint else None
             if self.settings.log_prompts:
                 log.info("%s asks %s", request_id, [self.decode(p) for p in prompts])
             name = self.settings.model_name
@@ -175,18 +181,9 @@ class Service:
             return params.with_(max_tokens=min(params.max_tokens or total, total - prompt))
 
     @cached_property
-    def _prints(self) -> Fingerprints:
+    def _fingerprints(self) -> Fingerprints:
+        """What makes the fingerprints of texts. To make it reads the model's files."""
         return Fingerprints(self.llm, self.engine.decoder, self.settings.model_name)
-
-    def _fingerprints(self, requests: abc.Sequence[Request]) -> Fingerprints:
-        """What makes the fingerprints of these texts. The first call reads the model's files. Raises ValueError if there can be
-        none."""
-        if any(request.mask is not None or request.prefill_only for request in requests):
-            raise ValueError(
-                "a text with a grammar or a forced tool call has no fingerprint, nor has a prompt without a text; "
-                "leave out return_fingerprint"
-            )
-        return self._prints
 
     def _requests(
         self,
@@ -208,18 +205,15 @@ class Service:
         for prompt in prompts:
             drawn = params if params.seed is not None else params.with_(seed=draw_seed() % 2**53)  # exact in JSON
             made += self.llm.requests(prompt, drawn, **wishes)
-            # as token ids they need not be encoded again
-            params = params.with_(bad_words=list(made[0].bad_words), prediction=made[0].prediction or None)
+            if len(prompts) > 1:  # as token ids they need not be encoded again
+                params = params.with_(bad_words=list(made[0].bad_words), prediction=made[0].prediction or None)
         if before:
             made = [replace(r, continued=tuple(tokens)) for r, tokens in zip(made, before, strict=True)]
         return [replace(request, mask=mask()) for request in made] if mask else made
 
-    async def _grammar(self, body: CommonRequest, forced: ToolOffer | None) -> MaskMaker | None:
-        """A maker of masks, one for each text, if the request asks for a grammar or forces a tool call."""
-        form, own = body.response_format, body.structured_outputs
-        form = None if form is not None and form.type == "text" else form
-        if own is None and form is None and forced is None:
-            return None
+    async def _grammar(self, body: CommonRequest, forced: ToolOffer | None) -> MaskMaker:
+        """A maker of masks, one for each text, for a request that asks for a grammar or forces a tool call."""
+        form, own = body.form, body.structured_outputs
         if sum(x is not None for x in (form, own, forced)) > 1:
             raise Refused(
                 "response_format, structured_outputs and a tool_choice that asks for a call exclude each other"

@@ -90,7 +90,6 @@ class Spans:
 
 def _request(pending: PendingAnswer, body: CompletionRequest | ChatRequest) -> dict[str, Any]:
     params = pending.sequences[0].params
-    form = body.response_format
     found: dict[str, Any] = {name: getattr(body, field) for name, field in _ASKED.items()}
     return {
         **found,
@@ -99,7 +98,7 @@ def _request(pending: PendingAnswer, body: CompletionRequest | ChatRequest) -> d
         "gen_ai.request.top_k": float(params.top_k) if params.top_k > 0 else None,
         "gen_ai.request.choice.count": body.n if (body.n or 1) != 1 else None,
         "gen_ai.request.stream": True if body.stream else None,
-        "gen_ai.output.type": None if form is None else "text" if form.type == "text" else "json",
+        "gen_ai.output.type": "json" if body.form else "text" if body.response_format else None,
     }
 
 

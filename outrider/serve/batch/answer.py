@@ -17,8 +17,7 @@ from outrider.serve.batch.lines import BatchRequest
 from outrider.serve.bodies import check_body
 from outrider.serve.errors import Refused, invalid_body, no_model, refusing
 from outrider.serve.openai.protocol import ChatRequest, CompletionRequest
-from outrider.serve.openai.responses_request import ResponsesRequest
-from outrider.serve.openai.responses_writer import ResponsesWriter
+from outrider.serve.openai.responses_api import ResponsesRequest, ResponsesWriter
 from outrider.serve.options import BatchOptions, ServeOptions
 from outrider.serve.service import Service
 

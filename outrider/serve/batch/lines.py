@@ -165,25 +165,22 @@ class Journal:
         """Keep an answer. Raises ValueError if the line has one."""
         if key in self._places:
             raise ValueError(f"line {key} has an answer already")
-        written = dumps(row)
-        head = f'{{"key": "{key}", "row": '.encode()
+        line = dumps({"key": key, "row": row})
         with _naming(self.path):
-            start = self._file.add(head + written + b"}")
-            self._places[key] = (start + len(head), len(written))
+            self._places[key] = self._file.add(line), len(line)
             if monotonic() - self._synced > 1:  # a lost machine keeps all but the last second
                 self._file.sync()
                 self._synced = monotonic()
 
     def row(self, key: str) -> dict[str, Any]:
         """The answer of a line. Raises KeyError if it has none."""
-        return json.loads(self._raw(key))
+        return json.loads(self._file.read(*self._places[key]))["row"]
 
     def finish(self, lines: Sequence[BatchLine]) -> None:
         """Write the output and remove the journal. Raises KeyError if a valid line has no answer."""
         with _naming(self.output), written_whole(self.output) as made, made.open("wb") as file:
             for line in lines:
-                raw = self._raw(line.key) if line.code is None else dumps(line.row)
-                file.write(raw + b"\n")
+                file.write(dumps(self.row(line.key) if line.code is None else line.row) + b"\n")
             file.flush()
             os.fsync(file.fileno())
         self.path.unlink()
@@ -193,9 +190,6 @@ class Journal:
         """Let another process continue."""
         with suppress(OSError):  # of what is still to write; `add` has said so
             self._file.close()
-
-    def _raw(self, key: str) -> bytes:
-        return self._file.read(*self._places[key])
 
     def _recover(self, made_with: dict[str, Any]) -> None:
         """Read the answers of an earlier process, and cut what it did not finish."""
@@ -208,13 +202,12 @@ class Journal:
                 break
             if number:
                 key, row = (line.value.get(n) if isinstance(line.value, dict) else None for n in ("key", "row"))
-                head = f'{{"key": "{key}", "row": '.encode()
-                if not (isinstance(key, str) and isinstance(row, dict) and line.raw.startswith(head)):
+                if not (isinstance(key, str) and isinstance(row, dict)):
                     raise ValueError(
                         f"{self.path}, line {number + 1}: this is no answer of a batch. Delete the line, and its request is "
                         "answered again; or delete the file to start anew"
                     )
-                self._places[key] = (line.start + len(head), len(line.raw) - len(head) - len(b"}\n"))
+                self._places[key] = line.start, len(line.raw)
             end = line.end
         with _naming(self.path):
             self._file.cut(end)

@@ -8,14 +8,13 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from statistics import median
 from time import perf_counter, process_time, thread_time, time
 from typing import Any, NamedTuple
 
-from outrider.control import Planner
 from outrider.control.planner import PlanNote
 from outrider.core.origins import PLAIN, letters
+from outrider.core.tree import levels
 from outrider.core.types import PHASES, Step
 from outrider.drafters.method import NONE
 from outrider.engine import Engine
@@ -109,10 +108,10 @@ class Watch:
                     sums.drafts += 1
                     sums.drafted += drafted
                     sums.accepted += commit.num_accepted
-                    levels = depth(parents)
-                    sums.depth += levels
-                    sums.by_depth += [[0, 0] for _ in range(levels - len(sums.by_depth))]
-                    for level in range(levels):
+                    depth = max(levels(parents))
+                    sums.depth += depth
+                    sums.by_depth += [[0, 0] for _ in range(depth - len(sums.by_depth))]
+                    for level in range(depth):
                         sums.by_depth[level][0] += 1
                         sums.by_depth[level][1] += level < commit.num_accepted
                 slot, position = step.slots[b], step.positions[b]
@@ -194,27 +193,12 @@ class Watch:
         """Seconds of a plain step: what the planner counts with, else what was seen. Sets the words for both."""
         planner = self.engine.roster.planner
         if self._words:
-            self._reason, self._words = reason(planner), False
+            self._reason = planner.state() if planner.lengths is None else "the draft length is fixed"
             self._drift = planner.costs.drift if planner.lengths is None else {}
+            self._words = False
         if planner.lengths is None:
             self._source = MEASURED
             return planner.costs.forward(batch)
         self._source = SEEN
         seen = self._plain.get(batch, ())
         return median(seen) if len(seen) >= 3 else None
-
-
-@lru_cache(1024)
-def depth(parents: tuple[int, ...]) -> int:
-    """Levels of a tree below its root. parents: of each node, -1 for the root; a parent comes before its children."""
-    levels = [0] * len(parents)
-    for n, parent in enumerate(parents[1:], 1):
-        levels[n] = levels[parent] + 1
-    return max(levels)
-
-
-def reason(planner: Planner) -> str:
-    """Why it drafts as it does now, in words."""
-    if planner.lengths is not None:
-        return "the draft length is fixed"
-    return planner.state()

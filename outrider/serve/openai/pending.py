@@ -52,7 +52,7 @@ class PendingAnswer:
         Raises ValueError for what the engine cannot run, and Refused if it takes nothing now.
         """
         self.engine, self.body, self._loop = engine, body, loop
-        self._deltas, self.results = asyncio.Queue[tuple[int, Delta]](), dict[int, Sequence]()
+        self._deltas, self.results = asyncio.Queue[tuple[int, Delta | None]](), dict[int, Sequence]()
         self.on_end: Callable[[PendingAnswer], None] | None = None
         try:
             self.sequences = engine.submit(
@@ -101,47 +101,47 @@ class PendingAnswer:
         interval: seconds. With an interval each chunk has one token and leaves on a tick of an even clock. Then neither
         size nor time nor `pieces` shows how many draft tokens were accepted (arXiv 2411.01076). None sends text as it comes.
         """
-        options, start = self.body.stream_options, perf_counter()
-        last, counts = start, bool(options and options.continuous_usage_stats)
+        options, start, silent = self.body.stream_options, perf_counter(), False
+        counts = bool(options and options.continuous_usage_stats)
         for choice in self._choices:
             if not choice.is_open and not self.body.opens_late and (chunk := choice.open()):
                 yield chunk
         async for index, delta in self.deltas():
-            choice, made = self._choices[index], list[dict[str, Any]]()
+            if delta is None:
+                if silent:
+                    yield None
+                silent = True
+                continue
+            choice = self._choices[index]
             # The engine has read the prompt before its first delta.
-            if not choice.is_open and delta is not None and (chunk := await asyncio.to_thread(choice.open)):
+            if not choice.is_open and (chunk := await asyncio.to_thread(choice.open)):
                 yield chunk
-            if delta is not None:
-                choice.count(delta)
-                parts = [delta] if interval is None else one_by_one(delta, self.body.shows_tokens)
+            if interval is None:
+                made = choice.read(delta.text, delta)
+            else:
+                parts = one_by_one(delta, self.body.shows_tokens)
                 made = [chunk for part in parts for chunk in choice.read(part.text, part)]
-                made = [{**chunk, "so_far": choice.so_far} for chunk in made] if counts else made
-                if delta.ended:
-                    made += choice.close()
-                    made[-1]["guarantee"] = self._guarantee
-            if not made and perf_counter() - last > self.quiet / 2:
-                yield None
-                last = perf_counter()
+            if counts:
+                choice.count(delta)
+                made = [{**chunk, "so_far": choice.so_far} for chunk in made]
+            if delta.ended:
+                made += choice.close()
+                made[-1]["guarantee"] = self._guarantee
             for chunk in made:
+                silent = False
                 if interval is not None:
                     await asyncio.sleep(interval - (perf_counter() - start) % interval)
                 yield chunk
-                last = perf_counter()
         if usage or (options and options.include_usage):
             yield self._totals([])
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta | None]]:
-        """Each delta of each text with the text's index, until all texts have ended. None where none came for a while.
+        """Each delta of each text with the text's index, until all texts have ended. None now and then.
 
         Raises Refused if a text fails."""
         while len(self.results) < len(self.sequences):
-            try:
-                async with asyncio.timeout(self.quiet / 2):
-                    index, delta = await self._deltas.get()
-            except TimeoutError:
-                yield 0, None
-                continue
-            if delta.ended:
+            index, delta = await self._deltas.get()
+            if delta is not None and delta.ended:
                 result = self.results[index] = self.sequences[index]
                 if result.finish and result.finish.finish == "error":
                     why = f"the text could not be written: {result.finish.reason}"
@@ -149,14 +149,21 @@ class PendingAnswer:
             yield index, delta
 
     def __enter__(self) -> PendingAnswer:
+        self._timer = self._loop.call_later(self.quiet / 2, self._tick)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
         if len(self.results) < len(self.sequences):
             self.engine.cancel(self.sequences)
         if self.on_end is not None:
             self.on_end(self)
             self.on_end = None
+
+    def _tick(self) -> None:
+        """Wake the reader now and then: a stream that is silent for long has a comment."""
+        self._deltas.put_nowait((0, None))
+        self._timer = self._loop.call_later(self.quiet / 2, self._tick)
 
     def _totals(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """The answer with usage and metrics."""

@@ -211,6 +211,12 @@ class CommonRequest(JsonObject):
         return 0 if self.disable_spec_decode else self.num_speculative_tokens
 
     @property
+    def form(self) -> ResponseFormat | None:
+        """The form that the answer must have; None for any text."""
+        given = self.response_format
+        return None if given is None or given.type == "text" else given
+
+    @property
     def limit(self) -> int | None:
         """Tokens of a text, at most; 0 reads the prompt only, None is as many as fit."""
         raise NotImplementedError

@@ -38,7 +38,7 @@ class ChoiceWriter:
         self.sequence, self._body, self._head, self._index = sequence, body, head, index
         self._decode, self._reader, self._fingerprints = decode, reader, fingerprints
         self._echo = decode(sequence.prompt) if body.echoes else ""
-        self._offset = len(self._echo)
+        self._offset, self._shows_tokens = len(self._echo), body.shows_tokens
         self.is_open = self._behind = bool(sequence.request.continued)
         self.so_far = {"tokens": len(sequence.request.continued), "drafted": 0, "accepted": 0}
 
@@ -69,7 +69,7 @@ class ChoiceWriter:
         at = self._offset
         self._offset += len(text)
         content, calls = reader.feed(text, last) if reader else (text, [])
-        tokens, more = delta is not None and delta.token_ids and self._body.shows_tokens, dict[str, Any]()
+        tokens, more = self._shows_tokens and delta is not None and delta.token_ids, {}
         if delta is not None and (tokens or self._body.return_pieces):
             more = self._of_tokens(delta, "" if calls else content, at)
         if reader is None or not calls:

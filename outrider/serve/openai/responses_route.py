@@ -11,8 +11,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from outrider.serve.errors import Refused, dumps, json_response, renamed
-from outrider.serve.openai.responses_request import ResponsesRequest
-from outrider.serve.openai.responses_writer import ResponsesWriter
+from outrider.serve.openai.responses_api import ResponsesRequest, ResponsesWriter
 from outrider.serve.openai.translated import Answering
 
 _OBJECT: dict[int | str, dict[str, Any]] = {

@@ -302,7 +302,8 @@ def for_template(
         if not isinstance(message.get("role"), str):
             raise ValueError(f"messages.{number} has no role")
         content, calls = message.get("content"), message.get("tool_calls")
-        text = "" if content is None else text_of(content, f"messages.{number}.content")
+        text = "" if content is None else content
+        text = text if isinstance(text, str) else text_of(text, f"messages.{number}.content")
         out.append({**message, "content": text})
         if isinstance(calls, list):
             out[-1]["tool_calls"] = [loaded(call) for call in calls]

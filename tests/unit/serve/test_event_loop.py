@@ -15,11 +15,12 @@ from pydantic import BaseModel, ValidationError
 from serving import Live, builtin, serving
 
 from outrider import LLM
+from outrider.serve.app import MAX_TOKENIZE
 from outrider.serve.bodies import MAX_PARTS, MAX_VALUES, check_body
-from outrider.serve.encoding import LONG, MAX_TOKENIZE, WIDE
+from outrider.serve.encoding import LONG, WIDE
 from outrider.serve.openai import protocol
 from outrider.serve.openai.protocol import MAX_UNKNOWN, ChatRequest, CompletionRequest, DetokenizeRequest
-from outrider.serve.openai.responses_request import ResponsesRequest
+from outrider.serve.openai.responses_api import ResponsesRequest
 
 MANY = 100_000
 

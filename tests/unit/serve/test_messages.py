@@ -15,8 +15,8 @@ from hypothesis import settings as quick
 from hypothesis import strategies as st
 from serving import TEMPLATE, Live, builtin, serving
 
-from outrider.serve.anthropic.messages_request import MessagesRequest
-from outrider.serve.openai.thinking import ThinkingReader
+from outrider.serve.anthropic import MessagesRequest
+from outrider.serve.openai.translated import ThinkingReader
 from outrider.serve.options import ServeOptions
 
 HELLO = [{"role": "user", "content": "sort a list"}]

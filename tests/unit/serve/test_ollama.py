@@ -11,7 +11,7 @@ import httpx
 import pytest
 from serving import TEMPLATE, Live, builtin, serving
 
-from outrider.serve.ollama.ollama_request import OllamaOptions
+from outrider.serve.ollama import OllamaOptions
 from outrider.serve.options import ServeOptions
 
 HELLO = [{"role": "user", "content": "sort a list"}]

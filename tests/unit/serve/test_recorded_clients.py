@@ -15,8 +15,8 @@ import pytest
 from serving import TEMPLATE, Live, builtin, serving
 
 from outrider.core.infill import Infilling
-from outrider.serve.anthropic.messages_request import MessagesRequest
-from outrider.serve.ollama.ollama_request import OllamaChatRequest
+from outrider.serve.anthropic import MessagesRequest
+from outrider.serve.ollama import OllamaChatRequest
 from outrider.serve.options import ServeOptions
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "sort a list"}]

@@ -1,6 +1,6 @@
-"""The body of Anthropic's Messages API, and the chat that it stands for.
+"""Anthropic's Messages API: its bodies become chat requests, and the chunks of an answer become its events.
 
-See https://docs.anthropic.com/en/api/messages. What the server cannot do is refused, never left out.
+See https://docs.anthropic.com/en/api/messages and /messages-streaming. What the server cannot do is refused, never left out.
 """
 
 from __future__ import annotations
@@ -8,13 +8,27 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from fastapi import FastAPI, Header, Request
 from pydantic import Field
+from starlette.responses import Response
 
-from outrider.serve.errors import Refused, refusing
+from outrider.serve.errors import Refused, json_response, refusing
+from outrider.serve.logs import log
+from outrider.serve.openai.pending import PendingAnswer
 from outrider.serve.openai.protocol import ChatRequest, CommonRequest, JsonObject, Objects, Texts
 from outrider.serve.openai.tools import text_of
+from outrider.serve.openai.translated import (
+    Answering,
+    AnswerTranslator,
+    Event,
+    ThinkingReader,
+    asked_to_think,
+    check_whole,
+    thinking_reader,
+)
+from outrider.serve.service import Service
 
 # Lines before a system text that tell the bill, not the model; clients change them in each request
 _HEADER = re.compile(r"(?:x-[a-z0-9-]+:[^\n]*(?:\n+|$))+", re.IGNORECASE)
@@ -70,7 +84,8 @@ class CountTokensRequest(CommonRequest):
         """The chat request that this one stands for. headers: keep, move or drop those that begin a system text; seen: is
         called for a system text with them. Raises Refused."""
         system, moved = self._system(headers, seen)
-        messages = [*([{"role": "system", "content": system}] if system else []), *_messages(self.messages)]
+        with refusing("messages"):
+            messages = [*([{"role": "system", "content": system}] if system else []), *_messages(self.messages)]
         if moved and (users := [m for m in messages if m["role"] == "user"]):
             users[-1]["content"] += f"\n\n{moved}"
         tools, choice, many = _tools(_loaded(self.tools, self.messages), self.tool_choice)
@@ -156,16 +171,16 @@ def _tools(
 
 
 def _messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat completions have them. Raises Refused."""
+    """Messages as chat completions have them. Raises ValueError."""
     out, names = list[dict[str, Any]](), dict[str, str]()
     for number, message in enumerate(given):
         role, content, where = message.get("role"), message.get("content"), f"messages.{number}"
         if role not in ("user", "assistant", "system"):
-            raise Refused(f"{where}.role is user, assistant or system, got {str(role)[:40]!r}", param="messages")
+            raise ValueError(f"{where}.role is user, assistant or system, got {str(role)[:40]!r}")
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
         if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
-            raise Refused(f"{where}.content is a text or a list of blocks", param="messages")
+            raise ValueError(f"{where}.content is a text or a list of blocks")
         made: dict[str, Any] = {"role": role, "content": ""}
         for place, block in enumerate(content):
             kind, at = block.get("type"), f"{where}.content.{place}"
@@ -176,32 +191,28 @@ def _messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             elif kind == "tool_use" and role == "assistant":
                 call_id, name, arguments = block.get("id"), block.get("name"), block.get("input")
                 if not (isinstance(call_id, str) and isinstance(name, str) and isinstance(arguments, dict)):
-                    raise Refused(f"{at} is a tool_use: id and name are texts, input is an object", param="messages")
+                    raise ValueError(f"{at} is a tool_use: id and name are texts, input is an object")
                 names[call_id] = name
                 function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
                 made.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
             elif kind == "tool_result" and role == "user":
                 call_id = block.get("tool_use_id")
                 if call_id not in names:
-                    raise Refused(
-                        f"{at} answers the call {str(call_id)[:40]!r}, which no message before it made",
-                        param="messages",
-                    )
+                    raise ValueError(f"{at} answers the call {str(call_id)[:40]!r}, which no message before it made")
                 if made["content"]:
                     out.append(made)
                     made = {"role": role, "content": ""}
                 inner = block.get("content") or ""
                 parts = [{"type": "text", "text": inner}] if isinstance(inner, str) else inner
                 if not isinstance(parts, list):
-                    raise Refused(f"{at}.content is a text or a list of blocks", param="messages")
+                    raise ValueError(f"{at}.content is a text or a list of blocks")
                 text = "".join(_text(part, f"{at}.content.{n}") for n, part in enumerate(parts))
                 text = f"Error: {text}" if block.get("is_error") else text
                 out.append({"role": "tool", "tool_call_id": call_id, "name": names[call_id], "content": text})
             elif kind != "redacted_thinking":  # only its writer can read it
-                raise Refused(
+                raise ValueError(
                     f"{at} has type {str(kind)[:40]!r}; this server takes text, tool_use of the assistant, and tool_result of "
-                    "the user",
-                    param="messages",
+                    "the user"
                 )
         if made["content"] or made.get("tool_calls") or not out or out[-1]["role"] != "tool":
             out.append(made)
@@ -209,7 +220,7 @@ def _messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _text(block: Any, where: str) -> str:
-    """The text of a block. Raises Refused for images and other blocks that are no text."""
+    """The text of a block. Raises ValueError for images and other blocks that are no text."""
     block = block if isinstance(block, dict) else {}
     kind, source = block.get("type"), block.get("source")
     if kind == "tool_reference":
@@ -218,5 +229,176 @@ def _text(block: Any, where: str) -> str:
         block = {"text": source.get("data")}
     if not isinstance(block.get("text"), str):
         what = f"an {kind}" if kind == "image" else f"a block of type {str(kind)[:40]!r}"
-        raise Refused(f"{where} is {what}; this model reads text only", param="messages")
+        raise ValueError(f"{where} is {what}; this model reads text only")
     return block["text"]
+
+
+class MessagesWriter(AnswerTranslator):
+    """Writes one message."""
+
+    def __init__(
+        self, name: str, model: str, prompt_tokens: int, max_tokens: int, thinking: ThinkingReader | None
+    ) -> None:
+        """name: of the request. model: its served name. max_tokens: that were asked for. thinking: of a model that thinks."""
+        self._max_tokens, self._thinking = max_tokens, thinking
+        self._open: dict[str, Any] | None = None  # the block that text goes to
+        self.answer: dict[str, Any] = {
+            "id": f"msg_{name}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(prompt_tokens, 0, 0),
+        }
+        start = {"type": "message_start", "message": {**self.answer, "content": []}}
+        self.begin = self.encoded(start) + self.encoded({"type": "ping"})
+
+    def chunk(self, chunk: dict[str, Any]) -> list[Event]:
+        if not chunk["choices"]:
+            return self._end(chunk)
+        choice = chunk["choices"][0]
+        delta, finish = choice["delta"], choice["finish_reason"]
+        events = self._read(delta.get("content") or "", finish is not None or bool(delta.get("tool_calls")))
+        for call in delta.get("tool_calls") or ():
+            events += self._call(call)
+        if finish is None:
+            return events
+        check_whole(choice)
+        self.answer |= {"stop_reason": finish, "seed": choice["seed"], "guarantee": chunk["guarantee"]}
+        if "note" in choice:
+            self.answer["note"] = choice["note"]
+        if finish == "tool_calls":
+            self.answer["stop_reason"] = "tool_use"
+        elif finish == "stop":
+            named = isinstance(choice["stop_reason"], str)
+            self.answer["stop_reason"] = "stop_sequence" if named else "end_turn"
+            self.answer["stop_sequence"] = choice["stop_reason"] if named else None
+        return [*events, *self._close()]
+
+    def failed(self, refused: Refused) -> list[Event]:
+        return [refused.messages_body]
+
+    def _end(self, totals: dict[str, Any]) -> list[Event]:
+        used = totals["usage"]
+        written, cached = used["completion_tokens"], used["prompt_tokens_details"]["cached_tokens"]
+        if self.answer["stop_reason"] == "length":
+            full = written < self._max_tokens
+            self.answer["stop_reason"] = "model_context_window_exceeded" if full else "max_tokens"
+        self.answer |= {"usage": _usage(used["prompt_tokens"], cached, written), "metrics": totals["metrics"]}
+        delta = {name: self.answer[name] for name in ("stop_reason", "stop_sequence")}
+        ours = {name: self.answer[name] for name in ("seed", "guarantee", "note", "metrics") if name in self.answer}
+        end = {"type": "message_delta", "delta": delta, "usage": self.answer["usage"], **ours}
+        return [end, {"type": "message_stop"}]
+
+    def _read(self, text: str, last: bool) -> list[Event]:
+        thought = ""
+        if self._thinking is not None:
+            thought, text = self._thinking.feed(text, last)
+        events = self._grow("thinking", thought) if thought else []
+        return [*events, *(self._grow("text", text) if text else [])]
+
+    def _grow(self, kind: str, text: str) -> list[Event]:
+        """More text of a kind, in the block that is open or in a new one."""
+        events = list[Event]()
+        if self._open is None or self._open["type"] != kind:
+            events += self._close()
+            more = {"signature": ""} if kind == "thinking" else {}
+            events += self._begin({"type": kind, kind: "", **more})
+        assert self._open is not None
+        self._open[kind] += text
+        return [*events, self._delta({"type": f"{kind}_delta", kind: text})]
+
+    def _call(self, call: dict[str, Any]) -> list[Event]:
+        function = call["function"]
+        events = [
+            *self._close(),
+            *self._begin({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}),
+        ]
+        assert self._open is not None
+        self._open["input"] = json.loads(function["arguments"])
+        events.append(self._delta({"type": "input_json_delta", "partial_json": function["arguments"]}))
+        return [*events, *self._close()]
+
+    def _begin(self, block: dict[str, Any]) -> list[Event]:
+        self._open = block
+        self.answer["content"].append(block)
+        return [{"type": "content_block_start", "index": self._index, "content_block": dict(block)}]
+
+    def _close(self) -> list[Event]:
+        """End the block that is open, if one is. A thought has a signature: its message."""
+        if self._open is None:
+            return []
+        events = list[Event]()
+        if self._open["type"] == "thinking":
+            self._open["signature"] = self.answer["id"]
+            events.append(self._delta({"type": "signature_delta", "signature": self.answer["id"]}))
+        self._open = None
+        return [*events, {"type": "content_block_stop", "index": self._index}]
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+    @property
+    def _index(self) -> int:
+        return len(self.answer["content"]) - 1
+
+
+def _usage(prompt: int, cached: int, written: int) -> dict[str, int]:
+    """Anthropic's counts: what the cache had is no input. Nothing is paid for what the cache keeps, so that is zero."""
+    return {
+        "input_tokens": prompt - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": written,
+    }
+
+
+VERSION = "2023-06-01"
+
+
+def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict[str, Any]]) -> None:
+    """Add the routes. documented: what is answered."""
+    told = False
+
+    def headers_seen() -> None:
+        """Say once what a header costs."""
+        nonlocal told
+        if not told and answering.pool.settings.client_headers == "keep":
+            told = True
+            log.warning(
+                "a client begins its system text with header lines. If they change in each request, no prompt begins like an "
+                "earlier one: --client-headers drop leaves them out, and move puts them at the end"
+            )
+
+    async def chat_of(body: CountTokensRequest, version: str, request: Request) -> tuple[Service, ChatRequest]:
+        if version < VERSION:  # dates; streams before this one had another form
+            raise Refused(f"anthropic-version {version[:40]!r} is older than this server knows; send {VERSION}")
+        service = await answering.pool.lend(body.model, request)
+        chat = body.chat(service.settings.client_headers, headers_seen)
+        variables = asked_to_think(service.template, body.thinking_wanted)
+        room = chat.max_total_tokens or service.encoder.max_length  # clients ask for more than many models hold
+        return service, chat.model_copy(update={"chat_template_kwargs": variables, "max_total_tokens": room})
+
+    @app.post("/v1/messages", responses=documented)
+    async def messages(
+        body: MessagesRequest, request: Request, anthropic_version: Annotated[str, Header()] = VERSION
+    ) -> Response:
+        """Answer messages. Needs a model with a chat template."""
+        service, chat = await chat_of(body, anthropic_version, request)
+
+        def writer(pending: PendingAnswer) -> MessagesWriter:
+            prompt = len(pending.sequences[0].prompt)
+            name, thinking = request.state.request_id, thinking_reader(service, pending)
+            return MessagesWriter(name, service.settings.model_name, prompt, body.max_tokens, thinking)
+
+        return await answering.answer(service, chat, request, writer)
+
+    @app.post("/v1/messages/count_tokens", responses=documented)
+    async def count_tokens(
+        body: CountTokensRequest, request: Request, anthropic_version: Annotated[str, Header()] = VERSION
+    ) -> Response:
+        """The tokens of messages, as the model would read them."""
+        service, chat = await chat_of(body, anthropic_version, request)
+        return json_response({"input_tokens": len(await service.encoder.chat(chat))})

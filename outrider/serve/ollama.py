@@ -1,0 +1,436 @@
+"""Ollama's API: its bodies become chats and completions, and the chunks of an answer become its lines.
+
+See https://docs.ollama.com/api. What the server cannot do is refused, never left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from time import perf_counter
+from typing import Any
+
+from fastapi import FastAPI, Request
+from pydantic import ConfigDict, Field, model_validator
+from starlette.responses import Response
+
+from outrider._version import __version__
+from outrider.serve.assembly import Assembly
+from outrider.serve.errors import Refused, dumps, json_response
+from outrider.serve.openai.pending import PendingAnswer
+from outrider.serve.openai.protocol import ChatRequest, CompletionRequest, JsonObject, Objects, Texts
+from outrider.serve.openai.translated import (
+    Answering,
+    AnswerTranslator,
+    Event,
+    ThinkingReader,
+    asked_to_think,
+    check_whole,
+    thinking_reader,
+    thinks,
+)
+from outrider.serve.pool import PooledModel
+from outrider.serve.service import Service
+
+_LOGPROBS = "ask for logprobs at /v1/chat/completions"
+_PLACE = ("numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "use_mmap", "use_mlock", "num_thread")
+_ELSEWHERE = frozenset({*_PLACE, "vocab_only", "num_keep", "mirostat_tau", "mirostat_eta"})
+_NEUTRAL = {
+    "mirostat": 0,
+    "tfs_z": 1,
+    "typical_p": 1,
+    "penalize_newline": False,
+    "embedding_only": False,
+    "logits_all": False,
+}
+_SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+_DURATION = r"-?(([0-9]+(\.[0-9]+)?(h|ms|m|s)){1,8}|[0-9]{1,9})"
+
+
+class OllamaOptions(JsonObject):
+    """`options`. The defaults are Ollama's, but for the penalty: without repeat_penalty no token is penalised."""
+
+    model_config = ConfigDict(extra="allow")
+    num_predict: int | None = None
+    num_ctx: int | None = Field(None, ge=1)
+    seed: int | None = None
+    stop: str | Texts | None = None
+    temperature: float | None = Field(0.8, ge=0)
+    top_k: int | None = Field(40, ge=0)
+    top_p: float | None = Field(0.9, ge=0, le=1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repeat_penalty: float | None = Field(None, gt=0)
+    repeat_last_n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> OllamaOptions:
+        for name, value in (self.model_extra or {}).items():
+            if name in _NEUTRAL:
+                if value is not None and value != _NEUTRAL[name]:
+                    raise ValueError(f"this server has no {name}; leave it out, or send {_NEUTRAL[name]}")
+            elif name not in _ELSEWHERE:
+                raise ValueError(f"there is no option {name[:40]!r}")
+        if self.repeat_penalty not in (None, 1) and self.repeat_last_n not in (None, -1):
+            raise ValueError(
+                "repeat_penalty counts all of the prompt and the text here; send repeat_last_n=-1, or leave it out"
+            )
+        if self.num_predict is not None and self.num_predict < 1 and self.num_predict not in (-1, -2):
+            raise ValueError("num_predict is 1 or more, or -1 for as many as fit")
+        return self
+
+    def shared(self, room: int) -> dict[str, Any]:
+        """The fields that chat and text completions have. room: tokens that the model holds."""
+        limit = self.num_predict if self.num_predict and self.num_predict > 0 else None
+        return {
+            "max_tokens": limit or room,
+            "max_total_tokens": min(self.num_ctx or room, room),
+            "seed": self.seed if self.seed is None or self.seed >= 0 else None,
+            "stop": self.stop or None,
+            "temperature": self.temperature,
+            "top_k": self.top_k or -1,
+            "top_p": self.top_p or None,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repeat_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+        }
+
+
+class OllamaRequest(JsonObject):
+    """What all requests for a text have. keep_alive: how long the model stays then, in seconds or as Go writes it."""
+
+    model_config = ConfigDict(extra="allow")
+    model: str
+    stream: bool = True
+    options: OllamaOptions | None = None
+    format: str | dict[str, Any] | None = None
+    keep_alive: float | str | None = None
+    think: bool | str | None = None
+    logprobs: bool | None = Field(None, description="only false is accepted")
+
+    @property
+    def name(self) -> str:
+        """The model without the tag that Ollama's clients add."""
+        return self.model.removesuffix(":latest")
+
+    @property
+    def keep(self) -> float | None:
+        """Seconds that the model stays; None for one that stays until others need its memory. Raises Refused."""
+        given = self.keep_alive
+        if isinstance(given, str):
+            parts = re.fullmatch(_DURATION, given)
+            if parts is None:
+                raise Refused(
+                    'keep_alive is a duration such as "5m" or "1h30m", or a number of seconds', param="keep_alive"
+                )
+            units = re.findall(r"([0-9.]+)(h|ms|m|s)", given) or [(given.lstrip("-"), "s")]
+            given = (-1 if given.startswith("-") else 1) * sum(float(number) * _SECONDS[unit] for number, unit in units)
+        return given if given is not None and 0 <= given < 1e9 else None
+
+    def _shared(self, room: int) -> dict[str, Any]:
+        if self.logprobs:
+            raise Refused(_LOGPROBS, param="logprobs")
+        return {
+            "model": self.name,
+            "stream": self.stream,
+            "response_format": _format(self.format),
+            **(self.options or OllamaOptions.model_validate({})).shared(room),
+        }
+
+    @property
+    def thinking_wanted(self) -> bool | None:
+        """Whether the model is to think; None leaves it to the template. Levels are all a yes."""
+        return None if self.think is None else self.think is not False
+
+
+class OllamaChatRequest(OllamaRequest):
+    """POST /api/chat"""
+
+    messages: Objects | None = None
+    tools: Objects | None = None
+
+    def chat(self, room: int) -> ChatRequest:
+        """The chat request that this one stands for. Raises Refused."""
+        messages = [_message(m, f"messages.{n}") for n, m in enumerate(self.messages or ())]
+        goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+        more = {"messages": messages, "tools": self.tools or None, "continue_final_message": goes_on or None}
+        return ChatRequest.model_validate(self._shared(room) | more)
+
+
+class OllamaGenerateRequest(OllamaRequest):
+    """POST /api/generate"""
+
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    template: str | None = Field(None, description="only the empty text is accepted")
+    raw: bool | None = None
+    images: list[Any] | None = Field(None, description="only an empty list is accepted")
+    context: list[Any] | None = Field(None, description="only an empty list is accepted")
+
+    def request(self, room: int, chats: bool) -> ChatRequest | CompletionRequest:
+        """The request that this one stands for. chats: the model has a chat template. Raises Refused."""
+        for name, given, why in (
+            ("images", self.images, "this model reads text only"),
+            (
+                "template",
+                self.template,
+                "templates are the model's here; send raw=true and a prompt that has its marks",
+            ),
+            ("context", self.context, "this server keeps no context; send the messages to /api/chat"),
+        ):
+            if given:
+                raise Refused(f"{name}: {why}", param=name)
+        if self.suffix or self.raw or not chats:
+            if self.system:
+                raise Refused("system needs a chat template, and this prompt is read as it is", param="system")
+            more = {"prompt": self.prompt or "", "suffix": self.suffix or None}
+            return CompletionRequest.model_validate(self._shared(room) | more)
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        messages = [*system, {"role": "user", "content": self.prompt}]
+        return ChatRequest.model_validate(self._shared(room) | {"messages": messages})
+
+
+class OllamaModelRequest(JsonObject):
+    """POST /api/show"""
+
+    model_config = ConfigDict(extra="allow")
+    model: str | None = None
+    name: str | None = Field(None, description="the older name of model")
+
+    @property
+    def named(self) -> str:
+        """The model without the tag that Ollama's clients add."""
+        return (self.model or self.name or "").removesuffix(":latest")
+
+
+def _format(given: str | dict[str, Any] | None) -> dict[str, Any] | None:
+    if not given:
+        return None
+    if given == "json":
+        return {"type": "json_object"}
+    if isinstance(given, str):
+        raise Refused('format is "json" or a JSON schema', param="format")
+    return {"type": "json_schema", "json_schema": {"name": "format", "schema": given}}
+
+
+def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
+    """A message as chat completions have it. Raises Refused."""
+    if given.get("images"):
+        raise Refused(f"{where} has images; this model reads text only", param="messages")
+    made = {"role": given.get("role"), "content": given.get("content") or ""}
+    if thought := given.get("thinking"):
+        made["reasoning_content"] = thought
+    if name := given.get("tool_name"):
+        made["name"] = name
+    if call_id := given.get("tool_call_id"):
+        made["tool_call_id"] = call_id
+    if isinstance(calls := given.get("tool_calls"), Sequence) and calls:
+        made["tool_calls"] = [{"type": "function", **call} if isinstance(call, dict) else call for call in calls]
+    return made
+
+
+class OllamaWriter(AnswerTranslator):
+    """Writes one answer of `/api/chat` or `/api/generate`."""
+
+    media_type, comment = "application/x-ndjson", b""
+
+    def __init__(self, model: str, arrived: float, waited: float, thinking: ThinkingReader | None, chat: bool) -> None:
+        """model: as the client calls it. arrived: when its request came, a `perf_counter` time. waited: seconds until the model
+        was loaded. thinking: of a model that thinks."""
+        self._model, self._arrived, self._waited, self._thinking, self._chat = model, arrived, waited, thinking, chat
+        self._text, self._thought, self._calls, self._end = "", "", list[dict[str, Any]](), dict[str, Any]()
+
+    def chunk(self, chunk: dict[str, Any]) -> list[Event]:
+        if not chunk["choices"]:
+            return self._close(chunk)
+        choice = chunk["choices"][0]
+        delta, finish = choice.get("delta", {}), choice["finish_reason"]
+        text, thought = delta.get("content") or choice.get("text") or "", ""
+        calls = [_call(call) for call in delta.get("tool_calls") or ()]
+        if self._thinking is not None:
+            thought, text = self._thinking.feed(text, finish is not None or bool(calls))
+        self._text, self._thought, self._calls = self._text + text, self._thought + thought, self._calls + calls
+        check_whole(choice)
+        if finish is not None:
+            self._end = {"done_reason": "length" if finish == "length" else "stop", "seed": choice["seed"]}
+            self._end["guarantee"] = chunk["guarantee"]
+        return [self._line(text, thought, calls, done=False)] if text or thought or calls else []
+
+    def failed(self, refused: Refused) -> list[Event]:
+        return [{"error": refused.message}]
+
+    def encoded(self, event: Event) -> bytes:
+        return dumps(event) + b"\n"
+
+    def _close(self, totals: dict[str, Any]) -> list[Event]:
+        """The last line. The prompt is read until the first token, and the text is written from there on."""
+        used, times = totals["usage"], totals["metrics"]
+        first = times["time_to_first_token"]
+        first = times["e2e_latency"] if first is None else first
+        figures = {
+            **self._end,
+            "total_duration": _nanoseconds(perf_counter() - self._arrived),
+            "load_duration": _nanoseconds(self._waited),
+            "prompt_eval_count": used["prompt_tokens"],
+            "prompt_eval_duration": _nanoseconds(first - times["time_in_queue"]),
+            "eval_count": used["completion_tokens"],
+            "eval_duration": _nanoseconds(times["e2e_latency"] - first),
+        }
+        self.answer = self._line(self._text, self._thought, self._calls, done=True) | figures
+        return [self._line("", "", [], done=True) | figures]
+
+    def _line(self, text: str, thought: str, calls: list[dict[str, Any]], done: bool) -> Event:
+        head = {"model": self._model, "created_at": datetime.now(UTC).isoformat()}
+        more: dict[str, Any] = {"thinking": thought} if thought else {}
+        if not self._chat:
+            return {**head, "response": text, **more, "done": done}
+        more |= {"tool_calls": calls} if calls else {}
+        return {**head, "message": {"role": "assistant", "content": text, **more}, "done": done}
+
+
+def loaded(model: str, chat: bool, reason: str) -> Event:
+    """The answer to a request without a prompt, which loads a model or lets it go. reason: load or unload."""
+    text = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
+    head = {"model": model, "created_at": datetime.now(UTC).isoformat()}
+    return {**head, **text, "done": True, "done_reason": reason}
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    made = {"name": function["name"], "arguments": json.loads(function["arguments"])}
+    return {"id": call["id"], "function": made}
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(0, round(seconds * 1e9))
+
+
+FOREVER = "9999-12-31T23:59:59Z"  # the model stays until others need its memory
+UNKNOWN = "unknown"  # of a model that is not loaded
+
+
+def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict[str, Any]]) -> None:
+    """Add the routes. documented: what is answered."""
+    pool = answering.pool
+
+    async def answered(
+        body: OllamaRequest, empty: bool, make: Callable[[Service], ChatRequest | CompletionRequest], request: Request
+    ) -> Response:
+        """The answer to a body. empty: it only loads the model, or lets it go. make: the request that it stands for."""
+        arrived, chat, ends = perf_counter(), isinstance(body, OllamaChatRequest), empty and body.keep == 0
+        if ends and pool.find(body.name).assembly is None:
+            return json_response(loaded(body.model, chat, "unload"))
+        service = await pool.lend(body.name, request, keep=body.keep)
+        if empty:
+            return json_response(loaded(body.model, chat, "unload" if ends else "load"))
+        asked = make(service)
+
+        def writer(pending: PendingAnswer) -> OllamaWriter:
+            thinking = thinking_reader(service, pending) if isinstance(asked, ChatRequest) else None
+            return OllamaWriter(body.model, arrived, getattr(request.state, "waited", 0.0), thinking, chat)
+
+        if isinstance(asked, ChatRequest):
+            variables = asked_to_think(service.template, body.thinking_wanted)
+            asked = asked.model_copy(update={"chat_template_kwargs": variables})
+        return await answering.answer(service, asked, request, writer)
+
+    @app.post("/api/chat", responses=documented)
+    async def chat(body: OllamaChatRequest, request: Request) -> Response:
+        """Answer messages. Needs a model with a chat template."""
+        return await answered(body, not body.messages, lambda service: body.chat(service.encoder.max_length), request)
+
+    @app.post("/api/generate", responses=documented)
+    async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
+        """Answer a prompt, continue it with raw, or fill the gap before a suffix."""
+
+        def made(service: Service) -> ChatRequest | CompletionRequest:
+            return body.request(service.encoder.max_length, bool(service.template))
+
+        return await answered(body, not body.prompt and not body.suffix, made, request)
+
+    @app.get("/api/tags", responses=documented)
+    async def tags() -> Response:
+        """List the models that are served."""
+        return json_response({"models": [described(one) for one in pool.models]})
+
+    @app.get("/api/ps", responses=documented)
+    async def running() -> Response:
+        """List the models that are loaded, and until when."""
+        return json_response({"models": [present(one, one.assembly) for one in pool.models if one.assembly]})
+
+    @app.post("/api/show", responses=documented)
+    async def show(body: OllamaModelRequest, request: Request) -> Response:
+        """Describe a model. It is loaded for it."""
+        service = await pool.lend(body.named, request)
+        capable = ["completion"]
+        capable += ["tools"] * (service.tool_format is not None) + ["insert"] * (service.infilling is not None)
+        capable += ["thinking"] * thinks(service.template)
+        about, kind = described(pool.find(body.named)), family(service)
+        # editors look for this word in Ollama's templates
+        gap = "{# .Suffix #}" if service.infilling is not None else ""
+        return json_response(
+            {
+                "template": str(service.template or "") + gap,
+                "parameters": "",
+                "details": about["details"],
+                "model_info": {"general.architecture": kind, f"{kind}.context_length": service.encoder.max_length},
+                "capabilities": capable,
+                "modified_at": about["modified_at"],
+            }
+        )
+
+    @app.get("/api/version", responses=documented)
+    async def version() -> Response:
+        """The version of outrider, not one of Ollama."""
+        return json_response({"version": __version__})
+
+    @app.post("/api/embed", responses=documented)
+    @app.post("/api/embeddings", responses=documented)
+    async def embed() -> Response:
+        """Refused."""
+        raise Refused(
+            "the models here write texts and were not trained for embeddings; ask a server with an embedding model"
+        )
+
+    def described(one: PooledModel) -> dict[str, Any]:
+        # clients keep what a model can do under its digest, and another start may have other files
+        digest = hashlib.sha256(dumps([one.name, one.weights, pool.started])).hexdigest()
+        return {
+            "name": one.name,
+            "model": one.name,
+            "modified_at": datetime.fromtimestamp(pool.started, UTC).isoformat(),
+            "size": one.weights,
+            "digest": digest,
+            "details": details(one),
+        }
+
+    def present(one: PooledModel, assembly: Assembly) -> dict[str, Any]:
+        until = FOREVER if one.expires is None else datetime.fromtimestamp(one.expires, UTC).isoformat()
+        room = assembly.service.encoder.max_length
+        return described(one) | {"size": one.bytes, "size_vram": 0, "expires_at": until, "context_length": room}
+
+
+def family(service: Service) -> str:
+    """The kind of a model, by transformers' name."""
+    return str(getattr(service.llm.loaded.config, "model_type", "") or UNKNOWN)
+
+
+def details(one: PooledModel) -> dict[str, Any]:
+    """What Ollama's clients show beside a name. The kind and the precision are known of a model that is loaded."""
+    service = one.assembly and one.assembly.service
+    source = str(service.llm.loaded.source) if service else one.settings.model
+    kind = family(service) if service else UNKNOWN
+    return {
+        "parent_model": "",
+        "format": "gguf" if source.endswith(".gguf") else "safetensors",
+        "family": kind,
+        "families": [kind],
+        "parameter_size": "",
+        "quantization_level": service.llm.loaded.weights if service else "",
+    }

@@ -1,1 +1,0 @@
-"""Ollama's API: a body becomes a chat or a completion request, and the chunks of its answer become lines of JSON."""

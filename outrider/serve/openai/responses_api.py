@@ -1,0 +1,351 @@
+"""OpenAI's Responses API: its body becomes a chat request, and the chunks of the answer become one object or typed events.
+
+See https://platform.openai.com/docs/api-reference/responses. What the server cannot do is refused, never left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import time
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from outrider.serve.errors import Refused, refusing
+from outrider.serve.openai.protocol import (
+    ChatRequest,
+    CommonRequest,
+    JsonObject,
+    JsonSchema,
+    Objects,
+    Texts,
+    few,
+)
+from outrider.serve.openai.tools import text_of
+from outrider.serve.openai.translated import AnswerTranslator, Event
+
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class TextFormat(JsonSchema):
+    """`text.format`: a `response_format` whose schema is not nested."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class TextConfig(JsonObject):
+    """`text`: what form the answer has."""
+
+    format: TextFormat | None = None
+
+
+_KEPT = "this server keeps no such objects; send input, and previous_response_id to go on"
+
+
+class ResponsesRequest(CommonRequest):
+    """POST /v1/responses"""
+
+    missing = CommonRequest.missing | {
+        "background": "this server does not answer in the background; leave it out, or run `outrider batch`",
+        "conversation": _KEPT,
+        "prompt": _KEPT,
+        "return_fingerprint": "this endpoint shows no fingerprints; ask at /v1/chat/completions",
+        "max_tokens": "this endpoint calls it max_output_tokens",
+        "response_format": (
+            'this endpoint calls it text: {"format": {"type": "json_schema", "name": ..., "schema": ...}}'
+        ),
+    }
+    input: str | Objects
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    previous_response_id: str | None = None
+    store: bool | None = Field(None, description="false: the answer cannot be continued by its id")
+    tools: Objects | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    include: Texts | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(few)] = None
+    background: bool | None = Field(None, description="only false is accepted")
+    conversation: Any = Field(None, description="only null is accepted")
+    prompt: Any = Field(None, description="only null is accepted")
+    max_tokens: Any = Field(None, description="only null is accepted")
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("n")
+    @classmethod
+    def _one(cls, value: int | None) -> int | None:
+        if value not in (None, 1):
+            raise ValueError("a response has one text; ask n times, or use /v1/chat/completions")
+        return value
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return self.input
+
+    def chat(self, before: Sequence[dict[str, Any]]) -> ChatRequest:
+        """The chat request that this one stands for. before: items of the earlier conversation. Raises Refused."""
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        with refusing("input"):
+            messages = [*system, *_messages([*before, *self.items], len(before))]
+        if not messages:
+            raise Refused("input is an empty list", param="input")
+        tools, choice = _tools(self.tools, self.tool_choice)
+        shared = self.shared | {
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "tools": tools,
+            "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+        if self.top_logprobs is not None or _LOGPROBS in (self.include or ()):
+            shared |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        if self.text is not None and self.text.format is not None:
+            shared["response_format"] = _format(self.text.format)
+        return ChatRequest.model_validate(shared)
+
+
+def _format(given: TextFormat) -> dict[str, Any]:
+    if given.type != "json_schema":
+        return {"type": given.type}
+    if given.schema_ is None:
+        raise Refused(
+            'text.format is {"type": "json_schema", "name": ..., "schema": {...}}, and schema is missing', param="text"
+        )
+    return {"type": given.type, given.type: given.model_dump(by_alias=True, exclude={"type"})}
+
+
+def _tools(given: list[dict[str, Any]] | None, choice: Any) -> tuple[list[dict[str, Any]] | None, Any]:
+    """Tools and choice as chat completions have them. Raises Refused for tools that the server would have to run."""
+    tools = list[dict[str, Any]]()
+    for number, tool in enumerate(given or ()):
+        if tool.get("type") != "function":
+            raise Refused(
+                f"tools.{number} has type {str(tool.get('type'))[:40]!r}; this server runs no tools of its own, and offers "
+                'functions: {"type": "function", "name": ..., "parameters": a JSON schema}',
+                param="tools",
+            )
+        tools.append({"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}})
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("tools")
+        names = {t.get("name") for t in allowed if isinstance(t, dict)} if isinstance(allowed, list) else set()
+        tools, choice = [t for t in tools if t["function"].get("name") in names], choice.get("mode")
+    return tools or None, choice
+
+
+def _messages(items: Sequence[Any], before: int) -> list[dict[str, Any]]:
+    """Chat messages of items. before: how many of them are of an earlier request. Raises ValueError."""
+    messages, names = list[dict[str, Any]](), dict[str, str]()
+    for place, item in enumerate(items):
+        where = f"input.{place - before}"
+        kind = item.get("type", "message" if "role" in item else None)
+        if kind == "message":
+            if not isinstance(item.get("role"), str):
+                raise ValueError(f"{where} has no role")
+            messages.append({"role": item["role"], "content": _content(item.get("content"), f"{where}.content")})
+        elif kind == "function_call":
+            call_id, name, arguments = item.get("call_id"), item.get("name"), item.get("arguments")
+            if not (isinstance(call_id, str) and isinstance(name, str) and isinstance(arguments, str)):
+                raise ValueError(f"{where} is a function_call: call_id, name and arguments are texts")
+            names[call_id] = name
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            call_id = item.get("call_id")
+            if call_id not in names:
+                raise ValueError(
+                    f"{where} answers the call {str(call_id)[:40]!r}, which no item before it made; send its function_call, "
+                    "or the previous_response_id of the answer that made it"
+                )
+            output = _content(item.get("output"), f"{where}.output")
+            messages.append({"role": "tool", "tool_call_id": call_id, "name": names[call_id], "content": output})
+        elif kind != "reasoning":  # this model has none, so it cannot have come from here
+            raise ValueError(
+                f"{where} has type {str(kind)[:40]!r}; this server takes message, function_call and function_call_output"
+            )
+    return messages
+
+
+def _content(given: Any, where: str) -> str:
+    """The text of a content. Raises ValueError for images and other parts that are no text."""
+    if isinstance(given, list):
+        refusals = [isinstance(part, dict) and part.get("type") == "refusal" for part in given]
+        given = [{"text": p.get("refusal")} if refusal else p for p, refusal in zip(given, refusals, strict=True)]
+    return text_of(given, where, "input_text")
+
+
+class ResponsesWriter(AnswerTranslator):
+    """Writes one response."""
+
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        body: ResponsesRequest,
+        chat: ChatRequest,
+        keep: Callable[[dict[str, Any]], None] = lambda _: None,
+    ) -> None:
+        """name: the id, from `resp_` on. model: its served name. body: the request. chat: what it stands for. keep: takes the
+        response before its last event, so that the client can go on from it."""
+        self._name, self._number, self._keep = name.removeprefix("resp_"), 0, keep
+        self._message: dict[str, Any] | None = None  # the item that text goes to
+        given = None if body.text is None else body.text.format
+        form = {"type": "text"} if given is None else given.model_dump(by_alias=True, exclude_none=True)
+        self.answer: dict[str, Any] = {
+            "id": name,
+            "object": "response",
+            "created_at": int(time()),
+            "completed_at": None,
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": body.metadata or {},
+            "model": model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None, "summary": None},
+            "service_tier": "default",
+            "store": body.store is not False,
+            "temperature": 1.0 if chat.temperature is None else chat.temperature,
+            "text": {"format": form},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": 1.0 if chat.top_p is None else chat.top_p,
+            "truncation": body.truncation or "disabled",
+            "usage": None,
+            "user": body.user,
+        }
+        started = [self._event(f"response.{kind}", response=self._shown()) for kind in ("created", "in_progress")]
+        self.begin = b"".join(map(self.encoded, started))
+
+    def chunk(self, chunk: dict[str, Any]) -> list[Event]:
+        if not chunk["choices"]:
+            return self._end(chunk)
+        choice = chunk["choices"][0]
+        delta, logprobs = choice["delta"], (choice["logprobs"] or {}).get("content") or []
+        events = list[Event]()
+        if delta.get("content") or logprobs:
+            events += self._text(delta.get("content") or "", logprobs)
+        for call in delta.get("tool_calls") or ():
+            events += self._call(call)
+        if (finish := choice["finish_reason"]) is not None:
+            self.answer |= {"seed": choice["seed"], "guarantee": chunk["guarantee"]}
+            if "note" in choice:
+                self.answer["note"] = choice["note"]
+            if not self.answer["output"]:
+                events += self._text("", [])
+            events += self._close("completed" if finish in ("stop", "tool_calls") else "incomplete")
+            self.answer["status"] = {"length": "incomplete", "abort": "failed"}.get(finish, "completed")
+            if finish == "length":
+                self.answer["incomplete_details"] = {"reason": "max_output_tokens"}
+            elif finish == "abort":
+                self.answer["error"] = {"code": "server_error", "message": str(choice["stop_reason"])}
+        return events
+
+    def failed(self, refused: Refused) -> list[Event]:
+        events = self._close("incomplete") if self._message is not None else []
+        self.answer |= {"status": "failed", "error": {"code": "server_error", "message": refused.message}}
+        return [*events, self._event("response.failed", response=self._shown())]
+
+    def _end(self, totals: dict[str, Any]) -> list[Event]:
+        used = totals["usage"]
+        self.answer |= {
+            "completed_at": int(time()) if self.answer["status"] == "completed" else None,
+            "usage": {
+                "input_tokens": used["prompt_tokens"],
+                "input_tokens_details": {**used["prompt_tokens_details"], "cache_write_tokens": 0},
+                "output_tokens": used["completion_tokens"],
+                "output_tokens_details": used["completion_tokens_details"],
+                "total_tokens": used["total_tokens"],
+            },
+            "metrics": totals["metrics"],
+        }
+        if self.answer["store"] and self.answer["status"] != "failed":
+            self._keep(self.answer)
+        return [self._event(f"response.{self.answer['status']}", response=self._shown())]
+
+    def _text(self, text: str, logprobs: list[Any]) -> list[Event]:
+        events = list[Event]()
+        if self._message is None:
+            number = len(self.answer["output"])
+            self._message = _message(f"msg_{self._name}_{number}")
+            events.append(self._event("response.output_item.added", item=dict(self._message), output_index=number))
+            self._message["content"] = [_part("", [])]
+            self.answer["output"].append(self._message)
+            events.append(self._event("response.content_part.added", **self._place(), part=_part("", [])))
+        part = self._message["content"][0]
+        part["text"] += text
+        part["logprobs"] += logprobs
+        if text or logprobs:
+            events.append(self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs))
+        return events
+
+    def _call(self, call: dict[str, Any]) -> list[Event]:
+        events = self._close("completed") if self._message is not None else []
+        place, function = len(self.answer["output"]), call["function"]
+        item = {
+            "id": f"fc_{self._name}_{place}",
+            "type": "function_call",
+            "call_id": call["id"],
+            "name": function["name"],
+            "arguments": "",
+            "status": "in_progress",
+        }
+        events.append(self._event("response.output_item.added", item=item, output_index=place))
+        done = {**item, "arguments": function["arguments"], "status": "completed"}
+        self.answer["output"].append(done)
+        where = {"item_id": item["id"], "output_index": place}
+        for kind, fields in (
+            ("delta", {"delta": done["arguments"]}),
+            ("done", {"arguments": done["arguments"], "name": done["name"]}),
+        ):
+            events.append(self._event(f"response.function_call_arguments.{kind}", **where, **fields))
+        return [*events, self._event("response.output_item.done", item=done, output_index=place)]
+
+    def _close(self, status: str) -> list[Event]:
+        """End the message that is open, if one is."""
+        if self._message is None:
+            return []
+        message, place = self._message, self._place()
+        message["status"], part = status, message["content"][0]
+        self._message = None
+        return [
+            self._event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"]),
+            self._event("response.content_part.done", **place, part=part),
+            self._event("response.output_item.done", item=message, output_index=place["output_index"]),
+        ]
+
+    def _place(self) -> dict[str, Any]:
+        assert self._message is not None
+        return {"item_id": self._message["id"], "output_index": len(self.answer["output"]) - 1, "content_index": 0}
+
+    def _shown(self) -> dict[str, Any]:
+        return {**self.answer, "output": list(self.answer["output"])}
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
+
+
+def _message(name: str) -> dict[str, Any]:
+    return {"id": name, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+
+
+def _part(text: str, logprobs: list[Any]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
