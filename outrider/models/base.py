@@ -188,6 +188,12 @@ def check_head_ids(ids: Tensor, vocab_size: int) -> Tensor:
     return ids.contiguous()
 
 
+def check_whole_head(head_ids: Tensor | None) -> None:
+    """Raise ValueError for an output head that keeps some tokens only."""
+    if head_ids is not None:
+        raise ValueError("the output head of this model keeps some of its tokens only; load it without head_ids")
+
+
 def over_vocabulary(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
     """float32 [..., len(ids)] -> [..., vocab_size]: the logits of tokens that the head does not keep are -inf."""
     return logits.new_full((*logits.shape[:-1], vocab_size), float("-inf")).index_copy_(-1, ids, logits)

@@ -17,7 +17,7 @@ from outrider.kernels.cpu.ops import (
     total,
     words,
 )
-from outrider.kernels.cpu.packed import FORMATS, KINDS, Packed, Reserve, room, zeros_in_large_pages
+from outrider.kernels.cpu.packed import FORMATS, KINDS, Packed, Reserve, zeros_in_large_pages
 from outrider.kernels.cpu.recurrence import delta_rule, selective
 from outrider.kernels.cpu.state import (
     available,
@@ -50,7 +50,6 @@ __all__ = [
     "num_threads",
     "one_torch_thread",
     "pack_vectors",
-    "room",
     "selective",
     "set_num_threads",
     "softmax",

@@ -236,13 +236,6 @@ def _untouched(count: int, begin: int = 64) -> Tensor:
     return t[-t.data_ptr() % begin :][:count]
 
 
-def room(count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Memory [count] for weights, in huge pages where the system has them. Its content is undefined."""
-    t = torch.empty(count, dtype=dtype)
-    library().advise_huge(t.data_ptr(), t.numel() * t.element_size())
-    return t
-
-
 def _format_of(w: Tensor | Blocks, k: int, kind: str) -> str:
     """The name in FORMATS by which a matrix is kept. Raises ValueError for one that does not fit."""
     if isinstance(w, Blocks):

@@ -238,12 +238,12 @@ def _olmoe(file: GGUFFile) -> dict[str, Any]:
 
 
 def _gpt_oss(file: GGUFFile) -> dict[str, Any]:
-    layers, heads = _number(file, "block_count"), _number(file, "attention.head_count")
-    head_dim = _number(file, "attention.key_length", _number(file, "embedding_length") // heads)
+    hidden, heads = _number(file, "embedding_length"), _number(file, "attention.head_count")
+    head_dim = _number(file, "attention.key_length", hidden // heads)
     return _local_experts(file) | {
         "intermediate_size": _number(file, "expert_feed_forward_length"),
         "sliding_window": _number(file, "attention.sliding_window"),
-        "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)],
+        "layer_types": _alternating(file, 2),
         "rope_parameters": _rotary(file, head_dim, False) | {"truncate": False},
     }
 
@@ -316,10 +316,9 @@ def _gemma(file: GGUFFile) -> dict[str, Any]:
 
 
 def _gemma2(file: GGUFFile) -> dict[str, Any]:
-    layers = _number(file, "block_count")
     return _gemma(file) | {
         "sliding_window": file.get("attention.sliding_window", 4096),
-        "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)],
+        "layer_types": _alternating(file, 2),
         "attn_logit_softcapping": file.get("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": file.get("final_logit_softcapping", 30.0),
         "query_pre_attn_scalar": _gemma_scale(file, largest=46),
@@ -328,10 +327,9 @@ def _gemma2(file: GGUFFile) -> dict[str, Any]:
 
 def _gemma3(file: GGUFFile) -> dict[str, Any]:
     rotary = _rotary(file, 1, False) | {"partial_rotary_factor": 1.0}
-    layers, every = _number(file, "block_count"), _number(file, "attention.sliding_window_pattern", 6)
     return _gemma(file) | {
         "sliding_window": _number(file, "attention.sliding_window"),
-        "layer_types": ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)],
+        "layer_types": _alternating(file, file.get("attention.sliding_window_pattern", 6)),
         "rope_parameters": {
             "full_attention": rotary,
             "sliding_attention": {"rope_type": "default", "rope_theta": file.get("rope.freq_base_swa", 10000.0)},
@@ -366,14 +364,16 @@ def _stablelm(file: GGUFFile) -> dict[str, Any]:
     }
 
 
-def _windows(file: GGUFFile, every: int) -> dict[str, Any]:
-    """Of each `every` layers the last one sees all tokens, unless the file says for each layer whether it has a window."""
-    layers, pattern = _number(file, "block_count"), file.get("attention.sliding_window_pattern", every)
-    local = pattern if isinstance(pattern, list) else [(i + 1) % pattern for i in range(layers)]
-    return {
-        "sliding_window": _number(file, "attention.sliding_window"),
-        "layer_types": ["sliding_attention" if each else "full_attention" for each in local],
-    }
+def _alternating(file: GGUFFile, pattern: int | list[bool]) -> list[str]:
+    """Of each so many layers the last one sees all tokens. Or for each layer whether it has a window."""
+    layers = range(_number(file, "block_count"))
+    local = pattern if isinstance(pattern, list) else [(i + 1) % pattern for i in layers]
+    return ["sliding_attention" if each else "full_attention" for each in local]
+
+
+def _windows(file: GGUFFile) -> dict[str, Any]:
+    types = _alternating(file, file.get("attention.sliding_window_pattern", 4))
+    return {"sliding_window": _number(file, "attention.sliding_window"), "layer_types": types}
 
 
 def _olmo2(file: GGUFFile) -> dict[str, Any]:
@@ -382,7 +382,7 @@ def _olmo2(file: GGUFFile) -> dict[str, Any]:
         return {}
     plain = {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base", 10000.0))}
     own = {"full_attention": _rotary(file, 1, False) | {"partial_rotary_factor": 1.0}, "sliding_attention": plain}
-    return _windows(file, 4) | {"model_type": "olmo3", "rope_parameters": own}
+    return _windows(file) | {"model_type": "olmo3", "rope_parameters": own}
 
 
 def _olmo(file: GGUFFile) -> dict[str, Any]:
@@ -418,7 +418,7 @@ def _starcoder2(file: GGUFFile) -> dict[str, Any]:
 def _exaone4(file: GGUFFile) -> dict[str, Any]:
     if not file.get("attention.sliding_window"):
         return {"sliding_window": None, "layer_types": ["full_attention"] * _number(file, "block_count")}
-    return _windows(file, 4)
+    return _windows(file)
 
 
 def _ernie(file: GGUFFile) -> dict[str, Any]:
@@ -453,7 +453,7 @@ ARCHITECTURES = {
     "smollm3": Architecture("smollm3", interleaved=True, more=_smollm3),
     "glm4": Architecture("glm4", more=_attention_bias),
     "command-r": Architecture("cohere", more=_cohere),
-    "cohere2": Architecture("cohere2", more=lambda file: _cohere(file) | _windows(file, 4)),
+    "cohere2": Architecture("cohere2", more=lambda file: _cohere(file) | _windows(file)),
     "starcoder2": Architecture("starcoder2", more=_starcoder2),
     "internlm2": Architecture("llama", interleaved=True, biases_by_tensor=True, more=_llama),
     "exaone4": Architecture("exaone4", more=_exaone4),

@@ -19,8 +19,7 @@ from outrider.models import mtp
 from outrider.models.checkpoint import Sizes
 from outrider.models.gguf import hybrids
 from outrider.models.gguf.architectures import Architecture, architecture_of, config_of, tensor_names
-from outrider.models.gguf.experts import PACKED_FORMATS, StoredExperts, slices
-from outrider.models.gguf.reader import FLOATS, GGUFFile
+from outrider.models.gguf.reader import FLOATS, PACKED_FORMATS, GGUFFile, StoredExperts, slices
 from outrider.models.gguf.tokenizer import end_ids
 from outrider.models.hf.experts import dense_experts_, give_expert_blocks_, is_mixture
 from outrider.models.hf.hooks import UnsupportedModel

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,14 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
+from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
 from outrider.models.checkpoint import StoredTensor
 
 # ggml's name of a format -> the torch dtype of one weight. All other formats are blocks.
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# The block formats that the kernels compute with. Others are dequantised.
+PACKED_FORMATS = tuple(name for name in native.FORMATS if name not in native.KINDS)
 # GGUF's types of values, as numpy calls them.
 _SCALARS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "?", 10: "u8", 11: "i8", 12: "f8"}
 _STRING, _ARRAY = 8, 9
@@ -84,6 +87,31 @@ def floats_at(stored: StoredTensor) -> Tensor:
     found = matrix_at(stored)
     dense = found.to(torch.float32, copy=True) if isinstance(found, Tensor) else found.dense()
     return dense.view(stored.shape)
+
+
+@dataclass(frozen=True)
+class StoredExperts:
+    """Where a file has the experts of a layer. tensors: by name, gate, up and down, [expert, out, in], in formats of the kernels;
+    then their biases, [expert, out], if there are any."""
+
+    tensors: Mapping[str, StoredTensor]
+
+    def packed(self) -> list[native.Packed]:
+        """Gate and up side by side (paired), and then down, of each expert in turn."""
+        reserve, made, tensors = native.Reserve(), list[native.Packed](), [*self.tensors.values()]
+        biases = [[*floats_at(t)] for t in tensors[3:]] or [[None] * tensors[0].shape[0]] * 3
+        each = zip(*(slices(matrix_at(t), t.shape[0]) for t in tensors[:3]), *biases, strict=True)
+        for gate, up, down, gate_bias, up_bias, down_bias in each:
+            pair = native.Packed([gate, up], "float32", [gate_bias, up_bias], paired=True, later=reserve)
+            made += [pair, native.Packed([down], "float32", [down_bias], later=reserve)]
+        return made
+
+
+def slices(matrices: Tensor | Blocks, count: int) -> list[Tensor] | list[Blocks]:
+    """The matrix of each expert."""
+    if isinstance(matrices, Tensor):
+        return [*matrices.view(count, -1, matrices.shape[-1])]
+    return [replace(matrices, data=rows) for rows in matrices.data.chunk(count)]
 
 
 def read(paths: Sequence[Path]) -> GGUFFile:

@@ -21,7 +21,16 @@ from transformers import PreTrainedModel
 
 from outrider.kernels import cpu as native
 from outrider.kernels.attention import Scoring
-from outrider.models.base import FINAL_NORM, LanguageModel, Output, Want, check_head_ids, check_layers, over_vocabulary
+from outrider.models.base import (
+    FINAL_NORM,
+    LanguageModel,
+    Output,
+    Want,
+    check_head_ids,
+    check_layers,
+    check_whole_head,
+    over_vocabulary,
+)
 from outrider.models.cache import SlotCache
 from outrider.models.checkpoint import free_memory
 from outrider.models.hf.batch_invariant import BatchInvariantOps
@@ -242,8 +251,7 @@ class HFModel(LanguageModel):
         return float_rows(matrix_of(self.model.get_input_embeddings()), tokens)
 
     def head_rows(self, tokens: Tensor) -> Tensor:
-        if self._head_ids is not None:
-            raise ValueError("the output head of this model keeps some of its tokens only; load it without head_ids")
+        check_whole_head(self._head_ids)
         head: Any = self.model.get_output_embeddings()
         if getattr(head, "matrix", head) is None:
             raise ValueError("a matrix of this model is in oneDNN's own layout; the native kernels could share it")
@@ -251,8 +259,7 @@ class HFModel(LanguageModel):
 
     @torch.no_grad()
     def output_head(self, hidden: Tensor) -> Tensor:
-        if self._head_ids is not None:
-            raise ValueError("the output head of this model keeps some of its tokens only; load it without head_ids")
+        check_whole_head(self._head_ids)
         head: Any = self.model.get_output_embeddings()
         return head(hidden.to(self._stand_in.dtype)).float()
 

@@ -25,6 +25,7 @@ from outrider.models.base import (
     Want,
     check_layers,
     check_taps,
+    check_whole_head,
     over_vocabulary,
 )
 from outrider.models.cache import SlotCache
@@ -180,8 +181,7 @@ class NativeModel(LanguageModel):
         return float_rows(self.program.head, places)
 
     def output_head(self, hidden: Tensor) -> Tensor:
-        if self.program.head_ids is not None:
-            raise ValueError("the output head of this model keeps some of its tokens only; load it without head_ids")
+        check_whole_head(self.program.head_ids)
         return self.program.head.linear(hidden)
 
     def _embedded(self, tokens: Tensor) -> Tensor:

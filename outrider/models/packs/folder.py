@@ -34,7 +34,6 @@ from outrider.kernels.blocks import Blocks
 from outrider.models import checkpoint
 from outrider.models.dtypes import STORED_DTYPES
 from outrider.models.gguf import reader
-from outrider.models.gguf.experts import StoredExperts
 from outrider.models.gguf.files import gguf_files
 from outrider.models.lazy import Lazy
 from outrider.models.native import families
@@ -187,16 +186,18 @@ def bytes_of(program: Program) -> int:
     return sum(part.nbytes if isinstance(part, Tensor) else part.bytes for part in parts.values())
 
 
-def _kept(program: Program, without: Mapping[str, StoredExperts]) -> Iterator[tuple[str, Tensor | native.Packed]]:
+def _kept(
+    program: Program, without: Mapping[str, reader.StoredExperts]
+) -> Iterator[tuple[str, Tensor | native.Packed]]:
     """The weights by name. without: mixtures whose matrices are left out."""
     starts = tuple(f"{name}." for name in without)
     for name, part in program.named.items():
-        if not (isinstance(part, StoredExperts) or name.startswith(starts)):
+        if not (isinstance(part, reader.StoredExperts) or name.startswith(starts)):
             yield name, part
 
 
-def _stored_in(program: Program) -> dict[str, StoredExperts]:
-    return {name: part for name, part in program.named.items() if isinstance(part, StoredExperts)}
+def _stored_in(program: Program) -> dict[str, reader.StoredExperts]:
+    return {name: part for name, part in program.named.items() if isinstance(part, reader.StoredExperts)}
 
 
 def source_of(folder: Path) -> tuple[str | None, str]:
@@ -284,7 +285,7 @@ def _experts_of(pack: Manifest, request: LoadRequest) -> dict[str, Any]:
         return found
     tensors = reader.read(gguf_files(request.name) or ()).tensors
     for name, names in pack.experts.items():
-        found[name] = stored_experts = StoredExperts({n: tensors[n] for n in names})
+        found[name] = stored_experts = reader.StoredExperts({n: tensors[n] for n in names})
         found |= expert_names(name, stored_experts.packed())
     return found
 
@@ -349,7 +350,7 @@ def _memory(table: Mapping[str, checkpoint.StoredTensor]) -> dict[str, Tensor]:
     for name, t in table.items():
         places[name] = end
         end += (t.bytes + _LINE - 1) // _LINE * _LINE
-    block = native.room(end)
+    block = native.zeros_in_large_pages(end)
     return {name: block[places[name] :][: t.bytes].view(STORED_DTYPES[t.format]) for name, t in table.items()}
 
 

@@ -292,31 +292,25 @@ FORMATS: dict[str, tuple[Format, ...]] = {
 }
 """The formats that are read, by the `quant_method` of a configuration. gpt-oss's mxfp4 is read by `mxfp4`."""
 
-
-# What is not read of a method: settings -> its words, or nothing.
-_ODD: dict[str, tuple[Callable[[Mapping[str, Any]], str], ...]] = {
-    "gptq": (
-        lambda s: "" if (form := _gptq_format(s)) in ("gptq", "gptq_v2") else f"in the format {form}",
-        lambda s: (
-            "" if s.get("bits") else 'in a number of bits that quantization_config in config.json does not say ("bits")'
-        ),
-        lambda s: "" if s["bits"] in (2, 3, 4, 8) else f"in {s['bits']} bits",
-    ),
-    "awq": (
-        lambda s: (
-            "" if (v := str(s.get("version", "gemm")).lower()) in ("gemm", "exllama", "ipex") else f"in the layout {v}"
-        ),
-        lambda s: "" if (bits := s.get("bits", 4)) == 4 else f"in {bits} bits",
-    ),
-    "compressed-tensors": (
-        lambda s: (
-            ""
-            if (v := (s.get("sparsity_config") or {}).get("format", "dense")) == "dense"
-            else f"and stored sparse ({v})"
-        ),
-    ),
-}
 _OTHER_NAMES = {"fbgemm-fp8": "fbgemm_fp8", "bitsandbytes-4bit": "bitsandbytes", "bitsandbytes-8bit": "bitsandbytes"}
+
+
+def _odd(method: str, settings: Mapping[str, Any]) -> str:
+    """What is not read of a method, in words."""
+    if method == "gptq":
+        bits, form = settings.get("bits"), _gptq_format(settings)
+        if form not in ("gptq", "gptq_v2"):
+            return f"in the format {form}"
+        if not bits:
+            return 'in a number of bits that quantization_config in config.json does not say ("bits")'
+        return "" if bits in (2, 3, 4, 8) else f"in {bits} bits"
+    if method == "awq":
+        bits, layout = settings.get("bits", 4), str(settings.get("version", "gemm")).lower()
+        if layout not in ("gemm", "exllama", "ipex"):
+            return f"in the layout {layout}"
+        return "" if bits == 4 else f"in {bits} bits"
+    stored = (settings.get("sparsity_config") or {}).get("format", "dense")
+    return f"and stored sparse ({stored})" if method == "compressed-tensors" and stored != "dense" else ""
 
 
 def check(name: str, settings: Mapping[str, Any]) -> str:
@@ -329,7 +323,7 @@ def check(name: str, settings: Mapping[str, Any]) -> str:
             f"the weights of {name} are quantised by {method or 'an unnamed method'}, which outrider does not read. It reads "
             f"{', '.join((*FORMATS, 'mxfp4'))}; {otherwise}"
         )
-    if odd := next(filter(None, (what(settings) for what in _ODD.get(method, ()))), None):
+    if odd := _odd(method, settings):
         raise UnsupportedModel(
             f"the weights of {name} are quantised by {method} {odd}, which outrider does not read; {otherwise}"
         )

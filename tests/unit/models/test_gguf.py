@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from outrider import LLM, SamplingParams
 from outrider.kernels import cpu as native
 from outrider.models.builtin.shipped import builtin_folder
-from outrider.models.gguf.experts import PACKED_FORMATS
-from outrider.models.gguf.reader import read
+from outrider.models.gguf.reader import PACKED_FORMATS, read
 from outrider.models.hf.linear import PackedEmbedding
 from outrider.models.hf.model import HFModel
 from outrider.models.load import Loaded
