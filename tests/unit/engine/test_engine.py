@@ -8,13 +8,14 @@ from time import perf_counter
 import pytest
 import torch
 from engines import LONG, TARGET, Gated, engine, mixed, read, run, settled, submit
-from helpers import VOCAB, RandomTree, plain_texts, request, toy_drafters
+from helpers import VOCAB, RandomTree, decoder, plain_texts, request, toy_drafters
 
 from outrider.core.params import SamplingParams
 from outrider.core.types import Guarantee
 from outrider.engine import EngineStopped, QueueFull
 from outrider.engine.prefix_cache import BLOCK, PrefixCache
 from outrider.engine.queue import FairQueue
+from outrider.engine.scheduler import Scheduler
 from outrider.models.cache import SlotCache
 from outrider.testing.toy import ToyModel
 
@@ -202,6 +203,19 @@ def test_cancelled_and_late_jobs_leave_and_disturb_nobody() -> None:
     assert "deadline" in late.result().finish.reason
     assert [stays.result().output] == plain_texts(TARGET, [stays.request])
     settled(eng)
+
+
+def test_a_cancelled_text_leaves_the_queue_in_the_next_step() -> None:
+    scheduler = Scheduler(decoder(TARGET, rows=1))
+    runs, waits = scheduler.add([request([1], LONG), request([2], LONG)])
+    scheduler.step()
+    assert runs.clock.between is None  # there was one step only
+    waits.cancel()
+    scheduler.step()
+    assert not len(scheduler.queue)
+    assert waits.finish is not None
+    assert waits.finish.finish == "abort"
+    assert runs.clock.between is not None
 
 
 def test_draining_hands_back_partial_text_and_takes_nobody_new() -> None:
