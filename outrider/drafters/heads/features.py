@@ -29,7 +29,7 @@ class HeadOutput(NamedTuple):
 
 
 class PairModel:
-    """What reads pairs of a token and a state: a head of the EAGLE family, or an MTP layer. Write `new_cache` and `forward`.
+    """What reads pairs of a token and a state: a head of the EAGLE family, or an MTP layer. Write `forward`.
 
     taps: layers of the target whose states are read. subset: the tokens of the logits; None for all. weight_bytes: that a
     forward of one pair reads. has_draft_chains: whether `draft_chains` can be called.
@@ -44,7 +44,7 @@ class PairModel:
     has_draft_chains = False
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
-        raise NotImplementedError
+        return SlotCache(num_slots, min(max_length, self.max_length))
 
     def forward(
         self, nodes: Nodes, features: Tensor | None = None, *, g: Tensor | None = None, want: Want | int = "all"
@@ -75,9 +75,6 @@ class NativePairs(PairModel):
         self.device, self.vocab_size = torch.device("cpu"), program.vocab_size
         self.weight_bytes = sum(m.bytes for m in program.matrices)
         self._step, self._width = NativeStep(program), program.fed_back
-
-    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
-        return SlotCache(num_slots, min(max_length, self.max_length))
 
     def forward(
         self, nodes: Nodes, features: Tensor | None = None, *, g: Tensor | None = None, want: Want | int = "all"

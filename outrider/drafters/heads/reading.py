@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from outrider.core.sampling import TokenSubset
 from outrider.drafters.heads.config import FIELDS, Field, HeadShape, fields_of, plain_rope, tap_of
 from outrider.drafters.heads.files import HeadFolder, open_head
 from outrider.models.load import Loaded
@@ -45,6 +46,11 @@ class HeadWeights(Generic[Config]):
     def own_embedding(self) -> Tensor | None:
         """float [vocab, hidden], or None for the target's."""
         return self.tensors.get(EMBED)
+
+    def subset(self, device: torch.device) -> TokenSubset | None:
+        """The draft vocabulary; None if it is the whole one."""
+        whole = self.config.vocab_size
+        return None if len(self.token_ids) == whole else TokenSubset(self.token_ids.to(device), whole)
 
 
 class HeadReader:

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from outrider.core.sampling import TokenSubset
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.block.files import read_block
 from outrider.drafters.heads.block.module import BlockConfig, around
@@ -180,9 +179,8 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
         quantization: str = "auto",
     ) -> None:
         """num_slots, max_length: slots of the cache, and tokens of each."""
-        config, ids = head.config, head.token_ids
-        subset = TokenSubset(ids.to(target.device), config.vocab_size) if len(ids) < config.vocab_size else None
-        super().__init__(config.vocab_size, target.device, subset)
+        config = head.config
+        super().__init__(config.vocab_size, target.device, head.subset(target.device))
         self.model = BlockModel(head, target, max_length, quantization)
         self.cache, self.waiting, self.taps = self.model.new_cache(num_slots, max_length), {}, config.taps
         self.first_order = config.markov_rank + config.selector_rank > 0

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from outrider.core.sampling import TokenSubset
 from outrider.core.tree import chain
 from outrider.core.types import Commit
 from outrider.drafters.config import DrafterSetup
@@ -29,7 +28,7 @@ from outrider.kernels import cpu as native
 from outrider.kernels.attention import Scoring
 from outrider.models.attention import attend, write
 from outrider.models.base import LanguageModel, Want
-from outrider.models.cache import SCRATCH, SlotCache
+from outrider.models.cache import SCRATCH
 from outrider.models.native.parts import attention, gated_mlp
 from outrider.models.native.program import Builder, Program
 from outrider.models.native.weights import StoredSource
@@ -56,7 +55,7 @@ def eagle_model(
     runs = target.device.type == "cpu" and native.available()
     if runs and not plain and (table := _table(head, target)) is not None:
         program = _program(head, _EagleSource(head, precision, table))
-        made = NativePairs(program, config.taps, length, _subset(head, target))
+        made = NativePairs(program, config.taps, length, head.subset(target.device))
         made.weight_bytes //= max(config.parallel_drafts, 1)
         return made
     return TorchEagle(head, target, length, precision)
@@ -65,13 +64,6 @@ def eagle_model(
 def _table(head: HeadWeights[EagleConfig], target: LanguageModel) -> native.Packed | Tensor | None:
     own = head.own_embedding
     return target.embedding_table if own is None else own.contiguous()
-
-
-def _subset(head: HeadWeights[EagleConfig], target: LanguageModel) -> TokenSubset | None:
-    """The draft vocabulary; None if it is the whole one."""
-    if len(head.token_ids) == (whole := head.config.vocab_size):
-        return None
-    return TokenSubset(head.token_ids.to(target.device), whole)
 
 
 class _EagleSource(StoredSource):
@@ -140,7 +132,7 @@ class TorchEagle(EagleEquations, PairModel):
         """precision: of the linears."""
         self.config = config = head.config
         self.taps, self.device, self.vocab_size = config.taps, target.device, config.vocab_size
-        self.max_length, self.subset, own = max_length, _subset(head, target), head.own_embedding
+        self.max_length, self.subset, own = max_length, head.subset(target.device), head.own_embedding
         self.embed_tokens = target.embedding_rows
         if own is not None:
             table = own.to(self.device)
@@ -155,9 +147,6 @@ class TorchEagle(EagleEquations, PairModel):
         self.fc_norm = [made.norm(f"fc_norm.{i}") for i in range(len(config.taps))]
         self._rotary = Rotary(config, self.max_length + SCRATCH, self.device)
         self._scoring = Scoring(config.head_dim**-0.5)
-
-    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
-        return SlotCache(num_slots, min(max_length, self.max_length))
 
     def forward(
         self, nodes: Nodes, features: Tensor | None = None, *, g: Tensor | None = None, want: Want | int = "all"
