@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from outrider.control import Controller
 from outrider.core.intervals import Interval
 from outrider.engine.decoder import Decoder
 from outrider.engine.llm import LLM
@@ -24,96 +23,47 @@ from outrider.lab.bench.run import Run, Sample, Setting
 from outrider.lab.bench.summary import summary
 from outrider.models.load import Loaded
 
-
-@dataclass(eq=False)
-class TimedRun:
-    """One text, written in stretches of tokens, with the time of each.
-
-    controller: for runs that share a decoder; None uses the decoder's own. recorder: receives every step.
-    prefill: seconds for the prompt. seconds: of each stretch, the drafter's own prefill included. All runs of a comparison
-    have the same number of stretches. forwards: seconds in the target and the draft model.
-    """
-
-    decoder: Decoder
-    request: Request
-    controller: Controller | None = None
-    recorder: SampleRecorder | None = None
-    prefill: float = 0.0
-    seconds: list[float] = field(default_factory=list)
-    steps: int = 0
-    drafted: int = 0
-    forwards: float = 0.0
-    _row: Sequence | None = None
-
-    @property
-    def row(self) -> Sequence:
-        """The text and its state. Only after `start`."""
-        assert self._row is not None
-        return self._row
-
-    @property
-    def total(self) -> float:
-        """Seconds of all stretches."""
-        return sum(self.seconds)
-
-    @property
-    def finished(self) -> bool:
-        return self.row.finish is not None
-
-    def start(self) -> None:
-        """Take a slot and read the prompt. Raises what `Decoder.admit` raises."""
-        self._row = self.decoder.start(self.request)
-        began = perf_counter()
-        while self.row in self.decoder.waiting:
-            self.decoder.prefill(self.row)
-        self.prefill = perf_counter() - began
-
-    def write(self, tokens: int) -> None:
-        """Step until the text has this many tokens, or ends."""
-        self._own_controller()
-        before, began = self.prefill + self.total, perf_counter()
-        while not self.finished and len(self.row.output) < tokens:
-            step = self.decoder.round([self.row])
-            self.steps += 1
-            self.drafted += int(step.draft.num_draft_tokens)
-            self.forwards += step.seconds["draft"] + step.seconds["target"]
-            if self.recorder is not None:
-                self.recorder.add(step, 0, self.row, before + perf_counter() - began)
-        self.seconds.append(perf_counter() - began)
-
-    def release(self) -> None:
-        """Free the slot, if there is one."""
-        if self._row is not None:
-            self._own_controller()
-            self.decoder.release(self._row.slot)
-
-    def _own_controller(self) -> None:
-        if self.controller is not None:
-            self.decoder.controller = self.controller
-
-
-def interleave(runs: Mapping[str, TimedRun], stretch: int = 8) -> Mapping[str, TimedRun]:
-    """Write all texts, `stretch` tokens at a time, and return the runs. Their order is reversed with every stretch.
-
-    Frees all slots, also after an interrupt. Raises what `Decoder.admit` raises.
-    """
-    order, tokens = list(runs.values()), 0
-    try:
-        for run in order:
-            run.start()
-        while not all(run.finished for run in order):
-            tokens += stretch
-            for run in order:
-                run.write(tokens)
-            order.reverse()
-    finally:
-        for run in runs.values():
-            run.release()
-    return runs
-
-
 # Tokens of a turn.
 STRETCH = 16
+
+
+@dataclass(eq=False)
+class TimedText:
+    """One text that is written in stretches. recorder: receives every step, with the seconds that this text has taken."""
+
+    decoder: Decoder
+    row: Sequence
+    recorder: SampleRecorder
+    seconds: float = 0.0
+
+    def write(self, tokens: int) -> None:
+        """Read the prompt, if it was not read. Then step until the text has this many tokens, or ends."""
+        began = perf_counter() - self.seconds
+        while self.row in self.decoder.waiting:
+            self.decoder.prefill(self.row)
+        while self.row.finish is None and len(self.row.output) < tokens:
+            step = self.decoder.round([self.row])
+            self.recorder.add(step, 0, self.row, perf_counter() - began)
+        self.seconds = perf_counter() - began
+
+
+def interleave(writers: abc.Iterable[tuple[Decoder, SampleRecorder]], request: Request, stretch: int = STRETCH) -> None:
+    """Let all write the text of a request, `stretch` tokens at a time. Their order is reversed with every stretch.
+
+    Frees all slots, also after an interrupt. Raises what `Decoder.start` raises.
+    """
+    texts, tokens = list[TimedText](), 0
+    try:
+        for decoder, recorder in writers:
+            texts.append(TimedText(decoder, decoder.start(request), recorder))
+        while any(text.row.finish is None for text in texts):
+            for text in texts:
+                text.write(tokens)
+            texts.reverse()
+            tokens += stretch
+    finally:
+        for text in texts:
+            text.decoder.release(text.row.slot)
 
 
 @dataclass(eq=False)
@@ -167,16 +117,14 @@ class Racer:
 
     def race(self, candidates: abc.Sequence[Candidate], prompt: Prompt, repeat: int) -> None:
         """Each candidate answers the prompt, and gets one more sample. Raises ValueError for a setting that cannot be made."""
-        runs = dict[str, TimedRun]()
         [request] = self.requests([prompt], repeat)
         recorders = {
             c.name: SampleRecorder(prompt=prompt.id, setting=c.name, repeat=repeat, turn=self.turn, seed=request.seed)
             for c in candidates
         }
-        for c in candidates if self.turn % 2 else candidates[::-1]:
-            runs[c.name] = TimedRun(self.llm(c).decoder, request, recorder=recorders[c.name])
+        order = candidates if self.turn % 2 else candidates[::-1]
         self.turn += 1
-        interleave(runs, STRETCH)
+        interleave([(self.llm(c).decoder, recorders[c.name]) for c in order], request)
         for c in candidates:
             c.samples.append(recorders[c.name].sample())
 

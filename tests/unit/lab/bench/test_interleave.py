@@ -3,46 +3,50 @@
 import pytest
 from helpers import decoder, plain_texts, request
 
-from outrider.control import Fixed
 from outrider.core.params import SamplingParams
+from outrider.core.types import Budget
 from outrider.drafters import ModelDrafter, NoDraft
 from outrider.lab.bench.local import SampleRecorder
-from outrider.lab.tune.race import TimedRun, interleave
+from outrider.lab.tune.race import interleave
 from outrider.testing.toy import ToyModel
 
 REQUEST = request([1, 2, 3], SamplingParams(max_tokens=21, ignore_eos=True))
 
 
-def test_all_write_the_text_of_plain_decoding_in_as_many_stretches():
+def recorder(name: str) -> SampleRecorder:
+    return SampleRecorder(prompt="a", setting=name, repeat=0, turn=0)
+
+
+def test_all_write_the_text_of_plain_decoding():
     target = ToyModel(97)
     decoders = {
         "plain": decoder(target, NoDraft(), rows=1),
         "right": decoder(target, ModelDrafter(ToyModel(97), 1, 64), rows=1),
     }
-    for _ in range(2):  # the slots are free again
-        runs = {name: TimedRun(d, REQUEST) for name, d in decoders.items()}
-        interleave(runs, 4)
-        assert runs["plain"].row.output == runs["right"].row.output == plain_texts(target, [REQUEST])[0]
-        assert [len(r.seconds) for r in runs.values()] == [6, 6]
-        assert runs["plain"].steps == 21 > runs["right"].steps
-        assert runs["plain"].drafted == 0 < runs["right"].drafted
-
-
-def test_runs_may_share_a_decoder_with_a_slot_and_a_controller_each():
-    target = ToyModel(97)
-    shared = decoder(target, ModelDrafter(ToyModel(97), 3, 64), rows=3)
-    recorders = {k: SampleRecorder(prompt="a", setting=str(k), repeat=0, turn=0) for k in (0, 2, 4)}
-    runs = {str(k): TimedRun(shared, REQUEST, Fixed(k), recorder) for k, recorder in recorders.items()}
-    interleave(runs, 5)
     [text] = plain_texts(target, [REQUEST])
-    assert [run.row.output for run in runs.values()] == [text] * 3
-    assert [run.steps for run in runs.values()] == [21, 7, 5]
-    for k, recorder in recorders.items():
-        run, sample = runs[str(k)], recorder.sample()
+    for _ in range(2):  # the slots are free again
+        recorders = {name: recorder(name) for name in decoders}
+        interleave([(d, recorders[name]) for name, d in decoders.items()], REQUEST, 4)
+        plain, right = (recorders[name].sample() for name in decoders)
+        assert plain.token_ids == right.token_ids == text
+        assert plain.drafted == [0] * 21
+        assert right.drafted is not None
+        assert len(right.drafted) < 21
+        assert sum(right.drafted) > 0
+
+
+def test_texts_may_share_a_decoder():
+    target = ToyModel(97)
+    shared = decoder(target, ModelDrafter(ToyModel(97), 3, 64), rows=3, budget=Budget(2))
+    recorders = [recorder(str(n)) for n in range(3)]
+    interleave([(shared, one) for one in recorders], REQUEST, 5)
+    [text] = plain_texts(target, [REQUEST])
+    for sample in (one.sample() for one in recorders):
         assert sample.token_ids == text
         assert sample.drafted is not None
-        assert max(sample.drafted) == k
-        assert run.prefill < sample.seconds <= run.prefill + run.total
+        assert max(sample.drafted) == 2
+        assert len(sample.drafted) == 7
+        assert 0 < (sample.ttft or 0) < sample.seconds
 
 
 def test_an_interrupt_frees_the_slots(monkeypatch):
@@ -56,5 +60,5 @@ def test_an_interrupt_frees_the_slots(monkeypatch):
 
     monkeypatch.setattr(shared, "round", impatient)
     with pytest.raises(KeyboardInterrupt):
-        interleave({"a": TimedRun(shared, REQUEST), "b": TimedRun(shared, REQUEST)})
+        interleave([(shared, recorder("a")), (shared, recorder("b"))], REQUEST)
     assert not shared.sequences
