@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -228,7 +227,7 @@ def run_and_report(run: Run, backend: Any, prompts: list[Prompt], notes: list[st
     answered = sum(s.error is None for s in run.samples)
     if answered:
         show(run, console())
-        _write_files(run, backend, files, interrupted)
+        _write_files(run, files)
     if interrupted:
         return 130
     if not answered:
@@ -249,31 +248,16 @@ def _tell_hindsight(backend: Any, prompts: list[Prompt], sampling: dict[str, Any
         print(one)
 
 
-def _write_files(run: Run, backend: Any, files: FileOptions, interrupted: bool) -> None:
-    """Write the requested files. Then measure the limits of the machine, and write them again with these."""
+def _write_files(run: Run, files: FileOptions) -> None:
+    """Write the requested files."""
     from outrider.lab.bench.report import page
 
-    file, html = files.json_file, files.html
-    if file is None and html is None:
-        return
-
-    def write() -> None:
-        if file is not None:
-            run.save(file)
-        if html is not None:
-            page.write(run, html)
-
-    write()
-    if file is not None:
-        say(f"The measurement is in {file}. Make a page of it: outrider report {file}")
-    if html is not None:
-        say(f"The page is {html}.")
-    if (llms := getattr(backend, "llms", None)) and not interrupted:
-        from outrider.lab.bench.roofline import measure_limits
-
-        with suppress(KeyboardInterrupt), working("measuring the limits of this machine, for the page; ctrl-C ends it"):
-            measure_limits(run, llms)
-        write()
+    if files.json_file is not None:
+        run.save(files.json_file)
+        say(f"The measurement is in {files.json_file}. Make a page of it: outrider report {files.json_file}")
+    if files.html is not None:
+        page.write(run, files.html)
+        say(f"The page is {files.html}.")
 
 
 def _progress(run: Run, backend: Backend, prompts: list[Prompt], file: Path | None) -> Iterator[list[Sample]]:

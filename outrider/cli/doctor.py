@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from time import perf_counter
 
 import typer
 
@@ -106,13 +107,12 @@ def _speed() -> Iterator[Check]:
     import torch
 
     from outrider.kernels import cpu as native
-    from outrider.lab.bench.roofline import read_speed
     from outrider.models.checkpoint import free_memory
 
     free = free_memory(torch.device("cpu"))
     yield Check("memory", f"{free / 1e9:.1f} GB are free" if free else "this system does not say how much is free")
     if native.available() and free > 4 * READ:
-        speed = read_speed(READ, passes=5) / 1e9
+        speed = read_speed() / 1e9
         most = f"1 GB of weights gives at most {speed:.1f} tokens/s without drafts"
         yield Check("bandwidth", f"{speed:.1f} GB/s, fewer when other programs run: {most}")
     if PAGES.exists():
@@ -120,6 +120,26 @@ def _speed() -> Iterator[Check]:
         off = setting == "never"
         fix = f"echo madvise | sudo tee {PAGES}" if off else ""
         yield Check("large pages", f"{setting}: " + ("weights cannot have them" if off else "weights have them"), fix)
+
+
+def read_speed(size: int = READ, passes: int = 5) -> float:
+    """Memory bandwidth in bytes per second, of all threads together. Needs the native kernels.
+
+    Measured with the linear layer that reads a model's weights: a vector times a matrix of `size` bytes. The fastest pass
+    counts, because other programs can only slow a pass down.
+    """
+    import torch
+
+    from outrider.kernels import cpu as native
+
+    width = 4096
+    matrix = native.Packed([torch.ones(1, 1).expand(size // (4 * width), width)], "float32")
+    row, seconds = torch.ones(1, width), list[float]()
+    for _ in range(passes):
+        began = perf_counter()
+        matrix.linear(row)
+        seconds.append(perf_counter() - began)
+    return matrix.bytes / min(seconds)
 
 
 def _cache() -> Check:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.core.origins import ACCEPTED, BONUS, CORRECTED, PLAIN
-from outrider.lab.bench.run import Limits, PromptRecord, Run, Sample, Setting
+from outrider.lab.bench.run import PromptRecord, Run, Sample, Setting
 
 WORDS = [
     "def ",
@@ -107,16 +107,6 @@ def simulate(
         ],
         prompts=asked,
         samples=samples,
-        limits=Limits(
-            plain_step=FORWARD,
-            target={str(n): FORWARD + MORE * (n - 1) for n in (1, 2, 4, 8, 16)},
-            draft_token=DRAFT,
-            weight_bytes=1_000_000_000,
-            read_bytes_per_second=40e9,
-        )
-        if details
-        else Limits(),
-        predicted={setting.name: 31.0 if setting.depth == 0 else 56.0 for setting in settings} if details else {},
         complete=complete,
     )
 

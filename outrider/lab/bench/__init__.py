@@ -4,9 +4,8 @@ run        the measurement as data: settings, prompts, samples, and the JSON fil
 prompts    read prompts from a file, or a set that is installed
 schedule   the order of the measurements, and how an interrupted one continues
 local      backend: models in this process; remote: servers
-interleave several decoders write the same text, a few tokens each in turn
 stats      tokens per second, acceptance, intervals; summary: the same in the field names of `vllm bench serve`
-roofline   what the machine allows, and what the cost model predicts
+hindsight  what was possible with the drafters of a setting
 report     recommendation, comparison of two runs, terminal tables, HTML page
 tune       find the fastest setting: predict all, measure the best
 """

@@ -100,25 +100,11 @@ class Arrivals:
         self.seconds = now
 
 
-class Limits(RunPart):
-    """What the machine allows, as far as it was measured. Times are in seconds.
-
-    plain_step: a plain step of one sequence. target: forward of the target by number of tokens ("1", "2", ...).
-    draft_token: one token of the draft model.
-    """
-
-    plain_step: float | None = None
-    target: dict[str, float] = {}
-    draft_token: float | None = None
-    weight_bytes: int | None = None
-    read_bytes_per_second: float | None = None
-
-
 class Run(RunPart):
     """A whole measurement.
 
     date: ISO 8601, UTC. machine: processor, cores, versions. sampling: parameters of every request; repeat r adds r to the
-    seed. concurrency: requests that are sent together. predicted: by setting, tokens per second from the cost model.
+    seed. concurrency: requests that are sent together.
     summary: by setting, in the field names of `vllm bench serve`; computed from the samples.
     complete: False after an interrupt. The samples are still valid and the run can be resumed.
     """
@@ -135,8 +121,6 @@ class Run(RunPart):
     settings: list[Setting] = Field(min_length=1)
     prompts: list[PromptRecord] = Field(min_length=1)
     samples: list[Sample] = []
-    limits: Limits = Limits()
-    predicted: dict[str, float] = {}
     summary: dict[str, Any] = {}
     complete: bool = False
 
@@ -168,16 +152,12 @@ class Run(RunPart):
 
     def resume(self, old: Run) -> None:
         """Take over what an interrupted part of this measurement has."""
-        self.samples, self.limits, self.predicted = old.samples, old.limits, old.predicted
+        self.samples = old.samples
 
     def forget_failed(self) -> None:
         """Drop the turns that have a failed answer."""
         failed = {s.turn for s in self.samples if s.error is not None}
         self.samples = [s for s in self.samples if s.turn not in failed]
-
-    def allow(self, limits: Limits) -> None:
-        """What the machine allows was measured."""
-        self.limits = limits
 
     def finish(self) -> None:
         """All turns were measured."""

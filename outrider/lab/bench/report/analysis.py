@@ -5,16 +5,13 @@ The first setting of a run is the baseline. Ratios are over it, for the prompts 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 
-from outrider.core.interpolate import interpolate
 from outrider.core.intervals import Interval
-from outrider.drafters.method import METHODS, model_method
 from outrider.lab.bench import stats
-from outrider.lab.bench.run import Limits, Run, Sample, Setting
+from outrider.lab.bench.run import Run, Sample, Setting
 from outrider.lab.bench.stats import AcceptanceStats
 
 PHASES = ("target", "draft", "verify", "commit", "rest")
@@ -45,22 +42,11 @@ class TextComparison:
 
 
 @dataclass(frozen=True)
-class Floor:
-    """Lower bounds in seconds per token, for the steps that were made. None: not measured.
-
-    forwards: the forwards of the two models alone. memory: reading the target's weights once a step.
-    """
-
-    forwards: float | None = None
-    memory: float | None = None
-
-
-@dataclass(frozen=True)
 class SettingResult:
     """All answers of one setting.
 
     ratio, prompts, texts: compared with the baseline; None or empty for the baseline itself. prompts: ratio by prompt.
-    by_depth: see `acceptance_by_depth`. phases: seconds per token. draft_seconds: see `draft_token_seconds`.
+    by_depth: see `acceptance_by_depth`. phases: seconds per token.
     """
 
     setting: Setting
@@ -73,8 +59,6 @@ class SettingResult:
     by_depth: list[tuple[int, int]] = field(default_factory=list)
     texts: TextComparison | None = None
     phases: dict[str, float] = field(default_factory=dict)
-    draft_seconds: float | None = None
-    floor: Floor = Floor()
 
     @property
     def name(self) -> str:
@@ -89,10 +73,8 @@ class SettingResult:
 def analyse(run: Run) -> list[SettingResult]:
     """One result for each setting, in the run's order."""
     base, results = stats.answered(run, run.settings[0].name), []
-    # Requests that share a step also share its time.
-    alone = len({s.turn for s in run.samples}) == len(run.samples)
     for i, setting in enumerate(run.settings):
-        answers, draft_seconds = stats.answered(run, setting.name), draft_token_seconds(run, setting)
+        answers = stats.answered(run, setting.name)
         promised = stats.identity_promised(run, setting.name)
         results.append(
             SettingResult(
@@ -106,8 +88,6 @@ def analyse(run: Run) -> list[SettingResult]:
                 acceptance_by_depth(answers) if is_chain(setting) else [],
                 compare_texts(answers, base, promised) if i else None,
                 seconds_by_phase(answers),
-                draft_seconds,
-                floor(answers, run.limits, draft_seconds) if alone else Floor(),
             )
         )
     return results
@@ -150,20 +130,6 @@ def is_chain(setting: Setting) -> bool:
     return config.get("tree_width") in (1, None) and not config.get("tree_nodes")
 
 
-def draft_token_seconds(run: Run, setting: Setting) -> float | None:
-    """Seconds for one draft token of a chain: 0 for a lookup, the measured time for the draft model. None: unknown."""
-    configs = [s.speculative_config or {} for s in (setting, *run.settings)]
-    methods = [[m] if isinstance(m := c.get("method", model_method()), str) else m for c in configs]
-    if not is_chain(setting):
-        return None
-    if setting.speculative_config is None or all(m in METHODS and METHODS[m].cost == "lookup" for m in methods[0]):
-        return 0.0
-    # The first draft model of a run is the one that was measured.
-    models = [c.get("model") for c, m in zip(configs, methods, strict=True) if c and m == [model_method()]]
-    measured = len(models) > 1 and models[0] == models[1]
-    return run.limits.draft_token if methods[0] == [model_method()] and measured else None
-
-
 def ratio_by_prompt(ours: Iterable[Sample], base: Iterable[Sample]) -> dict[str, float]:
     """Ratio of tokens per second for each prompt, over the repeats of both. Each answer has its own clock."""
     mine, theirs = _rates(ours), _rates(base)
@@ -185,11 +151,6 @@ def acceptance_by_depth(samples: Iterable[Sample]) -> list[tuple[int, int]]:
     deepest = max((d for d, _ in steps), default=0)
     verified = [sum(d >= j and a >= j - 1 for d, a in steps) for j in range(1, deepest + 1)]
     return [(n, sum(a >= j for _, a in steps)) for j, n in enumerate(verified, 1) if n]
-
-
-def acceptance_rates(by_depth: Iterable[tuple[int, int]]) -> list[float]:
-    """For each depth, the chance that a verified draft token is accepted."""
-    return [min(accepted / verified, 1.0) for verified, accepted in by_depth]
 
 
 def compare_texts(ours: Sequence[Sample], base: Sequence[Sample], promised: bool, most: int = 4) -> TextComparison:
@@ -218,38 +179,6 @@ def seconds_by_phase(samples: Iterable[Sample]) -> dict[str, float]:
     known = [s for s in samples if s.phases]
     tokens = sum(s.output_tokens for s in known)
     return {n: t for n in PHASES if (t := sum(s.phases.get(n, 0.0) for s in known) / tokens) > 0} if tokens else {}
-
-
-def floor(samples: Iterable[Sample], limits: Limits, draft_seconds: float | None) -> Floor:
-    """Lower bounds for the steps of these samples. An answer without steps made one for each token.
-
-    draft_seconds: seconds for a draft token, None if unknown.
-    """
-    lengths, tokens = Counter[int](), 0
-    for s in samples:
-        tokens += s.output_tokens
-        lengths.update(s.drafted if s.drafted else {0: s.output_tokens})
-    steps = lengths.total()
-    if not tokens or not steps:
-        return Floor()
-    memory = None
-    if limits.weight_bytes and limits.read_bytes_per_second:
-        memory = steps * limits.weight_bytes / limits.read_bytes_per_second / tokens
-    target, drafted = _target_seconds(limits), any(d and n for d, n in lengths.items())
-    if not target or (drafted and (len(target) == 1 or draft_seconds is None)):
-        return Floor(None, memory)
-    spent = sum(n * step_seconds(limits, d, draft_seconds or 0.0) for d, n in lengths.items())
-    return Floor(spent / tokens, memory)
-
-
-def step_seconds(limits: Limits, depth: int, draft_seconds: float) -> float:
-    """The forwards of a step with a chain of this depth. draft_seconds: seconds for a draft token."""
-    return interpolate(_target_seconds(limits), depth + 1) + depth * draft_seconds
-
-
-def _target_seconds(limits: Limits) -> dict[int, float]:
-    known = {int(n): t for n, t in limits.target.items() if n.isdecimal()}
-    return known or ({1: limits.plain_step} if limits.plain_step else {})
 
 
 def drift(run: Run) -> float | None:

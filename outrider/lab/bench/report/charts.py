@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -114,10 +114,6 @@ LATENCIES = {
     "itl": ("Between arrivals", "Seconds from one arrival, a step, to the next."),
     "tpot": ("Per token", "Seconds after the first token, divided by the number of later tokens."),
 }
-FLOORS = {
-    "forwards": "the same forwards, measured alone",
-    "memory": "reading the target's weights once a step",
-}
 
 
 @dataclass(frozen=True)
@@ -141,21 +137,18 @@ class Chart:
     legend: Sequence[tuple[str, str]] = ()
 
 
-def speeds(results: Sequence[SettingResult], predicted: Mapping[str, float]) -> Chart | None:
+def speeds(results: Sequence[SettingResult]) -> Chart | None:
     """Tokens per second of each setting."""
     shown = [(r, r.rate) for r in results if r.rate is not None]
     if not shown:
         return None
-    expected = {r.name: predicted[r.name] for r, _ in shown if predicted.get(r.name)}
-    scale = around([*(_ends(rate)[1] for _, rate in shown), *expected.values()], zero=True)
+    scale = around([_ends(rate)[1] for _, rate in shown], zero=True)
     rows = []
     for r, rate in shown:
         said = f"{r.name}: {amount(rate.value)} tokens per second, interval {bounds(rate)}"
-        said += f", predicted {amount(expected[r.name])}" if r.name in expected else ""
-        drawing = draw.bar(scale, rate.value, *_ends(rate), said, expected.get(r.name))
+        drawing = draw.bar(scale, rate.value, *_ends(rate), said)
         rows.append(ChartRow(r.name, drawing, amount(rate.value)))
     legend = [(draw.key("bar"), "measured"), (draw.key("whisker"), "95 % interval")]
-    legend += [(draw.key("expected"), "predicted by the cost model")] if expected else []
     return Chart(
         "Tokens per second", rows, _axis(scale), "All tokens divided by all seconds, prefill included.", legend
     )
@@ -237,24 +230,17 @@ def by_category(categories: Sequence[CategoryResult], baseline: str) -> Chart | 
 
 
 def time_by_phase(results: Sequence[SettingResult]) -> Chart | None:
-    """Milliseconds per token by phase, with the lower bounds of the machine."""
+    """Milliseconds per token by phase."""
     shown = [r for r in results if r.phases]
     if not shown:
         return None
-    floors = [v for r in shown for v in (r.floor.forwards, r.floor.memory) if v]
-    scale = around([1000 * v for v in (*(r.per_token for r in shown), *floors)], zero=True)
-    rows, drawn = [], set[str]()
+    scale, rows = around([1000 * r.per_token for r in shown], zero=True), []
     for r in shown:
         parts = {n: 1000 * t for n, t in r.phases.items()}
-        marks = {"forwards": r.floor.forwards, "memory": r.floor.memory}
-        known = {name: 1000 * v for name, v in marks.items() if v}
         said = f"{r.name}: {amount(1000 * r.per_token)} ms per token: "
         said += ", ".join(f"{n} {amount(1000 * t)}" for n, t in r.phases.items())
-        said += "".join(f"; {n} alone {amount(v)}" for n, v in known.items())
-        rows.append(ChartRow(r.name, draw.stack(scale, parts, known, said), f"{amount(1000 * r.per_token)} ms"))
-        drawn |= known.keys()
+        rows.append(ChartRow(r.name, draw.stack(scale, parts, said), f"{amount(1000 * r.per_token)} ms"))
     legend = [(draw.key(f"part-{n}"), n) for n in PHASES if any(n in r.phases for r in shown)]
-    legend += [(draw.key(n), text) for n, text in FLOORS.items() if n in drawn]
     return Chart("Time per token", rows, _axis(scale, " ms"), "By phase of the step.", legend)
 
 

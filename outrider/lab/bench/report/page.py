@@ -73,7 +73,7 @@ def render(run: Run, *, other: Run | None = None) -> tuple[str, Recommendation]:
         "best": best,
         "comparison": compare_runs(other, run, recommendation.setting) if other is not None else None,
         "other": other,
-        "speeds": charts.speeds(results, run.predicted),
+        "speeds": charts.speeds(results),
         "speedups": charts.speedups(results),
         "latencies": charts.latencies(results),
         "acceptance": charts.acceptance(results),

@@ -6,18 +6,15 @@ import json
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from operator import mul
+from itertools import pairwise
 
 from outrider.core.intervals import Interval
 from outrider.lab.bench import stats
 from outrider.lab.bench.report.analysis import (
     SettingResult,
-    acceptance_rates,
     analyse,
     by_category,
     drift,
-    step_seconds,
 )
 from outrider.lab.bench.report.format import count, factor, interval, percent
 from outrider.lab.bench.run import Run
@@ -75,14 +72,12 @@ def recommend(run: Run, results: list[SettingResult] | None = None) -> Recommend
     reasons = [
         *_texts(run, best, base),
         *_acceptance(best),
-        *_no_length_pays(run, best),
         *_outside_steps(best),
         *_other_settings(best, compared),
     ]
-    levers = [*_categories(run, best, base), *_length(run, best), *_drafting(best)]
-    if kind in (DROP, OPEN) and levers:
+    advice = [*_categories(run, best, base), *_drafting(best)]
+    if kind in (DROP, OPEN) and advice:
         kind = CHANGE
-    advice = [*levers, *_prediction(run, best)]
     if broken:
         reasons.insert(0, headline)
         different = sum(r.texts.differing for r in broken if r.texts)
@@ -186,38 +181,6 @@ def _categories(run: Run, best: SettingResult, base: SettingResult) -> list[str]
     return [f"It is faster for {', '.join(faster)} and slower for {', '.join(slower)}. Decode the latter plainly."]
 
 
-def _length(run: Run, best: SettingResult) -> list[str]:
-    """Another chain length, if the measured acceptance and the measured forwards predict at least 5 % more speed."""
-    rates, now, wanted = _by_length(run, best)
-    tried = [d for s in best.answers for d in s.drafted or []]
-    # A controller chose the lengths, and it knows more than this model.
-    adaptive = tried.count(now) < len(tried) / 2
-    if not wanted or adaptive or rates[wanted] < rates[now] * 1.05:
-        return []
-    expected = f"{factor(rates[wanted] / rates[0])} times plain decoding instead of {factor(rates[now] / rates[0])}"
-    return [
-        f"Set num_speculative_tokens to {wanted} instead of {now}: later draft tokens are accepted too seldom for their cost "
-        f"(prediction from the forwards alone: {expected})."
-    ]
-
-
-def _no_length_pays(run: Run, best: SettingResult) -> list[str]:
-    _, now, wanted = _by_length(run, best)
-    if not now or wanted:
-        return []
-    return ["With this acceptance and the cost of these forwards, no draft length is faster than plain decoding."]
-
-
-def _by_length(run: Run, best: SettingResult) -> tuple[list[float], int, int]:
-    """Predicted tokens per second for 0, 1, 2... draft tokens, from the forwards alone; the length that was tried, and the
-    best one. Empty and zeros if too little is known."""
-    kept = list(accumulate(acceptance_rates(best.by_depth), mul))  # survival
-    if not kept or len(run.limits.target) < 2 or best.by_depth[0][0] < 100 or best.draft_seconds is None:
-        return [], 0, 0
-    rates = [(1 + sum(kept[:k])) / step_seconds(run.limits, k, best.draft_seconds) for k in range(len(kept) + 1)]
-    return rates, len(kept), max(range(len(rates)), key=rates.__getitem__)
-
-
 def _drafting(best: SettingResult) -> list[str]:
     share = best.phases.get("draft", 0.0) / (best.per_token or 1.0)
     advice = "Use a smaller draft model, or fewer draft tokens"
@@ -228,16 +191,6 @@ def _outside_steps(best: SettingResult) -> list[str]:
     share = best.phases.get("rest", 0.0) / (best.per_token or 1.0)
     what = "prefill, tokenizer, waiting. Speculation cannot help there"
     return [f"{percent(share)} of the time is outside of steps: {what}."] if share > 0.25 else []
-
-
-def _prediction(run: Run, best: SettingResult) -> list[str]:
-    predicted = run.predicted.get(best.name)
-    if not predicted or best.rate is None or 0.8 < best.rate.value / predicted < 1.25:
-        return []
-    return [
-        f"The cost model predicted {predicted:.1f} tokens per second, measured were {best.rate.value:.1f}. Calibrate again on "
-        "an idle machine before you trust its choices."
-    ]
 
 
 def _notes(run: Run, results: list[SettingResult]) -> list[str]:

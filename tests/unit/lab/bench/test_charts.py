@@ -22,4 +22,4 @@ def test_scales_hold_what_they_show(values: list[float], zero: bool, log: bool) 
 
 def test_charts_escape() -> None:
     assert "<b>" not in draw.axis(Scale(0, 1), {0: "<b>"})
-    assert '"x"' not in draw.bar(Scale(0, 1), 1, 0, 1, 'a "x"', None)
+    assert '"x"' not in draw.bar(Scale(0, 1), 1, 0, 1, 'a "x"')

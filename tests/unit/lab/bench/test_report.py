@@ -17,19 +17,11 @@ from outrider.cli import main as cli
 from outrider.core import intervals
 from outrider.core.intervals import Interval
 from outrider.lab.bench import stats
-from outrider.lab.bench.report.analysis import (
-    Floor,
-    acceptance_by_depth,
-    acceptance_rates,
-    analyse,
-    draft_token_seconds,
-    floor,
-    step_seconds,
-)
+from outrider.lab.bench.report.analysis import acceptance_by_depth, analyse
 from outrider.lab.bench.report.charts import Scale
 from outrider.lab.bench.report.page import render, visible, write
 from outrider.lab.bench.report.recommend import BROKEN, CHANGE, DROP, KEEP, OPEN, recommend
-from outrider.lab.bench.run import Limits, Run, Sample
+from outrider.lab.bench.run import Run, Sample
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 TAGS = (
@@ -184,7 +176,6 @@ RECOMMENDATIONS = {
     "approximate": (simulate(PLAIN_SETTING, Simulated("d", 4, differing=0.3, guarantee="approximate")), KEEP, "times as fast"),
     "no baseline": (simulate(Simulated("plain", failing=1.0), Simulated("d", 4)), OPEN, "plain gave no answer"),
     "nobody but the baseline": (simulate(PLAIN_SETTING, Simulated("d", 4, failing=1.0)), OPEN, "d gave no answer"),
-    "too long": (simulate(PLAIN_SETTING, Simulated("draft", 8, 0.4)), CHANGE, "draft is slower"),
     "one bad category": (
         simulate(PLAIN_SETTING, Simulated("draft", 4, categories={"prose": 0.02})),
         CHANGE,
@@ -230,24 +221,14 @@ def everything(run: Run) -> str:
             "the distribution is the same",
         ),
         (simulate(PLAIN_SETTING, Simulated("d", 4, differing=0.3), details=False), "There is no guarantee"),
-        (simulate(PLAIN_SETTING, Simulated("wrong", 4, 0.0)), "no draft length is faster than plain"),
-        (simulate(PLAIN_SETTING, Simulated("d", 8, 0.4)), "Set num_speculative_tokens to 1 instead of 8"),
         (simulate(PLAIN_SETTING, Simulated("d", 4, categories={"prose": 0.02})), "slower for prose"),
         (simulate(PLAIN_SETTING, Simulated("d", 4), Simulated("e", 4)), "not clearly slower than"),
         (simulate(PLAIN_SETTING, Simulated("d", 4), Simulated("wrong", 4, 0.0)), "slower than d"),
-        (simulate(PLAIN_SETTING, Simulated("d", 4, factor=0.6)), "The cost model predicted 56.0"),
         (simulate(tokens=4), "of the time is outside of steps"),
     ],
 )  # fmt: skip
 def test_reasons(run: Run, words: str) -> None:
     assert words in everything(run)
-
-
-def test_no_length_is_advised_where_a_controller_chose_it() -> None:
-    run = simulate(PLAIN_SETTING, Simulated("d", 8, 0.4))
-    for sample in run.samples:
-        sample.drafted = sample.drafted and [d if i % 3 == 0 else min(d, 2) for i, d in enumerate(sample.drafted)]
-    assert "Set num_speculative_tokens" not in everything(run)
 
 
 def test_nothing_is_said_without_a_reason() -> None:
@@ -281,25 +262,6 @@ def test_figures_against_arithmetic() -> None:
     steps = {"drafted": [4, 4, 2, 0], "accepted": [4, 1, 2, 0]}
     sample = Sample(prompt="p", setting="s", repeat=0, turn=0, seconds=1.0, output_tokens=11, **steps)
     assert acceptance_by_depth([sample]) == [(3, 3), (3, 2), (1, 1), (1, 1)]
-    assert acceptance_rates(acceptance_by_depth([sample])) == pytest.approx([1, 2 / 3, 1, 1])
-    limits = Limits(target={"1": 1.0, "3": 2.0, "5": 4.0}, draft_token=0.1, weight_bytes=10, read_bytes_per_second=20.0)
-    assert [step_seconds(limits, d, 0.1) for d in (0, 1, 2, 4, 9)] == pytest.approx([1.0, 1.6, 2.2, 4.4, 9.9])
-    assert floor([sample], limits, 0.1) == Floor(pytest.approx((2 * 4.4 + 2.2 + 1.0) / 11), pytest.approx(4 * 0.5 / 11))
-    assert floor([sample], Limits(plain_step=1.0), 0.0) == Floor(None, None)  # what is not measured is not made up
-    assert floor([sample], limits, None).forwards is None
-
-
-def test_a_guess_costs_what_its_drafter_does() -> None:
-    other, tree = {"model": "other"}, {"tree_width": 2}
-    ways = [
-        Simulated("draft", 4),
-        Simulated("lookup", 4, config={"method": "suffix"}),
-        Simulated("other", 4, config=other),
-        Simulated("tree", 4, config=tree),
-    ]
-    run = simulate(PLAIN_SETTING, *ways, Simulated("both", 4, config={"method": ["suffix", "draft_model"]}))
-    known = [draft_token_seconds(run, s) for s in run.settings]
-    assert known == [0.0, run.limits.draft_token, 0.0, None, None, None]
 
 
 def test_one_prompt_has_no_interval() -> None:
