@@ -241,7 +241,7 @@ def run_and_report(run: Run, backend: Any, prompts: list[Prompt], notes: list[st
 def _tell_hindsight(backend: Any, prompts: list[Prompt], sampling: dict[str, Any]) -> None:
     """Say what was possible with the drafters of each setting."""
     with working("recording what the drafters would have proposed"):
-        from outrider.lab.bench.hindsight import hindsight
+        from outrider.lab.tune.forecasts import hindsight
 
         found = hindsight(backend.llms, prompts, sampling)
     for one in found:

@@ -48,7 +48,7 @@ COMPARED = 96  # positions of the first request at which drafts are compared
 NODES, DEPTH, WIDTH = 16, 8, 4  # of the trees that are compared; the chain has as many tokens
 
 
-def explained(trace: Trace, tokenizer: Any | None = None, title: str | None = None) -> ExplainedRun:
+def explained(trace: Trace, tokenizer: Any | None = None) -> ExplainedRun:
     """What the page shows of a trace, without the model. tokenizer: for the texts of tokens; None shows numbers."""
     header, notes = trace.header, list[str]()
     if trace.problem is not None:
@@ -61,7 +61,7 @@ def explained(trace: Trace, tokenizer: Any | None = None, title: str | None = No
     steps = [s for text in trace.texts.values() for s in text.steps]
     plain = [sum(s.seconds) for s in steps if not s.drafted and s.rows == 1]
     return ExplainedRun(
-        title=title or trace.path.name,
+        title=trace.path.name,
         builtin=False,
         detail=header.detail.value,
         **_same(header, "model drafter verifier guarantee device date machine speculative_config"),

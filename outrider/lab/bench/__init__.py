@@ -5,7 +5,6 @@ prompts    read prompts from a file, or a set that is installed
 schedule   the order of the measurements, and how an interrupted one continues
 local      backend: models in this process; remote: servers
 stats      tokens per second, acceptance, intervals; summary: the same in the field names of `vllm bench serve`
-hindsight  what was possible with the drafters of a setting
 report     recommendation, comparison of two runs, terminal tables, HTML page
 tune       find the fastest setting: predict all, measure the best
 """

@@ -47,7 +47,7 @@ class Local:
         """The length of a prompt. Raises ValueError for a prompt that does not fit."""
         llm = next(iter(self.llms.values()))
         try:
-            [request] = llm.requests(llm.encode(prompt.content), self._params(prompt, 0))
+            [request] = llm.requests(llm.encode(prompt.content), sampling_params(self.sampling, prompt, 0))
             llm.decoder.check(request)
             return len(request.prompt)
         except ValueError as error:
@@ -64,7 +64,7 @@ class Local:
 
     def answer(self, setting: Setting, prompts: abc.Sequence[Prompt], repeat: int, turn: int) -> list[Sample]:
         llm = self.llms[setting.name]
-        requests = [llm.requests(llm.encode(p.content), self._params(p, repeat))[0] for p in prompts]
+        requests = [llm.requests(llm.encode(p.content), sampling_params(self.sampling, p, repeat))[0] for p in prompts]
         recorders = {
             r.id: SampleRecorder(prompt=p.id, setting=setting.name, repeat=repeat, turn=turn, seed=r.seed)
             for p, r in zip(prompts, requests, strict=True)
@@ -79,9 +79,6 @@ class Local:
         except Exception as error:
             failed = f"{type(error).__name__}: {error}"
         return [recorders[r.id].sample(failed) for r in requests]
-
-    def _params(self, prompt: Prompt, repeat: int) -> SamplingParams:
-        return sampling_params(self.sampling, prompt, repeat)
 
 
 def sampling_params(sampling: Mapping[str, Any], prompt: Prompt, repeat: int) -> SamplingParams:

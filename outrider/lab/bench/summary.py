@@ -45,10 +45,9 @@ def _category(result: CategoryResult, compared: bool) -> dict[str, Any]:
     return out
 
 
-def throughput_fields(samples: list[Sample], num_requests: int, seconds: float | None = None) -> dict[str, Any]:
-    """Throughput, latency and acceptance of answered samples. num_requests: failed ones included.
-    seconds: duration; None takes the sum over the turns."""
-    seconds = stats.wall(samples) if seconds is None else seconds
+def throughput_fields(samples: list[Sample], num_requests: int) -> dict[str, Any]:
+    """Throughput, latency and acceptance of answered samples. num_requests: failed ones included."""
+    seconds = stats.wall(samples)
     read, written = sum(s.prompt_tokens for s in samples), sum(s.output_tokens for s in samples)
     out: dict[str, Any] = {
         "duration": seconds,

@@ -371,22 +371,17 @@ def story(toy: oracle.Toy, rule: oracle.Rule, drafter: oracle.Drafter, configura
     for text in known:
         after = "".join(LETTERS[i] for i in text) or "nothing"
         lines += [f"  after {after:8} p:  {numbers(toy.p(text))}", f"  {'':14} q:  {numbers(toy.q(text))}"]
-    program = oracle.speculate(toy, rule, drafter, length)
-    found: dict[Any, Fraction] = {}
-    lines.append("all branches:")
-    script: list[int] | None = []
-    count = 0
-    while script is not None:
-        narrator = _Narrator(script)
+    program, branches = oracle.speculate(toy, rule, drafter, length), list[str]()
+
+    def told(narrator: _Narrator) -> tuple[int, ...]:
         text = program(narrator)
-        found[text] = found.get(text, Fraction(0)) + narrator.weight
-        count += 1
-        if count <= 24:
-            spelled = "".join(LETTERS[i] for i in text)
-            lines.append(f"  {narrator.weight!s:>8}  {spelled}   {'; '.join(narrator.told)}")
-        script = narrator.next_script()
-    if count > 24:
-        lines.append(f"  ... and {count - 24} more")
+        branches.append(f"  {narrator.weight!s:>8}  {''.join(LETTERS[i] for i in text)}   {'; '.join(narrator.told)}")
+        return text
+
+    found = oracle.distribution(told, _Narrator)
+    lines += ["all branches:", *branches[:24]]
+    if len(branches) > 24:
+        lines.append(f"  ... and {len(branches) - 24} more")
     lines.append("added up, and what plain decoding gives:")
     wanted = oracle.plain(toy, length)
     for text in sorted({*found, *wanted}):

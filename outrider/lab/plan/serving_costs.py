@@ -7,42 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
 
 from outrider.core.interpolate import through
 from outrider.lab.hardware import Hardware
 from outrider.lab.plan.acceptance_curve import AcceptanceCurve
 from outrider.lab.plan.planned_model import PlannedModel
-
-
-class ServingCosts(Protocol):
-    """What the simulator asks for. All in seconds."""
-
-    @property
-    def drafter_reads(self) -> bool:
-        """Whether the drafter is a model, which must read a text before it can draft for it."""
-        ...
-
-    @property
-    def request(self) -> float:
-        """What a request takes from all others when it comes: its text is checked and encoded, and it gets a slot."""
-        ...
-
-    def round(self, batch_size: int, depth: int, context: float) -> float:
-        """A draft-verify round: `depth` draft tokens for each sequence. context: tokens of a sequence on average."""
-        ...
-
-    def prefill(self, tokens: int, context: float) -> float:
-        """Reading so many tokens of one prompt, after `context` others."""
-        ...
-
-    def reading(self, tokens: int) -> float:
-        """The drafter's reading of so many tokens."""
-        ...
-
-    def terms(self, batch_size: int, depth: int, context: float) -> Sequence[CostTerm]:
-        """The parts of a round, with their formulas; none if rounds were measured."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -161,6 +130,15 @@ class MeasuredCosts:
 
     def to_json(self) -> str:
         return json.dumps({"kind": "outrider-serving-costs", **asdict(self)}, indent=1)
+
+
+ServingCosts = RooflineCosts | MeasuredCosts
+"""What the simulator asks for, in seconds.
+
+drafter_reads: whether the drafter is a model, which must read a text before it can draft for it. request: what a request takes
+from all others when it comes. round: of `depth` draft tokens for each sequence, whose mean length is `context`. prefill: reading
+tokens of one prompt, after `context` others. reading: the drafter's. terms: the parts of a round, none if rounds were measured.
+"""
 
 
 def measured_costs(path: Path) -> MeasuredCosts | None:

@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
-from types import TracebackType
 from typing import IO, Any
 
 import httpx
@@ -97,9 +96,7 @@ class EngineServer:
         self.start_seconds = monotonic() - start
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     @property

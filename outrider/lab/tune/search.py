@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider.core.intervals import Interval
 from outrider.lab.bench.prompts import Prompt
-from outrider.lab.tune.forecasts import BATCH_SIZES, Forecasts
+from outrider.lab.tune.forecasts import Forecasts
 from outrider.lab.tune.race import Candidate, Racer
 
 # A smaller gain does not matter.
@@ -183,7 +183,7 @@ class Search:
             return answer
         return next((c for c in self.candidates if c.length and len(c.drafters) == 1), self.plain)
 
-    def best_depths(self, batch_sizes: Sequence[int] = BATCH_SIZES) -> dict[int, int]:
+    def best_depths(self) -> dict[int, int]:
         """The best fixed length of the exported setting for each batch size, by the replay."""
         names = self.exported.drafters
-        return self.forecasts.best_lengths(names, batch_sizes) if names else {}
+        return self.forecasts.best_lengths(names) if names else {}

@@ -6,8 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from outrider.cli.help import BriefCommand
-from outrider.cli.main import app
+from outrider.cli.main import BriefCommand, app
 
 COMMANDS = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
 LINES, COLUMNS = 45, 80

@@ -15,6 +15,7 @@ from outrider.lab.bench.run import Run, Sample, Setting
 from outrider.lab.bench.stats import AcceptanceStats
 
 PHASES = ("target", "draft", "verify", "commit", "rest")
+EXAMPLES = 4  # of texts that differ
 
 
 @dataclass(frozen=True)
@@ -153,11 +154,10 @@ def acceptance_by_depth(samples: Iterable[Sample]) -> list[tuple[int, int]]:
     return [(n, sum(a >= j for _, a in steps)) for j, n in enumerate(verified, 1) if n]
 
 
-def compare_texts(ours: Sequence[Sample], base: Sequence[Sample], promised: bool, most: int = 4) -> TextComparison:
-    """most: number of examples."""
+def compare_texts(ours: Sequence[Sample], base: Sequence[Sample], promised: bool) -> TextComparison:
     different, compared = stats.differing(ours, base)
     mine, theirs = ({(s.prompt, s.repeat): s for s in samples} for samples in (ours, base))
-    examples = [_difference(mine[key], theirs[key]) for key in different[:most]]
+    examples = [_difference(mine[key], theirs[key]) for key in different[:EXAMPLES]]
     return TextComparison(compared, len(different), promised, examples)
 
 
