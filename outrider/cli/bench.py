@@ -210,8 +210,8 @@ def bench(
 def run_and_report(run: Run, backend: Any, prompts: list[Prompt], notes: list[str], files: FileOptions) -> int:
     """Measure with a progress bar, save, show. Returns the exit code, 130 after ctrl-C."""
     file = files.json_file
+    from outrider.lab.bench.report.analysis import summary
     from outrider.lab.bench.report.terminal import show
-    from outrider.lab.bench.summary import summary
 
     interrupted = False
     try:

@@ -18,9 +18,9 @@ from outrider.cli.bench import SettingOptions
 from outrider.lab.bench import stats
 from outrider.lab.bench.local import Local
 from outrider.lab.bench.prompts import Prompt
+from outrider.lab.bench.report.analysis import summary
 from outrider.lab.bench.run import Run, Sample, Setting
 from outrider.lab.bench.schedule import measure, plan
-from outrider.lab.bench.summary import summary
 
 SMALL = "builtin:code-draft"
 PAIR = {"method": "draft_model", "model": SMALL, "num_speculative_tokens": 3, "controller": "fixed"}

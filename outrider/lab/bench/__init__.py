@@ -4,7 +4,7 @@ run        the measurement as data: settings, prompts, samples, and the JSON fil
 prompts    read prompts from a file, or a set that is installed
 schedule   the order of the measurements, and how an interrupted one continues
 local      backend: models in this process; remote: servers
-stats      tokens per second, acceptance, intervals; summary: the same in the field names of `vllm bench serve`
-report     recommendation, comparison of two runs, terminal tables, HTML page
+stats      tokens per second, acceptance, intervals
+report     results and recommendation, terminal tables, HTML page with a comparison of two runs
 tune       find the fastest setting: predict all, measure the best
 """

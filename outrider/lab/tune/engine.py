@@ -217,6 +217,7 @@ class EngineTrial(Candidate):
         }
 
 
+@dataclass(eq=False)
 class EngineSearch:
     """Finds the fastest setting of an engine for some prompts. `run` yields a line of progress now and then.
 
@@ -228,36 +229,31 @@ class EngineSearch:
     that is faster. Raises ValueError for a command without words, or with a port that is no number.
     """
 
-    def __init__(
-        self,
-        engine: str,
-        command: str,
-        prompts: Sequence[Prompt],
-        configs: Sequence[tuple[str, dict[str, Any]]],
-        sampling: dict[str, Any],
-        *,
-        logs: Path,
-        model: str | None = None,
-        concurrency: int = 1,
-        seconds: float = 120.0,
-        ready: float = 600.0,
-        timeout: float = 600.0,
-        api_key: str | None = None,
-    ) -> None:
+    engine: str
+    command: str
+    prompts: Sequence[Prompt]
+    configs: Sequence[tuple[str, dict[str, Any]]]
+    sampling: dict[str, Any]
+    logs: Path
+    model: str | None = None
+    concurrency: int = 1
+    seconds: float = 120.0
+    ready: float = 600.0
+    timeout: float = 600.0
+    api_key: str | None = None
+    notes: dict[str, None] = field(default_factory=dict)
+    measured: float = 0.0
+
+    def __post_init__(self) -> None:
         try:
-            self.words = shlex.split(command)
+            self.words = shlex.split(self.command)
         except ValueError as error:
-            raise ValueError(f"--command {command!r} cannot be split into words: {error}") from None
+            raise ValueError(f"--command {self.command!r} cannot be split into words: {error}") from None
         if not self.words:
             raise ValueError("--command is empty; give the command that starts the server, such as 'vllm serve MODEL'")
         self.port = _given_port(self.words)
-        self.engine, self.prompts, self.sampling, self.logs = engine, list(prompts), sampling, logs
-        self.model, self.concurrency, self.seconds = model, concurrency, seconds
-        self.ready, self.timeout, self.api_key = ready, timeout, api_key
         self.trials = [self._trial(PLAIN, {"method": "none"})]
-        self.methods = [self._trial(name, config) for name, config in configs]
-        self.notes: dict[str, None] = {}
-        self.measured = 0.0
+        self.methods = [self._trial(name, config) for name, config in self.configs]
 
     @property
     def plain(self) -> EngineTrial:

@@ -19,8 +19,8 @@ from outrider.engine.request import Request, Sequence
 from outrider.lab.bench import stats
 from outrider.lab.bench.local import SampleRecorder, sampling_params
 from outrider.lab.bench.prompts import Prompt
+from outrider.lab.bench.report.analysis import summary
 from outrider.lab.bench.run import Run, Sample, Setting
-from outrider.lab.bench.summary import summary
 from outrider.models.load import Loaded
 
 # Tokens of a turn.
