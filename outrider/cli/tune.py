@@ -42,6 +42,7 @@ from outrider.cli.terminal import (
 )
 
 if TYPE_CHECKING:
+    from outrider.core.intervals import Interval
     from outrider.drafters.method import TuneInputs
     from outrider.lab.bench.prompts import Prompt
     from outrider.lab.tune.engine import EngineSearch, EngineTrial
@@ -201,10 +202,18 @@ def _cells(search: EngineSearch, trial: EngineTrial) -> list[str]:
     return [
         f"{trial.start:.0f}",
         f"{trial.speed:.0f}",
-        "" if gain is None else f"{gain.value:.2f} x ({gain.low:.2f}-{gain.high:.2f})",
+        _cell(gain),
         f"{trial.accepted} of {trial.drafted}" if trial.drafted else "",
         "" if trial is search.plain else f"{same} of {compared}",
     ]
+
+
+def _cell(gain: Interval | None) -> str:
+    return "" if gain is None else f"{gain.value:.2f} x ({gain.low:.2f}-{gain.high:.2f})"
+
+
+def _said(gain: Interval) -> str:
+    return f"{gain.value:.2f} times plain decoding (95 %: {gain.low:.2f} to {gain.high:.2f})"
 
 
 def verdict(search: EngineSearch) -> str:
@@ -213,7 +222,7 @@ def verdict(search: EngineSearch) -> str:
     if best is None:
         return f"No setting could be measured in {search.engine} beside plain decoding, so this says nothing about speculation."
     gain = best.gain(search.plain)
-    said = "" if gain is None else f"{gain.value:.2f} times plain decoding (95 %: {gain.low:.2f} to {gain.high:.2f})"
+    said = "" if gain is None else _said(gain)
     if answer is best:
         return f"Speculation helps in {search.engine} here. The best setting is {best.name}: {said}."
     if gain is not None and gain.value > 1:
@@ -388,7 +397,7 @@ def show(search: Search) -> Candidate:
             candidate.name,
             "" if candidate.predicted is None else f"{candidate.predicted:.2f} x",
             "" if speed is None else f"{speed.value:.0f}",
-            "" if gain is None else f"{gain.value:.2f} x ({gain.low:.2f}-{gain.high:.2f})",
+            _cell(gain),
             candidate.dropped,
         )
     console().print(shown)
@@ -401,7 +410,7 @@ def show(search: Search) -> Candidate:
     if answer is search.plain:
         say(f"Plain decoding is the fastest here: {why_plain(search)}.", YELLOW)
     elif gain is not None:
-        said = f"{answer.name}: {gain.value:.2f} times plain decoding (95 %: {gain.low:.2f} to {gain.high:.2f})."
+        said = f"{answer.name}: {_said(gain)}."
         if gain.low <= 1:
             said += " More prompts would make it certain. It stops where draft tokens do not pay."
         say(said, GREEN)

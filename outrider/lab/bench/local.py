@@ -12,7 +12,7 @@ from outrider.core.origins import letters
 from outrider.core.params import SamplingParams
 from outrider.core.types import Step
 from outrider.engine.llm import LLM
-from outrider.engine.request import Sequence
+from outrider.engine.request import Request, Sequence
 from outrider.lab.bench.prompts import Prompt
 from outrider.lab.bench.run import Arrivals, Sample, Setting
 
@@ -47,7 +47,7 @@ class Local:
         """The length of a prompt. Raises ValueError for a prompt that does not fit."""
         llm = next(iter(self.llms.values()))
         try:
-            [request] = llm.requests(llm.encode(prompt.content), sampling_params(self.sampling, prompt, 0))
+            request = request_of(llm, self.sampling, prompt, 0)
             llm.decoder.check(request)
             return len(request.prompt)
         except ValueError as error:
@@ -64,7 +64,7 @@ class Local:
 
     def answer(self, setting: Setting, prompts: abc.Sequence[Prompt], repeat: int, turn: int) -> list[Sample]:
         llm = self.llms[setting.name]
-        requests = [llm.requests(llm.encode(p.content), sampling_params(self.sampling, p, repeat))[0] for p in prompts]
+        requests = [request_of(llm, self.sampling, p, repeat) for p in prompts]
         recorders = {
             r.id: SampleRecorder(prompt=p.id, setting=setting.name, repeat=repeat, turn=turn, seed=r.seed)
             for p, r in zip(prompts, requests, strict=True)
@@ -81,13 +81,12 @@ class Local:
         return [recorders[r.id].sample(failed) for r in requests]
 
 
-def sampling_params(sampling: Mapping[str, Any], prompt: Prompt, repeat: int) -> SamplingParams:
-    """Parameters of a request: the measurement's, with the prompt's own. Repeat r adds r to the seed."""
-    own: dict[str, Any] = {"seed": sampling["seed"] + repeat, "prediction": prompt.prediction}
-    for name in ("max_tokens", "temperature"):
-        if (value := getattr(prompt, name)) is not None:
-            own[name] = value
-    return SamplingParams(**{**sampling, **own})
+def request_of(llm: LLM, sampling: Mapping[str, Any], prompt: Prompt, repeat: int) -> Request:
+    """A request for a prompt: with the parameters of the measurement, and the prompt's own. Repeat r adds r to the seed."""
+    own = {name: value for name in ("max_tokens", "temperature") if (value := getattr(prompt, name)) is not None}
+    own |= {"seed": sampling["seed"] + repeat, "prediction": prompt.prediction}
+    [request] = llm.requests(llm.encode(prompt.content), SamplingParams(**{**sampling, **own}))
+    return request
 
 
 class SampleRecorder:
@@ -96,26 +95,25 @@ class SampleRecorder:
     def __init__(self, **about: Any) -> None:
         self._about, self._came = about, Arrivals()
         self._row: Sequence | None = None
-        self._drafted, self._accepted, self._origins = list[int](), list[int](), ""
+        self._origins = ""
         self._phases = dict[str, float]()
 
     def add(self, step: Step, b: int, row: Sequence, now: float) -> None:
         """b: index of the sequence in the step. now: seconds since the request."""
-        drafted, commit = len(step.draft.host[b]) - 1, step.commits[b]
         self._row = row
-        self._came.add(now, len(commit.tokens))
-        self._drafted.append(drafted)
-        self._accepted.append(commit.num_accepted)
-        self._origins += origins(step, b, drafted)
+        self._came.add(now, len(step.commits[b].tokens))
+        self._origins += origins(step, b)
         for name, seconds in step.seconds.items():
             self._phases[name] = self._phases.get(name, 0.0) + seconds
 
     def sample(self, error: str | None = None) -> Sample:
         """What was collected. error: why there is no answer."""
         known = {**self._about, **vars(self._came), "phases": self._phases, "origins": self._origins, "error": error}
-        known |= {"drafted": self._drafted, "accepted": self._accepted}
         row = self._row
-        if row is None or row.finish is None:
+        if row is None:
+            return Sample(**known)
+        known |= {"drafted": list(row.counts.drafted), "accepted": list(row.counts.accepted)}
+        if row.finish is None:
             return Sample(**known)
         known["phases"] = {**self._phases, "rest": max(0.0, self._came.seconds - sum(self._phases.values()))}
         if row.checker.marks:
@@ -134,14 +132,11 @@ class SampleRecorder:
         )
 
 
-def origins(step: Step, b: int, drafted: int) -> str:
-    """A letter for each token that a sequence committed in a step, see `outrider.core.origins`.
-
-    drafted: number of its draft tokens. Empty for a sequence that committed nothing.
-    """
+def origins(step: Step, b: int) -> str:
+    """A letter for each token that a sequence committed in a step, see `outrider.core.origins`; empty for none."""
     commit = step.commits[b]
     if not commit.tokens:
         return ""
     # A child of the last accepted node was rejected.
     rejected = bool((step.draft.parents[b] == commit.nodes[-1]).any())
-    return letters(drafted, commit.num_accepted, rejected, len(commit.tokens))
+    return letters(len(step.draft.host[b]) - 1, commit.num_accepted, rejected, len(commit.tokens))

@@ -7,6 +7,7 @@ a sample of the user's texts. The intervals therefore resample groups, never sin
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -77,15 +78,28 @@ def ratio(ours: Sequence[Sample], base: Sequence[Sample]) -> Interval | None:
 
 def acceptance(samples: Iterable[Sample]) -> AcceptanceStats | None:
     """None if the steps are unknown, or if there were no draft tokens."""
-    known = [(s.drafted, s.accepted) for s in samples if s.drafted and s.accepted]
-    drafted = [n for d, _ in known for n in d]
-    accepted = [n for _, a in known for n in a]
-    if not sum(drafted):
+    found = steps(samples)
+    drafted, accepted = sum(n for n, _ in found), sum(n for _, n in found)
+    if not drafted:
         return None
-    deepest = range(1, max(accepted) + 1)
-    return AcceptanceStats(
-        len(drafted), sum(drafted), sum(accepted), [sum(n >= j for n in accepted) / len(accepted) for j in deepest]
-    )
+    return AcceptanceStats(len(found), drafted, accepted, [kept / len(found) for _, kept in by_depth(found) if kept])
+
+
+def steps(samples: Iterable[Sample]) -> list[tuple[int, int]]:
+    """Draft tokens of each step, and how many were accepted; none where they are unknown."""
+    return [pair for s in samples for pair in zip(s.drafted or (), s.accepted or (), strict=False)]
+
+
+def by_depth(steps: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """For each depth of a chain, (verified, accepted) draft tokens. A token counts as verified if all before it were accepted.
+
+    steps: draft tokens of a step, and how many were accepted.
+    """
+    tried, kept = Counter[int](), Counter[int]()
+    for drafted, accepted in steps:
+        tried.update(range(min(drafted, accepted + 1)))
+        kept.update(range(min(drafted, accepted)))
+    return [(tried[j], kept[j]) for j in range(len(tried))]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

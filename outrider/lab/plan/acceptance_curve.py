@@ -137,22 +137,21 @@ def _of_run(run: Run, path: Path, wanted: str | None) -> AcceptanceCurve:
     samples = stats.answered(run, name)
     if name in told and stats.acceptance(samples) is None:  # another engine's server, which counts and does not list
         return _by_position(told[name], f"{path}, setting {name}")
-    answers = [list(zip(s.drafted or [], s.accepted or [], strict=True)) for s in samples]
+    answers = [stats.steps([s]) for s in samples]
     return _measured(answers, every[name], f"{path}, setting {name}")
 
 
 def _measured(answers: list[Steps], config: abc.Mapping[str, Any], source: str) -> AcceptanceCurve:
     """The curve of some answers. A draft that ends early says nothing of the positions after it."""
     steps = [step for answer in answers for step in answer]
-    deepest = max((drafted for drafted, _ in steps), default=0)
-    hits, tries = _counts(steps, deepest)
-    known = next((j for j, n in enumerate(tries) if n < _TRIES), deepest)
+    counts = stats.by_depth(steps)
+    known = next((j for j, (tried, _) in enumerate(counts) if tried < _TRIES), len(counts))
     if not known:
         raise ValueError(
-            f"{source} has {len(steps)} steps with {max(tries, default=0):.0f} draft tokens at the first position, too few to "
-            f"know the acceptance; measure at least {_TRIES}"
+            f"{source} has {len(steps)} steps with {counts[0][0] if counts else 0} draft tokens at the first position, too few "
+            f"to know the acceptance; measure at least {_TRIES}"
         )
-    common = [h / n for h, n in zip(hits[:known], tries[:known], strict=True)]
+    common = [kept / tried for tried, kept in counts[:known]]
     method = config.get("method")
     names = [method] if isinstance(method, str) else list(method or ())
     lookup = bool(names) and all(name in METHODS and METHODS[name].cost == "lookup" for name in names)
@@ -160,8 +159,8 @@ def _measured(answers: list[Steps], config: abc.Mapping[str, Any], source: str) 
     available = _available(steps, [1.0] * known, 0.0) if lookup else [1.0] * known
     single = list[AnswerAcceptance]()
     for answer in answers:
-        own, of = _counts(answer, known)
-        chances = tuple((h + _WEIGHT * c) / (n + _WEIGHT) for h, n, c in zip(own, of, common, strict=True))
+        own = stats.by_depth(answer) + [(0, 0)] * known
+        chances = tuple((kept + _WEIGHT * c) / (tried + _WEIGHT) for (tried, kept), c in zip(own, common, strict=False))
         some = _available(answer, available, _WEIGHT) if lookup else available
         single.append(AnswerAcceptance(chances, tuple(some)))
     assert all(map(isfinite, common))
@@ -175,13 +174,3 @@ def _available(steps: Steps, usual: abc.Sequence[float], weight: float) -> list[
         (sum(drafted > j for drafted, _ in steps) + weight * share) / (len(steps) + weight)
         for j, share in enumerate(usual)
     ]
-
-
-def _counts(steps: Steps, depth: int) -> tuple[list[float], list[float]]:
-    """Accepted tokens and attempts by position. An attempt at a position follows accepted tokens at all positions before."""
-    hits, tries = [0.0] * depth, [0.0] * depth
-    for drafted, accepted in steps:
-        for j in range(min(drafted, accepted + 1, depth)):
-            tries[j] += 1
-            hits[j] += j < accepted
-    return hits, tries

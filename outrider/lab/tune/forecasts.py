@@ -103,7 +103,7 @@ class Forecasts:
         deepest = max((m.tune_depth for name in made if name not in lookups and (m := method_of(name))), default=8)
         recorder = DraftRecorder(made, lookups, deepest)
         decoder = plain.sibling(recorder, Fixed(DEEPEST), rows=TOGETHER)
-        requests = [(p.category, r) for p in self.prompts for r in self.racer.requests([p])]
+        requests = [(p.category, self.racer.request(p)) for p in self.prompts]
         found = record(decoder, recorder, requests)
         if not self.texts:
             self.texts = found

@@ -17,7 +17,7 @@ from outrider.engine.decoder import Decoder
 from outrider.engine.llm import LLM
 from outrider.engine.request import Request, Sequence
 from outrider.lab.bench import stats
-from outrider.lab.bench.local import SampleRecorder, sampling_params
+from outrider.lab.bench.local import SampleRecorder, request_of
 from outrider.lab.bench.prompts import Prompt
 from outrider.lab.bench.report.analysis import summary
 from outrider.lab.bench.run import Run, Sample, Setting
@@ -117,7 +117,7 @@ class Racer:
 
     def race(self, candidates: abc.Sequence[Candidate], prompt: Prompt, repeat: int) -> None:
         """Each candidate answers the prompt, and gets one more sample. Raises ValueError for a setting that cannot be made."""
-        [request] = self.requests([prompt], repeat)
+        request = self.request(prompt, repeat)
         recorders = {
             c.name: SampleRecorder(prompt=prompt.id, setting=c.name, repeat=repeat, turn=self.turn, seed=request.seed)
             for c in candidates
@@ -146,12 +146,8 @@ class Racer:
             if candidate.llm is not None:
                 candidate.llm.decoder.drafter.reset()
 
-    def requests(self, prompts: abc.Sequence[Prompt], repeat: int = 0) -> list[Request]:
-        return [
-            request
-            for p in prompts
-            for request in self.plain.requests(self.plain.encode(p.content), sampling_params(self.sampling, p, repeat))
-        ]
+    def request(self, prompt: Prompt, repeat: int = 0) -> Request:
+        return request_of(self.plain, self.sampling, prompt, repeat)
 
 
 def as_run(

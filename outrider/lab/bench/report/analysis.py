@@ -50,7 +50,7 @@ class SettingResult:
     """All answers of one setting.
 
     ratio, prompts, texts: compared with the baseline; None or empty for the baseline itself. prompts: ratio by prompt.
-    by_depth: see `acceptance_by_depth`. phases: seconds per token.
+    by_depth: see `stats.by_depth`. phases: seconds per token.
     """
 
     setting: Setting
@@ -89,7 +89,7 @@ def analyse(run: Run) -> list[SettingResult]:
                 stats.ratio(answers, base) if i else None,
                 ratio_by_prompt(answers, base) if i else {},
                 stats.acceptance(answers),
-                acceptance_by_depth(answers) if is_chain(setting) else [],
+                stats.by_depth(stats.steps(answers)) if is_chain(setting) else [],
                 compare_texts(answers, base, promised) if i else None,
                 seconds_by_phase(answers),
             )
@@ -146,15 +146,6 @@ def _rates(samples: Iterable[Sample]) -> dict[str, float]:
         tokens, seconds = sums.get(s.prompt, (0, 0.0))
         sums[s.prompt] = tokens + s.output_tokens, seconds + s.seconds
     return {p: tokens / seconds for p, (tokens, seconds) in sums.items() if tokens and seconds > 0}
-
-
-def acceptance_by_depth(samples: Iterable[Sample]) -> list[tuple[int, int]]:
-    """For each depth of a chain, (verified, accepted) draft tokens. A token counts as verified if all before it were
-    accepted."""
-    steps = [(d, a) for s in samples for d, a in zip(s.drafted or [], s.accepted or [], strict=False)]
-    deepest = max((d for d, _ in steps), default=0)
-    verified = [sum(d >= j and a >= j - 1 for d, a in steps) for j in range(1, deepest + 1)]
-    return [(n, sum(a >= j for _, a in steps)) for j, n in enumerate(verified, 1) if n]
 
 
 def compare_texts(ours: Sequence[Sample], base: Sequence[Sample], promised: bool) -> TextComparison:

@@ -17,7 +17,7 @@ from outrider.cli import main as cli
 from outrider.core import intervals
 from outrider.core.intervals import Interval
 from outrider.lab.bench import stats
-from outrider.lab.bench.report.analysis import acceptance_by_depth, analyse
+from outrider.lab.bench.report.analysis import analyse
 from outrider.lab.bench.report.charts import Scale
 from outrider.lab.bench.report.page import render, visible, write
 from outrider.lab.bench.report.recommend import BROKEN, CHANGE, DROP, KEEP, OPEN, recommend
@@ -261,7 +261,7 @@ def test_texts_that_part_are_shown_where_they_part() -> None:
 def test_figures_against_arithmetic() -> None:
     steps = {"drafted": [4, 4, 2, 0], "accepted": [4, 1, 2, 0]}
     sample = Sample(prompt="p", setting="s", repeat=0, turn=0, seconds=1.0, output_tokens=11, **steps)
-    assert acceptance_by_depth([sample]) == [(3, 3), (3, 2), (1, 1), (1, 1)]
+    assert stats.by_depth(stats.steps([sample])) == [(3, 3), (3, 2), (1, 1), (1, 1)]
 
 
 def test_one_prompt_has_no_interval() -> None:
