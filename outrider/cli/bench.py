@@ -19,7 +19,6 @@ from outrider.cli.options import (
     Debug,
     LoadOptions,
     Options,
-    grouped,
     option,
     own_draft,
     parse_speculative_config,
@@ -130,7 +129,6 @@ class FileOptions(Options):
         check_folders(self.json_file, self.html)
 
 
-@grouped
 def bench(
     *,
     prompts: Prompts = "code",

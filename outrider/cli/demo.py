@@ -14,9 +14,10 @@ from outrider.cli.generate import stream
 from outrider.cli.options import (
     CHAT,
     CODE,
+    DRAFT_MODEL,
+    NUM_SPECULATIVE_TOKENS,
     Debug,
-    DraftModel,
-    NumSpeculativeTokens,
+    Options,
     SpeculationOptions,
     full_name,
     option,
@@ -47,6 +48,13 @@ QUESTIONS = {
 KINDS = {"greedy": 0.0, "temperature 0.8": 0.8}
 
 
+class DraftOptions(Options):
+    """What drafts."""
+
+    draft_model: str | None = DRAFT_MODEL
+    num_speculative_tokens: int | None = NUM_SPECULATIVE_TOKENS
+
+
 def demo(
     model: Annotated[
         str | None,
@@ -58,8 +66,8 @@ def demo(
             callback=full_name,
         ),
     ] = None,
-    draft_model: DraftModel = None,
-    num_speculative_tokens: NumSpeculativeTokens = None,
+    *,
+    drafts: DraftOptions,
     tokens: Annotated[int, option("Measurement", "Tokens of each text.", min=1)] = 128,
     repeats: Annotated[int, option("Measurement", "Runs of each text, plain and speculative.", min=1)] = 2,
     json_file: Annotated[
@@ -80,12 +88,11 @@ def demo(
         from outrider.drafters.heads.files import own_head
 
         chosen, model = model, model or default_model()
-        head = own_head(model) if draft_model is None else None
-        draft_model = draft_model if head is None else str(head)
-        draft_model = draft_model or own_draft(model)
+        head = own_head(model) if drafts.draft_model is None else None
+        draft_model = drafts.draft_model or (str(head) if head else own_draft(model))
         method = "suffix" if draft_model is None else None  # one cause for one effect
         config = SpeculationOptions(
-            method=method, draft_model=draft_model, num_speculative_tokens=num_speculative_tokens
+            method=method, draft_model=draft_model, num_speculative_tokens=drafts.num_speculative_tokens
         ).config(model)
         with loading(model):
             from outrider.core.params import SamplingParams

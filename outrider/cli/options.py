@@ -87,14 +87,9 @@ def _parameter(name: str, field: FieldInfo) -> Parameter:
     default = field.get_default(call_default_factory=True)
     if default == []:
         kind, default = kind | None, None
-    names = (f"--{name.replace('_', '-')}",) if kind is bool and not extra["names"] else ()
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, _option(field, *names)])
-
-
-def _option(field: FieldInfo, *names: str) -> Any:
-    """The option of typer for a field."""
-    extra: Any = field.json_schema_extra
-    return option(extra["panel"], field.description or "", *extra["names"], *names, **extra["typer"])
+    names = extra["names"] or ([f"--{name.replace('_', '-')}"] if kind is bool else [])
+    made = option(extra["panel"], field.description or "", *names, **extra["typer"])
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, made])
 
 
 def validated(kind: type[Kind], **given: Any) -> Kind:
@@ -206,11 +201,9 @@ class SpeculationOptions(Options):
         return "corpus" if self.corpus else ""
 
 
-# Those that a command or a group takes alone.
+# Those that another group takes alone.
 DRAFT_MODEL: Any = SpeculationOptions.model_fields["draft_model"]
 NUM_SPECULATIVE_TOKENS: Any = SpeculationOptions.model_fields["num_speculative_tokens"]
-DraftModel = Annotated[str | None, _option(DRAFT_MODEL)]
-NumSpeculativeTokens = Annotated[int | None, _option(NUM_SPECULATIVE_TOKENS)]
 
 
 class ServedSpeculationOptions(SpeculationOptions):

@@ -21,7 +21,6 @@ from outrider.cli.options import (
     Debug,
     Options,
     PrecisionOptions,
-    grouped,
     option,
     own_draft,
     setting,
@@ -246,7 +245,6 @@ class CandidateOptions(Options):
     )
 
 
-@grouped
 def tune(
     *,
     prompts: Prompts = "code",
