@@ -246,7 +246,7 @@ def test_a_recording_has_every_drafter_and_the_texts_of_plain_decoding() -> None
     }
     assert found.problems.keys() - slow == {"eagle"}, found.problems
     assert {m.name for m in found.methods} == {name for name, _ in configs} - {"eagle"} - slow
-    plain = racer.plain.generate([p.content for p in prompts], racer.requests(prompts[:1])[0].params)  # type: ignore[arg-type]
+    plain = racer.plain.generate([p.content for p in prompts], racer.request(prompts[0]).params)  # type: ignore[arg-type]
     assert [t.output for t in found.texts] == [o.outputs[0].token_ids for o in plain]
     for text in found.texts:
         assert len(text.drafts) == 5

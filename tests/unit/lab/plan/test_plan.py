@@ -389,10 +389,10 @@ def test_draft_passes_that_are_free_are_found(monkeypatch):
 
 
 def test_a_curve_that_counts_untried_positions_is_found(monkeypatch, tmp_path: Path):
-    def wrong(steps, depth):
-        return [float(sum(a > j for _, a in steps)) for j in range(depth)], [float(len(steps))] * depth
+    def wrong(steps):
+        return [(len(steps), sum(a > j for _, a in steps)) for j in range(max(d for d, _ in steps))]
 
-    monkeypatch.setattr(acceptance_curve, "_counts", wrong)
+    monkeypatch.setattr(acceptance_curve.stats, "by_depth", wrong)
     with pytest.raises(AssertionError):
         test_the_curve_of_a_report(tmp_path)
 
