@@ -33,6 +33,7 @@ from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.engine.calibrate import measure as measure_costs
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request, Sequence
+from outrider.lab.bench.local import SampleRecorder
 from outrider.models.load import Loaded, load
 from outrider.testing.stubs import Noisy, Wrong
 
@@ -44,7 +45,7 @@ PROMPT = '"""Tools for reading and writing tables."""\n\nimport csv\n\n\ndef rea
 class TimedRun:
     """One text, written in stretches of tokens, with the time of each.
 
-    controller: for runs that share a decoder; None uses the decoder's own.
+    controller: for runs that share a decoder; None uses the decoder's own. recorder: receives every step.
     prefill: seconds for the prompt. seconds: of each stretch, the drafter's own prefill included. All runs of a comparison
     have the same number of stretches. forwards: seconds in the target and the draft model.
     """
@@ -52,6 +53,7 @@ class TimedRun:
     decoder: Decoder
     request: Request
     controller: Controller | None = None
+    recorder: SampleRecorder | None = None
     prefill: float = 0.0
     seconds: list[float] = field(default_factory=list)
     steps: int = 0
@@ -85,12 +87,14 @@ class TimedRun:
     def write(self, tokens: int) -> None:
         """Step until the text has this many tokens, or ends."""
         self._own_controller()
-        began = perf_counter()
+        before, began = self.prefill + self.total, perf_counter()
         while not self.finished and len(self.row.output) < tokens:
             step = self.decoder.round([self.row])
             self.steps += 1
             self.drafted += int(step.draft.num_draft_tokens)
             self.forwards += step.seconds["draft"] + step.seconds["target"]
+            if self.recorder is not None:
+                self.recorder.add(step, 0, self.row, before + perf_counter() - began)
         self.seconds.append(perf_counter() - began)
 
     def release(self) -> None:

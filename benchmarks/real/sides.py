@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.identity import differing
+from benchmarks.never_slower import TimedRun, interleave
 from benchmarks.peers.llama_server import LLAMA, LOOKUP, LlamaServer
 from outrider.core.params import SamplingParams
 from outrider.engine.llm import LLM
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.lab.bench.local import SampleRecorder
-from outrider.lab.tune.race import TimedRun, interleave
 from outrider.models.load import load
 
 STRETCH = 8  # tokens that a method writes before the next one's turn
