@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,8 @@ import numpy as np
 from benchmarks import RESULTS, headline, machine
 from benchmarks.pairs import synthetic
 from benchmarks.report import markdown
-from outrider.control import Controller, Costs, Planner
+from benchmarks.stretches import TimedRun, interleave
+from outrider.control import Costs, Planner
 from outrider.core.intervals import interval
 from outrider.core.params import SamplingParams
 from outrider.core.types import Budget
@@ -32,100 +32,12 @@ from outrider.drafters.base import Drafter, NoDraft
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.engine.calibrate import measure as measure_costs
 from outrider.engine.decoder import Decoder
-from outrider.engine.request import Request, Sequence
-from outrider.lab.bench.local import SampleRecorder
+from outrider.engine.request import Request
 from outrider.models.load import Loaded, load
 from outrider.testing.stubs import Noisy, Wrong
 
 FIRST, STRETCH, LENGTH, LIMIT = 256, 16, 2048, Budget(8)
 PROMPT = '"""Tools for reading and writing tables."""\n\nimport csv\n\n\ndef read_table(path):\n'
-
-
-@dataclass(eq=False)
-class TimedRun:
-    """One text, written in stretches of tokens, with the time of each.
-
-    controller: for runs that share a decoder; None uses the decoder's own. recorder: receives every step.
-    prefill: seconds for the prompt. seconds: of each stretch, the drafter's own prefill included. All runs of a comparison
-    have the same number of stretches. forwards: seconds in the target and the draft model.
-    """
-
-    decoder: Decoder
-    request: Request
-    controller: Controller | None = None
-    recorder: SampleRecorder | None = None
-    prefill: float = 0.0
-    seconds: list[float] = field(default_factory=list)
-    steps: int = 0
-    drafted: int = 0
-    forwards: float = 0.0
-    _row: Sequence | None = None
-
-    @property
-    def row(self) -> Sequence:
-        """The text and its state. Only after `start`."""
-        assert self._row is not None
-        return self._row
-
-    @property
-    def total(self) -> float:
-        """Seconds of all stretches."""
-        return sum(self.seconds)
-
-    @property
-    def finished(self) -> bool:
-        return self.row.finish is not None
-
-    def start(self) -> None:
-        """Take a slot and read the prompt. Raises what `Decoder.admit` raises."""
-        self._row = self.decoder.start(self.request)
-        began = perf_counter()
-        while self.row in self.decoder.waiting:
-            self.decoder.prefill(self.row)
-        self.prefill = perf_counter() - began
-
-    def write(self, tokens: int) -> None:
-        """Step until the text has this many tokens, or ends."""
-        self._own_controller()
-        before, began = self.prefill + self.total, perf_counter()
-        while not self.finished and len(self.row.output) < tokens:
-            step = self.decoder.round([self.row])
-            self.steps += 1
-            self.drafted += int(step.draft.num_draft_tokens)
-            self.forwards += step.seconds["draft"] + step.seconds["target"]
-            if self.recorder is not None:
-                self.recorder.add(step, 0, self.row, before + perf_counter() - began)
-        self.seconds.append(perf_counter() - began)
-
-    def release(self) -> None:
-        """Free the slot, if there is one."""
-        if self._row is not None:
-            self._own_controller()
-            self.decoder.release(self._row.slot)
-
-    def _own_controller(self) -> None:
-        if self.controller is not None:
-            self.decoder.controller = self.controller
-
-
-def interleave(runs: Mapping[str, TimedRun], stretch: int = 8) -> Mapping[str, TimedRun]:
-    """Write all texts, `stretch` tokens at a time, and return the runs. Their order is reversed with every stretch.
-
-    Frees all slots, also after an interrupt. Raises what `Decoder.admit` raises.
-    """
-    order, tokens = list(runs.values()), 0
-    try:
-        for run in order:
-            run.start()
-        while not all(run.finished for run in order):
-            tokens += stretch
-            for run in order:
-                run.write(tokens)
-            order.reverse()
-    finally:
-        for run in runs.values():
-            run.release()
-    return runs
 
 
 def cases(target: Loaded, draft: str) -> dict[str, tuple[float, Callable[[int], Drafter]]]:

@@ -34,6 +34,7 @@ from benchmarks.edits import ForcedTarget, edit_workload
 from benchmarks.pairs import PRECISIONS, pair, source_folder
 from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
+from benchmarks.stretches import TimedRun, interleave
 from outrider.control import Fixed
 from outrider.core.intervals import interval
 from outrider.core.params import SamplingParams
@@ -43,7 +44,6 @@ from outrider.drafters.model.self_speculation import LayerSearch, search_layers
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request
 from outrider.engine.runtime import build
-from outrider.lab.tune.race import TimedRun, interleave
 from outrider.models.load import Loaded, load
 
 LENGTH = 2048

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.identity import differing
-from benchmarks.never_slower import TimedRun, interleave
 from benchmarks.peers.llama_server import LLAMA, LOOKUP, LlamaServer
+from benchmarks.stretches import TimedRun, interleave
 from outrider.core.params import SamplingParams
 from outrider.engine.llm import LLM
 from outrider.engine.prefix_cache import PrefixCache

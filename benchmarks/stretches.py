@@ -1,0 +1,99 @@
+"""Several decoders write texts in turns of a few tokens, with the seconds of each turn: a busy machine slows all of them alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from outrider.control import Controller
+from outrider.engine.decoder import Decoder
+from outrider.engine.request import Request, Sequence
+from outrider.lab.bench.local import SampleRecorder
+
+
+@dataclass(eq=False)
+class TimedRun:
+    """One text, written in stretches of tokens, with the time of each.
+
+    controller: for runs that share a decoder; None uses the decoder's own. recorder: receives every step.
+    prefill: seconds for the prompt. seconds: of each stretch, the drafter's own prefill included. All runs of a comparison
+    have the same number of stretches. forwards: seconds in the target and the draft model.
+    """
+
+    decoder: Decoder
+    request: Request
+    controller: Controller | None = None
+    recorder: SampleRecorder | None = None
+    prefill: float = 0.0
+    seconds: list[float] = field(default_factory=list)
+    steps: int = 0
+    drafted: int = 0
+    forwards: float = 0.0
+    _row: Sequence | None = None
+
+    @property
+    def row(self) -> Sequence:
+        """The text and its state. Only after `start`."""
+        assert self._row is not None
+        return self._row
+
+    @property
+    def total(self) -> float:
+        """Seconds of all stretches."""
+        return sum(self.seconds)
+
+    @property
+    def finished(self) -> bool:
+        return self.row.finish is not None
+
+    def start(self) -> None:
+        """Take a slot and read the prompt. Raises what `Decoder.admit` raises."""
+        self._row = self.decoder.start(self.request)
+        began = perf_counter()
+        while self.row in self.decoder.waiting:
+            self.decoder.prefill(self.row)
+        self.prefill = perf_counter() - began
+
+    def write(self, tokens: int) -> None:
+        """Step until the text has this many tokens, or ends."""
+        self._own_controller()
+        before, began = self.prefill + self.total, perf_counter()
+        while not self.finished and len(self.row.output) < tokens:
+            step = self.decoder.round([self.row])
+            self.steps += 1
+            self.drafted += int(step.draft.num_draft_tokens)
+            self.forwards += step.seconds["draft"] + step.seconds["target"]
+            if self.recorder is not None:
+                self.recorder.add(step, 0, self.row, before + perf_counter() - began)
+        self.seconds.append(perf_counter() - began)
+
+    def release(self) -> None:
+        """Free the slot, if there is one."""
+        if self._row is not None:
+            self._own_controller()
+            self.decoder.release(self._row.slot)
+
+    def _own_controller(self) -> None:
+        if self.controller is not None:
+            self.decoder.controller = self.controller
+
+
+def interleave(runs: Mapping[str, TimedRun], stretch: int = 8) -> Mapping[str, TimedRun]:
+    """Write all texts, `stretch` tokens at a time, and return the runs. Their order is reversed with every stretch.
+
+    Frees all slots, also after an interrupt. Raises what `Decoder.admit` raises.
+    """
+    order, tokens = list(runs.values()), 0
+    try:
+        for run in order:
+            run.start()
+        while not all(run.finished for run in order):
+            tokens += stretch
+            for run in order:
+                run.write(tokens)
+            order.reverse()
+    finally:
+        for run in runs.values():
+            run.release()
+    return runs
