@@ -1,4 +1,4 @@
-"""Several decoders write texts in turns of a few tokens, with the seconds of each turn: a busy machine slows all of them alike."""
+"""Several decoders write texts in turns of a few tokens, and keep the seconds of each turn."""
 
 from __future__ import annotations
 
