@@ -35,7 +35,12 @@ SOURCES = ("outrider", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 LARGEST = 2.5e6  # bytes of a wheel of the code
 X86 = ("Nehalem", "SandyBridge", "Haswell")
 ARM = ("cortex-a53", "neoverse-n1", "max")
-APPLE = ("_Zn", "_Zd", "__dso_handle", "_mh_dylib_header")  # what zig's linker cannot hide: new and delete, which are malloc and free
+APPLE = (
+    "_Zn",
+    "_Zd",
+    "__dso_handle",
+    "_mh_dylib_header",
+)  # what zig's linker cannot hide: new and delete, which are malloc and free
 ISAS = ("portable", "avx2", "avx_vnni", "avx512", "avx512_vnni", "neon")
 
 
