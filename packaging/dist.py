@@ -35,12 +35,8 @@ SOURCES = ("outrider", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 LARGEST = 2.5e6  # bytes of a wheel of the code
 X86 = ("Nehalem", "SandyBridge", "Haswell")
 ARM = ("cortex-a53", "neoverse-n1", "max")
-APPLE = (
-    "_Zn",
-    "_Zd",
-    "__dso_handle",
-    "_mh_dylib_header",
-)  # what zig's linker cannot hide: new and delete, which are malloc and free
+# What zig's linker cannot hide on macOS: new and delete, which are malloc and free.
+APPLE = ("_Zn", "_Zd", "__dso_handle", "_mh_dylib_header")
 ISAS = ("portable", "avx2", "avx_vnni", "avx512", "avx512_vnni", "neon")
 
 
@@ -185,7 +181,8 @@ def installed(files: list[Path], folder: Path) -> str:
     took = f"pip took {ready - began:.0f} s with its downloads, the first text {perf_counter() - ready:.0f} s"
     if not text.strip():
         sys.exit("the installed command wrote no text")
-    isa = output([str(bin_ / "python"), "-c", "from outrider.kernels import cpu; print(cpu.isa())"], env=alone).strip()
+    asked = [str(bin_ / "python"), "-c", "from outrider.kernels import cpu; print(cpu.isa())"]
+    isa = output(asked, env=alone, cwd=folder).strip()  # not the checkout's package
     if isa == "portable":
         sys.exit("the installed library has chosen the portable instruction set on this machine")
     output([*pip, "pytest", "hypothesis"])

@@ -95,10 +95,8 @@ class Scheduler:
         """A sequence of a request. Raises ValueError if the request could never run."""
         method, depth = NONE, 0
         if self.roster is not None:
-            method, depth = (
-                self.roster.method(request.method, bool(request.prediction)),
-                self.roster.planner.limit.depth,
-            )
+            method = self.roster.method(request.method, bool(request.prediction))
+            depth = self.roster.planner.limit.depth
         elif not self.decoder.plain:
             method = type(self.decoder.drafter).__name__
         if (own := request.num_speculative_tokens) is not None:

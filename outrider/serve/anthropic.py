@@ -30,6 +30,7 @@ from outrider.serve.openai.translated import (
 )
 from outrider.serve.service import Service
 
+VERSION = "2023-06-01"
 # Lines before a system text that tell the bill, not the model; clients change them in each request
 _HEADER = re.compile(r"(?:x-[a-z0-9-]+:[^\n]*(?:\n+|$))+", re.IGNORECASE)
 _OTHER = "this endpoint calls it {}"
@@ -353,9 +354,6 @@ def _usage(prompt: int, cached: int, written: int) -> dict[str, int]:
         "cache_read_input_tokens": cached,
         "output_tokens": written,
     }
-
-
-VERSION = "2023-06-01"
 
 
 def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict[str, Any]]) -> None:

@@ -35,6 +35,8 @@ from outrider.serve.openai.translated import (
 from outrider.serve.pool import PooledModel
 from outrider.serve.service import Service
 
+FOREVER = "9999-12-31T23:59:59Z"  # the model stays until others need its memory
+UNKNOWN = "unknown"  # of a model that is not loaded
 _LOGPROBS = "ask for logprobs at /v1/chat/completions"
 _PLACE = ("numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "use_mmap", "use_mlock", "num_thread")
 _ELSEWHERE = frozenset({*_PLACE, "vocab_only", "num_keep", "mirostat_tau", "mirostat_eta"})
@@ -309,10 +311,6 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 def _nanoseconds(seconds: float) -> int:
     return max(0, round(seconds * 1e9))
-
-
-FOREVER = "9999-12-31T23:59:59Z"  # the model stays until others need its memory
-UNKNOWN = "unknown"  # of a model that is not loaded
 
 
 def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict[str, Any]]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import abc, deque
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import groupby
 from time import thread_time
 from typing import Any
@@ -250,7 +251,8 @@ class EventStream(Response):
                 abort(scope)
 
         try:
-            await unless_gone(receive, stream())
+            with suppress(Refused):  # the client has left; nobody reads an answer
+                await unless_gone(receive, stream())
         finally:
             self.dashboard.leave(viewer)
 

@@ -112,6 +112,14 @@ def test_nothing_is_counted_while_nobody_looks(live: Live) -> None:
     assert engine.scheduler.observers == (live.metrics,)
 
 
+def test_a_viewer_that_leaves_is_no_failure(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "outrider.serve"):
+        watched(live, lambda: ask(live), lambda seen: seen[-1]["steps"] > 0)
+        while not any("/dashboard/events" in record.getMessage() for record in caplog.records):
+            sleep(0.01)
+    assert all(record.levelname == "INFO" for record in caplog.records)
+
+
 def test_a_tick_has_the_figures_of_each_window(live: Live) -> None:
     """The page computes nothing: each tick brings the figures of its windows."""
     ticks = watched(live, lambda: [ask(live) for _ in range(3)], lambda seen: len(ended(seen)) == 3)[1:]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from helpers import Loop, request
 from scipy.stats import chi2
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider import SamplingParams
 from outrider.control import Fixed
+from outrider.core.sampling import TokenSubset
 from outrider.drafters.base import BaseDrafter
 from outrider.drafters.heads.eagle.drafter import EagleDrafter, eagle_model
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
+from outrider.drafters.heads.lattice import ParallelDrafter
 from outrider.drafters.heads.medusa.drafter import MedusaDrafter
 from outrider.drafters.heads.medusa.files import MedusaWeights
 from outrider.drafters.heads.reading import HeadWeights
@@ -59,6 +62,29 @@ def medusa(kept: tuple[int, ...]) -> MedusaDrafter:
     return MedusaDrafter(MedusaWeights(blocks, [torch.randn(len(kept), 16) * 0.5], ids, VOCAB), MODEL, "none")
 
 
+class FirstOrder(ParallelDrafter):
+    """Two depths, each with a bias by the token before it, as DSpark and DFlash2 have one."""
+
+    first_order = True
+
+    def __init__(self, kept: tuple[int, ...]) -> None:
+        super().__init__(
+            VOCAB, torch.device("cpu"), None if len(kept) == VOCAB else TokenSubset(torch.tensor(kept), VOCAB)
+        )
+        draw = torch.Generator().manual_seed(3)
+        self.depths = torch.randn(2, len(kept), generator=draw)
+        self.biases = 2 * torch.randn(2, VOCAB, len(kept), generator=draw)
+
+    def _room(self, slot: int, tokens: list[int]) -> int:
+        return 2
+
+    def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
+        return self.depths[:depth].expand(len(slots), -1, -1)
+
+    def _bias(self, line: int, level: int, token: int, places: Tensor | None) -> Tensor:
+        return self.biases[level, token] if places is None else self.biases[level, token][places]
+
+
 def exact() -> dict[tuple[int, ...], float]:
     """The probability of each text of TOKENS tokens."""
     out = {}
@@ -74,12 +100,12 @@ ALL, TWO = (0, 1, 2, 3, 4), (1, 3)
 CASES = [
     pytest.param(make, verifier, width, kept, samples, marks=() if samples == FEW else pytest.mark.long)
     for samples, cases in (
-        (FEW, [(eagle, "rejection", 2, TWO)]),
+        (FEW, [(eagle, "rejection", 2, TWO), (FirstOrder, "rejection", 2, ALL)]),
         (
             SAMPLES,
             [
                 (make, verifier, width, kept)
-                for make in (eagle, medusa)
+                for make in (eagle, medusa, FirstOrder)
                 for kept in (ALL, TWO)
                 for verifier, width in (("rejection", 1), ("rejection", 2), ("block", 1), ("traversal", 2))
             ],
