@@ -251,7 +251,7 @@ class EventStream(Response):
                 abort(scope)
 
         try:
-            with suppress(Refused):  # the client has left; nobody reads an answer
+            with suppress(Refused):  # the client has left, so there is no answer
                 await unless_gone(receive, stream())
         finally:
             self.dashboard.leave(viewer)
