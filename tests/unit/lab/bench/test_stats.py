@@ -11,7 +11,7 @@ from scipy import stats as reference
 from outrider.core import intervals
 from outrider.core.intervals import Interval, student_quantile
 from outrider.lab.bench import stats
-from outrider.lab.bench.report import page
+from outrider.lab.bench.report import compare
 from outrider.lab.bench.run import PromptRecord, Run, Sample, Setting
 
 TRIALS = 300
@@ -99,7 +99,7 @@ def run_of(draw: np.random.Generator, offset: float, gains: np.ndarray, lengths:
     )  # fmt: skip
 
 
-def by_measure(found: page.Comparison, setting: str) -> dict[str, page.Change]:
+def by_measure(found: compare.Comparison, setting: str) -> dict[str, compare.Change]:
     return {c.measure: c for c in found.changes if c.setting == setting}
 
 
@@ -108,7 +108,7 @@ def test_two_runs_of_the_same_setting_are_rarely_called_different() -> None:
     for _ in range(trials):
         gains, lengths = draw.normal(0.3, 0.1, 12), draw.lognormal(0, 0.3, 12)
         before, after = (run_of(draw, offset, gains, lengths) for offset in (0.0, 0.2))
-        wrong += by_measure(page.compare(before, after), "fast")[page.SPEEDUP].ratio.significant
+        wrong += by_measure(compare.compare(before, after), "fast")[compare.SPEEDUP].ratio.significant
     assert wrong / trials <= 0.05 + 0.05
 
 
@@ -118,10 +118,10 @@ def test_comparing_sees_what_moved() -> None:
     before, after = run_of(draw, 0.0, gains, lengths), run_of(draw, 0.3, gains + 0.2, lengths)
     after.samples[0].text = "other"
     after.settings.append(Setting(name="third"))
-    found = page.compare(before, after)
+    found = compare.compare(before, after)
     fast, plain = by_measure(found, "fast"), by_measure(found, "plain")
-    assert fast[page.SPEEDUP].effect == "better"
-    assert fast[page.SPEEDUP].ratio.value == pytest.approx(math.exp(0.2), rel=0.05)
+    assert fast[compare.SPEEDUP].effect == "better"
+    assert fast[compare.SPEEDUP].ratio.value == pytest.approx(math.exp(0.2), rel=0.05)
     assert plain["tokens/s"].effect == plain["seconds per answer"].effect == "worse"  # the machine was slower
     assert plain["tokens/s"].ratio.value == pytest.approx(plain["tokens/s"].after / plain["tokens/s"].before)
     assert found.paired
@@ -131,9 +131,9 @@ def test_comparing_sees_what_moved() -> None:
         p.id = "new " + p.id
     for s in after.samples:
         s.prompt = "new " + s.prompt
-    apart = page.compare(before, after)
+    apart = compare.compare(before, after)
     assert (apart.paired, apart.differences) == (False, ["prompts"])
-    assert by_measure(apart, "fast")[page.SPEEDUP].effect == "better"
+    assert by_measure(apart, "fast")[compare.SPEEDUP].effect == "better"
 
 
 @pytest.mark.parametrize("df", [*range(1, 12), 23, 47, 500])
