@@ -231,7 +231,7 @@ class Planner:
         if self.lengths is not None:
             self.lengths.observe(step)
         rows = len(step.slots)
-        notes = [note if isinstance(note, PlanNote) else None for note in step.draft.notes or (None,) * rows]
+        notes: list[PlanNote | None] = [*step.draft.notes] or [None] * rows
         charges = {id(charge): charge for note in notes if note for charge in note.charges}
         taken = sum(step.seconds.values())
         plain, read = self.costs.forward(rows), 0.0

@@ -111,6 +111,10 @@ class StopChecker:
             self.marks.append(len(self._detokenizer.text))
         return self.end
 
+    def finish(self, end: FinishReason) -> None:
+        """End the text where it is. What was held back for a stop string is text now."""
+        self.end = end
+
     def _find(self, new: int) -> str | None:
         """The stop string that ends within the last `new` characters. Of several, the one that starts first."""
         if not self.params.stops or self._detokenizer is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ class Draft:
     siblings:   how the children of a node were chosen.
     confidence: float32 [batch, node] or None; the drafter's estimate of the probability that a node is accepted. No output
                 depends on it.
-    notes:      why each entry's draft was chosen, for traces; `str` words a note. () if there is nothing to say.
+    notes:      what the drafter tells its controller of each entry; `str` words a note for traces. () if it tells nothing.
     """
 
     tokens: Tensor
@@ -89,7 +89,7 @@ class Draft:
     probs: Tensor | None = None
     siblings: Siblings = Siblings.POINT
     confidence: Tensor | None = None
-    notes: tuple[object, ...] = ()
+    notes: tuple[Any, ...] = ()
 
     @property
     def nodes(self) -> int:

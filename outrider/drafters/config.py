@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -16,6 +16,7 @@ from outrider.verify import VERIFIERS
 
 if TYPE_CHECKING:
     from outrider.drafters.lookup.memory import TextMemory
+    from outrider.models.cache import SlotCache
     from outrider.models.load import Loaded
 
 _VLLM_METHODS = {"eagle3": "eagle"}
@@ -209,7 +210,8 @@ class DrafterSetup:
     """What a drafter is made for.
 
     rows: sequences in a batch, at most. max_length: tokens of a sequence, at most. device: "cpu", "cuda" or "auto". tried: a
-    head drafts along a known text first, so that one that was misread is noticed. memory: texts of earlier requests.
+    head drafts along a known text first, so that one that was misread is noticed. memory: texts of earlier requests. known: makes
+    what keeps the starts of texts that a draft model has read; None keeps none.
     """
 
     config: SpeculativeConfig
@@ -219,6 +221,17 @@ class DrafterSetup:
     device: str
     tried: bool = True
     memory: TextMemory | None = None
+    known: Callable[[Loaded], KnownTexts] | None = None
+
+
+class KnownTexts(Protocol):
+    """Starts of texts that a model need not read again. The members are those of `outrider.engine.prefix_cache.PrefixCache`."""
+
+    def fetch(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> Any: ...
+
+    def keep(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> Any: ...
+
+    def chunk_end(self, cache: SlotCache, tokens: Sequence[int], start: int, end: int) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ This module imports no torch: the command line lists the methods before anything
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from outrider.drafters.method import (
 
 if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
-    from outrider.drafters.config import DrafterSetup, SpeculativeConfig
+    from outrider.drafters.config import DrafterSetup, KnownTexts, SpeculativeConfig
     from outrider.drafters.lookup.memory import TextMemory
     from outrider.models.base import LanguageModel
     from outrider.models.load import Loaded
@@ -47,14 +47,15 @@ def make_drafters(
     device: str,
     tried: bool = True,
     memory: TextMemory | None = None,
+    known: Callable[[Loaded], KnownTexts] | None = None,
 ) -> dict[str, Drafter]:
-    """Make the drafters that a configuration names, by name; none for plain decoding. tried, memory: as of `DrafterSetup`.
+    """Make the drafters that a configuration names, by name; none for plain decoding. tried, memory, known: as of `DrafterSetup`.
 
     Raises ValueError if one cannot draft for this target.
     """
     from outrider.drafters.config import DrafterSetup
 
-    setup = DrafterSetup(config, target, rows, max_length, device, tried, memory)
+    setup = DrafterSetup(config, target, rows, max_length, device, tried, memory, known)
     if not config.budget.max_nodes or config.method == NONE:
         return {}
     names = _fitting(setup) if config.method == AUTO else config.methods

@@ -235,28 +235,23 @@ class Decoder:
                 self._started(sequence, done, out.features[0])
             if wanted is not None:
                 following = tokens[done + 1 : done + 1 + len(part)]
-                sequence.prompt_logprobs += [
-                    logprobs(x, t, wanted) for x, t in zip(out.logits[0], following, strict=True)
-                ]
+                sequence.read(logprobs(x, t, wanted) for x, t in zip(out.logits[0], following, strict=True))
         held = self.cache.length[sequence.slot]
         if held == last or (self.prefixes is not None and self.prefixes.keeps_chunks(self.cache)):
             self.remember(sequence)
         if held == last:
             self.waiting.remove(sequence)
             if wanted is not None:
-                sequence.prompt_logprobs.insert(0, None)  # nothing predicts the first token
-                del sequence.prompt_logprobs[len(sequence.prompt) :]
+                sequence.read(())  # of a prompt of one token nothing was
             if sequence.request.prefill_only:
                 sequence.end("length")
 
     def _recall(self, sequence: Sequence, tokens: list[int]) -> int:
         """Let the prefix cache find what follows in a sequence's slot. Returns how many tokens the slot holds then."""
         assert self.prefixes is not None
-        before, prompt = self.cache.length[sequence.slot], len(sequence.prompt)
+        before = self.cache.length[sequence.slot]
         done, features = self.prefixes.fetch(self.cache, sequence.slot, tokens)
-        if not sequence.written:
-            known = sequence.counts.cached if before else 0
-            sequence.counts.cached = known + max(min(done, prompt) - before, 0)
+        sequence.recalled(before, done)
         if features is not None:
             self._started(sequence, before, features)
         return done
@@ -276,16 +271,13 @@ class Decoder:
         """Keep a chunk's features until drafter and prefix cache have them. Drafting does not delay the first token."""
         if self.prefixes is not None:
             sequence.features.append(features)
-        if not sequence.unread:
-            sequence.unread_from = first
-        sequence.unread.append(features)
+        sequence.hold(features, first)
         if sequence.output or len(sequence.tokens) <= _SOON or sum(map(len, sequence.unread)) > _LATE:
             self._hand_over(sequence)
 
     def _hand_over(self, sequence: Sequence) -> None:
         """Let the drafter have the features that wait."""
-        waiting, sequence.unread = torch.cat(sequence.unread), []
-        self.drafter.start(sequence.slot, sequence.tokens, sequence.unread_from, waiting)
+        self.drafter.start(sequence.slot, sequence.tokens, *sequence.hand_over())
 
     def _context(self, live: list[Sequence]) -> DraftContext:
         """What the drafter sees of this step. The compiled parameters live as long as the batch stays the same."""
@@ -326,8 +318,9 @@ class Decoder:
                     break
             if new[-1] < 0:
                 new = new[:-1]  # the distribution was empty: there is no token
+            shown = list[dict[int, float]]()
             if (wanted := sequence.params.logprobs) is not None:
-                sequence.logprobs += [logprobs(out.logits[b, n], t, wanted) for n, t in zip(nodes, new, strict=False)]
+                shown = [logprobs(out.logits[b, n], t, wanted) for n, t in zip(nodes, new, strict=False)]
             held = nodes[: len(new)]
             features = None if out.features is None else out.features[b, held]
             if features is not None and self.prefixes is not None:
@@ -336,7 +329,7 @@ class Decoder:
                 sequence.unread.append(features)
                 features = None
             commit = Commit(new, held, min(len(new), len(nodes) - 1), end.finish if end else None, features)
-            sequence.step_done(len(trees[b]) - 1, commit)
+            sequence.step_done(len(trees[b]) - 1, commit, shown)
             commits.append(commit)
         self.cache.commit([sequence.slot for sequence in live], [commit.nodes for commit in commits])
         return commits

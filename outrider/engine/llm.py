@@ -117,7 +117,7 @@ class LLM:
             memory=memory,
         )
         self.decoder, self.drafters, self.method = self.runtime.decoder, self.runtime.drafters, self.runtime.method
-        self.trace = trace if trace is None or isinstance(trace, Recorder) else Recorder(trace)
+        self.trace = Recorder(trace) if isinstance(trace, (str, os.PathLike)) else trace
         if self.trace is not None:
             self.trace.begin(describe(self.loaded, self.config, self.decoder))
         self._ids = itertools.count()
@@ -157,9 +157,11 @@ class LLM:
             prompts and all(isinstance(p, Mapping) and "role" in p for p in prompts)
         )
         many: list[Any] = [prompts] if one else list(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        if isinstance(sampling_params, abc.Iterable):
+            params = list(sampling_params)
+        else:
             params = [sampling_params or SamplingParams()] * len(many)
-        elif len(params := list(sampling_params)) != len(many):
+        if len(params) != len(many):
             raise ValueError(
                 f"{len(params)} sampling_params for {len(many)} prompts; give one for all, or one per prompt"
             )

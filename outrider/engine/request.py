@@ -220,14 +220,15 @@ class Sequence:
         if not self.written:
             self.prompt_logprobs.clear()
 
-    def step_done(self, drafted: int, commit: Commit) -> None:
-        """Take over what a step wrote. The checker has read it."""
+    def step_done(self, drafted: int, commit: Commit, logprobs: abc.Sequence[dict[int, float]] = ()) -> None:
+        """Take over what a step wrote. The checker has read it. logprobs: of the new tokens, if they are shown."""
         clock, now = self.clock, perf_counter()
         clock.between = None if clock.last is None else now - clock.last
         clock.first, clock.last = clock.first or now, now
         if self.checker.end is not None:
             clock.done, self.finish = now, self.checker.end
         self.tokens += commit.tokens
+        self.logprobs += logprobs
         self.counts.drafted.append(drafted)
         self.counts.accepted.append(commit.num_accepted)
         self.cursor.from_draft += [i < commit.num_accepted for i in range(len(commit.tokens))]
@@ -235,6 +236,28 @@ class Sequence:
     def keep(self, features: torch.Tensor, first: int) -> None:
         """Keep these features for the prefix cache, and no others. first: the token of the first one."""
         self.features, self.features_from = [features], first
+
+    def hold(self, features: torch.Tensor, first: int) -> None:
+        """Keep features for the drafter, behind those that wait already. first: the token of the first one."""
+        if not self.unread:
+            self.unread_from = first
+        self.unread.append(features)
+
+    def hand_over(self) -> tuple[int, torch.Tensor]:
+        """The features that wait for the drafter, and the token of the first one. They wait no more."""
+        waiting, self.unread = torch.cat(self.unread), []
+        return self.unread_from, waiting
+
+    def recalled(self, before: int, done: int) -> None:
+        """The prefix cache had the tokens between these two places. A sequence that is read again has counted them."""
+        if not self.written:
+            known = self.counts.cached if before else 0
+            self.counts.cached = known + max(min(done, len(self.prompt)) - before, 0)
+
+    def read(self, logprobs: abc.Iterable[dict[int, float]]) -> None:
+        """Take over the log-probabilities of tokens that were read. The first of a prompt has none: nothing predicts it."""
+        self.prompt_logprobs += logprobs if self.prompt_logprobs else [None, *logprobs]
+        del self.prompt_logprobs[len(self.prompt) :]
 
     def cancel(self) -> None:
         """Its reader has left."""
@@ -251,7 +274,8 @@ class Sequence:
         """End it with what it has, if it has not ended. Text held back for a stop string is text now."""
         if self.finish is None:
             self.finish = FinishReason(finish, reason)
-            self.clock.done, self.checker.end = perf_counter(), self.finish
+            self.clock.done = perf_counter()
+            self.checker.finish(self.finish)
 
     def fail(self, reason: str) -> None:
         """End it with an error, also when a step that failed had ended it."""
@@ -275,7 +299,7 @@ class Sequence:
         logprobs = self.logprobs[max(0, cursor.tokens - len(self.request.continued)) :]
         cursor.characters, cursor.tokens = at, cursor.tokens + len(tokens)
         counts = (self.counts.drafted[-1], self.counts.accepted[-1]) if self.counts.drafted else (0, 0)
-        ended = self.finish is not None
+        cursor.ended = ended = self.finish is not None
         return Delta(new, tokens, [p for p in pieces if p[0]], *counts, logprobs=logprobs, ended=ended)
 
     def _is_from_draft(self, token: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from outrider.control import Controller, Fixed, Planner
 from outrider.core.contents import ContentFolder
@@ -95,7 +96,10 @@ def build(
     foreign = drafters is not None or bool(set(config.methods) & set(plugins()))
     method = "+".join(config.methods if drafters is None else drafters)
     if drafters is None:
-        drafters = make_drafters(config, loaded, rows=rows, max_length=length, device=device, memory=memory)
+        known = None if prefix_folder is None else partial(_known, prefix_folder)
+        drafters = make_drafters(
+            config, loaded, rows=rows, max_length=length, device=device, memory=memory, known=known
+        )
     roster = None
     if drafters:
         planner: Controller = make_planner(config, loaded, drafters, controller, calibrate)
@@ -106,9 +110,6 @@ def build(
     if prefix_folder is not None:
         files = PrefixFiles(prefix_folder, loaded, roster.taps if roster else ())
         prefixes = PrefixCache(BYTES, files)
-        for drafter in drafters.values():
-            if isinstance(own := getattr(drafter, "loaded", None), Loaded):
-                drafter.prefixes = PrefixCache(0, PrefixFiles(prefix_folder, own))  # pyright: ignore[reportAttributeAccessIssue]
     decoder = Decoder(
         loaded.model,
         roster,
@@ -122,6 +123,11 @@ def build(
         memory=memory,
     )
     return Runtime(loaded, config, drafters, method, roster, decoder, files, memory)
+
+
+def _known(folder: ContentFolder, draft: Loaded) -> PrefixCache:
+    """The starts of texts that a draft model has read."""
+    return PrefixCache(0, PrefixFiles(folder, draft))
 
 
 def _roster(

@@ -346,7 +346,6 @@ class Scheduler:
         if cursor.ended or sink is None:
             return
         if sequence.finish is not None:
-            cursor.ended = True
             for observer in self.observers:
                 observer.finished(sequence)
         try:

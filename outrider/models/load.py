@@ -71,10 +71,15 @@ class Loaded:
         return str(named)
 
     @property
+    def program(self) -> Program | None:
+        """What native code runs; None where the modelling code of transformers runs."""
+        return getattr(self.model, "program", None)
+
+    @property
     def has_mtp(self) -> bool:
         """Whether its files hold an MTP layer that can draft."""
-        if isinstance(self.model, NativeModel):
-            return self.model.program.mtp is not None
+        if self.program is not None:
+            return self.program.mtp is not None
         if self.config is None or self.is_packed:
             return False
         from outrider.models.mtp import tensors_of
@@ -341,12 +346,12 @@ def pack(
     with precision_gate.making():
         request = _request(str(model), None, dtype, "cpu", quantization)
         loaded = _made(model, _read(request)[0], request)
-        if not isinstance(loaded.model, NativeModel):
+        if loaded.program is None:
             raise ValueError(
                 f"{model} runs by the modelling code of transformers ({loaded.model.path}), and a pack holds the program of a "
                 f"native model; load it as it is: outrider serve {model}"
             )
-        made = _contents_of(loaded, loaded.model.program)
+        made = _contents_of(loaded, loaded.program)
     return made.write(out)
 
 
@@ -359,9 +364,9 @@ def _contents_of(loaded: Loaded, program: Program, beside: bool = False) -> pack
 
 def _keep(name: str, loaded: Loaded, seconds: float) -> None:
     """Add a native model's pack to the cache, if a start from it is faster by a second. seconds: that this start took."""
-    if not isinstance(loaded.model, NativeModel):
+    program = loaded.program
+    if program is None:
         return
-    program = loaded.model.program
     size = packs.bytes_of(program)
     if size < _WORTH_BYTES or seconds < _WORTH_SECONDS + size / _READ_SPEED:
         return

@@ -135,6 +135,15 @@ def packed(
     return native.Packed(sources, kind, [None if b is None else b.detach() for b in biases], paired=paired)
 
 
+def joined(matrices: Sequence[Tensor | Blocks], order: Tensor | None = None) -> Tensor | Blocks:
+    """Matrices below each other, then their rows in this order. Blocks of one format stay blocks; others become floats."""
+    blocks = [m for m in matrices if isinstance(m, Blocks)]
+    if len(blocks) == len(matrices) and len({b.format for b in blocks}) == 1:
+        return replace(blocks[0], data=torch.cat([b.data for b in blocks]), order=order)
+    rows = torch.cat([dense(m, torch.float32) for m in matrices])
+    return rows if order is None else rows[order]
+
+
 def dense(matrix: Matrix, dtype: torch.dtype) -> Tensor:
     """A tensor as it is; blocks and packed matrices as values of this dtype."""
     return matrix if isinstance(matrix, Tensor) else matrix.dense().to(dtype)

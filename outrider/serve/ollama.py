@@ -330,10 +330,10 @@ def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict
         asked = make(service)
 
         def writer(pending: PendingAnswer) -> OllamaWriter:
-            thinking = thinking_reader(service, pending) if isinstance(asked, ChatRequest) else None
+            thinking = thinking_reader(service, pending) if asked.is_chat else None
             return OllamaWriter(body.model, arrived, getattr(request.state, "waited", 0.0), thinking, chat)
 
-        if isinstance(asked, ChatRequest):
+        if asked.is_chat:
             variables = asked_to_think(service.template, body.thinking_wanted)
             asked = asked.model_copy(update={"chat_template_kwargs": variables})
         return await answering.answer(service, asked, request, writer)

@@ -37,7 +37,7 @@ from outrider.serve.openai.protocol import (
     ResponseFormat,
     StructuredOutputs,
 )
-from outrider.serve.openai.tools import PLAIN, ToolCallReader, ToolFormat, ToolOffer, chosen, offered
+from outrider.serve.openai.tools import PLAIN, ToolCallReader, ToolFormat, ToolOffer, chosen
 from outrider.serve.options import ServeOptions
 
 MaskMaker = Callable[[], GrammarMask]
@@ -135,13 +135,8 @@ class Service:
 
     def _tools(self, body: CommonRequest) -> tuple[ToolOffer | None, Callable[[], ToolCallReader] | None, bool]:
         """The tools on offer, a maker of readers for their calls, and whether those must see special tokens."""
-        if not isinstance(body, ChatRequest):
-            return None, None, False
-        offer = offered(body.tools, body.tool_choice, body.parallel_tool_calls is not False)
-        if offer is None:
-            return None, None, False
-        form = self.tool_format
-        if form is None and not offer.forced:
+        offer, form = body.offer, self.tool_format
+        if offer is None or (form is None and not offer.forced):
             return offer, None, False
         form = form or PLAIN
         known = [] if self.encoder.tokenizer is None else list(self.encoder.tokenizer.all_special_tokens)
@@ -276,7 +271,7 @@ def _continued(
     count, problem = len(prompts) * n, ""
     if isinstance(given, int):
         shortest = min(map(len, prompts))
-        if not isinstance(body, CompletionRequest) or any(isinstance(p, str) for p in body.prompts):
+        if not body.is_ids:
             problem = (
                 "continued_tokens as a number counts token ids at the end of a prompt of token ids; "
                 "beside a text or messages, send the ids: continued_tokens=[...]"

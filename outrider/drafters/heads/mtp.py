@@ -17,7 +17,6 @@ from outrider.drafters.heads.features import HeadOutput, NativePairs, PairModel,
 from outrider.models.base import FINAL_NORM, LanguageModel, Want
 from outrider.models.cache import SlotCache
 from outrider.models.load import Loaded
-from outrider.models.native.model import NativeModel
 from outrider.models.native.mtp import BEFORE_NORM
 from outrider.models.nodes import Nodes
 
@@ -26,10 +25,9 @@ def mtp_model(target: Loaded, max_length: int, quantization: str = "auto") -> Pa
     """The MTP layer of a target. quantization: of the layer; "auto": that of the target.
 
     Raises ValueError if there is none that can be run."""
-    model = target.model
-    if not isinstance(model, NativeModel):
+    if target.program is None:
         return TorchMtp(target, max_length, quantization)
-    if (program := model.program.mtp) is None:
+    if (program := target.program.mtp) is None:
         raise ValueError(f"{target.name} has no MTP layer that can draft: its files hold none, or loading it said why")
     if quantization in ("int8", "int4") and quantization != target.weights:
         program = program.converted(quantization)

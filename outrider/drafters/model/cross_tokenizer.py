@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -53,9 +53,12 @@ class CrossTokenizerDrafter(ModelDrafter):
     Verifiers that need probs get TLI.
     """
 
-    def __init__(self, model: LanguageModel, pairing: Pairing, num_slots: int, way: Way | None = None) -> None:
-        """pairing: of the target's vocabulary and the model's. num_slots: slots of the draft's cache."""
-        super().__init__(model, num_slots, model.max_length)
+    def __init__(
+        self, model: LanguageModel, pairing: Pairing, num_slots: int, way: Way | None = None, **origin: Any
+    ) -> None:
+        """pairing: of the target's vocabulary and the model's. num_slots: slots of the draft's cache. origin: reduction and
+        prefixes, as of `ModelDrafter`."""
+        super().__init__(model, num_slots, model.max_length, **origin)
         self.pairing, self.vocab_size = pairing, pairing.target.size
         self.way: Way | None = "slem" if not pairing.shared else "tli" if pairing.total else way
         none = pairing.target.size  # for draft tokens that begin with no token of the target
@@ -204,15 +207,15 @@ def whole(text: bytes) -> bytes:
     return text[: len(text) - len(unread)]
 
 
-def from_draft_model(draft: Loaded, target: Loaded, num_slots: int, max_length: int) -> ModelDrafter:
-    """The drafter for a draft model and a target, with the same tokenizer or another.
+def paired(draft: Loaded, target: Loaded) -> Pairing | None:
+    """How tokens of a draft model and of a target become each other; None where they are the same.
 
     Raises ValueError if neither tokens nor text can pass from one to the other.
     """
     sizes = (draft.model.vocab_size, target.model.vocab_size)
     if draft.tokenizer is None or target.tokenizer is None:
         if sizes[0] == sizes[1]:
-            return ModelDrafter(draft.model, num_slots, max_length)
+            return None
         lacking = " and ".join(x.name for x in (draft, target) if x.tokenizer is None)
         raise ValueError(
             f"the draft {draft.name} has a vocabulary of {sizes[0]} tokens and the target {target.name} one of {sizes[1]}; "
@@ -221,7 +224,7 @@ def from_draft_model(draft: Loaded, target: Loaded, num_slots: int, max_length: 
             'or use a method that needs no second model: {"method": "suffix"}'
         )
     if sizes[0] == sizes[1] and draft.tokenizer.get_vocab() == target.tokenizer.get_vocab():
-        return ModelDrafter(draft.model, num_slots, max_length)
+        return None
     loaded = [(x, Vocabulary(x.tokenizer, x.model.vocab_size, x.end_ids)) for x in (target, draft)]
     try:
         pairing = Pairing(*(vocabulary for _, vocabulary in loaded))
@@ -230,9 +233,7 @@ def from_draft_model(draft: Loaded, target: Loaded, num_slots: int, max_length: 
             f"the draft {draft.name} cannot draft for the target {target.name}: {error}. Use a draft trained on the same kind "
             'of text, or a method that needs none: {"method": "suffix"}'
         ) from error
-    if pairing.equal:
-        return ModelDrafter(draft.model, num_slots, max_length)
-    return CrossTokenizerDrafter(draft.model, pairing, num_slots)
+    return None if pairing.equal else pairing
 
 
 def from_setup(setup: DrafterSetup) -> ModelDrafter:
@@ -242,6 +243,8 @@ def from_setup(setup: DrafterSetup) -> ModelDrafter:
     quantization = None if given in ("auto", "none") else given
     chosen = reduce if reduce.may_leave_out(name) else None
     draft = load(name, device=setup.device, quantization=quantization, reduce=chosen)
-    drafter = from_draft_model(draft, setup.target, setup.rows, setup.max_length)
-    drafter.reduction, drafter.loaded = reduce.note, draft
-    return drafter
+    pairing = paired(draft, setup.target)
+    origin: dict[str, Any] = {"reduction": reduce.note, "prefixes": setup.known and setup.known(draft)}
+    if pairing is None:
+        return ModelDrafter(draft.model, setup.rows, setup.max_length, **origin)
+    return CrossTokenizerDrafter(draft.model, pairing, setup.rows, **origin)

@@ -15,34 +15,23 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.config import KnownTexts, SpeculativeConfig
 from outrider.drafters.lookup.corpus import Entry, read_texts
 from outrider.drafters.model.tree_drafter import CachedTreeDrafter, GrowthSettings
 from outrider.drafters.model.vocabulary import Vocabulary
 from outrider.models.base import LanguageModel, Want
 from outrider.models.builtin.download import DOWNLOADS
-from outrider.models.cache import SlotCache
 from outrider.models.dtypes import DTYPES
-from outrider.models.load import Contents, Loaded, Reduction
+from outrider.models.load import Contents, Reduction
 from outrider.models.nodes import Nodes
 
 _CHUNK = 256  # prompt tokens read per forward
-
-
-class KnownTexts(Protocol):
-    """Starts of texts that a model need not read again. The members are those of `outrider.engine.prefix_cache.PrefixCache`."""
-
-    def fetch(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> Any: ...
-
-    def keep(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> Any: ...
-
-    def chunk_end(self, cache: SlotCache, tokens: Sequence[int], start: int, end: int) -> int: ...
 
 
 class ModelDrafter(CachedTreeDrafter):
@@ -50,20 +39,23 @@ class ModelDrafter(CachedTreeDrafter):
 
     The cache takes in committed tokens only: the accepted nodes of the scratch, and what the next proposal reads because it is
     missing. So full acceptance, rejection, steps without a draft and reuse of a slot are one case.
-
-    reduction: what was left out of the model to make it cheaper, in words; None if nothing was. loaded: the model and where it
-    came from, if that is known. prefixes: what it has read before; None if nothing is kept.
     """
 
     def __init__(
-        self, model: LanguageModel, num_slots: int, max_length: int, **settings: Unpack[GrowthSettings]
+        self,
+        model: LanguageModel,
+        num_slots: int,
+        max_length: int,
+        *,
+        reduction: str | None = None,
+        prefixes: KnownTexts | None = None,
+        **settings: Unpack[GrowthSettings],
     ) -> None:
-        """num_slots, max_length: slots of the cache, and tokens of each. settings: see `GrowthSettings`."""
+        """num_slots, max_length: slots of the cache, and tokens of each. reduction: what was left out of the model to make it
+        cheaper, in words; None if nothing was. prefixes: what it has read before; None if nothing is kept. settings: see
+        `GrowthSettings`."""
         super().__init__(model, num_slots, max_length, **settings)
-        self.model = model
-        self.reduction: str | None = None
-        self.loaded: Loaded | None = None
-        self.prefixes: KnownTexts | None = None
+        self.model, self.reduction, self.prefixes = model, reduction, prefixes
         self._sought = set[int]()  # slots whose text was looked up
 
     def missing(self, slot: int, tokens: list[int]) -> int:

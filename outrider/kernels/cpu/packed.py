@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -78,7 +78,7 @@ class Packed:
                 library().advise_huge(self._data.data_ptr(), size)
         self._point(paired)
         if later is not None and not self.parts:
-            self._read_later([w for w in weights if isinstance(w, Blocks)])
+            self._read_later(cast("Sequence[Blocks]", weights))
         start = 0
         for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
             first = i * LANES if paired else start

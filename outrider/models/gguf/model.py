@@ -23,7 +23,16 @@ from outrider.models.gguf.reader import FLOATS, PACKED_FORMATS, GGUFFile, Stored
 from outrider.models.gguf.tokenizer import end_ids
 from outrider.models.hf.experts import dense_experts_, give_expert_blocks_, is_mixture
 from outrider.models.hf.hooks import UnsupportedModel
-from outrider.models.matrix import STORED, dense, give_latent_, give_matrix_, join_latents_, matrices_in, matrix_of
+from outrider.models.matrix import (
+    STORED,
+    dense,
+    give_latent_,
+    give_matrix_,
+    join_latents_,
+    joined,
+    matrices_in,
+    matrix_of,
+)
 from outrider.models.rotary import ExactPowers
 
 _KEPT = (*FLOATS, *PACKED_FORMATS)
@@ -145,18 +154,14 @@ def _matrix(file: GGUFFile, names: Sequence[str], order: Tensor | None) -> Tenso
     by_column = names[0].endswith("ssm_out.weight")  # an order of its inputs, which may lie in one block
     parts = [file.matrix(name, None if by_column or len(names) > 1 else order) for name in names]
     if by_column and order is not None:
-        plain = [dense(part, torch.bfloat16) if isinstance(part, Blocks) else part for part in parts]
-        return plain[0][:, order].contiguous()
+        return dense(parts[0], torch.bfloat16)[:, order].contiguous()
     parts = [
         p if file.tensors[n].format in _KEPT else dense(p, torch.bfloat16) for n, p in zip(names, parts, strict=True)
     ]
     if len(parts) == 1:
         return parts[0]
-    blocks = [p for p in parts if isinstance(p, Blocks)]
-    if len(blocks) == len(parts) and len({p.format for p in blocks}) == 1:
-        return replace(blocks[0], data=torch.cat([p.data for p in blocks]), order=order)
-    rows = torch.cat([p.dense() if isinstance(p, Blocks) else p.float() for p in parts])
-    return rows if order is None else rows[order]
+    rows = joined(parts, order)
+    return rows.float() if isinstance(rows, Tensor) else rows
 
 
 def _tensors_of(names: TensorNameMap, family: Architecture, path: str, kind: str) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ token are added up in the order in which the router named its experts. So they d
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from outrider.kernels.blocks import Blocks
 from outrider.models.hf.linear import PackedEmbedding, PackedLinear
-from outrider.models.matrix import EXPERTS, STORED, dense
+from outrider.models.matrix import EXPERTS, STORED, dense, joined
 
 NAME = "outrider"
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")  # how many a token has, in transformers' configurations
@@ -108,10 +107,7 @@ def _joined(module: nn.Module, expert: Expert) -> Tensor | Blocks:
         return expert[0]
     order = torch.arange(sum(m.shape[0] for m in expert))
     order = order.view(2, -1).T.flatten() if module.is_transposed else order
-    blocks = [m for m in expert if isinstance(m, Blocks)]
-    if len(blocks) == len(expert) and len({b.format for b in blocks}) == 1:
-        return replace(blocks[0], data=torch.cat([b.data for b in blocks]), order=order)
-    return torch.cat([dense(m, torch.float32) for m in expert])[order]
+    return joined(expert, order)
 
 
 def pack_experts_(model: nn.Module, weights: str = "auto") -> None:

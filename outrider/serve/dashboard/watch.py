@@ -121,7 +121,7 @@ class Watch:
                 known.append(new)
                 self._origins[slot] = (position + count, known)
             for note in step.draft.notes or [None] * batch:  # a step without room for a draft has no notes
-                if isinstance(note, PlanNote):
+                if note is not None:
                     self._planned(sums, note, batch)
                 else:
                     sums.plans[NONE] += 1

@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from outrider.core.params import BadParameter, SamplingParams
-from outrider.serve.openai.tools import text_of
+from outrider.serve.openai.tools import ToolOffer, offered, text_of
 from outrider.serve.options import ServeOptions
 
 # Validation stops at the first wrong item. An error for each of a million items would take minutes.
@@ -217,6 +217,16 @@ class CommonRequest(JsonObject):
         return None if given is None or given.type == "text" else given
 
     @property
+    def offer(self) -> ToolOffer | None:
+        """The tools on offer; None without any. Raises ValueError for tools that are not valid."""
+        return None
+
+    @property
+    def is_ids(self) -> bool:
+        """The prompt is token ids."""
+        return False
+
+    @property
     def limit(self) -> int | None:
         """Tokens of a text, at most; 0 reads the prompt only, None is as many as fit."""
         raise NotImplementedError
@@ -337,6 +347,10 @@ class CompletionRequest(CommonRequest):
         return len(self.prompts)
 
     @property
+    def is_ids(self) -> bool:
+        return not any(isinstance(p, str) for p in self.prompts)
+
+    @property
     def prompts(self) -> list[Any]:
         """Each a text or {"prompt_token_ids": [...]}."""
         given = self.prompt
@@ -373,6 +387,10 @@ class ChatRequest(CommonRequest):
     @property
     def alternatives(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def offer(self) -> ToolOffer | None:
+        return offered(self.tools, self.tool_choice, self.parallel_tool_calls is not False)
 
     @property
     def tools_shown(self) -> list[dict[str, Any]] | None:
