@@ -185,7 +185,7 @@ class Decoder:
         """One draft-verify round of some of the sequences that decode."""
         with native.one_torch_thread(self.target.device):
             for sequence in live:
-                if sequence.unread and sequence.output:
+                if sequence.unread.parts and sequence.output:
                     self._hand_over(sequence)
             before, times = [len(sequence.tokens) for sequence in live], [perf_counter()]
             context = self._context(live)
@@ -260,24 +260,24 @@ class Decoder:
         """Let the prefix cache have what is read of a sequence that has a slot."""
         if self.prefixes is None:
             return
-        held, first = sequence.tokens[: self.cache.length[sequence.slot]], sequence.features_from
-        features = torch.cat(sequence.features) if sequence.features else None
+        held = sequence.tokens[: self.cache.length[sequence.slot]]
+        first, features = sequence.features.take() if sequence.features.parts else (0, None)
         ended = len(held) >= len(sequence.tokens) - 1
         needed = self.prefixes.keep(self.cache, sequence.slot, held, features, first, ended=ended)
         if features is not None:
-            sequence.keep(features[needed - first :].clone(), needed)
+            sequence.features.add(features[needed - first :].clone(), needed)
 
     def _started(self, sequence: Sequence, first: int, features: torch.Tensor) -> None:
         """Keep a chunk's features until drafter and prefix cache have them. Drafting does not delay the first token."""
         if self.prefixes is not None:
-            sequence.features.append(features)
-        sequence.hold(features, first)
-        if sequence.output or len(sequence.tokens) <= _SOON or sum(map(len, sequence.unread)) > _LATE:
+            sequence.features.add(features, first)
+        sequence.unread.add(features, first)
+        if sequence.output or len(sequence.tokens) <= _SOON or sum(map(len, sequence.unread.parts)) > _LATE:
             self._hand_over(sequence)
 
     def _hand_over(self, sequence: Sequence) -> None:
         """Let the drafter have the features that wait."""
-        self.drafter.start(sequence.slot, sequence.tokens, *sequence.hand_over())
+        self.drafter.start(sequence.slot, sequence.tokens, *sequence.unread.take())
 
     def _context(self, live: list[Sequence]) -> DraftContext:
         """What the drafter sees of this step. The compiled parameters live as long as the batch stays the same."""
@@ -322,11 +322,11 @@ class Decoder:
             if (wanted := sequence.params.logprobs) is not None:
                 shown = [logprobs(out.logits[b, n], t, wanted) for n, t in zip(nodes, new, strict=False)]
             held = nodes[: len(new)]
-            features = None if out.features is None else out.features[b, held]
+            features, first = None if out.features is None else out.features[b, held], len(sequence.tokens) - 1
             if features is not None and self.prefixes is not None:
-                sequence.features.append(features)
-            if features is not None and sequence.unread:
-                sequence.unread.append(features)
+                sequence.features.add(features, first)
+            if features is not None and sequence.unread.parts:
+                sequence.unread.add(features, first)
                 features = None
             commit = Commit(new, held, min(len(new), len(nodes) - 1), end.finish if end else None, features)
             sequence.step_done(len(trees[b]) - 1, commit, shown)

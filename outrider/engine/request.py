@@ -114,23 +114,40 @@ class Counts:
 
 @dataclass
 class Cursor:
-    """How much of a text was handed out. from_draft: for each output token. continued_text: the text that the continued tokens
-    had given out. ended: the last delta was handed out."""
+    """How much of a text was handed out. from_draft: the output tokens that drafts brought, by place. continued_text: the text
+    that the continued tokens had given out. ended: the last delta was handed out."""
 
     tokens: int = 0
     characters: int = 0
     marks: int = 0
-    from_draft: list[bool] = field(default_factory=list)
+    from_draft: set[int] = field(default_factory=set)
     continued_text: str = ""
     ended: bool = False
+
+
+class Features:
+    """Features of tokens that follow each other, from the token `first` on: float [token, feature] of each chunk and step."""
+
+    def __init__(self) -> None:
+        self.first, self.parts = 0, list[torch.Tensor]()
+
+    def add(self, features: torch.Tensor, first: int) -> None:
+        """Keep features behind the others. first: their first token."""
+        if not self.parts:
+            self.first = first
+        self.parts.append(features)
+
+    def take(self) -> tuple[int, torch.Tensor]:
+        """The first token, and all features. They are kept no more."""
+        whole, self.parts = torch.cat(self.parts), []
+        return self.first, whole
 
 
 class Sequence:
     """One run of a request. `Decoder.sequence` makes it.
 
     slot: of the cache; -1 without one. tokens: committed: prompt, then output. checker: decides where the text ends.
-    logprobs: of each written token. features: of the tokens from `features_from` on, for the prefix cache: float
-    [token, feature] of each chunk and step. unread, unread_from: the same for the drafter, until it reads them. cancelled: its
+    logprobs: of each written token. features: for the prefix cache. unread: those that the drafter has not read. cancelled: its
     reader has left.
     """
 
@@ -149,14 +166,10 @@ class Sequence:
         self.finish: FinishReason | None = None
         self.logprobs: list[dict[int, float]] = []
         self.prompt_logprobs: list[dict[int, float] | None] = []
-        self.features: list[torch.Tensor] = []
-        self.features_from = 0
-        self.unread: list[torch.Tensor] = []
-        self.unread_from = 0
+        self.features, self.unread = Features(), Features()
         self.counts, self.clock, self.cursor = Counts(method=method, depth=depth), Clock(), Cursor()
         self.cancelled = False
         if request.continued:  # their text counts as given out
-            self.cursor.from_draft = [False] * len(request.continued)
             self.delta()
             self.cursor.continued_text = self.text[: self.cursor.characters]
 
@@ -213,7 +226,7 @@ class Sequence:
 
     def take(self, slot: int) -> None:
         """Take a slot, in which nothing is read yet. The text has ended if the continued tokens end it."""
-        self.slot, self.features, self.features_from, self.unread = slot, [], 0, []
+        self.slot, self.features, self.unread = slot, Features(), Features()
         self.clock.admitted = self.clock.admitted or perf_counter()
         if self.checker.end is not None:
             self.clock.done, self.finish = perf_counter(), self.checker.end
@@ -227,26 +240,13 @@ class Sequence:
         clock.first, clock.last = clock.first or now, now
         if self.checker.end is not None:
             clock.done, self.finish = now, self.checker.end
+        if commit.num_accepted:
+            at = len(self.tokens) - len(self.prompt)
+            self.cursor.from_draft.update(range(at, at + commit.num_accepted))
         self.tokens += commit.tokens
         self.logprobs += logprobs
         self.counts.drafted.append(drafted)
         self.counts.accepted.append(commit.num_accepted)
-        self.cursor.from_draft += [i < commit.num_accepted for i in range(len(commit.tokens))]
-
-    def keep(self, features: torch.Tensor, first: int) -> None:
-        """Keep these features for the prefix cache, and no others. first: the token of the first one."""
-        self.features, self.features_from = [features], first
-
-    def hold(self, features: torch.Tensor, first: int) -> None:
-        """Keep features for the drafter, behind those that wait already. first: the token of the first one."""
-        if not self.unread:
-            self.unread_from = first
-        self.unread.append(features)
-
-    def hand_over(self) -> tuple[int, torch.Tensor]:
-        """The features that wait for the drafter, and the token of the first one. They wait no more."""
-        waiting, self.unread = torch.cat(self.unread), []
-        return self.unread_from, waiting
 
     def recalled(self, before: int, done: int) -> None:
         """The prefix cache had the tokens between these two places. A sequence that is read again has counted them."""
@@ -289,11 +289,11 @@ class Sequence:
         pieces, at = list[tuple[str, bool]](), cursor.characters
         while cursor.marks < len(marks) and marks[cursor.marks] <= len(text):
             mark = marks[cursor.marks]
-            pieces.append((text[at:mark], self._is_from_draft(cursor.marks)))
+            pieces.append((text[at:mark], cursor.marks in cursor.from_draft))
             at = max(at, mark)
             cursor.marks += 1
         if self.finish is not None or not marks:
-            pieces.append((text[at:], self._is_from_draft(cursor.marks)))
+            pieces.append((text[at:], cursor.marks in cursor.from_draft))
             at = len(text)
         new, tokens = text[cursor.characters : at], self.output[cursor.tokens :]
         logprobs = self.logprobs[max(0, cursor.tokens - len(self.request.continued)) :]
@@ -301,9 +301,6 @@ class Sequence:
         counts = (self.counts.drafted[-1], self.counts.accepted[-1]) if self.counts.drafted else (0, 0)
         cursor.ended = ended = self.finish is not None
         return Delta(new, tokens, [p for p in pieces if p[0]], *counts, logprobs=logprobs, ended=ended)
-
-    def _is_from_draft(self, token: int) -> bool:
-        return self.cursor.from_draft[token] if token < len(self.cursor.from_draft) else False
 
     def completion(self, guarantee: Guarantee, index: int = 0) -> CompletionOutput:
         """What was written, as an output."""

@@ -191,7 +191,7 @@ class Scheduler:
         if sequence.finish is None and self.trace:
             self.trace.end(sequence, finish)
         sequence.end(finish, reason)
-        self._progress(sequence)
+        self._tell(sequence)
 
     def problems(self) -> list[str]:
         """What is wrong with the tables between two steps. Empty, unless there is a bug."""
@@ -253,7 +253,7 @@ class Scheduler:
             if sequence.request.num_speculative_tokens is not None:
                 self.roster.planner.depths[slot] = sequence.request.num_speculative_tokens
         if sequence.finish is not None:  # the tokens that it continues end the text
-            self._progress(sequence)
+            self._tell(sequence)
 
     def _free(self, slot: int) -> Sequence:
         """Take a slot back from the sequence that has it, and keep why a drafter lost it."""
@@ -283,7 +283,7 @@ class Scheduler:
             self._fail(sequence, error)
         else:
             if sequence.finish is not None:  # a request that is only read
-                self._progress(sequence)
+                self._tell(sequence)
 
     def _round(self, live: list[Sequence]) -> Step | None:
         try:
@@ -304,7 +304,7 @@ class Scheduler:
             for observer in observers:
                 observer.step(step, seconds)
         for sequence in live:
-            self._progress(sequence)
+            self._tell(sequence)
         return step
 
     def _one_by_one(self, live: list[Sequence]) -> None:
@@ -317,7 +317,7 @@ class Scheduler:
                 # It was judged before the failure, and is not in the cache yet.
                 if sequence.finish is None:
                     self.decoder.waiting.append(sequence)
-                self._progress(sequence)
+                self._tell(sequence)
             else:
                 self._round([sequence])
 
@@ -330,22 +330,19 @@ class Scheduler:
         if self.trace:
             self.trace.end(sequence, "error")
         sequence.fail(reason)
-        self._progress(sequence)
-
-    def _progress(self, sequence: Sequence) -> None:
-        """Hand out what is new. If that was the end, the slot is free before a reader hears of it."""
-        if sequence.finish is not None:
-            if self.running.get(sequence.slot) is sequence:
-                self._free(sequence.slot)
-            self._seconds += 0.2 * (sequence.clock.total - sequence.clock.queued - self._seconds)
         self._tell(sequence)
 
     def _tell(self, sequence: Sequence) -> None:
-        """Give the reader what is new. Exactly one delta says that the sequence ended."""
-        sink, cursor = sequence.request.sink, sequence.cursor
-        if cursor.ended or sink is None:
+        """Give the reader what is new. Exactly one delta says that the sequence ended. Its slot is free before the reader hears
+        of it."""
+        ended, sink = sequence.finish is not None, sequence.request.sink
+        if ended:
+            if self.running.get(sequence.slot) is sequence:
+                self._free(sequence.slot)
+            self._seconds += 0.2 * (sequence.clock.total - sequence.clock.queued - self._seconds)
+        if sink is None or sequence.cursor.ended:
             return
-        if sequence.finish is not None:
+        if ended:
             for observer in self.observers:
                 observer.finished(sequence)
         try:

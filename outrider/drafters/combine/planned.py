@@ -127,7 +127,7 @@ class PlannedDrafter(BaseDrafter):
             if name in self.lookups:
                 made |= {b: offered[name, b] for b in budgets}
             else:
-                made |= self._asked(name, context, budgets)
+                made |= self._asked(name, context, budgets, views)
         return self._verified(context, views, plans, made)
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
@@ -226,17 +226,17 @@ class PlannedDrafter(BaseDrafter):
         self._guarded(name, [slot], self.drafters[name].read, slot, tokens, count)
         self._charges.setdefault(slot, []).append(Charge(name, 0, 0, count, perf_counter() - began))
 
-    def _asked(self, name: str, context: DraftContext, budgets: Mapping[int, Budget]) -> dict[int, Proposal]:
-        """A drafter's proposals for some entries of the batch, within these budgets.
+    def _asked(
+        self, name: str, context: DraftContext, budgets: Mapping[int, Budget], views: Sequence[View] = ()
+    ) -> dict[int, Proposal]:
+        """A drafter's proposals for some entries of the batch, within these budgets. views: of all entries; a lookup needs none.
 
         If it fails, each entry is asked for alone, and only those that fail alone are lost.
         """
-        drafter, own, missed = self.drafters[name], context.select([*budgets]), 0
+        drafter, own = self.drafters[name], context.select([*budgets])
         if own.budgets != [*budgets.values()]:
             own = replace(own, budgets=[*budgets.values()])
         try:
-            if name not in self.lookups:
-                missed = sum(max(drafter.missing(s, t) - 1, 0) for s, t in zip(own.slots, own.tokens, strict=True))
             began = perf_counter()
             draft = lend(drafter.propose, own) if name in self._foreign else drafter.propose(own)
             seconds = perf_counter() - began
@@ -248,7 +248,7 @@ class PlannedDrafter(BaseDrafter):
             for slot in own.slots if not drafter.taps else ():  # a head would miss the features that it was given
                 self._guarded(name, [], drafter.release, slot)
             if len(budgets) > 1:
-                alone = [self._asked(name, context, {b: budget}) for b, budget in budgets.items()]
+                alone = [self._asked(name, context, {b: budget}, views) for b, budget in budgets.items()]
                 return {b: one for found in alone for b, one in found.items()}
             self.lose(name, own.slots, error)
             return {}
@@ -256,6 +256,7 @@ class PlannedDrafter(BaseDrafter):
         self._proposals |= {(name, context.slots[b]): one.nodes for b, one in found.items()}
         if name not in self.lookups:
             deepest = max(max(one.levels) for one in found.values())
+            missed = sum(max(views[b].missing[name] - 1, 0) for b in budgets)
             charge = Charge(name, len(found), deepest, missed, seconds)
             for slot in own.slots:
                 self._charges.setdefault(slot, []).append(charge)

@@ -59,6 +59,9 @@ class AnswerWriter:
         yield self.end
 
 
+_WRITER = AnswerWriter()  # it keeps nothing, so one is enough
+
+
 class AnswerTranslator(AnswerWriter, ABC):
     """Writes one answer in another protocol, from the chunks of a completion with one choice.
 
@@ -111,7 +114,7 @@ class Answering:
         service: Service,
         body: CompletionRequest | ChatRequest,
         request: Request,
-        make: Callable[[PendingAnswer], AnswerWriter] = lambda _: AnswerWriter(),
+        make: Callable[[PendingAnswer], AnswerWriter] = lambda _: _WRITER,
     ) -> Response:
         """The response: whole, or as events. make: its writer. Raises Refused."""
         state = request.state
