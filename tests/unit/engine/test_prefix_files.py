@@ -68,8 +68,14 @@ def kind(name: str) -> Kind:
         return Kind(hybrid(NativeModel(tiny("lfm2")), name), NoDraft)
     if name == "draft model":
         draft = load("builtin:code-draft")
-        return Kind(load("builtin:code"), lambda: ModelDrafter(draft.model, 2, LENGTH))
+        return Kind(load("builtin:code"), lambda: drafting(draft))
     return Kind(load("builtin:code", kv_cache_dtype=name), NoDraft)
+
+
+def drafting(draft: Loaded) -> ModelDrafter:
+    made = ModelDrafter(draft.model, 2, LENGTH)
+    made.loaded = draft
+    return made
 
 
 KINDS = ("auto", "bfloat16", "int8", "hybrid", "native hybrid", "head", "draft model")
@@ -84,7 +90,8 @@ class Process:
         self.files = PrefixFiles(self.folder, loaded, self.drafter.taps)
         self.prefixes = PrefixCache(memory, self.files)
         if isinstance(self.drafter, ModelDrafter):
-            self.drafted = PrefixFiles(self.folder, load("builtin:code-draft"))
+            assert self.drafter.loaded is not None
+            self.drafted = PrefixFiles(self.folder, self.drafter.loaded)
             self.drafter.prefixes = PrefixCache(0, self.drafted)
         self.loop = Loop(
             loaded.model, self.drafter, controller=Fixed(3), rows=2, max_length=LENGTH, prefixes=self.prefixes
