@@ -22,6 +22,7 @@ from outrider.core.stopping import StopChecker
 from outrider.core.types import PHASES, Commit, Draft, Guarantee, Step, Verdict
 from outrider.drafters.base import DraftContext, Drafter, NoDraft, TargetPass
 from outrider.drafters.lookup.memory import TextMemory
+from outrider.drafters.method import NONE
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.request import Request, Sequence
 from outrider.kernels import cpu as native
@@ -121,12 +122,14 @@ class Decoder:
             )
         return self.max_length - n if p.max_tokens is None else p.max_tokens
 
-    def sequence(self, request: Request, method: str = "none", depth: int = 0) -> Sequence:
-        """A sequence of a request. method, depth: as in `Counts`.
+    def sequence(self, request: Request, method: str = NONE, depth: int = 0) -> Sequence:
+        """A sequence of a request. method, depth: as in `Counts`. A draft length of the request's own comes first.
 
         Raises ValueError for a request that cannot run, and for a text that ends before its last continued token.
         """
         p, limit = request.params, self.check(request)
+        if (own := request.num_speculative_tokens) is not None:
+            method, depth = method if own else NONE, own
         checker = StopChecker(p, self.end_ids, limit, self.tokenizer, request.prompt)
         for count, token in enumerate(request.continued, 1):
             end = checker.push(token)

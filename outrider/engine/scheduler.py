@@ -91,21 +91,13 @@ class Scheduler:
         """Tokens that the seated sequences hold, or will hold once they are read."""
         return sum(len(sequence.tokens) for sequence in self.running.values())
 
-    def _sequence(self, request: Request) -> Sequence:
-        """A sequence of a request. Raises ValueError if the request could never run."""
-        method, depth = NONE, 0
-        if self.roster is not None:
-            method = self.roster.method(request.method, bool(request.prediction))
-            depth = self.roster.planner.limit.depth
-        elif not self.decoder.plain:
-            method = type(self.decoder.drafter).__name__
-        if (own := request.num_speculative_tokens) is not None:
-            method, depth = method if own else NONE, own
-        return self.decoder.sequence(request, method, depth)
-
     def add(self, requests: Iterable[Request]) -> list[Sequence]:
         """Queue a sequence of each request, all or none. Raises ValueError, QueueFull or EngineStopped."""
-        sequences = [self._sequence(request) for request in requests]
+        sequences, roster, drafts = list[Sequence](), self.roster, (NONE, 0)
+        for request in requests:
+            if roster is not None:
+                drafts = roster.method(request.method, bool(request.prediction)), roster.planner.limit.depth
+            sequences.append(self.decoder.sequence(request, *drafts))
         with self.lock:
             if self.stop_at < math.inf:
                 raise EngineStopped(self.stopped)
