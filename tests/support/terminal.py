@@ -7,13 +7,12 @@ import os
 import pty
 import re
 import select
-import signal
 import struct
-import subprocess
-import sys
 import termios
 import time
 from collections.abc import Callable
+
+from forked import COMMAND, Forked
 
 HANG = 60  # seconds; nothing here depends on how fast the machine is
 
@@ -21,20 +20,14 @@ HANG = 60  # seconds; nothing here depends on how fast the machine is
 class Terminal:
     """Use it in a `with` block. shown: everything so far, with "\\n" for a new line."""
 
-    def __init__(self, *words: str, program: tuple[str, ...] = ("-m", "outrider"), **environment: str) -> None:
-        """words: of the command line. program: what Python runs with them."""
+    def __init__(self, *words: str, code: str = COMMAND, **environment: str) -> None:
+        """words: of the command line. code: what Python runs with them."""
         self._leader, follower = pty.openpty()
         fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 80, 0, 0))
         kept = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "COLUMNS", "LINES")}
 
-        def at_a_terminal() -> None:
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored, where these tests themselves run in the background
-
-        self.process = subprocess.Popen(
-            [sys.executable, *program, *words], stdin=follower, stdout=follower, stderr=follower,
-            env={**kept, "TERM": "xterm", "NO_COLOR": "1", **environment}, start_new_session=True, preexec_fn=at_a_terminal,
-        )  # fmt: skip
+        shown = {"TERM": "xterm", "NO_COLOR": "1", **environment}
+        self.process = Forked(*words, code=code, terminal=follower, environment=kept | shown)
         os.close(follower)
         self._bytes = b""
 
@@ -91,7 +84,5 @@ class Terminal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait(HANG)
+        self.process.__exit__()
         os.close(self._leader)

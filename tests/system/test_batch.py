@@ -13,6 +13,7 @@ from time import sleep
 from typing import Any
 
 import pytest
+from forked import Forked
 from serving import builtin
 from typer.testing import CliRunner
 
@@ -69,11 +70,11 @@ def test_killed_and_continued_nothing_is_lost_nothing_is_twice_and_every_text_is
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     command, journal = ["batch", str(source), "-o", str(out), *SUFFIX], tmp_path / "out.jsonl.partial"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([sys.executable, "-m", "outrider", *command], env=environment) as process:
+    with Forked(*command, environment=environment) as process:
         while process.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 6):
             sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait(30) == -signal.SIGKILL
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
     before = [json.loads(line)["row"] for line in journal.read_bytes().split(b"\n")[1:-1]]
     assert 5 <= len(before) < len(lines)
     assert not out.exists()

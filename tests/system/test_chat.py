@@ -104,14 +104,14 @@ def test_a_person_at_a_terminal(tmp_path: Path) -> None:
     history = tmp_path / "outrider" / "chat_history"
     assert history.stat().st_mode & 0o777 == 0o600
     assert history.read_text() == "import os\nimport sys\n/show\n/nonsense\n"
-    with Terminal("run", CODE, program=("-c", NO_MODEL), XDG_STATE_HOME=str(tmp_path)) as terminal:
+    with Terminal("run", CODE, code=NO_MODEL, XDG_STATE_HOME=str(tmp_path)) as terminal:
         terminal.wait_for(">>> ")
         terminal.type("\x1b[A\x1b[A\n")  # arrow up, twice
         terminal.wait_for("seed  ")
         terminal.type("/bye\n")
         assert terminal.ended() == 0
     kept = history.read_text()
-    with Terminal("run", CODE, "--no-history", program=("-c", NO_MODEL), XDG_STATE_HOME=str(tmp_path)) as terminal:
+    with Terminal("run", CODE, "--no-history", code=NO_MODEL, XDG_STATE_HOME=str(tmp_path)) as terminal:
         terminal.wait_for(">>> ")
         terminal.type("/bye\n")
         assert terminal.ended() == 0

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
-import os
-import pty
 import re
-import select
-import signal
 import subprocess
 import sys
-import termios
-import time
 from pathlib import Path
 
 import pytest
+from forked import Forked
+from terminal import Terminal
 from typer.testing import CliRunner
 
 import outrider
@@ -25,7 +20,6 @@ from outrider.cli import main as cli
 PROMPT = "class Stack:\n    def push(self, item):\n"
 SMALL = "builtin:code-draft"
 DRAWN = ("-m", SMALL, "-n", "24", "-t", "0.9", "--seed", "5", "--ignore-eos")
-COMMAND = [sys.executable, "-m", "outrider"]
 
 
 @pytest.fixture(scope="module")
@@ -42,37 +36,6 @@ def line(text: str) -> str:
 
 def run(*words: str, stdin: str | None = None):
     return CliRunner().invoke(cli.app, list(words), input=stdin)
-
-
-def in_terminal(*words: str, until: str = "", **env: str) -> tuple[int, str]:
-    """Exit code and everything shown on a terminal. until: ctrl-C is typed 500 bytes after this was shown."""
-    leader, follower = pty.openpty()
-    clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
-
-    def at_a_terminal() -> None:
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored, where these tests themselves run in the background
-
-    process = subprocess.Popen(
-        [*COMMAND, *words], stdin=follower, stdout=follower, stderr=follower, env={**clean, "TERM": "xterm", **env},
-        start_new_session=True, preexec_fn=at_a_terminal,
-    )  # fmt: skip
-    os.close(follower)
-    shown, typed, end = b"", False, time.monotonic() + 120
-    while time.monotonic() < end:
-        if select.select([leader], [], [], 0.1)[0]:
-            try:
-                part = os.read(leader, 256 if until and not typed else 65536)  # a full terminal holds the writer back
-            except OSError:  # the other side is closed
-                break
-            if not part:
-                break
-            shown += part
-        if until and not typed and len(shown.partition(until.encode())[2]) > 500:
-            os.write(leader, b"\x03")
-            typed = True
-    os.close(leader)
-    return process.wait(20), shown.decode().replace("\r\n", "\n")
 
 
 def test_version_and_help_are_quick_and_complete() -> None:
@@ -283,8 +246,11 @@ def test_terminal_colours_and_ctrl_c() -> None:
     """Accepted draft tokens are green; ctrl-C keeps the text, prints the numbers and exits with 130."""
     # a full terminal holds the writer back, so that the text does not end before the key is pressed
     words = ("generate", PROMPT, "-m", "builtin:code", "-n", "1900", "--ignore-eos")
-    code, shown = in_terminal(*words, until="tokens of the model itself")
-    assert code == 130
+    with Terminal(*words, NO_COLOR="") as terminal:
+        terminal.wait_until(lambda shown: len(shown.partition("tokens of the model itself")[2]) > 500)
+        terminal.type("\x03")
+        assert terminal.ended() == 130
+        shown = terminal.shown
     assert "accepted draft tokens" in shown
     text, last = shown.rstrip("\n").rsplit("\n\x1b[2minterrupted: ", 1)
     assert "acceptance length" in " ".join(last.split())  # it wraps
@@ -326,14 +292,11 @@ def test_interrupt_in_a_pipe_keeps_the_text(monkeypatch: pytest.MonkeyPatch, exp
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
-    words = [*COMMAND, "generate", PROMPT, "-m", SMALL, "-n", "1500", "--ignore-eos"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.read(10)
-    process.stdout.close()
-    assert b"Traceback" not in process.stderr.read()
-    assert process.wait(60) == 141
+    with Forked("generate", PROMPT, "-m", SMALL, "-n", "1500", "--ignore-eos") as process:
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.wait() == 141
+        assert "Traceback" not in process.said
 
 
 def test_layers_are_searched_and_used(tmp_path: Path) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import typer
+from forked import Forked
 
 from outrider.cli.main import app
 from tests.support.serving import builtin, serving
@@ -145,45 +146,34 @@ def test_the_schemas_of_kubernetes() -> None:
 def test_sigterm_under_load_ends_every_stream_whole() -> None:
     """The pod's own command: what runs and what waits is finished, and nobody new is taken."""
     own = {"8000": "0", "0.0.0.0": "127.0.0.1"}
-    command = [
-        sys.executable,
-        "-m",
-        "outrider",
-        *(own.get(word, word) for word in COMMANDS["pod"]),
-        "--log-file",
-        "/dev/null",
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            line = next(line for line in server.stdout if line.startswith("curl"))
-            url = line.split()[2].removesuffix("/v1/completions")
-            begun, ends = threading.Barrier(7), dict[int, tuple[int, str]]()
+    command = [*(own.get(word, word) for word in COMMANDS["pod"]), "--log-file", "/dev/null"]
+    with Forked(*command) as server:
+        line = next(line for line in server.stdout if line.startswith("curl"))
+        url = line.split()[2].removesuffix("/v1/completions")
+        begun, ends = threading.Barrier(7), dict[int, tuple[int, str]]()
 
-            def client(n: int) -> None:
-                body = {"model": "code", "prompt": "def f(x):", "max_tokens": 120, "ignore_eos": True, "seed": n}
-                tokens, finish, started = 0, "", False
-                with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
-                    for event in answer.iter_lines():
-                        if n < 6 and not started:  # some of the ten wait in the queue
-                            started = True
-                            begun.wait(60)
-                        if event.startswith("data: {"):
-                            [choice] = json.loads(event[6:])["choices"]
-                            tokens, finish = tokens + len(choice["text"]), choice["finish_reason"] or finish
-                        elif event.startswith("data: ["):
-                            ends[n] = (tokens, finish)
+        def client(n: int) -> None:
+            body = {"model": "code", "prompt": "def f(x):", "max_tokens": 120, "ignore_eos": True, "seed": n}
+            tokens, finish, started = 0, "", False
+            with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
+                for event in answer.iter_lines():
+                    if n < 6 and not started:  # some of the ten wait in the queue
+                        started = True
+                        begun.wait(60)
+                    if event.startswith("data: {"):
+                        [choice] = json.loads(event[6:])["choices"]
+                        tokens, finish = tokens + len(choice["text"]), choice["finish_reason"] or finish
+                    elif event.startswith("data: ["):
+                        ends[n] = (tokens, finish)
 
-            threads = [threading.Thread(target=client, args=(n,)) for n in range(10)]
-            for thread in threads:
-                thread.start()
-            begun.wait(60)
-            server.send_signal(signal.SIGTERM)
-            for thread in threads:
-                thread.join(60)
-            assert {n: finish for n, (_, finish) in ends.items()} == dict.fromkeys(range(10), "length")
-            with pytest.raises(httpx.HTTPError):
-                httpx.get(f"{url}/health", timeout=5)
-            assert server.wait(30) in (0, -signal.SIGTERM)  # uvicorn passes the signal on when it is done
-        finally:
-            server.kill()
+        threads = [threading.Thread(target=client, args=(n,)) for n in range(10)]
+        for thread in threads:
+            thread.start()
+        begun.wait(60)
+        os.kill(server.pid, signal.SIGTERM)
+        for thread in threads:
+            thread.join(60)
+        assert {n: finish for n, (_, finish) in ends.items()} == dict.fromkeys(range(10), "length")
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"{url}/health", timeout=5)
+        assert server.wait() in (0, -signal.SIGTERM)  # uvicorn passes the signal on when it is done

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from forked import Forked
 from serving import Live, builtin, certificate, serving
 from typer.testing import CliRunner
 
@@ -155,24 +156,20 @@ def test_it_speaks_https_takes_keys_of_a_file_and_has_a_port_for_monitoring(tmp_
     with socket.create_server(("127.0.0.1", 0)) as free:
         monitor = free.getsockname()[1]
     options = ["--port", "0", "--ssl-certfile", str(cert), "--ssl-keyfile", str(key), "--api-key-file", str(keys)]
-    command = [*COMMAND, "serve", "builtin:code", *options, "--monitor-port", str(monitor), "--log-file", os.devnull]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            process.stdout.readline()
-            found = re.search(r"https://127\.0\.0\.1:\d+", process.stdout.readline())
-            assert found is not None
-            trusted = ssl.create_default_context(cafile=str(cert))
-            with httpx.Client(verify=trusted, timeout=60) as client:
-                for path in ("/v1/models", "/metrics"):
-                    sent = {"authorization": "Bearer second"}
-                    assert client.get(found[0] + path, headers=sent).status_code == 200
-                    assert client.get(found[0] + path).status_code == 401
-                watched = f"https://127.0.0.1:{monitor}"
-                assert client.get(watched + "/health").status_code == 200
-                assert client.get(watched + "/v1/models", headers=sent).status_code == 404
-        finally:
-            process.terminate()
+    command = ["serve", "builtin:code", *options, "--monitor-port", str(monitor), "--log-file", os.devnull]
+    with Forked(*command) as process:
+        process.stdout.readline()
+        found = re.search(r"https://127\.0\.0\.1:\d+", process.stdout.readline())
+        assert found is not None
+        trusted = ssl.create_default_context(cafile=str(cert))
+        with httpx.Client(verify=trusted, timeout=60) as client:
+            for path in ("/v1/models", "/metrics"):
+                sent = {"authorization": "Bearer second"}
+                assert client.get(found[0] + path, headers=sent).status_code == 200
+                assert client.get(found[0] + path).status_code == 401
+            watched = f"https://127.0.0.1:{monitor}"
+            assert client.get(watched + "/health").status_code == 200
+            assert client.get(watched + "/v1/models", headers=sent).status_code == 404
 
 
 @pytest.fixture(scope="module")
