@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked import Forked
 from helpers import Loop, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -120,7 +119,9 @@ def test_the_next_process_drafts_what_the_first_one_wrote(tmp_path: Path) -> Non
 def killed(folder: Path, count: int, wait: float) -> None:
     """Start a process that keeps texts, and kill it once it has said that so many are written."""
     program = f"""
+import sys
 from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_text_memory import memory, text
 held = memory(Path({str(folder)!r}))
 for n in range(10**6):
@@ -129,12 +130,10 @@ for n in range(10**6):
         held.folder.flush()
         print(n, flush=True)
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as child:
-        assert child.stdout is not None
+    with Forked(code=program) as child:
         next(line for line in child.stdout if int(line) >= count)
         time.sleep(wait)
-        child.send_signal(signal.SIGKILL)
+        os.kill(child.pid, signal.SIGKILL)
 
 
 def check_killed(folder: Path, count: int) -> None:

@@ -6,8 +6,6 @@ import errno
 import os
 import random
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from architectures import tiny
+from forked import Forked
 from heads import GOLDEN, small_target
 from helpers import Loop, request
 
@@ -508,9 +507,8 @@ def killed(folder: Path, count: int, caplog: pytest.LogCaptureFixture) -> None:
     """Processes that are killed while they write. What they left gives no wrong text and no line."""
     folder.mkdir(exist_ok=True)
     script = KILLED.format(here=str(Path(__file__).parent), folder=str(folder), count=count)
-    subprocess.run(
-        [sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    )
+    with Forked(code=script) as process:
+        assert process.wait(60 + 10 * count) == 0, process.said
     assert [*folder.glob("*/*")]
     read = 0
     for seed in range(count):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import Forked
 
 from outrider.kernels import cpu as native
 
-SUPPORT = Path(__file__).parents[2] / "support"
+PROGRAM = (Path(__file__).parents[2] / "support" / "fuzz.py").read_text()
 KINDS = ("safetensors", "gguf", "tokenizer", "pack", "head", "block", "journal", "trace")
 
 
@@ -21,12 +20,10 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="packs need the n
 
 def fuzz(folder: Path, count: int, seed: int, *kinds: str) -> Path:
     """Read so many broken files of each kind. Returns the folder of what was found."""
-    paths = os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1]), os.environ.get("PYTHONPATH", "")])
-    own = {"PYTHONPATH": paths, "XDG_CACHE_HOME": str(folder / "cache"), "OUTRIDER_PACK_CACHE_GB": "0"}
-    command = [sys.executable, str(SUPPORT / "fuzz.py"), str(count), str(seed), str(folder), *kinds]
-    seconds = len(kinds) * (60 + 10 * count)
-    run = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, timeout=seconds)
-    assert run.returncode == 0, run.stderr[-3000:]
+    own = {"XDG_CACHE_HOME": str(folder / "cache"), "OUTRIDER_PACK_CACHE_GB": "0"}
+    words = str(count), str(seed), str(folder), *kinds
+    with Forked(*words, code=PROGRAM, environment={**os.environ, **own}) as process:
+        assert process.wait(len(kinds) * (60 + 10 * count)) == 0, process.said[-3000:]
     return folder
 
 

@@ -16,12 +16,13 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
 from architectures import ARCHITECTURES, prompts, tiny
 from crossed import crossed
+from forked import Forked
 from gguf_files import tokenizer_metadata, write_gguf
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -78,17 +79,10 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "model.gguf"
 
 
-def python(code: str, *arguments: object, **more: Any) -> subprocess.Popen[str]:
-    """A process that runs this code, with warnings on its standard error."""
-    text = "import sys\nfrom outrider.models import load as loading\n" + EVERY_PACK + "\n" + textwrap.dedent(code)
-    command = [sys.executable, "-W", "always::RuntimeWarning", "-c", text, *map(str, arguments)]
-
-    def listen() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored, where these tests themselves run in the background
-
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen, **more
-    )
+def program(code: str) -> str:
+    """This code with every pack kept, and warnings on its standard error."""
+    text = f"import sys, warnings\nfrom outrider.models import load as loading\n{EVERY_PACK}\n"
+    return text + "warnings.simplefilter('always', RuntimeWarning)\n" + textwrap.dedent(code)
 
 
 # -- imports ---------------------------------------------------------------------------------------------------------------
@@ -363,20 +357,26 @@ BITS = """
 """
 
 
-def half(process: subprocess.Popen[str]) -> None:
+def half(shown: IO[str] | None) -> None:
     """Wait until the process is at its end, and its pack half written."""
-    assert process.stdout is not None
-    assert {process.stdout.readline().strip() for _ in range(2)} == {"half", "end"}
+    assert shown is not None
+    assert {shown.readline().strip() for _ in range(2)} == {"half", "end"}
 
 
 def test_the_user_can_give_it_up(file: Path, cache: Path) -> None:
-    process = python(SLOW_DISK, file, 600)
-    half(process)
-    assert process.stderr is not None
-    while "still keeping" not in process.stderr.readline():
-        pass
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=300)
+    def listen() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored, where these tests themselves run in the background
+
+    command = [sys.executable, "-c", program(SLOW_DISK), str(file), "600"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen
+    ) as process:
+        half(process.stdout)
+        assert process.stderr is not None
+        while "still keeping" not in process.stderr.readline():
+            pass
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=300)
     assert "Traceback" not in err
     assert store.packs() == []
     assert [p.name for p in cache.iterdir() if p.is_dir()] == []
@@ -384,10 +384,10 @@ def test_the_user_can_give_it_up(file: Path, cache: Path) -> None:
 
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_process_leaves_nothing_that_is_read(by: signal.Signals, file: Path, cache: Path) -> None:
-    process = python(SLOW_DISK, file, 600)
-    half(process)
-    process.send_signal(by)
-    process.communicate(timeout=300)
+    with Forked(str(file), "600", code=program(SLOW_DISK)) as process:
+        half(process.stdout)
+        os.kill(process.pid, by)
+        assert process.wait() == -by
     assert store.packs() == []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -399,9 +399,11 @@ def test_a_killed_process_leaves_nothing_that_is_read(by: signal.Signals, file: 
 
 
 def test_two_processes_at_once_have_the_same_bits_and_the_end_of_one_waits_for_the_pack(file: Path) -> None:
-    both = [python(SLOW_DISK + BITS, file, 1.5) for _ in range(2)]
-    said = [process.communicate(timeout=120) for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
+    code = program(SLOW_DISK + BITS)
+    with Forked(str(file), "1.5", code=code) as one, Forked(str(file), "1.5", code=code) as other:
+        ends = [process.wait(120) for process in (one, other)]
+        said = [(process.stdout.read(), process.said) for process in (one, other)]
+    assert ends == [0, 0], said
     words = [set(out.split()) for out, _ in said]
     assert any(
         "half" in some and "still keeping the packed weights" in err for some, (_, err) in zip(words, said, strict=True)
