@@ -18,6 +18,7 @@ import statistics
 import sysconfig
 from contextlib import ExitStack
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -122,15 +123,15 @@ class Lengths:
         return found
 
     def prompt(self, sides: dict[str, Ours | Theirs]) -> None:
-        """Read the next piece that the journal does not have, until all are read."""
+        """Read the next piece that the journal does not have, the sides in turns, until all are read."""
         ends = [*range(self.args.piece, self.args.prompt, self.args.piece), self.args.prompt]
-        for name, side in sides.items():
+        for side in sides.values():
             side.write(self.text[-40:], 2)
-            for end in ends:
-                if not self.journal.has("piece", {"side": name, "end": end}):
-                    seconds = side.write(self.text[:end], 1)["first"]
-                    self.journal.add("piece", {"side": name, "end": end}, {"seconds": seconds})
-                    print(f"{name}: the piece to {end:,} took {seconds:.2f} s", flush=True)
+        for end, name in product(ends, sides):
+            if not self.journal.has("piece", {"side": name, "end": end}):
+                seconds = sides[name].write(self.text[:end], 1)["first"]
+                self.journal.add("piece", {"side": name, "end": end}, {"seconds": seconds})
+                print(f"{name}: the piece to {end:,} took {seconds:.2f} s", flush=True)
         done = {line["end"]: line for line in self.journal.of("piece") if line["end"] in ends}
         for name in (OURS, LLAMA):
             own = [line["seconds"] for line in self.journal.of("piece") if line["side"] == name and line["end"] in ends]
