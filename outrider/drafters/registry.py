@@ -250,10 +250,10 @@ _ROWS = (
     ),
     _head(
         "dflash",
-        "a trained DFlash or DFlash2 drafter, which drafts a block of tokens in one forward pass",
+        "a trained DFlash, DFlash2 or LiLiCorr drafter, which drafts a block of tokens in one forward pass",
         "a block drafter",
         file="block",
-        heads=("dflash", "dflash2"),
+        heads=("dflash", "dflash2", "lilicorr"),
         default_depth=7,
     ),
     _head(

@@ -63,7 +63,8 @@ def copied(name: str, into: Path, settings: dict[str, Any] | None = None, **tens
     shutil.copytree(GOLDEN / name, out)
     config = json.loads((out / "config.json").read_text())
     for key, value in (settings or {}).items():
-        inner = config["transformer_layer_config"] if key in config["transformer_layer_config"] else config
+        layers = config.get("transformer_layer_config", {})  # a flat folder has none
+        inner = layers if key in layers else config
         inner.pop(key, None) if value is None else inner.__setitem__(key, value)
     (out / "config.json").write_text(json.dumps(config))
     weights = load_file(out / "model.safetensors") | {

@@ -24,12 +24,11 @@ from outrider.core.files import read_settings, written_whole
 from outrider.models.checkpoint import header, indexed
 
 EAGLE3, EAGLE1, PEAGLE = "eagle3", "eagle1", "peagle"
-MEDUSA, DFLASH, DFLASH2, DSPARK = "medusa", "dflash", "dflash2", "dspark"
-KINDS = (EAGLE3, EAGLE1, PEAGLE, MEDUSA, DFLASH, DFLASH2, DSPARK)
+MEDUSA, DFLASH, DFLASH2, DSPARK, LILICORR = "medusa", "dflash", "dflash2", "dspark", "lilicorr"
+KINDS = (EAGLE3, EAGLE1, PEAGLE, MEDUSA, DFLASH, DFLASH2, DSPARK, LILICORR)
 # Kinds that are known by name and cannot be run: kind -> why.
 REFUSED = {
     "mtp": 'MTP layers are read from their own model\'s checkpoint, by the method "mtp"',
-    "lilicorr": "LiLiCorr ranks a lattice of candidates",
     "xpress": "it has layers of its own kind",
     "mlp_speculator": "MLP speculators are no longer supported by vLLM and speculators either",
     "hydra": "Hydra heads are not read by any engine",
@@ -162,6 +161,8 @@ def _kind(settings: Mapping[str, Any], names: set[str]) -> str | None:
     if "encoder.fc.weight" in plain or {"layers.0.self_attn.q_norm.weight", "fc.weight", "hidden_norm.weight"} <= plain:
         if "candidate_selector.hidden_projection.weight" in plain:
             return DFLASH2
+        if "lilicorr.slot_embedding" in plain:
+            return LILICORR
         return DSPARK if any(n.startswith("markov_head.") for n in plain) else DFLASH
     if "fc.weight" in plain and any(n.startswith("layers.0.") for n in plain):
         if "layers.0.input_layernorm.weight" not in plain:

@@ -1,7 +1,7 @@
-"""Drafts of heads that give the distributions of several positions at once: Medusa, P-EAGLE, DFlash, DFlash2 and DSpark.
+"""Drafts of heads that give the distributions of several positions at once: Medusa, P-EAGLE and blocks.
 
-The children of a node depend on its depth, and in DSpark and DFlash2 on the node's own token too. So a draft tree is a part of a
-lattice (DDTree, arXiv 2604.12989), and it grows without a further forward.
+The children of a node depend on its depth, and in DSpark, DFlash2 and LiLiCorr on the node's own token too. So a draft tree is a
+part of a lattice (DDTree, arXiv 2604.12989), and it grows without a further forward.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _SHORTLIST = 64  # tokens of a depth whose bias is computed
 
 
 class ParallelDrafter(TreeDrafter):
-    """A drafter whose forward gives all depths of a draft. Write `_room` and `_logits`, and `_bias` for a first-order head.
+    """A drafter whose forward gives all depths of a draft. Write `_room` and `_logits`; a first-order head writes `_after_token` too.
 
-    first_order: `_bias` is not 0.
+    first_order: the logits of a level depend on the token before it.
     """
 
     first_order = False
@@ -34,17 +34,18 @@ class ParallelDrafter(TreeDrafter):
         self._levels = torch.empty(0)
 
     def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
-        """float32 [slot, depth, kept]: the logits of each depth, without a bias. texts: the committed tokens of each slot."""
+        """float32 [slot, depth, kept]: the logits of each depth, without a token before. texts: the committed ones of each slot."""
         raise NotImplementedError
 
-    def _bias(self, line: int, level: int, token: int, places: Tensor | None) -> Tensor:
-        """float32 [kept]: what is added to the logits of a level after `token`. places: int64, some of the columns.
+    def _after_token(self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None) -> Tensor:
+        """float32 [kept]: the logits of a level after `token`. logits: those of `_logits`. places: int64, their columns if
+        they are some only.
 
         line: index in the slots of `_logits`."""
         raise NotImplementedError
 
     def _possible(self, logits: Tensor) -> Tensor | None:
-        """int64, ascending: the columns that a level drafts from; None for all. logits: float32 [kept], without a bias."""
+        """int64, ascending: the columns that a level drafts from; None for all. logits: float32 [kept], of the level."""
         return None
 
     def _log_confidence(self, line: int, level: int, token: int) -> float:
@@ -65,7 +66,8 @@ class ParallelDrafter(TreeDrafter):
         if self.first_order:
             before = zip(logits, [tokens[-1], *following], strict=False)
             rows = [
-                self._biased(0, level, token, row, self._possible(row)) for level, (row, token) in enumerate(before)
+                self._given_token(0, level, token, row, self._possible(row))
+                for level, (row, token) in enumerate(before)
             ]
         found = [(int(row.argmax()), subset) for row, subset in rows]
         return [at if subset is None else int(subset.ids[at]) for at, subset in found]
@@ -95,14 +97,14 @@ class ParallelDrafter(TreeDrafter):
             alike.setdefault((b, n if own else grown[b].tokens[n] if self.first_order else 0), []).append((b, n))
         sharing = {nodes[0]: nodes for nodes in alike.values()}
         if self.first_order:
-            made = self._after_tokens(context, grown, [*sharing], level)
+            made = self._children_after(context, grown, [*sharing], level)
         else:
             made = super()._children(context, grown, [*sharing], logits[[*map(at.index, sharing)]], level, subset)
         for first, tokens, weights, drawn in made:
             for node in sharing[first]:
                 yield node, tokens, weights, drawn
 
-    def _after_tokens(
+    def _children_after(
         self, context: DraftContext, grown: dict[int, Growth], at: list[tuple[int, int]], level: int
     ) -> Iterator[Offspring]:
         """The children of nodes of a first-order head. Each entry has columns of its own."""
@@ -112,13 +114,13 @@ class ParallelDrafter(TreeDrafter):
             places = self._possible(own)
             if places is None and not context.needs_probs and not context.warp.active[b]:
                 places = self._shortlist(context, b, level, own)
-            after = [self._biased(line, level, grown[b].tokens[n], own, places) for _, n in nodes]
+            after = [self._given_token(line, level, grown[b].tokens[n], own, places) for _, n in nodes]
             rows = torch.stack([row for row, _ in after])
             for node, tokens, weights, drawn in super()._children(context, grown, nodes, rows, level, after[0][1]):
                 sure = self._log_confidence(line, level, grown[b].tokens[node[1]])
                 yield node, tokens, [weight + sure for weight in weights], drawn
 
-    def _biased(
+    def _given_token(
         self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None
     ) -> tuple[Tensor, TokenSubset | None]:
         """The logits of a level after a token, and their tokens. places: the columns to look at; None for all."""
@@ -126,10 +128,10 @@ class ParallelDrafter(TreeDrafter):
         if places is not None:
             subset = TokenSubset(places if subset is None else subset.ids[places], self.vocab_size)
             logits = logits[places]
-        return logits + self._bias(line, level, token, places), subset
+        return self._after_token(line, level, token, logits, places), subset
 
     def _shortlist(self, context: DraftContext, b: int, level: int, logits: Tensor) -> Tensor:
-        """int64 [short], ascending: the columns that are the best without a bias, with the noise that will be added."""
+        """int64 [short], ascending: the columns whose logits are the largest, with the noise that will be added."""
         params = context.warp.histories[b].params
         keys = logits
         if not params.greedy:

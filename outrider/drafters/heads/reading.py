@@ -28,6 +28,7 @@ _RENAMED = {
     "encoder.output_norm_enc.weight": "hidden_norm.weight",
 }
 Config = TypeVar("Config", bound=HeadShape)
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +113,7 @@ class HeadReader:
             raise ValueError(f"{self.path}: mask_token_id is {mask}; it must be a token of the target, 0 to {size - 1}")
         return int(mask)
 
-    def made(self, kind: Callable[..., Config], **fields: Any) -> Config:
+    def made(self, kind: Callable[..., _Made], **fields: Any) -> _Made:
         """A configuration. Its ValueError names the path."""
         try:
             return kind(**fields)

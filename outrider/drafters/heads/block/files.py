@@ -1,17 +1,27 @@
-"""Reads block drafters, DFlash (arXiv 2602.06036), DFlash2 and DSpark, as speculators, z-lab, DeepSpec and transformers write
-them, and writes DFlash and DSpark as speculators does."""
+"""Reads block drafters, DFlash (arXiv 2602.06036), DFlash2, LiLiCorr (arXiv 2608.20530) and DSpark, as speculators, z-lab,
+Model-Optimizer, DeepSpec and transformers write them, and writes DFlash and DSpark as speculators does."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
+from outrider.drafters.heads.block.lilicorr import LiLiCorrConfig
 from outrider.drafters.heads.block.module import BlockConfig, BlockModule
 from outrider.drafters.heads.config import Field, settings_of, speculators_settings, vocabulary_maps
-from outrider.drafters.heads.files import DFLASH, DFLASH2, DSPARK, HeadFolder, name_of, settings_named, store_head
+from outrider.drafters.heads.files import (
+    DFLASH,
+    DFLASH2,
+    DSPARK,
+    LILICORR,
+    HeadFolder,
+    name_of,
+    settings_named,
+    store_head,
+)
 from outrider.drafters.heads.reading import EMBED, OUTPUT, HeadReader, HeadWeights
 from outrider.models.load import Loaded
 
@@ -27,8 +37,8 @@ _SELECTOR = (Field("selector_top_k", int, 16, layer=False),)  # DFlash2 alone; t
 
 @settings_named
 def read_block(folder: str | Path | HeadFolder, target: Loaded) -> HeadWeights[BlockConfig]:
-    """Read a DFlash, DFlash2 or DSpark drafter. Raises ValueError, naming both sides, for what does not fit."""
-    reader = HeadReader(folder, target, DFLASH, DFLASH2, DSPARK)
+    """Read a DFlash, DFlash2, LiLiCorr or DSpark drafter. Raises ValueError, naming both sides, for what does not fit."""
+    reader = HeadReader(folder, target, DFLASH, DFLASH2, LILICORR, DSPARK)
     config, tensors = _config(reader), reader.tensors
     reader.check_whole(lambda: BlockModule(config), "block drafter")
     ids = reader.token_ids(config.vocab_size, config.draft_vocab_size)
@@ -43,7 +53,9 @@ def _config(reader: HeadReader) -> BlockConfig:
     markov = tensors.get("markov_head.markov_w1.weight")
     given["markov_rank"] = 0 if markov is None else markov.shape[1]
     given["enable_confidence_head"] = "confidence_head.proj.weight" in tensors
-    shape = reader.shape(given, (*_BLOCK, *_MARKOV, *_SELECTOR)) | _dflash2(reader)
+    shape = reader.shape(given, (*_BLOCK, *_MARKOV, *_SELECTOR)) | _convolutions(reader)
+    if reader.kind == DFLASH2:
+        shape["selector_rank"] = reader.tensor("candidate_selector.successor_codebook").shape[1]
     if given.get("markov_head_type", "vanilla") != "vanilla":
         raise ValueError(f"{path} has a Markov head of the kind {given['markov_head_type']!r}; outrider runs 'vanilla'")
     if shape["block_size"] < 2:
@@ -51,28 +63,35 @@ def _config(reader: HeadReader) -> BlockConfig:
     layers = 1 + max(int(n.split(".")[1]) for n in tensors if n.startswith("layers."))
     if int(given.get("num_hidden_layers", layers)) != layers:
         raise ValueError(f"{path} has {layers} layers, and config.json says {given['num_hidden_layers']}")
+    if reader.kind == LILICORR:
+        shape["lilicorr"] = _lilicorr(reader, given, shape)
     taps = _taps(reader, given, shape["target_hidden_size"])
     return reader.made(BlockConfig, **shape, taps=taps, num_layers=layers, mask_token_id=reader.mask(given))
 
 
-def _dflash2(reader: HeadReader) -> dict[str, int]:
-    """The shapes of convolutions and selector; nothing for other kinds."""
-    if reader.kind != DFLASH2:
+def _convolutions(reader: HeadReader) -> dict[str, int]:
+    """Their shapes; nothing for a drafter without them."""
+    names = (f"layers.0.attention_conv.{n}" for n in ("base_kernel", "kernel_projection.weight"))
+    base, rows = (reader.tensors.get(name) for name in names)
+    if base is None or rows is None:
         return {}
-    codes, base, rows = (
-        reader.tensor(name).shape
-        for name in (
-            "candidate_selector.successor_codebook",
-            "layers.0.attention_conv.base_kernel",
-            "layers.0.attention_conv.kernel_projection.weight",
+    groups = len(rows) // (2 * base.shape[1])
+    return {"conv_kernel_size": base.shape[1], "conv_group_size": base.shape[2] // max(groups, 1)}
+
+
+def _lilicorr(reader: HeadReader, given: Mapping[str, Any], shape: Mapping[str, Any]) -> LiLiCorrConfig:
+    """Raises ValueError for a setting that is missing: a guess would rank the candidates by another function."""
+    path, kinds = reader.path, get_type_hints(LiLiCorrConfig)
+    if missing := [name for name in kinds if f"lilicorr_{name}" not in given]:
+        raise ValueError(f"{path}: config.json does not say lilicorr_{missing[0]}; download it again")
+    if shape["draft_vocab_size"] != shape["vocab_size"] or shape["hidden_size"] != shape["target_hidden_size"]:
+        raise ValueError(
+            f"{path} is a LiLiCorr head with a draft vocabulary or a width of its own; outrider runs those that rank all "
+            "tokens by the target's embedding"
         )
-    )
-    groups = rows[0] // (2 * base[1])
-    return {
-        "selector_rank": codes[1],
-        "conv_kernel_size": base[1],
-        "conv_group_size": base[2] // max(groups, 1),
-    }
+    said = {name: kind(given[f"lilicorr_{name}"]) for name, kind in kinds.items()}
+    said["hidden_size"] = said["hidden_size"] or shape["hidden_size"]
+    return reader.made(LiLiCorrConfig, **said)
 
 
 def _taps(reader: HeadReader, given: Mapping[str, Any], wide: int) -> tuple[int, ...]:

@@ -81,8 +81,9 @@ class FirstOrder(ParallelDrafter):
     def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
         return self.depths[:depth].expand(len(slots), -1, -1)
 
-    def _bias(self, line: int, level: int, token: int, places: Tensor | None) -> Tensor:
-        return self.biases[level, token] if places is None else self.biases[level, token][places]
+    def _after_token(self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None) -> Tensor:
+        bias = self.biases[level, token]
+        return logits + (bias if places is None else bias[places])
 
 
 def exact() -> dict[tuple[int, ...], float]:

@@ -74,6 +74,7 @@ def makers(tmp_path: Path) -> dict[str, Callable[[], ParallelDrafter]]:
         "dflash": lambda: block("dflash"),
         "dspark": block,
         "dflash2": lambda: block("dflash2"),
+        "lilicorr": lambda: block("lilicorr"),
         "dspark-small": lambda: block(folder=small),
         "peagle": lambda: peagle("peagle"),
         "peagle-qwen3": lambda: peagle("peagle_qwen3"),
@@ -85,6 +86,7 @@ NAMES = (
     "dflash",
     "dspark",
     "dflash2",
+    "lilicorr",
     "dspark-small",
     "peagle",
     "peagle-qwen3",
@@ -108,7 +110,7 @@ def _reduced(name: str, rows: int) -> dict[str, Tensor]:
 # -- numbers --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2"])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2", "lilicorr"])
 def test_blocks_are_those_of_speculators(name: str) -> None:
     want, model = golden(name), BlockModel(read_block(GOLDEN / name, TARGET), TARGET.model, 256, "none")
     for at, hidden, logits in zip(want["anchors"].tolist(), want["hidden"], want["logits"], strict=True):
@@ -128,11 +130,41 @@ def test_candidates_are_those_of_speculators() -> None:
         made._hidden = hidden[None]
         for slot in range(1, len(hidden)):
             before = int(want["tokens"][int(at) + slot - 1])
-            found, subset = made._biased(0, slot, before, logits[slot], made._possible(logits[slot]))
+            found, subset = made._given_token(0, slot, before, logits[slot], made._possible(logits[slot]))
             assert subset is not None
             theirs = ids[slot].sort()
             assert torch.equal(subset.ids, theirs.values)
             assert torch.allclose(found, scores[slot][theirs.indices], atol=1e-4)
+
+
+def test_candidates_are_those_of_sglang() -> None:
+    want, made = golden("lilicorr"), block("lilicorr")
+    for at, ids, start, pairs in zip(*(want[n] for n in ("anchors", "candidates", "start", "pairs")), strict=True):
+        made.release(1)
+        if at:
+            made.start(1, want["tokens"][: at + 1].tolist(), 0, want["features"][:at])
+        logits = made._logits([1], [want["tokens"][: at + 1].tolist()], 4)[0]
+        for level, theirs in enumerate(ids):
+            tokens, places = theirs.sort()
+            for before in (0,) if not level else range(len(theirs)):
+                wanted = start if not level else pairs[level - 1, before]
+                token = int(ids[level - 1, before]) if level else int(want["tokens"][at])
+                found, subset = made._given_token(0, level, token, logits[level], made._possible(logits[level]))
+                assert subset is not None
+                assert torch.equal(subset.ids, tokens)
+                assert torch.allclose(found, wanted[places], atol=1e-4), (at, level, before)
+
+
+def test_a_token_that_is_no_candidate_leaves_the_logits() -> None:
+    made = block("lilicorr")
+    made.start(0, PROMPT, 0, features(PROMPT[:-1], made.taps))
+    logits = made._logits([0], [PROMPT], 4)[0]
+    before, places = (made._possible(row) for row in logits[:2])
+    assert before is not None
+    assert places is not None
+    other = next(t for t in range(128) if t not in before.tolist())
+    found, _ = made._given_token(0, 1, other, logits[1], places)
+    assert torch.equal(found, logits[1][places])
 
 
 _SELECTOR = ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
@@ -223,8 +255,9 @@ class _Lattice(ParallelDrafter):
     def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
         return self.depths[:depth].expand(len(slots), -1, -1)
 
-    def _bias(self, line: int, level: int, token: int, places: Tensor | None) -> Tensor:
-        return self.biases[level, token] if places is None else self.biases[level, token][places]
+    def _after_token(self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None) -> Tensor:
+        bias = self.biases[level, token]
+        return logits + (bias if places is None else bias[places])
 
 
 @pytest.mark.parametrize("first_order", [False, True])
@@ -495,7 +528,7 @@ def test_a_block_module_is_its_slow_twin(name: str) -> None:
             made.start(0, tokens[: t + 2], 0, want["features"][: t + 1])
             drafted = made._logits([0], [tokens[: t + 2]], 5)[0, k]
             if name == "dspark":
-                drafted = drafted + made._bias(0, k, tokens[-1], None)
+                drafted = made._after_token(0, k, tokens[-1], drafted, None)
                 assert sure is not None
                 log = torch.nn.functional.logsigmoid(sure[0, a].detach())
                 assert math.isclose(made._log_confidence(0, k, tokens[-1]), float(log), abs_tol=1e-4)
