@@ -20,7 +20,7 @@ _SHORTLIST = 64  # tokens of a depth whose bias is computed
 
 
 class ParallelDrafter(TreeDrafter):
-    """A drafter whose forward gives all depths of a draft. Write `_room` and `_logits`; a first-order head writes `_after_token` too.
+    """A drafter whose forward gives all depths of a draft. Write `_room`, `_logits`, and for a first-order head `_after_token`.
 
     first_order: the logits of a level depend on the token before it.
     """
@@ -34,7 +34,7 @@ class ParallelDrafter(TreeDrafter):
         self._levels = torch.empty(0)
 
     def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
-        """float32 [slot, depth, kept]: the logits of each depth, without a token before. texts: the committed ones of each slot."""
+        """float32 [slot, depth, kept]: the logits of each depth, without the token before. texts: the committed tokens."""
         raise NotImplementedError
 
     def _after_token(self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None) -> Tensor:

@@ -48,23 +48,30 @@ def main(source: str) -> None:
     values, ids = seen["logits"][:, 1:].topk(SHAPE["candidate_topk"])
     at = seen["anchors"]  # the last context is the one before
     context = nn.functional.rms_norm(
-        seen["features"][(at - 1).clamp_min(0)] @ block["fc.weight"].float().T, (32,), block["hidden_norm.weight"].float(), eps
+        seen["features"][(at - 1).clamp_min(0)] @ block["fc.weight"].float().T,
+        (32,),
+        block["hidden_norm.weight"].float(),
+        eps,
     )
-    start, pairs = head.log_factors(
-        *head.score(
-            token_embeddings=table[ids][:, None],
-            candidate_log_probs=(values - seen["logits"][:, 1:].logsumexp(-1, keepdim=True))[:, None],
-            pass_hidden=seen["hidden"][:, None, 1:],
-            anchor_hidden=context[:, None],
-            anchor_valid=(at > 0)[:, None],
+
+    def scored(known):
+        return head.log_factors(
+            *head.score(
+                token_embeddings=table[ids][:, None],
+                candidate_log_probs=(values - seen["logits"][:, 1:].logsumexp(-1, keepdim=True))[:, None],
+                pass_hidden=seen["hidden"][:, None, 1:],
+                anchor_hidden=context[:, None],
+                anchor_valid=known[:, None],
+            )
         )
-    )
+
+    (start, pairs), (alone, _) = scored(at > 0), scored(at < 0)
     out = GOLDEN / "lilicorr"
     out.mkdir(exist_ok=True)
     weights = {n: t for n, t in block.items() if not n.startswith("candidate_selector.")}
     weights |= {f"lilicorr.{n}": t.bfloat16() for n, t in head.named_parameters()}
     save_file({n: t.contiguous() for n, t in weights.items()}, out / "model.safetensors")
-    found = {"candidates": ids, "start": start[:, 0], "pairs": pairs[:, 0]}
+    found = {"candidates": ids, "start": start[:, 0], "pairs": pairs[:, 0], "start_without_anchor": alone[:, 0]}
     expected = {n: seen[n] for n in ("tokens", "features", "anchors", "hidden", "logits")} | found
     save_file({n: t.contiguous() for n, t in expected.items()}, out / "expected.safetensors")
     settings = {name: layer[name] for name in FLAT} | {

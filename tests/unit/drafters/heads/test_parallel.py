@@ -155,6 +155,21 @@ def test_candidates_are_those_of_sglang() -> None:
                 assert torch.allclose(found, wanted[places], atol=1e-4), (at, level, before)
 
 
+def test_candidates_without_an_anchor_are_those_of_sglang() -> None:
+    """A cache whose last position was not read as features has no anchor."""
+    want, model = golden("lilicorr"), block("lilicorr").model
+    cache = model.new_cache(1, 64)
+    for at, hidden, logits, start in zip(
+        *(want[n] for n in ("anchors", "hidden", "logits", "start_without_anchor")), strict=True
+    ):
+        model.read(cache, 0, want["features"][: at + 1])
+        cache.keep(0, int(at))
+        found = model.scores(cache, [0], hidden[None, 1:], logits[None, 1:])
+        assert found is not None
+        assert torch.allclose(found.first[0], start, atol=1e-4)
+        cache.release(0)
+
+
 def test_a_token_that_is_no_candidate_leaves_the_logits() -> None:
     made = block("lilicorr")
     made.start(0, PROMPT, 0, features(PROMPT[:-1], made.taps))
