@@ -1,5 +1,8 @@
-"""Reads block drafters, DFlash (arXiv 2602.06036), DFlash2, LiLiCorr (arXiv 2608.20530) and DSpark, as speculators, z-lab,
-Model-Optimizer, DeepSpec and transformers write them, and writes DFlash and DSpark as speculators does."""
+"""Reads block drafters: DFlash (arXiv 2602.06036), DFlash2, LiLiCorr (arXiv 2608.20530) and DSpark.
+
+The folders are as speculators, z-lab, Model-Optimizer, DeepSpec and transformers write them. It writes DFlash and DSpark as
+speculators does.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ def _convolutions(reader: HeadReader) -> dict[str, int]:
 
 
 def _lilicorr(reader: HeadReader, given: Mapping[str, Any], shape: Mapping[str, Any]) -> LiLiCorrConfig:
-    """Raises ValueError for a setting that is missing: a guess would rank the candidates by another function."""
+    """Raises ValueError for a setting that is missing: another value would rank the candidates by another function."""
     path, kinds = reader.path, get_type_hints(LiLiCorrConfig)
     if missing := [name for name in kinds if f"lilicorr_{name}" not in given]:
         raise ValueError(f"{path}: config.json does not say lilicorr_{missing[0]}; download it again")
