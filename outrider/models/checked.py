@@ -27,10 +27,10 @@ _CLOSE = 1e-3  # of the largest number; rounding is a thousand times smaller, an
 # Sizes that are made smaller: they say how much there is, not what is done with it.
 _SMALLER = {
     "vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-    "shared_intermediate_size": 32, "sliding_window": 4,
+    "shared_intermediate_size": 32, "sliding_window": 4, "vocab_size_per_layer_input": 64,
 }  # fmt: skip
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "moe_k")
+_CHOSEN = ("num_experts_per_tok", "moe_k", "top_k_experts")
 _HEADS = 8  # of a model whose heads share a latent
 _TEXT = 12  # tokens before the tree
 
@@ -63,6 +63,8 @@ def smaller(config: Any) -> Any:
     lists = {n: v for n, v in made.to_dict().items() if isinstance(v, list) and len(v) == layers}
     firsts = [v.index(kind) + 1 for v in lists.values() for kind in v]
     count = min(layers, max(2, getattr(made, "first_k_dense_replace", 0) + 1, *firsts, 0))
+    if _count(made, "num_kv_shared_layers"):  # as many again, which read keys and values of the first ones
+        made.num_kv_shared_layers, count = min(count, layers - count), min(layers, 2 * count)
     for name, values in lists.items():
         setattr(made, name, values[:count])
     made.num_hidden_layers, made.pad_token_id = count, None

@@ -31,11 +31,14 @@ ARCHITECTURE = {
     "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2", "glm4_moe": "glm4moe",
     "qwen2_moe": "qwen2moe", "ernie4_5_moe": "ernie4_5-moe", "lfm2_moe": "lfm2moe", "qwen3_5_moe_text": "qwen35moe",
-    "qwen3_next": "qwen3next",
+    "qwen3_next": "qwen3next", "gemma4_text": "gemma4", "bamba": "granitehybrid",
 }  # fmt: skip
 INTERLEAVED = ("llama", "granite", "granitehybrid", "granitemoe", "smollm3", "olmo", "arcee", "internlm2")
 ONE_ADDED = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "nemotron", "qwen3next")
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+_SCALES = {
+    "scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale", "layer_scalar": "layer_output_scale.weight",
+}  # fmt: skip
 # The gguf package cannot quantise to these; any bits do.
 RANDOM = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "IQ2_XXS", "IQ3_S")
 
@@ -158,9 +161,11 @@ def _tensors(
                 )
                 continue
             if path.endswith(".experts"):
-                out |= _experts(values, suffix, f"blk.{path.split('.')[2]}", architecture == "gpt-oss", kind)
+                out |= _experts(values, suffix, f"blk.{path.split('.')[2]}", architecture, kind)
                 continue
-            if suffix == "sinks":
+            if suffix in _SCALES:
+                name = f"blk.{path.split('.')[2]}.{_SCALES[suffix]}"
+            elif suffix == "sinks":
                 name = f"{names.get_name(f'{path}.sinks')}.weight"
             elif path.endswith("block_sparse_moe.router"):
                 name = f"{names.get_name(f'{path}.layer')}.{suffix}"
@@ -186,6 +191,17 @@ def _tensors(
         for suffix, values in (*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)):
             if suffix in CORRECTIONS:
                 out[f"blk.{path.split('.')[2]}.exp_probs_b.bias"] = (values.detach().flatten().numpy(), "F32")
+            elif suffix == "layer_scalar":
+                out[f"blk.{path.split('.')[2]}.{_SCALES[suffix]}"] = (values.numpy(), "F32")
+    if architecture == "gemma4":
+        for i in range(config.num_hidden_layers - config.num_kv_shared_layers, config.num_hidden_layers):
+            out[f"blk.{i}.attn_k.weight"] = (
+                np.zeros((8, config.hidden_size), np.float32),
+                "F32",
+            )  # converters leave them
+        full = config.per_layer_config[config.num_hidden_layers - 1].head_dim
+        turned = int(full * config.rope_parameters["full_attention"]["partial_rotary_factor"] / 2)
+        out["rope_freqs.weight"] = (np.array([1.0] * turned + [1e30] * (full // 2 - turned), np.float32), "F32")
     rotary: Any = getattr(model.base_model, "rotary_emb", None)
     parameters = getattr(config, "rope_parameters", None) or {}
     if parameters.get("rope_type") == "llama3":
@@ -302,16 +318,16 @@ def _multiplier(path: str, config: Any) -> float | Tensor:
 
 
 def _experts(
-    values: Tensor, suffix: str, layer: str, alternate: bool, kind: str | Callable[[str], str]
+    values: Tensor, suffix: str, layer: str, architecture: str, kind: str | Callable[[str], str]
 ) -> dict[str, tuple[np.ndarray, str]]:
-    """The tensors of a parameter of all experts. alternate: gpt-oss, with matrices [in, out], and gate and up in turns."""
-    out, bias = dict[str, tuple[np.ndarray, str]](), suffix.endswith("_bias")
+    """The tensors of a parameter of all experts. gpt-oss has matrices [in, out], and gate and up in turns; Gemma 4 one tensor."""
+    out, bias, alternate = dict[str, tuple[np.ndarray, str]](), suffix.endswith("_bias"), architecture == "gpt-oss"
     matrices = values.transpose(1, 2) if alternate and not bias else values
-    if suffix.startswith("gate_up"):
+    if suffix.startswith("gate_up") and architecture != "gemma4":
         halves = (matrices[:, ::2], matrices[:, 1::2]) if alternate else matrices.chunk(2, 1)
         parts = dict(zip(("gate", "up"), halves, strict=True))
     else:
-        parts = {"down": matrices}
+        parts = {suffix.removesuffix("_bias").removesuffix("_proj"): matrices}
     for part, each in parts.items():
         name = f"{layer}.ffn_{part}_exps.{'bias' if bias else 'weight'}"
         if bias:
@@ -348,6 +364,8 @@ def _metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
             config.num_heads, config.head_dim, config.state_size, config.n_groups, config.conv_kernel
         )
         return {"general.architecture": architecture, **{f"{architecture}.{k}": v for k, v in own.items()}}
+    if architecture == "gemma4":
+        return {"general.architecture": architecture, **{f"gemma4.{k}": v for k, v in _of_gemma4(config).items()}}
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     by_layer = getattr(config, "rope_parameters", None) or {"rope_theta": 10000.0}
     parameters = by_layer.get("full_attention", by_layer)
@@ -392,7 +410,7 @@ def _metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
     if architecture == "gemma2":
         own["attn_logit_softcapping"] = config.attn_logit_softcapping
         own["final_logit_softcapping"] = config.final_logit_softcapping
-    if architecture in ("granite", "granitehybrid", "granitemoe"):
+    if architecture in ("granite", "granitehybrid", "granitemoe") and config.model_type != "bamba":
         own["attention.scale"] = float(config.attention_multiplier)
         own["embedding_scale"] = float(config.embedding_multiplier)
         own["residual_scale"] = float(config.residual_multiplier)
@@ -404,9 +422,12 @@ def _metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
         own |= _sizes_of_states(
             config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state, config.mamba_n_groups, config.mamba_d_conv
         )
-    if architecture == "nemotron_h":
+    if architecture.startswith("nemotron_h"):
+        own["expert_shared_feed_forward_length"] = config.moe_shared_expert_intermediate_size
+        own["expert_feed_forward_length"] = config.moe_intermediate_size
         own["attention.layer_norm_rms_epsilon"], kinds = config.layer_norm_epsilon, config.layers_block_type
-        own["feed_forward_length"] = [config.intermediate_size if k == "mlp" else 0 for k in kinds]
+        widths = {"mlp": config.intermediate_size, "moe": config.moe_intermediate_size}
+        own["feed_forward_length"] = [widths.get(k, 0) for k in kinds]
         own |= _sizes_of_states(
             config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size, config.n_groups, config.conv_kernel
         )
@@ -430,10 +451,14 @@ def _metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
     if architecture == "lfm2":
         own |= {"attention.layer_norm_rms_epsilon": config.norm_eps, "shortconv.l_cache": config.conv_L_cache}
         own["feed_forward_length"] = model.model.layers[0].feed_forward.w1.weight.shape[0]  # pyright: ignore
-    if architecture in ("granitehybrid", "nemotron_h", "lfm2", "lfm2moe"):
+    if config.model_type == "bamba":
+        kinds = ["attention" if i in config.attn_layer_indices else "mamba" for i in range(config.num_hidden_layers)]
+    if architecture in ("granitehybrid", "nemotron_h", "nemotron_h_moe", "lfm2", "lfm2moe"):
         heads = config.num_key_value_heads
         own["attention.head_count_kv"] = [heads if k in ("full_attention", "attention") else 0 for k in kinds]
-    if architecture == "granitehybrid":
+    if config.model_type == "bamba":
+        own["rope.scaling.finetuned"] = True
+    elif architecture == "granitehybrid":
         own["feed_forward_length"], own["rope.scaling.finetuned"] = config.shared_intermediate_size, False
         if experts:
             own["expert_shared_feed_forward_length"] = config.shared_intermediate_size
@@ -446,6 +471,28 @@ def _metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
     if scaling in ("yarn", "longrope"):
         own["rope.scaling.original_context_length"] = parameters["original_max_position_embeddings"]
     return {"general.architecture": architecture, **{f"{architecture}.{k}": v for k, v in own.items()}}
+
+
+def _of_gemma4(config: Any) -> dict[str, Any]:
+    layers, kinds = [*config.per_layer_config], config.layer_types
+    last, local = layers[-1], [kind == "sliding_attention" for kind in kinds]
+    first = config.num_hidden_layers - config.num_kv_shared_layers
+    wide = [
+        config.intermediate_size * (2 if config.use_double_wide_mlp and i >= first else 1) for i in range(len(kinds))
+    ]
+    return {
+        "block_count": len(kinds), "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "feed_forward_length": wide, "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": [each.num_key_value_heads for each in layers], "attention.key_length": last.head_dim,
+        "attention.value_length": last.head_dim, "attention.key_length_swa": layers[0].head_dim,
+        "attention.value_length_swa": layers[0].head_dim, "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": local, "rope.freq_base": config.rope_parameters["full_attention"]["rope_theta"],
+        "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
+        "rope.dimension_count": last.head_dim, "final_logit_softcapping": config.final_logit_softcapping,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input, "expert_count": config.num_experts,
+        "expert_used_count": config.top_k_experts, "expert_feed_forward_length": config.moe_intermediate_size,
+    }  # fmt: skip
 
 
 def _sizes_of_latents(config: Any) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class ScanStruct(ctypes.Structure):
 
 class RouteStruct(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("logits", "out", "correction")),
+        *((name, c_void_p) for name in ("logits", "out", "correction", "scale")),
         *((name, c_int64) for name in ("rows", "ldx", "ldo", "experts", "k", "groups", "kept")),
         *((name, c_int32) for name in ("kind", "normalised")),
         *((name, c_float) for name in ("factor", "added")),

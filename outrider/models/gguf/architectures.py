@@ -60,6 +60,8 @@ def architecture_of(file: GGUFFile) -> Architecture:
     if not file.tensors:
         raise UnsupportedModel(f"{path} has no tensors, only a vocabulary; give the file of the model itself")
     found = ARCHITECTURES[name]
+    if name == "granitehybrid" and file.get("rope.scaling.finetuned"):
+        return _BAMBA
     if not file.get("expert_count"):
         return found
     return replace(
@@ -167,6 +169,7 @@ def _rotary(file: GGUFFile, head_dim: int, interleaved: bool) -> dict[str, Any]:
 
 
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor"}
+_STILL = 1e20  # a pair of numbers whose frequency is divided by this is not rotated
 _SIGMOID = 2  # llama.cpp's number of a router
 _NO_MODELS = {
     "adapter": "an adapter (LoRA)",
@@ -263,6 +266,15 @@ def _routed(file: GGUFFile) -> dict[str, Any]:
     }
 
 
+def _nemotron_experts(file: GGUFFile) -> dict[str, Any]:
+    latent = next((t for name, t in file.tensors.items() if name.endswith("ffn_latent_down.weight")), None)
+    shared = _number(file, "expert_shared_feed_forward_length")
+    return _routed(file) | {
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_latent_size": None if latent is None else latent.shape[0],
+    }
+
+
 def _glm4moe(file: GGUFFile) -> dict[str, Any]:
     return _routed(file) | {
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
@@ -337,6 +349,45 @@ def _gemma3(file: GGUFFile) -> dict[str, Any]:
         "attn_logit_softcapping": file.get("attn_logit_softcapping"),
         "final_logit_softcapping": file.get("final_logit_softcapping"),
         "query_pre_attn_scalar": _gemma_scale(file, largest=62),
+    }
+
+
+def _gemma4(file: GGUFFile) -> dict[str, Any]:
+    """Its layers with windows have heads of another size than the others. Of those, `rope_freqs` shows how much is rotated."""
+    types = _alternating(file, file.get("attention.sliding_window_pattern", 6))
+    inputs, width = file.get("embedding_length_per_layer_input", 0), file.get("feed_forward_length")
+    widths, heads = (
+        n if isinstance(n, list) else [n] * len(types) for n in (width, file.get("attention.head_count_kv"))
+    )
+    of_kind = {kind: n for kind, n in zip(types, heads, strict=True) if n}
+    full = [i for i, kind in enumerate(types) if kind == "full_attention"]
+    share = (file.floats("rope_freqs.weight") < _STILL).float().mean() if "rope_freqs.weight" in file.tensors else 1.0
+    rotary = {
+        "rope_type": "proportional",
+        "rope_theta": file.get("rope.freq_base", 1e6),
+        "partial_rotary_factor": float(share),
+    }
+    local = {"rope_type": "default", "rope_theta": file.get("rope.freq_base_swa", 10000.0)}
+    return _gemma(file) | {
+        "intermediate_size": min(widths),
+        "use_double_wide_mlp": max(widths) > min(widths),
+        "num_attention_heads": _number(file, "attention.head_count"),
+        "num_key_value_heads": of_kind.get("sliding_attention", of_kind["full_attention"]),
+        "num_global_key_value_heads": of_kind["full_attention"],
+        "head_dim": _number(file, "attention.key_length_swa"),
+        "global_head_dim": _number(file, "attention.key_length"),
+        "attention_k_eq_v": f"blk.{full[0]}.attn_v.weight" not in file.tensors,
+        "num_kv_shared_layers": file.get("attention.shared_kv_layers", 0),
+        "layer_types": types,
+        "sliding_window": _number(file, "attention.sliding_window"),
+        "rope_parameters": {"full_attention": rotary, "sliding_attention": local},
+        "hidden_size_per_layer_input": inputs,
+        "vocab_size_per_layer_input": file.tensors["per_layer_token_embd.weight"].shape[0] if inputs else 0,
+        "final_logit_softcapping": file.get("final_logit_softcapping"),
+        "enable_moe_block": bool(file.get("expert_count")),
+        "num_experts": file.get("expert_count"),
+        "top_k_experts": file.get("expert_used_count"),
+        "moe_intermediate_size": file.get("expert_feed_forward_length"),
     }
 
 
@@ -425,6 +476,7 @@ def _ernie(file: GGUFFile) -> dict[str, Any]:
     return {"use_bias": any(name.endswith(".bias") for name in file.tensors)}
 
 
+_BAMBA = Architecture("bamba", interleaved=True, attends=False, more=hybrids.bamba)  # with the name of Granite 4
 ARCHITECTURES = {
     "llama": Architecture("llama", "mixtral", interleaved=True, biases_by_tensor=True, more=_llama),
     "qwen2": Architecture("qwen2"),
@@ -432,6 +484,7 @@ ARCHITECTURES = {
     "gemma": Architecture("gemma", one_added=True, more=_gemma),
     "gemma2": Architecture("gemma2", one_added=True, more=_gemma2),
     "gemma3": Architecture("gemma3_text", one_added=True, more=_gemma3),
+    "gemma4": Architecture("gemma4_text", attends=False, more=_gemma4),
     "phi3": Architecture("phi3", more=_phi3),
     "qwen3moe": Architecture("qwen3_moe", more=_qwen3moe),
     "olmoe": Architecture("olmoe", more=_olmoe),
@@ -480,6 +533,7 @@ ARCHITECTURES = {
     "lfm2": Architecture("lfm2", more=hybrids.lfm2),
     "mamba2": Architecture("mamba2", attends=False, more=hybrids.mamba2),
     "nemotron_h": Architecture("nemotron_h", more=hybrids.nemotron_h),
+    "nemotron_h_moe": Architecture("nemotron_h", more=lambda file: hybrids.nemotron_h(file) | _nemotron_experts(file)),
     "qwen2moe": Architecture("qwen2_moe", more=_qwen2moe),
     "ernie4_5-moe": Architecture("ernie4_5_moe", more=_ernie_moe),
     "lfm2moe": Architecture("lfm2_moe", more=lambda file: hybrids.lfm2(file) | _lfm2moe(file)),

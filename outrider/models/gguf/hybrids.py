@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from outrider.models.gguf.reader import GGUFFile
-from outrider.models.hf.hooks import UnsupportedModel
 
 # Tensors with the numbers of a parameter, in another shape.
 _RESHAPED = (
@@ -114,11 +113,23 @@ def falcon_h1(file: GGUFFile) -> dict[str, Any]:
     }
 
 
+def bamba(file: GGUFFile) -> dict[str, Any]:
+    """It rotates half a head. Yet the converter puts the rows of the whole head in the order of interleaved pairs."""
+    return _mamba(file) | {
+        "attn_layer_indices": [i for i, n in enumerate(file.get("attention.head_count_kv")) if n],
+        "mamba_expand": file.get("ssm.inner_size") // file.get("embedding_length"),
+        "num_attention_heads": file.get("attention.head_count"),
+        "num_key_value_heads": max(file.get("attention.head_count_kv")),
+        "intermediate_size": file.get("feed_forward_length"),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": file.get("rope.freq_base", 10000.0),
+            "partial_rotary_factor": 0.5,
+        },
+    }
+
+
 def granite_hybrid(file: GGUFFile) -> dict[str, Any]:
-    if file.get("rope.scaling.finetuned", False):
-        raise UnsupportedModel(
-            f"{file.paths[0]} is a Bamba; outrider runs it from its folder or hub name, not from GGUF"
-        )
     heads, hidden = file.get("attention.head_count"), file.get("embedding_length")
     return _mamba(file) | {
         "layer_types": _layer_types(file, "ssm_in", "linear_attention"),

@@ -19,7 +19,7 @@ from outrider.models import mtp
 from outrider.models.checkpoint import Sizes
 from outrider.models.gguf import hybrids
 from outrider.models.gguf.architectures import Architecture, architecture_of, config_of, tensor_names
-from outrider.models.gguf.reader import FLOATS, PACKED_FORMATS, GGUFFile, StoredExperts, slices
+from outrider.models.gguf.reader import FLOATS, PACKED_FORMATS, GGUFFile, StoredExperts, expert_parts
 from outrider.models.gguf.tokenizer import end_ids
 from outrider.models.hf.experts import dense_experts_, give_expert_blocks_, is_mixture
 from outrider.models.hf.hooks import UnsupportedModel
@@ -38,8 +38,14 @@ from outrider.models.rotary import ExactPowers
 _KEPT = (*FLOATS, *PACKED_FORMATS)
 # Tensors that are no parameters: they change the rotary frequencies, see `architectures`.
 _ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-# Buffers and parameters of routers that are added to choose the experts.
-_CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+# Buffers and parameters whose tensors have names of their own in a layer: -> the name there.
+_IN_LAYER = {
+    "e_score_correction_bias": "exp_probs_b.bias",
+    "expert_bias": "exp_probs_b.bias",
+    "scale": "ffn_gate_inp.scale",
+    "per_expert_scale": "ffn_down_exps.scale",
+    "layer_scalar": "layer_output_scale.weight",
+}
 # Names that a family's table in the gguf package lacks.
 _OTHER_NAMES = {"lm_head": "output"}
 # Names of a layer that predicts one token further -> those in a model of one layer. None: its embedding is the model's own.
@@ -166,8 +172,8 @@ def _matrix(file: GGUFFile, names: Sequence[str], order: Tensor | None) -> Tenso
 
 def _tensors_of(names: TensorNameMap, family: Architecture, path: str, kind: str) -> tuple[str, ...]:
     """The names in the file of the tensors that make a parameter."""
-    if kind in _CORRECTIONS:
-        return (f"blk.{_layer_of(path)}.exp_probs_b.bias",)
+    if kind in _IN_LAYER:
+        return (f"blk.{_layer_of(path)}.{_IN_LAYER[kind]}",)
     for ending, others in family.joined.items():
         if path.endswith(ending):
             return tuple(_tensors_of(names, family, path.removesuffix(ending) + other, kind)[0] for other in others)
@@ -186,13 +192,13 @@ def _places(model: PreTrainedModel, file: GGUFFile) -> list[tuple[tuple[str, ...
     """Each parameter's place, by the names of its tensors. Raises ValueError unless parameters and tensors are the same."""
     names, family = tensor_names(file), architecture_of(file)
     mixtures = _mixtures(model)
-    experts = {name for path in mixtures for name in _expert_names(file, path)}
+    experts = {name for path, module in mixtures.items() for name in _expert_names(file, path, module)}
     found: list[tuple[tuple[str, ...], _Place]] = []
     head = model.get_output_embeddings() if model.config.tie_word_embeddings else None
     missing = []
     for path, module in model.named_modules():
-        corrections = {n: b for n, b in module._buffers.items() if n in _CORRECTIONS}
-        for kind, parameter in [*module._parameters.items(), *corrections.items()]:
+        buffers = {n: b for n, b in module._buffers.items() if n in _IN_LAYER}
+        for kind, parameter in [*module._parameters.items(), *buffers.items()]:
             if parameter is None or module is head or path in mixtures:
                 continue
             each = re.fullmatch(r"(.*)\.norms\.(\d+)", path)  # StableLM has one norm per head, in one tensor
@@ -211,9 +217,13 @@ def _places(model: PreTrainedModel, file: GGUFFile) -> list[tuple[tuple[str, ...
             "download it again"
         )
     used = {name for own, _ in found for name in own}
-    layers = model.config.num_hidden_layers
-    drafting = {n for n in file.tensors if (found_in := re.match(r"blk\.(\d+)\.", n)) and int(found_in[1]) >= layers}
-    if unknown := sorted(file.tensors.keys() - used - experts - drafting - {*_ROTARY}):
+    layers = model.config.num_hidden_layers  # those after them draft
+    own = layers - getattr(
+        model.config, "num_kv_shared_layers", 0
+    )  # those after them read the keys and values of these
+    where = {n: m for n in file.tensors if (m := re.match(r"blk\.(\d+)\.(attn_[kv])?", n))}
+    unread = {n for n, m in where.items() if int(m[1]) >= (own if m[2] else layers)}
+    if unknown := sorted(file.tensors.keys() - used - experts - unread - {*_ROTARY}):
         raise UnsupportedModel(
             f"{file.paths[0]} has {unknown[0]} and {len(unknown) - 1} other tensors that a {type(model).__name__} does not "
             "have, so outrider cannot run it as it was trained"
@@ -225,9 +235,12 @@ def _mixtures(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {path: module for path, module in model.named_modules() if is_mixture(module)}
 
 
-def _expert_names(file: GGUFFile, path: str) -> list[str]:
-    """The tensors of the experts of a layer: gate, up and down, and their biases if there are any."""
-    kinds = [f"blk.{_layer_of(path)}.ffn_{kind}_exps" for kind in ("gate", "up", "down")]
+def _expert_names(file: GGUFFile, path: str, module: Any) -> list[str]:
+    """The tensors of the experts of a layer: gate and up, or both in one, or up alone; down; their biases if there are any."""
+    start = f"blk.{_layer_of(path)}.ffn_"
+    joined = f"{start}gate_up_exps.weight" in file.tensors
+    first = ("gate_up",) if joined else ("gate", "up") if module.has_gate else ("up",)
+    kinds = [f"{start}{kind}_exps" for kind in (*first, "down")]
     return [f"{n}.weight" for n in kinds] + [f"{n}.bias" for n in kinds if f"{n}.bias" in file.tensors]
 
 
@@ -237,20 +250,19 @@ def _layer_of(path: str) -> str:
 
 def _give_experts_(module: Any, file: GGUFFile, path: str) -> None:
     """Give a mixture slices of the mapped file. Raises ValueError for tensors that are not there or do not fit."""
-    if not module.has_gate:
-        raise UnsupportedModel(
-            f"{file.paths[0]} has experts without gates, and outrider reads GGUF files of gated ones"
-        )
-    _, rows, columns = module.gate_up_proj.shape
+    parameter = "gate_up_proj" if module.has_gate else "up_proj"
+    _, rows, columns = getattr(module, parameter).shape
     experts, hidden, middle = module.down_proj.shape
     if module.is_transposed:
         rows, columns, hidden, middle = columns, rows, middle, hidden
-    names = _expert_names(file, path)
-    wanted = [(experts, rows // 2, columns)] * 2 + [(experts, hidden, middle)]
-    wanted += [(experts, rows // 2), (experts, rows // 2), (experts, hidden)] * (len(names) > 3)
-    if len(names) != (6 if module.has_bias else 3):
+    names = _expert_names(file, path, module)
+    weights = [name for name in names if name.endswith("weight")]
+    cut = len(weights) - 1  # matrices that the parameter has
+    wanted = [(experts, rows // cut, columns)] * cut + [(experts, hidden, middle)]
+    wanted += [shape[:2] for shape in wanted] * (len(names) > len(weights))
+    if len(names) != len(weights) * (2 if module.has_bias else 1):
         raise ValueError(
-            f"{file.paths[0]} has {names[3:]} as biases of experts, and a {type(module).__name__} has others"
+            f"{file.paths[0]} has {names[len(weights) :]} as biases of experts, and a {type(module).__name__} has others"
         )
     for name, shape in zip(names, wanted, strict=True):
         if name not in file.tensors or file.tensors[name].shape != shape:
@@ -258,12 +270,12 @@ def _give_experts_(module: Any, file: GGUFFile, path: str) -> None:
             raise ValueError(
                 f"{file.paths[0]}: tensor {name} has shape {found}, and its metadata asks for {list(shape)}"
             )
-    if all(file.tensors[name].format in PACKED_FORMATS for name in names[:3]):
+    if all(file.tensors[name].format in PACKED_FORMATS for name in weights):
         module.__dict__[STORED] = StoredExperts({name: file.tensors[name] for name in names})
-    gate, up, down = (slices(_matrix(file, (name,), None), experts) for name in names[:3])
-    give_expert_blocks_(module, "gate_up_proj", [*zip(gate, up, strict=True)])
+    *first, down = (part for name in weights for part in expert_parts(name, _matrix(file, (name,), None), experts))
+    give_expert_blocks_(module, parameter, [*zip(*first, strict=True)])
     give_expert_blocks_(module, "down_proj", [(matrix,) for matrix in down])
-    for name in ("gate_up_proj", "down_proj"):  # only the shapes are left, in one number
+    for name in (parameter, "down_proj"):  # only the shapes are left, in one number
         stand_in = torch.zeros(1).expand(getattr(module, name).shape)
         setattr(module, name, nn.Parameter(stand_in, requires_grad=False))
     if module.has_bias:

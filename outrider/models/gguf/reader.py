@@ -91,27 +91,37 @@ def floats_at(stored: StoredTensor) -> Tensor:
 
 @dataclass(frozen=True)
 class StoredExperts:
-    """Where a file has the experts of a layer. tensors: by name, gate, up and down, [expert, out, in], in formats of the kernels;
-    then their biases, [expert, out], if there are any."""
+    """Where a file has the experts of a layer.
+
+    tensors: by name, [expert, out, in], in formats of the kernels: gate and up, or both in one, or up alone; down; then their
+    biases, [expert, out], if there are any."""
 
     tensors: Mapping[str, StoredTensor]
 
     def packed(self) -> list[native.Packed]:
-        """Gate and up side by side (paired), and then down, of each expert in turn."""
-        reserve, made, tensors = native.Reserve(), list[native.Packed](), [*self.tensors.values()]
-        biases = [[*floats_at(t)] for t in tensors[3:]] or [[None] * tensors[0].shape[0]] * 3
-        each = zip(*(slices(matrix_at(t), t.shape[0]) for t in tensors[:3]), *biases, strict=True)
-        for gate, up, down, gate_bias, up_bias, down_bias in each:
-            pair = native.Packed([gate, up], "float32", [gate_bias, up_bias], paired=True, later=reserve)
-            made += [pair, native.Packed([down], "float32", [down_bias], later=reserve)]
+        """Gate and up side by side (paired), or up alone, and then down, of each expert in turn."""
+        reserve, made = native.Reserve(), list[native.Packed]()
+        count = next(iter(self.tensors.values())).shape[0]
+        weights = {name: t for name, t in self.tensors.items() if name.endswith("weight")}
+        parts = [p for name, t in weights.items() for p in expert_parts(name, matrix_at(t), count)]
+        biases = [[*floats_at(t)] for name, t in self.tensors.items() if name not in weights] or [[None] * count] * len(
+            parts
+        )
+        for *first, down in zip(*(zip(*both, strict=True) for both in zip(parts, biases, strict=True)), strict=True):
+            matrices, added = zip(*first, strict=True)
+            made.append(native.Packed(matrices, "float32", added, paired=len(first) > 1, later=reserve))
+            made.append(native.Packed(down[:1], "float32", down[1:], later=reserve))
         return made
 
 
-def slices(matrices: Tensor | Blocks, count: int) -> list[Tensor] | list[Blocks]:
-    """The matrix of each expert."""
+def expert_parts(name: str, matrices: Tensor | Blocks, count: int) -> list[list[Any]]:
+    """The matrix of each expert, of a tensor of this name. Two lists if it has gate and up in one."""
+    cuts = 2 if name.endswith("gate_up_exps.weight") else 1
     if isinstance(matrices, Tensor):
-        return [*matrices.view(count, -1, matrices.shape[-1])]
-    return [replace(matrices, data=rows) for rows in matrices.data.chunk(count)]
+        each: list[Any] = [*matrices.view(cuts * count, -1, matrices.shape[-1])]
+    else:
+        each = [replace(matrices, data=rows) for rows in matrices.data.chunk(cuts * count)]
+    return [each[i::cuts] for i in range(cuts)]
 
 
 def read(paths: Sequence[Path]) -> GGUFFile:

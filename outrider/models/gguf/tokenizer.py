@@ -75,7 +75,7 @@ def tokenizer_of(file: GGUFFile) -> LazyTokenizer | None:
         return None
     if kind == "gpt2":
         made = _bytes(file, tokens)
-    elif kind == "llama":
+    elif kind in ("llama", "gemma4"):
         made = _sentencepiece(file, tokens)
     else:
         made = None
@@ -155,11 +155,12 @@ def _bytes(file: GGUFFile, tokens: list[str]) -> tuple[Tokenizer, bool] | None:
 
 
 def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
-    """BPE whose order of merges is the score of the merged token, with bytes for unknown characters."""
+    """BPE with bytes for unknown characters. A file without merges has them in the order of the scores of merged tokens."""
     scores = file.metadata.get("tokenizer.ggml.scores") or [0.0] * len(tokens)
     known = {t: i for i, t in enumerate(tokens)}
-    merges: list[tuple[str, str]] = []
-    for _, token in sorted(zip(scores, tokens, strict=False), key=lambda scored: -scored[0]):
+    given = file.metadata.get("tokenizer.ggml.merges")
+    merges: list[tuple[str, str]] = [(left, right) for left, _, right in (m.partition(" ") for m in given or ())]
+    for _, token in [] if given else sorted(zip(scores, tokens, strict=False), key=lambda scored: -scored[0]):
         cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         pairs = [(left, right) for left, right in cuts if left in known and right in known]
         merges += sorted(pairs, key=lambda pair: (known[pair[0]], known[pair[1]])) if len(pairs) > 1 else pairs

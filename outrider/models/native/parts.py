@@ -6,6 +6,7 @@ c: a configuration. Names of modules are those below a layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -77,7 +78,8 @@ def both(first: Part, second: Part) -> Part:
 def unused(c: Any, *names: str) -> None:
     """Settings of parts that this model does not have. Read, they do not stand in the way."""
     for name in names:
-        getattr(c, name, None)
+        with suppress(ValueError):  # it may differ by layer
+            getattr(c, name, None)
 
 
 def head_dim(c: Any) -> int:
@@ -235,11 +237,11 @@ def mlp(b: Builder, c: Any, name: str = "mlp", *, width: int = 0, activation: st
     return part
 
 
-def ungated_mlp(b: Builder, c: Any, up: str, down: str, activation: str) -> Part:
-    """x += down(act(up(h)))."""
+def ungated_mlp(b: Builder, c: Any, up: str, down: str, activation: str, *, width: int = 0) -> Part:
+    """x += down(act(up(h))). width: between them, if it is not the configuration's."""
 
     def part(h: Value, x: Any, layer: str) -> None:
-        middle = b.linear(h, f"{layer}.{up}", width=c.intermediate_size)
+        middle = b.linear(h, f"{layer}.{up}", width=width or c.intermediate_size)
         b.gate(middle, None, activation, out=middle)
         b.linear(middle, f"{layer}.{down}", width=x.width, add_to=x)
 

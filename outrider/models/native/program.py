@@ -30,6 +30,7 @@ _KINDS = (
     "embed", "norm", "linear", "heads", "rope", "store", "attend", "route", "experts", "gate", "map", "conv", "scan", "rows",
     "given", "head",
 )  # fmt: skip
+_KEEPERS = ("store", "conv", "scan")  # what they write, later nodes read
 _FLAG_NAMES = ("add", "per_group", "interleaved", "normalised", "tap", "fresh", "fed", "same")
 _FLAGS = {name: 1 << i for i, name in enumerate(_FLAG_NAMES)}
 _STORE, _ADD = 0, 1
@@ -39,10 +40,11 @@ _ACTIVATIONS = {
 }  # fmt: skip
 _MAPS = {"linear": 0, "softplus": 1, "exp": 2, "sigmoid": 4}
 _ROUTERS = ("softmax_top", "top_softmax", "sigmoid_top")
-_EXPERT_GATES = {"silu": 1, "swish": 1, "gelu_pytorch_tanh": 3, "scaled_swish": 7}  # activations of experts
+# Activations of experts. Those with relu2 have no gate.
+_EXPERT_GATES = {"silu": 1, "swish": 1, "gelu_pytorch_tanh": 3, "relu2": 5, "scaled_swish": 7}
 _WHEN = {"always": (), "features": ("fresh",), "fed": ("fed",)}
 # Rotary types whose frequencies do not depend on the length of the text.
-_FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
+_FIXED_ROTARY = ("default", "linear", "llama3", "yarn", "proportional")
 _TABLES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -177,8 +179,9 @@ class Program:
 
     def compiled(self) -> tuple[ProgramStruct, object]:
         """The struct for native code, and what it points to besides the program."""
-        last = max((op.layer for op in self.ops), default=-1)
-        ops = [op for op in self.ops if op.kind != "rows" or "tap" in op.flags or op.layer in (-1, last)]
+        last = max((op.layer for op in self.ops if op.kind in _KEEPERS), default=-1)
+        later = {-1, *range(last, self.num_layers)}  # where no other node reads what a node has left
+        ops = [op for op in self.ops if op.kind != "rows" or "tap" in op.flags or op.layer in later]
         places, widths = _places(ops, self.widths)
         structs, keep = (OpStruct * len(ops))(), list[Any]()
         for struct, op in zip(structs, ops, strict=True):
@@ -320,18 +323,19 @@ class Builder:
         self,
         x: Value,
         *names: str,
-        width: int,
+        width: int = 0,
         gate: str | None = None,
         factor: float = 1.0,
         add_to: Value | None = None,
         out: Value | None = None,
         when: str = "always",
     ) -> Value:
-        """The linears of these names side by side. width: of the result. gate: of gate and up, "silu" or "gelu_pytorch_tanh"; one
-        name is then of a linear that has both."""
+        """The linears of these names side by side. width: of the result; 0: as the weights have it. gate: of gate and up, "silu"
+        or "gelu_pytorch_tanh"; one name is then of a linear that has both."""
         if gate is not None and gate not in _GATES:
             raise NotNative(f"its activation is {gate}")
         matrix = self.source.matrix(*names, paired=gate is not None)
+        width = width or matrix.n
         self._check_matrix(names[0], matrix, 2 * rounded(width) if gate else width, x.width)
         finish = _GATES[gate] if gate else _STORE if add_to is None else _ADD
         place = self._place(out, add_to, width)
@@ -444,18 +448,22 @@ class Builder:
         scaling: float = 1.0,
         added: float = 0.0,
         correction: str | None = None,
+        factors: str | None = None,
         groups: int = 0,
         kept_groups: int = 0,
     ) -> Value:
         """The k experts of each node, and their weights. kind: "softmax_top", "top_softmax" or "sigmoid_top". correction: the
         name of a parameter that is added to choose, and not to the weights. groups: only experts of the best `kept_groups` are
-        chosen. normalised: the weights are divided by their sum and `added`. scaling: of the weights."""
+        chosen. normalised: the weights are divided by their sum and `added`. scaling: of the weights. factors: the name of a
+        parameter with those of each expert."""
         if not 0 < k <= logits.width or (groups and (logits.width % groups or not 0 < kept_groups <= groups)):
             raise ValueError(f"{k} of {logits.width} experts cannot be chosen from {kept_groups} of {groups} groups")
-        p = None if correction is None else self.vector(correction, logits.width)
+        p, q = (None if name is None else self.vector(name, logits.width) for name in (correction, factors))
         numbers = (_ROUTERS.index(kind), k, groups, kept_groups)
         flags = ("normalised",) if normalised else ()
-        return self._add("route", flags=flags, in_=logits, out=self.value(2 * k), p=p, i=numbers, f=(scaling, added))
+        return self._add(
+            "route", flags=flags, in_=logits, out=self.value(2 * k), p=p, q=q, i=numbers, f=(scaling, added)
+        )
 
     def experts(
         self,
@@ -466,13 +474,14 @@ class Builder:
         count: int,
         width: int,
         activation: str,
-        add_to: Value,
+        add_to: Value | None = None,
         factor: float = 1.0,
         limit: float = 0.0,
         alpha: float = 0.0,
         plus: float = 0.0,
     ) -> Value:
-        """add_to += factor * the sum of weight * down(activation(gate(x)) * (up(x) + plus)) over a node's experts.
+        """add_to += factor * the sum of weight * down(activation(gate(x)) * (up(x) + plus)) over a node's experts, or of weight *
+        down(activation(up(x))) if they have no gate. It gives a value of its own without add_to.
 
         routed: of `route`. name: of the module with the experts. count: of experts; 1: the module is an MLP. width: between gate
         and down. limit: gate is at most this, and up is in +-limit; 0: none. alpha: of "scaled_swish", gate * sigmoid(alpha *
@@ -482,13 +491,15 @@ class Builder:
         matrices = self.source.experts(name) if count > 1 else self._one_expert(name)
         if len(matrices) != 2 * count:
             raise ValueError(f"{name} has {len(matrices) // 2} experts, and the settings say {count}")
+        place, flags = self._place(None, add_to, (add_to or x).width), ("add",) if add_to else ()
+        first = width if activation == "relu2" else 2 * rounded(width)
         for gate_up, down in zip(matrices[::2], matrices[1::2], strict=True):
-            self._check_matrix(f"{name}.gate_up", gate_up, 2 * rounded(width), x.width)
-            self._check_matrix(f"{name}.down", down, add_to.width, width)
+            self._check_matrix(f"{name}.gate_up", gate_up, first, x.width)
+            self._check_matrix(f"{name}.down", down, place.width, width)
         numbers = (routed.width // 2, _EXPERT_GATES[activation], width)
         floats = (limit, alpha, plus, factor)
         return self._add(
-            "experts", flags=("add",), in_=x, other=routed, out=add_to, matrices=tuple(matrices), i=numbers, f=floats
+            "experts", flags=flags, in_=x, other=routed, out=place, matrices=tuple(matrices), i=numbers, f=floats
         )
 
     def _one_expert(self, name: str) -> Sequence[native.Packed]:
@@ -628,12 +639,12 @@ class Builder:
             raise ValueError(f"{width} numbers do not fit a value of {place.width}")
         return place
 
-    def vector(self, name: str, size: int) -> Tensor:
-        """A parameter of one dimension. Raises ValueError if it is not there."""
+    def vector(self, name: str, size: int = 0) -> Tensor:
+        """A parameter of one dimension. size: its numbers; 0: as the weights have it. Raises ValueError if it is not there."""
         found = self.source.tensor(name)
         if found is None:
             raise ValueError(f"{name} is not there")
-        if found.numel() != size or found.dtype != torch.float32:
+        if found.numel() != (size or found.numel()) or found.dtype != torch.float32:
             raise ValueError(f"{name} is {found.dtype} {list(found.shape)}, and the settings say float32 [{size}]")
         return found.flatten()
 

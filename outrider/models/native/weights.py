@@ -52,7 +52,7 @@ class WeightSource(Protocol):
         ...
 
     def experts(self, name: str) -> Sequence[Packed]:
-        """Of a mixture: gate and up side by side (paired), and then down, of each expert in turn."""
+        """Of a mixture: gate and up side by side (paired), or up alone, and then down, of each expert in turn."""
         ...
 
     def latent(self, name: str, heads: int, keys: int) -> Sequence[Packed]:
@@ -72,14 +72,23 @@ class WeightSource(Protocol):
 class Facts:
     """The settings that a family reads, remembered for packs. `facts.x` is setting x of the configuration.
 
-    It raises AttributeError for a setting that the configuration does not have.
+    It raises AttributeError for a setting that the configuration does not have, ValueError for one that differs by layer.
     """
 
     def __init__(self, config: Any) -> None:
         self._config, self.read = config, dict[str, Any]()
 
     def __getattr__(self, name: str) -> Any:
-        found = self.read[name] = getattr(self._config, name)
+        self.read[name] = None
+        try:
+            found = getattr(self._config, name)
+        except AttributeError:
+            del self.read[name]
+            raise
+        except Exception as error:  # transformers has an error of its own for this
+            raise ValueError(f"its {name} differs by layer") from error
+        # transformers gives a view of whole configurations
+        self.read[name] = found = self._config.to_dict()[name] if name == "per_layer_config" else found
         return found
 
 
@@ -135,10 +144,10 @@ class ModuleSource:
             self.named[self._prefix + name] = module.__dict__[STORED]
             made = module.__dict__[STORED].packed()
         for i in range(0 if made else len(module.down_proj)):
-            gate_up, biases = _expert(module, "gate_up_proj", i)
-            if len(gate_up) == 1:
+            gate_up, biases = _expert(module, "gate_up_proj" if module.has_gate else "up_proj", i)
+            if module.has_gate and len(gate_up) == 1:
                 gate_up, biases = _halves(module, gate_up[0]), _halves(module, biases[0])
-            made.append(packed(gate_up, self.packing, biases, paired=True))
+            made.append(packed(gate_up, self.packing, biases, paired=module.has_gate))
             down, biases = _expert(module, "down_proj", i)
             made.append(packed(down, self.packing, biases))
         if self._own:
@@ -284,7 +293,7 @@ class ShapeSource(ModuleSource):
         count, hidden, middle = module.down_proj.shape
         if module.is_transposed:
             hidden, middle = middle, hidden
-        both = _MatrixSize(2 * rounded(middle), hidden), _MatrixSize(hidden, middle)
+        both = _MatrixSize(2 * rounded(middle) if module.has_gate else middle, hidden), _MatrixSize(hidden, middle)
         return cast("list[Packed]", both * count)
 
     def latent(self, name: str, heads: int, keys: int) -> Sequence[Packed]:

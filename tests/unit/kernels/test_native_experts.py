@@ -20,7 +20,7 @@ from outrider.kernels.cpu.state import library
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
 
 ROUTERS = {"softmax_top": 0, "top_softmax": 1, "sigmoid_top": 2}
-FINISHES = {"silu": 2, "gelu_pytorch_tanh": 3, "clamped": 4}
+FINISHES = {"relu2": 0, "silu": 2, "gelu_pytorch_tanh": 3, "clamped": 4}
 LIMIT, SLOPE, PLUS = 0.5, 1.702, 1.0
 
 
@@ -35,20 +35,19 @@ def _seeded() -> Iterator[None]:
 
 def route(logits: Tensor, k: int, kind: str, **settings: Any) -> Tensor:
     """[row, k numbers, then k weights]."""
-    correction = settings.pop("correction", None)
+    vectors = {name: settings.pop(name).data_ptr() for name in ("correction", "scale") if name in settings}
     out = torch.empty(len(logits), 2 * k)
     library().route(
         RouteStruct(
             logits=logits.data_ptr(),
             out=out.data_ptr(),
-            correction=None if correction is None else correction.data_ptr(),
             rows=len(logits),
             ldx=logits.shape[1],
             ldo=2 * k,
             experts=logits.shape[1],
             k=k,
             kind=ROUTERS[kind],
-            **{"factor": 1.0, **settings},
+            **{"factor": 1.0, **vectors, **settings},
         )
     )
     return out
@@ -70,7 +69,8 @@ def route_twin(logits: Tensor, k: int, kind: str, **settings: Any) -> tuple[Tens
         weights = weights.softmax(-1)
     if settings.get("normalised"):
         weights = weights / (weights.sum(-1, keepdim=True) + settings.get("added", 0.0))
-    return ids, weights * settings.get("factor", 1.0)
+    scale = settings.get("scale", torch.ones(logits.shape[1]))
+    return ids, weights * settings.get("factor", 1.0) * scale[ids]
 
 
 @pytest.mark.parametrize("isa", native.isas())
@@ -84,6 +84,7 @@ def route_twin(logits: Tensor, k: int, kind: str, **settings: Any) -> tuple[Tens
         (96, 6, {"groups": 8, "kept": 3, "normalised": 1, "added": 1e-6}),
         (33, 4, {"corrected": True, "factor": 0.5}),
         (64, 8, {"corrected": True, "groups": 4, "kept": 2}),
+        (16, 3, {"scaled": True, "normalised": 1}),
     ],
 )
 def test_a_router_is_its_definition(experts: int, k: int, settings: dict[str, Any], kind: str, isa: str) -> None:
@@ -92,6 +93,8 @@ def test_a_router_is_its_definition(experts: int, k: int, settings: dict[str, An
     settings = {**settings}
     if settings.pop("corrected", False):
         settings["correction"] = torch.randn(experts)
+    if settings.pop("scaled", False):
+        settings["scale"] = torch.rand(experts) + 0.5
     logits = torch.randn(77, experts) * 3
     got = route(logits, k, kind, **settings)
     ids, weights = route_twin(logits, k, kind, **settings)
@@ -118,7 +121,7 @@ def test_scores_that_are_nan_choose_experts_that_exist() -> None:
 
 
 class Mixture(NamedTuple):
-    """gate and up, or down, of each expert: packed, and as float32."""
+    """gate and up, or up alone, and down of each expert: packed, and as float32."""
 
     packed: list[native.Packed]
     gates: list[tuple[Tensor, Tensor]]
@@ -127,7 +130,12 @@ class Mixture(NamedTuple):
 
 
 def mixture(
-    experts: int, hidden: int, middle: int, formats: Sequence[str] = ("float32",), biased: bool = False
+    experts: int,
+    hidden: int,
+    middle: int,
+    formats: Sequence[str] = ("float32",),
+    biased: bool = False,
+    gated: bool = True,
 ) -> Mixture:
     """formats: of the experts in turn, "a+b" for gate and up in a and down in b."""
 
@@ -142,7 +150,8 @@ def mixture(
         of = formats[e % len(formats)].split("+")
         gate, up, down = matrix(of[0], middle, hidden), matrix(of[0], middle, hidden), matrix(of[-1], hidden, middle)
         biases = torch.randn(middle), torch.randn(middle), torch.randn(hidden)
-        made.packed.append(native.Packed([gate, up], "float32", biases[:2] if biased else None, paired=True))
+        first, own = ([gate, up], biases[:2]) if gated else ([up], biases[1:2])
+        made.packed.append(native.Packed(first, "float32", own if biased else None, paired=gated))
         made.packed.append(native.Packed([down], "float32", biases[2:] if biased else None))
         made.gates.append((dense(gate), dense(up)))
         made.downs.append(dense(down))
@@ -190,6 +199,8 @@ def twin(made: Mixture, x: Tensor, routed: Tensor, finish: str, rounded: bool = 
             if finish == "clamped":
                 gate = gate.clamp(max=LIMIT)
                 act = gate * torch.sigmoid(SLOPE * gate) * (up.clamp(-LIMIT, LIMIT) + PLUS)
+            elif finish == "relu2":
+                act = up.relu() ** 2
             elif finish == "silu":
                 act = torch.nn.functional.silu(gate) * up
             else:
@@ -219,7 +230,7 @@ def companies(made: Mixture, x: Tensor, routed: Tensor, finish: str, whole: Tens
     ("experts", "k", "hidden", "middle", "rows"), [(5, 3, 37, 21, 19), (16, 2, 64, 48, 70), (1, 1, 8, 3, 2)]
 )
 def test_experts_in_floats(experts: int, k: int, hidden: int, middle: int, rows: int, finish: str) -> None:
-    made, x = mixture(experts, hidden, middle, biased=True), torch.randn(rows, hidden)
+    made, x = mixture(experts, hidden, middle, biased=True, gated=finish != "relu2"), torch.randn(rows, hidden)
     routed = route(torch.randn(rows, experts), k, "softmax_top")
     whole, exact = run(made, x, routed, finish), twin(made, x, routed, finish)
     assert (whole - exact).abs().max() < 1e-5 * exact.abs().max()

@@ -69,11 +69,16 @@ def test_it_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 HF = checked.HFModel
 
 
+_THREE = ["sliding_attention", "sliding_attention", "full_attention"]
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "layers"),
     [
         ("llama", {"num_hidden_layers": 9, "vocab_size": 5000, "intermediate_size": 200}, 2),
         ("gemma3_text", {"num_hidden_layers": 8, "layer_types": ["sliding_attention"] * 5 + ["full_attention"] * 3}, 6),
+        ("gemma4_text", {"num_hidden_layers": 12, "layer_types": None, "num_kv_shared_layers": 6}, 12),
+        ("gemma4_text", {"num_hidden_layers": 9, "layer_types": _THREE * 3, "num_kv_shared_layers": 6}, 6),
     ],
 )
 def test_the_small_model_has_a_layer_of_each_kind(kind: str, changes: dict[str, Any], layers: int) -> None:
@@ -82,6 +87,9 @@ def test_the_small_model_has_a_layer_of_each_kind(kind: str, changes: dict[str, 
     assert small.vocab_size <= 64
     assert small.intermediate_size <= 64
     assert small.hidden_size == 32
+    if kind == "gemma4_text":
+        assert small.num_kv_shared_layers == layers // 2
+        assert checked.differs(tiny(kind, global_head_dim=16, **changes)) is None
 
 
 @pytest.mark.parametrize("config", [DeepseekV3Config(), Qwen3MoeConfig(num_experts=128)])

@@ -57,6 +57,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3_text", {"num_hidden_layers": 7, "layer_types": None}),
+    "gemma4": ("gemma4_text", {"global_head_dim": 16, "use_double_wide_mlp": True, "final_logit_softcapping": 4.0}),
+    "gemma4-equal": ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 5, "top_k_experts": 3,
+        "moe_intermediate_size": 32}),
     "phi3": ("phi3", {}),
     "phi3-partial": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
     "phi3-long": ("phi3", {"rope_parameters": _LONG, "original_max_position_embeddings": 64, "hidden_size": 32}),
@@ -88,6 +92,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("mamba2", {"hidden_size": 32}),
     "nemotron-h": ("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp"], "head_dim": 16,
         "mamba_head_dim": 16}),
+    "nemotron-h-moe": ("nemotron_h", {"head_dim": 16, "mamba_head_dim": 16, "moe_intermediate_size": 32, "moe_latent_size": 32}),
+    "bamba": ("bamba", {"mamba_expand": 1}),
     "qwen35": ("qwen3_5_text", {"linear_num_value_heads": 6}),
     "mixtral": ("mixtral", {}),
     "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 32}),
@@ -108,6 +114,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-hybrid-moe": ("granitemoehybrid", {"mamba_expand": 1, "residual_multiplier": 0.7}),
     "dots1": ("dots1", {"moe_intermediate_size": 32}),
 }  # fmt: skip
+
+_OTHER_NAMES = {"internlm2": "internlm2", "nemotron-h-moe": "nemotron_h_moe"}
 
 
 def logits(model: Any, ids: list[int]) -> torch.Tensor:
@@ -133,9 +141,9 @@ def test_an_architecture_gives_the_logits_of_transformers(name: str, tmp_path: P
             if "layernorm.norms" in n:
                 p.data.normal_()
     for n, b in raw.named_buffers():
-        if n.endswith(CORRECTIONS):
-            b.normal_(0, 0.3)
-    named = {"general.architecture": name} if name == "internlm2" else None
+        if n.endswith((*CORRECTIONS, "layer_scalar")):
+            b += torch.randn(b.shape) * 0.3
+    named = {"general.architecture": _OTHER_NAMES[name]} if name in _OTHER_NAMES else None
     form = "F32" if kind == "falcon_h1" else "Q8_0"  # its matrices are multiplied first
     write_gguf(raw, file, form, metadata=named)
     loaded = load(file, dtype="float32")

@@ -109,14 +109,16 @@ def sentencepiece(trained: Any, **changes: Any) -> dict[str, Any]:
     return {f"tokenizer.ggml.{k}": v for k, v in (given | changes).items()}
 
 
-def test_the_ids_of_sentencepiece_are_those_of_gemma(trained: Any, tmp_path: Path) -> None:
-    made = tokenizer_of(file_with(sentencepiece(trained), tmp_path / "model.gguf"))
-    assert made is not None
+@pytest.mark.parametrize("listed", [False, True])  # Gemma 4 lists its merges
+def test_the_ids_of_sentencepiece_are_those_of_gemma(listed: bool, trained: Any, tmp_path: Path) -> None:
     tokens = sorted(trained.get_vocab(), key=trained.get_vocab().__getitem__)
     known = {t: i for i, t in enumerate(tokens)}
     merges = [
         (t[:i], t[i:]) for t in tokens for i in range(1, len(t)) if t[:i] in known and t[i:] in known and known[t] > 259
     ]
+    more = {"model": "gemma4", "merges": [" ".join(m) for m in merges], "scores": None} if listed else {}
+    made = tokenizer_of(file_with(sentencepiece(trained, **more), tmp_path / "model.gguf"))
+    assert made is not None
     gemma = GemmaTokenizer(vocab=known, merges=merges)
     expected = gemma(lines(), add_special_tokens=False)["input_ids"]
     assert made(lines(), add_special_tokens=False)["input_ids"] == expected

@@ -37,12 +37,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere-norms": ("cohere", {"use_qk_norm": True}),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
     "exaone4-whole": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "gemma4": ("gemma4_text", {"global_head_dim": 16, "use_double_wide_mlp": True, "final_logit_softcapping": 4.0}),
+    "gemma4-equal": ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0}),
+    "gemma4-experts": ("gemma4_text", {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 3,
+        "moe_intermediate_size": 20, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
     "gemma3-odd": ("gemma3_text", {"hidden_size": 36, "head_dim": 10, "final_logit_softcapping": 4.0}),
 }  # fmt: skip
 # name: settings that its family's file does not name
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"hidden_act": "relu"}),
     "gemma3_text": ("gemma3_text", {"use_bidirectional_attention": True}),
+    "gemma4_text": ("gemma4_text", {"use_bidirectional_attention": "all"}),
     "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
     "stablelm": ("stablelm", {"qk_layernorm": True}),
 }  # fmt: skip
@@ -56,6 +62,9 @@ def raw_of(name: str) -> PreTrainedModel:
     for where, parameter in raw.named_parameters():
         if "norm" in where:  # all ones would hide a wrong place of a weight
             parameter.data += torch.randn(parameter.shape) * 0.3
+    for where, buffer in raw.named_buffers():
+        if where.endswith("layer_scalar"):
+            buffer += torch.rand(1)
     return raw
 
 

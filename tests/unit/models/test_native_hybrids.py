@@ -41,6 +41,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite_moe": ("granitemoehybrid", {"residual_multiplier": 0.7, "attention_multiplier": 0.3}),
     "mamba2": ("mamba2", {}),
     "nemotron_h": ("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp"], "head_dim": 8}),
+    "nemotron_h_moe": ("nemotron_h", {"head_dim": 8, "routed_scaling_factor": 2.5}),
+    "nemotron_h_latent": ("nemotron_h", {"head_dim": 8, "moe_latent_size": 16, "n_group": 2, "topk_group": 1}),
     "qwen3_5": ("qwen3_5_text", {"linear_num_value_heads": 6}),
 }  # fmt: skip
 
@@ -49,6 +51,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def pair(name: str) -> tuple[HFModel, NativeModel]:
     kind, changes = MODELS[name]
     raw = tiny(kind, **changes)
+    for where, buffer in raw.named_buffers():
+        if where.endswith(("correction_bias", "expert_bias")):
+            buffer.normal_(0, 0.3)
     return HFModel(raw, weights="float32"), NativeModel(raw, "float32")
 
 
@@ -134,7 +139,7 @@ def test_a_path_that_is_none_cannot_be_committed() -> None:
     [
         ("falcon_h1", {"time_step_limit": (0.0, 0.5)}, "time_step_limit"),
         ("bamba", {"time_step_limit": (0.0, 0.5)}, "time_step_limit"),
-        ("nemotron_h", {"layers_block_type": ["mamba", "attention", "moe"]}, "moe"),
+        ("nemotron_h_moe", {"mlp_hidden_act": "gelu"}, "gelu"),
     ],
 )
 def test_a_setting_that_a_family_does_not_know_is_refused(name: str, changes: dict[str, Any], reason: str) -> None:

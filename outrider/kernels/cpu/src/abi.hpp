@@ -206,6 +206,7 @@ struct RouteJob {
     const float* logits;      // [row, experts], ldx apart
     float* out;               // [row, k numbers of experts and then k weights], ldo apart
     const float* correction;  // [experts], added to choose, and not to the weights; or null
+    const float* scale;       // [experts], factors of the weights; or null
     int64_t rows, ldx, ldo, experts, k;
     int64_t groups, kept;  // only experts of the `kept` best groups are chosen; 0: there are no groups
     int32_t kind, normalised;  // a Router (program.hpp). normalised: weights are divided by `added` and their sum
@@ -219,7 +220,7 @@ struct ExpertsJob {
     const float* routed;     // what RouteJob writes, ldr apart
     float* out;              // [row, hidden], ldo apart
     int64_t rows, ldx, ldr, ldo, experts, k;
-    int32_t finish, add;     // SWIGLU, GEGLU or CLAMPED; add: out += factor * the sum
+    int32_t finish, add;     // SWIGLU, GEGLU or CLAMPED; STORE: relu(up)^2, without a gate. add: out += factor * the sum
     float factor, limit, slope, plus;
 };
 

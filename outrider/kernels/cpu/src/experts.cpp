@@ -70,6 +70,7 @@ void route(void* context, int64_t begin, int64_t end) {
         float sum = job.added;
         for (int64_t i = 0; i < job.k; i++) sum += weights[i];
         for (int64_t i = 0; i < job.k; i++) weights[i] = (job.normalised ? weights[i] / sum : weights[i]) * job.factor;
+        for (int64_t i = 0; i < job.k && job.scale; i++) weights[i] *= job.scale[which[i]];
     }
 }
 
@@ -145,6 +146,17 @@ struct Inputs {
                 }
             }
         }
+    }
+};
+
+// The activation of experts without a gate.
+struct Squares {
+    float* x;
+    int64_t ldx, middle;
+
+    static void run(void* context, int64_t begin, int64_t end) {
+        const Squares& s = *static_cast<const Squares*>(context);
+        for (int64_t n = begin; n < end; n++) kernels()->gate(RELU2, s.x + n * s.ldx, nullptr, s.x + n * s.ldx, s.middle);
     }
 };
 
@@ -235,6 +247,8 @@ void run_experts(const ExpertsJob& job) {
     }
     double products = static_cast<double>(all * hidden) * static_cast<double>(middle);
     first_linears.run(worth_threads(up.bytes, 2 * products));
+    Squares squares{act, ldmiddle, middle};
+    if (job.finish == STORE) parallel(Squares::run, &squares, all, worth_threads(0, static_cast<double>(all * middle) * 4));
     quantise.run(worth_threads(0, static_cast<double>(all * after) * 600));
     last_linears.run(worth_threads(down.bytes, products));
     Sum sum{&job, place.data(), each, ldx, hidden};
@@ -242,16 +256,17 @@ void run_experts(const ExpertsJob& job) {
 }
 
 void run_route(Context& c, const Op& op) {
-    run_routes({.logits = c.row(op.in, 0), .out = c.row(op.out, 0), .correction = op.p, .rows = c.count, .ldx = c.stride[op.in.reg],
-                .ldo = c.stride[op.out.reg], .experts = op.in.width, .k = op.i[1], .groups = op.i[2], .kept = op.i[3], .kind = op.i[0],
-                .normalised = op.flags & OP_NORMALISED, .factor = op.f[0], .added = op.f[1]});
+    run_routes({.logits = c.row(op.in, 0), .out = c.row(op.out, 0), .correction = op.p, .scale = op.q, .rows = c.count,
+                .ldx = c.stride[op.in.reg], .ldo = c.stride[op.out.reg], .experts = op.in.width, .k = op.i[1], .groups = op.i[2],
+                .kept = op.i[3], .kind = op.i[0], .normalised = op.flags & OP_NORMALISED, .factor = op.f[0], .added = op.f[1]});
 }
 
 void run_experts(Context& c, const Op& op) {
     bool clamped = op.f[0] > 0 || op.i[1] == SWISH, add = op.flags & OP_ADD;
+    int32_t gated = clamped ? CLAMPED : op.i[1] == SILU ? SWIGLU : GEGLU;
     run_experts({.w = op.w, .x = c.row(op.in, 0), .routed = c.row(op.other, 0), .out = c.row(op.out, 0), .rows = c.count,
                  .ldx = c.stride[op.in.reg], .ldr = c.stride[op.other.reg], .ldo = c.stride[op.out.reg], .experts = op.count / 2,
-                 .k = op.i[0], .finish = clamped ? CLAMPED : op.i[1] == SILU ? SWIGLU : GEGLU, .add = add, .factor = add ? op.f[3] : 1,
+                 .k = op.i[0], .finish = op.i[1] == RELU2 ? STORE : gated, .add = add, .factor = add ? op.f[3] : 1,
                  .limit = op.f[0] > 0 ? op.f[0] : -LOWEST, .slope = op.i[1] == SWISH ? op.f[1] : 1, .plus = op.f[2]});
 }
 

@@ -31,10 +31,12 @@ enum OpKind : int32_t {
     // i5: window or 0. f0: scale. f1: softcap or 0. p: sinks [heads]. SAME: a value is the first numbers of its key.
     OP_ATTEND,
     // Router logits `in` -> out: k expert numbers (as floats), then k weights. i0: a Router. i1: k. i2, i3: groups, and those kept.
-    // p: correction [experts]. NORMALISED: weights are divided by their sum. f0: factor. f1: what is added to that sum.
+    // p: correction [experts]. q: factors of each expert's weight. NORMALISED: weights are divided by their sum. f0: factor.
+    // f1: what is added to that sum.
     OP_ROUTE,
     // out = sum of weight * down(act(gate_up(in))) over the experts of `other`, what OP_ROUTE wrote. w: gate_up, down of each expert.
-    // i0: k. i1: an Activation. i2: width of the middle. f0: limit. f1: alpha. f2: added to up. ADD: out += f3 * that.
+    // i0: k. i1: an Activation; RELU2: there is no gate, and `up` takes its place. i2: width of the middle.
+    // f0: limit. f1: alpha. f2: added to up. ADD: out += f3 * that.
     OP_EXPERTS,
     // out = act(in) * [other]. i0: an Activation.
     OP_GATE,
