@@ -92,7 +92,8 @@ def write_file(path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[np
 
 def tokenizer_metadata(tokenizer: PreTrainedTokenizerBase, pieces: str) -> dict[str, Any]:
     """The keys of a byte-level tokenizer. pieces: llama.cpp's name of how it cuts text."""
-    stored = json.loads(tokenizer.backend_tokenizer.to_str())  # pyright: ignore[reportAttributeAccessIssue]
+    backend: Any = tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    stored = json.loads(backend.to_str())
     added = {t["id"]: t for t in stored["added_tokens"]}
     by_id = {i: t for t, i in tokenizer.get_vocab().items()}
     merges = [m if isinstance(m, str) else " ".join(m) for m in stored["model"]["merges"]]
@@ -367,7 +368,7 @@ def _metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
     if architecture == "gemma4":
         return {"general.architecture": architecture, **{f"gemma4.{k}": v for k, v in _of_gemma4(config).items()}}
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    by_layer = getattr(config, "rope_parameters", None) or {"rope_theta": 10000.0}
+    by_layer: dict[str, Any] = getattr(config, "rope_parameters", None) or {"rope_theta": 10000.0}
     parameters = by_layer.get("full_attention", by_layer)
     own: dict[str, Any] = {
         "block_count": config.num_hidden_layers,
@@ -415,7 +416,7 @@ def _metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
         own["embedding_scale"] = float(config.embedding_multiplier)
         own["residual_scale"] = float(config.residual_multiplier)
         own["logit_scale"] = float(config.logits_scaling)
-    kinds = getattr(config, "layer_types", None)
+    kinds: Any = getattr(config, "layer_types", None)
     if architecture == "olmo2" and kinds:
         own["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in kinds]
     if architecture in ("falcon-h1", "granitehybrid"):

@@ -23,9 +23,9 @@ class Guided(BaseDrafter):
     def __init__(self, texts: list[list[int]]) -> None:
         self.texts = texts
 
-    def propose(self, batch: DraftContext) -> Draft:
+    def propose(self, context: DraftContext) -> Draft:
         rows = []
-        for tokens, budget in zip(batch.tokens, batch.budgets, strict=True):
+        for tokens, budget in zip(context.tokens, context.budgets, strict=True):
             text = next(t for t in self.texts if t[: len(tokens)] == tokens)
             nodes, parent = [(tokens[-1], -1)], 0
             for level, right in enumerate(text[len(tokens) :][: budget.depth]):

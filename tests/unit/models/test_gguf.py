@@ -40,7 +40,8 @@ _SHAPE = {"hidden_size": 64, "intermediate_size": 96}
 
 def load(model: Any, **given: Any) -> Loaded:
     """With keys and values in float32, as the modelling code of transformers has them."""
-    return load_model(model, **{"kv_cache_dtype": "float32"} | given)
+    settings: dict[str, Any] = {"kv_cache_dtype": "float32"} | given
+    return load_model(model, **settings)
 
 
 # name: (model type, changes of the tiny model)
@@ -249,8 +250,8 @@ def test_a_draft_model_in_a_file_keeps_the_text(tmp_path: Path) -> None:
     tokens = tokenizer_metadata(AutoTokenizer.from_pretrained(builtin_folder("builtin:code")), "gpt-2")
     write_gguf(source, target, "Q8_0", metadata=tokens)
     write_gguf(source, draft, "Q4_0", metadata=tokens)
-    plain = LLM(target).generate("def add(a, b):", SamplingParams(temperature=0, max_tokens=24))
-    fast = LLM(target, speculative_config={"method": "draft_model", "model": str(draft)}).generate(
+    plain = LLM(str(target)).generate("def add(a, b):", SamplingParams(temperature=0, max_tokens=24))
+    fast = LLM(str(target), speculative_config={"method": "draft_model", "model": str(draft)}).generate(
         "def add(a, b):", SamplingParams(temperature=0, max_tokens=24)
     )
     assert fast[0].outputs[0].token_ids == plain[0].outputs[0].token_ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.models.native.families import family
-from outrider.models.native.parts import Part, angles, gated_mlp, unused, window_of
+from outrider.models.native.parts import Part, gated_mlp, unused, window_of
 from outrider.models.native.program import Builder, NotNative, Value
 
 
@@ -52,22 +52,22 @@ def _inputs(b: Builder, c: Any, x: Value, eps: float) -> list[Value]:
 def _attention(b: Builder, c: Any, eps: float) -> Part:
     """Norms of queries, keys and values, and no scale. A value may be what its key is made of. The last layers read the keys and
     values of the last one of their kind that has its own."""
-    tables, heads, last, first = angles(b, c), c.num_attention_heads, dict[str, int](), c.num_hidden_layers
-    first -= c.num_kv_shared_layers
+    tables = {kind: b.rotary(c.rope_parameters[kind], kind) for kind in sorted({*c.layer_types})}
+    heads, last, first = c.num_attention_heads, dict[str, int](), c.num_hidden_layers - c.num_kv_shared_layers
 
     def part(h: Value, x: Value, layer: str) -> Value:
-        own, kind, table = f"{layer}.self_attn", c.layer_types[b.layer], tables(b.layer)
+        own, kind = f"{layer}.self_attn", c.layer_types[b.layer]
         dim = len(b.vector(f"{own}.q_norm.weight"))
         names = ["q_proj", *(f"{n}_proj" for n in "kv" if b.layer < first and b.has(f"{own}.{n}_proj"))]
         made = b.linear(h, *(f"{own}.{name}" for name in names))
         width = (made.width - heads * dim) // max(len(names) - 1, 1)
         query, *rest = made.split(heads * dim, *[width] * (len(names) - 1))
         b.norm(query, f"{own}.q_norm", eps=eps, group=dim, out=query)
-        b.rope(query, table, dim)
+        b.rope(query, tables[kind], dim)
         if rest:
             value = b.norm(rest[-1], None, eps=eps, group=dim)
             key = b.norm(rest[0], f"{own}.k_norm", eps=eps, group=dim, out=rest[0])
-            b.rope(key, table, dim)
+            b.rope(key, tables[kind], dim)
             last[kind] = b.store(key, value, width // dim)
         b.rows()
         attended = b.attend(query, last[kind], heads=heads, scale=1.0, window=window_of(c, b.layer))
