@@ -155,6 +155,8 @@ def _tensors(
             if "shared_mlp" in path and not config.num_local_experts:
                 name = name.replace("ffn_down_shexp", "ffn_down")
             values = values * _multiplier(path, config) if architecture == "falcon-h1" else values
+            if architecture == "falcon-h1" and path.endswith("pre_ff_layernorm"):
+                name = name.removesuffix(".weight")  # the gguf package knows the name with its suffix
             order = _value_heads(path, config)
             if path.endswith("kv_b_proj") and config.model_type != "deepseek_v2":  # as files before 2025
                 out |= _latent(

@@ -203,6 +203,8 @@ def _places(model: PreTrainedModel, file: GGUFFile) -> list[tuple[tuple[str, ...
                 continue
             each = re.fullmatch(r"(.*)\.norms\.(\d+)", path)  # StableLM has one norm per head, in one tensor
             own = _tensors_of(names, family, each[1] if each else path, kind)
+            if (bare := own[0].removesuffix(".weight")) in file.tensors:  # the second norms of Falcon-H1
+                own = (bare,)
             if own[0].endswith("attn_kv_b.weight") and own[0] not in file.tensors:  # newer files have it in two
                 own = tuple(own[0].replace("_kv_b", part) for part in ("_k_b", "_v_b"))
             if {*own} <= file.tensors.keys():
