@@ -184,7 +184,7 @@ class Lengths:
             cache.reserve([0], context + 64)
             for t in (t for pair in cache.layers for t in pair if t.shape[1]):
                 t[:, :, :context] = pack_vectors(torch.randn(1, t.shape[1], context, t.shape[3]), t.dtype)
-            cache.restore(0, context, [states.snapshot(0) for states in cache.states.values()])
+            cache.restore(0, context, cache.snapshot(0))
         for turn in range(args.turns + 1):
             for context, n in times:
                 for _ in range(3):
