@@ -269,11 +269,13 @@ def mixture(
     width: int,
     activation: str = "",
     correction: str | None = None,
+    latent: int = 0,
     clamp: Mapping[str, float] = MappingProxyType({}),
     **routing: Any,
 ) -> Part:
     """x += the experts that a router chooses. router: its name. count: of experts. k: of those that a node has, if the
-    configuration does not say it. correction, routing: settings of `Builder.route`. clamp: those of `Builder.experts`."""
+    configuration does not say it. latent: numbers that the experts read and give, if they are not the model's. correction,
+    routing: settings of `Builder.route`. clamp: those of `Builder.experts`."""
     function, chosen, factor = activation or c.hidden_act, k or c.num_experts_per_tok, residual_factor(c)
 
     def part(h: Value, x: Any, layer: str) -> None:
@@ -281,6 +283,10 @@ def mixture(
         added = None if correction is None else f"{own}.{correction}"
         routed = b.route(b.linear(h, f"{own}.{router}", width=count), k=chosen, correction=added, **routing)
         settings = {"count": count, "width": width, "activation": function, "factor": factor, **clamp}
-        b.experts(h, routed, f"{own}.experts", add_to=x, **settings)
+        if not latent:
+            b.experts(h, routed, f"{own}.experts", add_to=x, **settings)
+            return
+        made = b.experts(b.linear(h, f"{own}.fc1_latent_proj", width=latent), routed, f"{own}.experts", **settings)
+        b.linear(made, f"{own}.fc2_latent_proj", width=x.width, add_to=x)
 
     return part

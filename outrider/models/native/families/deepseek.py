@@ -90,22 +90,26 @@ def _feed(b: Builder, c: Any, second: bool) -> Part:
         kinds = ["dense" if i < c.first_k_dense_replace else "sparse" for i in range(c.num_hidden_layers)]
     if "sparse" not in kinds:
         return mlp(b, c)
-    routing: dict[str, Any] = {"kind": "softmax_top", "scaling": float(c.routed_scaling_factor)}
-    if not second:
-        correction = "gate.e_score_correction_bias"
-        routing |= {
-            "kind": "sigmoid_top",
-            "normalised": bool(c.norm_topk_prob),
-            "correction": correction,
-            "added": 1e-20,
-        }
-    elif c.topk_method not in ("greedy", "group_limited_greedy"):
-        raise NotNative(f"its router is {c.topk_method}")
-    if c.topk_method == "group_limited_greedy" if second else c.n_group > 1:
-        routing |= {"groups": c.n_group, "kept_groups": c.topk_group}
+    routing = sigmoid_routing(c)
+    if second:
+        if c.topk_method not in ("greedy", "group_limited_greedy"):
+            raise NotNative(f"its router is {c.topk_method}")
+        routing = {"kind": "softmax_top", "scaling": float(c.routed_scaling_factor)}
+        routing |= _groups(c) if c.topk_method == "group_limited_greedy" else {}
     width = c.moe_intermediate_size
     feed = both(
         mixture(b, c, count=c.n_routed_experts, width=width, **routing),
         mlp(b, c, "mlp.shared_experts", width=width * c.n_shared_experts),
     )
     return by_kind(b, kinds, dense=mlp(b, c), sparse=feed)
+
+
+def sigmoid_routing(c: Any) -> dict[str, Any]:
+    """The router of V3: settings of `mixture`."""
+    routing: dict[str, Any] = {"kind": "sigmoid_top", "scaling": float(c.routed_scaling_factor), "added": 1e-20}
+    routing |= {"normalised": bool(c.norm_topk_prob), "correction": "gate.e_score_correction_bias"}
+    return routing | (_groups(c) if c.n_group > 1 else {})
+
+
+def _groups(c: Any) -> dict[str, int]:
+    return {"groups": c.n_group, "kept_groups": c.topk_group}

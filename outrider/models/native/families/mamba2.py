@@ -8,6 +8,7 @@ import torch
 
 from outrider.models.native import parts
 from outrider.models.native.families import family
+from outrider.models.native.families.deepseek import sigmoid_routing
 from outrider.models.native.families.mixtures import granite_mixture
 from outrider.models.native.parts import (
     Part,
@@ -56,30 +57,12 @@ def nemotron_h(b: Builder, c: Any) -> None:
     unused(c, *_FEEDS.split())
     kinds = _mixers(mixer, attends(b, c, None, "mixer", window=0))
     kinds["mlp"] = parts.ungated_mlp(b, c, "mixer.up_proj", "mixer.down_proj", c.mlp_hidden_act)
-    kinds["moe"] = _latent_experts(b, c)
+    experts = {"count": c.n_routed_experts, "width": c.moe_intermediate_size, "activation": c.mlp_hidden_act}
+    feed = parts.mixture(b, c, "mixer", latent=c.moe_latent_size or 0, **experts, **sigmoid_routing(c))
+    shared = ("mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj", c.mlp_hidden_act)
+    kinds["moe"] = both(feed, parts.ungated_mlp(b, c, *shared, width=c.moe_shared_expert_intermediate_size))
     part = Sublayer(by_kind(b, c.layers_block_type, **kinds), "norm")
     decoder(b, c, part, embedding="model.embeddings", last="model.norm_f", eps=eps)
-
-
-def _latent_experts(b: Builder, c: Any) -> Part:
-    """Experts without gates, which may read and give a latent, beside an MLP that all nodes have."""
-    count, width, function = c.n_routed_experts, c.moe_intermediate_size, c.mlp_hidden_act
-    routing: dict[str, Any] = {"k": c.num_experts_per_tok, "kind": "sigmoid_top", "normalised": bool(c.norm_topk_prob)}
-    routing |= {"groups": c.n_group, "kept_groups": c.topk_group} if c.n_group > 1 else {}
-    routing |= {"scaling": float(c.routed_scaling_factor), "added": 1e-20}
-    shared = ("mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj", function)
-
-    def part(h: Value, x: Any, layer: str) -> None:
-        own, read, to = f"{layer}.mixer", h, x
-        logits = b.linear(h, f"{own}.gate", width=count)
-        routed = b.route(logits, correction=f"{own}.gate.e_score_correction_bias", **routing)
-        if c.moe_latent_size is not None:
-            read, to = b.linear(h, f"{own}.fc1_latent_proj", width=c.moe_latent_size), None
-        made = b.experts(read, routed, f"{own}.experts", count=count, width=width, activation=function, add_to=to)
-        if to is None:
-            b.linear(made, f"{own}.fc2_latent_proj", width=x.width, add_to=x)
-
-    return both(part, parts.ungated_mlp(b, c, *shared, width=c.moe_shared_expert_intermediate_size))
 
 
 def _mixers(mixer: Part, attention: Part) -> dict[str, Part]:
