@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
 from http.client import HTTPResponse
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
@@ -103,9 +102,8 @@ class LocalBackend:
         from outrider.serve.openai.responses import metrics, usage
 
         params = SamplingParams(**{"max_tokens": None, **options})
-        [request] = self._llm.requests(self._llm.encode(messages), params)
         deltas: SimpleQueue[Delta] = SimpleQueue()
-        [sequence] = self._engine.submit([replace(request, sink=deltas.put)])
+        [sequence] = self._engine.submit(self._llm.requests(self._llm.encode(messages), params, sink=deltas.put))
         try:
             ended = False
             while not ended:
@@ -118,7 +116,7 @@ class LocalBackend:
         if sequence.finish.finish == "error":
             raise RuntimeError(f"the answer was not written: {sequence.finish.reason}")
         yield {
-            "choices": [{"finish_reason": sequence.finish.finish, "seed": request.seed}],
+            "choices": [{"finish_reason": sequence.finish.finish, "seed": sequence.request.seed}],
             "usage": usage([sequence], 1),
             "metrics": metrics([sequence], False),
             "guarantee": self._engine.decoder.guarantee.value,
