@@ -40,14 +40,15 @@ class Walk:
 
     def __init__(self) -> None:
         self.part, self.functions, self.types = "", dict[str, dict[str, None]](), dict[str, None]()
-        self._engine, self._old = "", set[int]()
+        self._engine, self._old, self._before = "", set[int](), list[Any]()
         threading.setprofile(self._event)
         sys.setprofile(self._event)
 
     def begin(self, part: str) -> None:
         """Count from now on."""
         gc.unfreeze()
-        self._old, self._engine, self.part = {id(x) for x in gc.get_objects()}, "first step", part
+        self._before = gc.get_objects()  # kept alive: a new object could get the id of one that is gone
+        self._old, self._engine, self.part = {id(x) for x in self._before}, "first step", part
 
     def end(self) -> None:
         """Count nothing any more."""

@@ -321,16 +321,16 @@ class Decoder:
                     break
             if new[-1] < 0:
                 new = new[:-1]  # the distribution was empty: there is no token
-            shown = list[dict[int, float]]()
+            shown, held, features = (), nodes[: len(new)], None
             if (wanted := sequence.params.logprobs) is not None:
                 shown = [logprobs(out.logits[b, n], t, wanted) for n, t in zip(nodes, new, strict=False)]
-            held = nodes[: len(new)]
-            features, first = None if out.features is None else out.features[b, held], len(sequence.tokens) - 1
-            if features is not None and self.prefixes is not None:
-                sequence.features.add(features, first)
-            if features is not None and sequence.unread.parts:
-                sequence.unread.add(features, first)
-                features = None
+            if out.features is not None:
+                features, first = out.features[b, held], len(sequence.tokens) - 1
+                if self.prefixes is not None:
+                    sequence.features.add(features, first)
+                if sequence.unread.parts:
+                    sequence.unread.add(features, first)
+                    features = None
             commit = Commit(new, held, min(len(new), len(nodes) - 1), end.finish if end else None, features)
             sequence.step_done(len(trees[b]) - 1, commit, shown)
             commits.append(commit)

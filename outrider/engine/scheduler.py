@@ -11,10 +11,11 @@ import logging
 import math
 import threading
 from collections import Counter, abc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 from typing import Protocol
 
+from outrider.core.outputs import Delta
 from outrider.core.types import Step
 from outrider.drafters.combine.planned import PlannedDrafter
 from outrider.drafters.method import NONE
@@ -183,7 +184,7 @@ class Scheduler:
         if sequence.finish is None and self.trace:
             self.trace.end(sequence, finish)
         sequence.end(finish, reason)
-        self._tell(sequence)
+        self._progress(sequence)
 
     def problems(self) -> list[str]:
         """What is wrong with the tables between two steps. Empty, unless there is a bug."""
@@ -245,7 +246,7 @@ class Scheduler:
             if sequence.request.num_speculative_tokens is not None:
                 self.roster.planner.depths[slot] = sequence.request.num_speculative_tokens
         if sequence.finish is not None:  # the tokens that it continues end the text
-            self._tell(sequence)
+            self._progress(sequence)
 
     def _free(self, slot: int) -> Sequence:
         """Take a slot back from the sequence that has it, and keep why a drafter lost it."""
@@ -275,7 +276,7 @@ class Scheduler:
             self._fail(sequence, error)
         else:
             if sequence.finish is not None:  # a request that is only read
-                self._tell(sequence)
+                self._progress(sequence)
 
     def _round(self, live: list[Sequence]) -> Step | None:
         try:
@@ -296,7 +297,7 @@ class Scheduler:
             for observer in observers:
                 observer.step(step, seconds)
         for sequence in live:
-            self._tell(sequence)
+            self._progress(sequence)
         return step
 
     def _one_by_one(self, live: list[Sequence]) -> None:
@@ -309,7 +310,7 @@ class Scheduler:
                 # It was judged before the failure, and is not in the cache yet.
                 if sequence.finish is None:
                     self.decoder.waiting.append(sequence)
-                self._tell(sequence)
+                self._progress(sequence)
             else:
                 self._round([sequence])
 
@@ -322,19 +323,20 @@ class Scheduler:
         if self.trace:
             self.trace.end(sequence, "error")
         sequence.fail(reason)
-        self._tell(sequence)
+        self._progress(sequence)
 
-    def _tell(self, sequence: Sequence) -> None:
-        """Give the reader what is new. Exactly one delta says that the sequence ended. Its slot is free before the reader hears
-        of it."""
-        ended, sink = sequence.finish is not None, sequence.request.sink
-        if ended:
+    def _progress(self, sequence: Sequence) -> None:
+        """Hand out what is new. If that was the end, the slot is free before a reader hears of it."""
+        if sequence.finish is not None:
             if self.running.get(sequence.slot) is sequence:
                 self._free(sequence.slot)
             self._seconds += 0.2 * (sequence.clock.total - sequence.clock.queued - self._seconds)
-        if sink is None or sequence.cursor.ended:
-            return
-        if ended:
+        if sequence.request.sink is not None and not sequence.cursor.ended:
+            self._tell(sequence, sequence.request.sink)
+
+    def _tell(self, sequence: Sequence, sink: Callable[[Delta], None]) -> None:
+        """Give the reader what is new. Exactly one delta says that the sequence ended."""
+        if sequence.finish is not None:
             for observer in self.observers:
                 observer.finished(sequence)
         try:
