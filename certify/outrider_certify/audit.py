@@ -43,17 +43,16 @@ class Audit:
 
     def see(self, context: TokenContext, token: int) -> bool:
         """Count one token. Returns whether the alarm was raised, now or before."""
-        logs, made = np.zeros_like(self.logs), np.zeros_like(self.made)
+        ratios, made = np.ones(len(MISTAKES)), np.zeros_like(self.made)
         for number, (_, predict) in enumerate(MISTAKES):
             if (predicted := predict(context)) is not None:
-                made[number] = True
-                logs[number] = np.log(1 - STAKES + STAKES * ratio(predicted, context.p, token))
-        return self.add(logs, made, 1)
+                made[number], ratios[number] = True, ratio(predicted, context.p, token)
+        return self.add(np.log(1 - STAKES + STAKES * ratios[:, None]), made, 1)
 
     def add(self, logs: np.ndarray, made: np.ndarray, tokens: int) -> bool:
         """Count the wealth that was won on later tokens. Returns whether the alarm was raised, now or before."""
         self.logs, self.made, self.tokens = self.logs + logs, self.made | made, self.tokens + tokens
-        if self.crossed is None and self.log_wealth >= math.log(1 / self.alpha):
+        if self.crossed is None and self.log_wealth >= self.alarm:
             self.crossed = self.tokens
         return self.crossed is not None
 

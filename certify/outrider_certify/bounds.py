@@ -29,10 +29,13 @@ def chi2_tail(x: float, df: int) -> float:
 
 def noncentral_chi2_tail(x: float, df: int, noncentrality: float) -> float:
     """P(X > x) for a noncentral chi-square X: chi-squares with df + 2j degrees, j drawn from a Poisson distribution."""
-    mean = noncentrality / 2
-    most = int(mean + 12 * math.sqrt(mean) + 24)
-    weights = [math.exp(j * math.log(mean) - mean - math.lgamma(j + 1)) for j in range(most)]
-    return sum(w * chi2_tail(x, df + 2 * j) for j, w in enumerate(weights) if w > 1e-18)
+    mean, y = noncentrality / 2, x / 2
+    weight, tail, total = math.exp(-mean), chi2_tail(x, df), 0.0
+    for j in range(int(mean + 12 * math.sqrt(mean) + 24)):
+        total += weight * min(tail, 1.0)
+        weight *= mean / (j + 1)
+        tail += math.exp((df / 2 + j) * math.log(y) - y - math.lgamma(df / 2 + j + 1))  # two degrees of freedom more
+    return total
 
 
 def where_zero(f: Callable[[float], float]) -> float:

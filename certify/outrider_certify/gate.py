@@ -22,6 +22,7 @@ from outrider_certify.lines import read_lines
 from outrider_certify.subject import Unsupported
 from outrider_certify.subjects.transport import ServerClient, curl
 from outrider_certify.trials import counted
+from outrider_certify.two_sample import pieces
 
 EXAMPLE = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0}'
 SAMPLES = 5  # texts of each side, where a request draws tokens
@@ -29,7 +30,6 @@ _REDUCED, _QUESTIONS = 3, 30  # errors that are reduced, and questions for each
 _SHOWN = 5
 _LARGEST_NOISE = 0.5  # nats; more is no rounding
 _WORSE = 0.01  # p-value below which a share of good answers is worse
-_PIECE = 4  # characters, where texts are compared as samples
 
 
 def read_traffic(path: Path) -> list[dict[str, Any]]:
@@ -309,9 +309,8 @@ def _finding(line: GateLine, *, error: bool) -> Finding:
     )
 
 
-def _pieces(answer: Answer) -> list[str]:
-    text = answer.text + "".join(f"{c.name}{c.arguments}" for c in answer.calls)
-    return [text[i : i + _PIECE] for i in range(0, min(len(text), 128), _PIECE)]
+def _pieces(answer: Answer) -> list[object]:
+    return pieces((), answer.text + "".join(f"{c.name}{c.arguments}" for c in answer.calls))
 
 
 def _tool_calls(lines: Sequence[GateLine]) -> CertificatePart:
@@ -334,9 +333,9 @@ def _tool_calls(lines: Sequence[GateLine]) -> CertificatePart:
 _GOOD: dict[str, tuple[Callable[[dict[str, Any]], bool], Callable[[Answer], bool]]] = {
     "ends by itself": (lambda body: True, lambda a: a.finish in ("stop", "tool_calls")),
     "is JSON, where the request asks for it": (lambda body: "response_format" in body, lambda a: _is_json(a.text)),
-    "has arguments that are JSON, where tools are given": (
-        lambda body: bool(body.get("tools")),
-        lambda a: all(_is_json(c.arguments or "{}") for c in a.calls),
+    "calls a tool with arguments that are JSON, where tools are given": (
+        lambda body: bool(body.get("tools")) and body.get("tool_choice") != "none",
+        lambda a: bool(a.calls) and all(_is_json(c.arguments or "{}") for c in a.calls),
     ),
 }
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from outrider_certify.sampling import point_mass, sampled_distribution, softmax
 from outrider_certify.subject import SamplingParams, TokenDistribution
-
-_MOST_SIMULATED = 64  # likeliest tokens among which the shared noise is simulated
-_DRAWS = 400
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,19 @@ class TokenContext:
     step: int | None = None
     bonus: bool = False
 
+    @cached_property
+    def rule(self) -> Rule | None:
+        """The right `rule` of p and q; None if one of them is not known."""
+        return rule(self.p.probs, self.q.probs) if self.q is not None and self.p.whole else None
+
+    @cached_property
+    def raw_q(self) -> np.ndarray | None:
+        """q before the sampling parameters; None if they change nothing, or it is not known."""
+        if self.q is None or self.q.logits is None:
+            return None
+        raw = softmax(self.q.logits)
+        return None if np.abs(raw - self.q.probs).max() < 1e-6 else raw
+
     def resampled(self, params: SamplingParams, tokens: Sequence[int]) -> np.ndarray | None:
         """The target's distribution with other parameters, or after other tokens; None if its logits are not known."""
         if self.p.logits is None:
@@ -46,6 +57,7 @@ class TokenContext:
 
 
 Predict = Callable[[TokenContext], np.ndarray | None]
+Rule = tuple[np.ndarray, np.ndarray]
 
 
 # Its name in the certificate, and the distribution of the next token: None where it changes nothing, or is not known.
@@ -55,108 +67,104 @@ Mistake = tuple[str, Predict]
 # -- mistakes of a verifier -------------------------------------------------------------------------------------------------
 
 
-def acceptance(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """min(p / q, 1): the probability with which each token is accepted if it is drafted."""
-    return np.minimum(np.divide(p, q, out=(p > 0).astype(float), where=q > 0), 1.0)
+def rule(p: np.ndarray, q: np.ndarray) -> Rule:
+    """(min(p / q, 1), the residual): how often each draft token is accepted, and what a token is drawn from after a rejection.
 
-
-def residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """What a token is drawn from after a rejection: the positive part of p - q; p where that is empty."""
-    rest = np.maximum(p - q, 0)
-    return rest / rest.sum() if rest.sum() > 0 else p
-
-
-def judged(p: np.ndarray, drawn: np.ndarray, q: np.ndarray, after: np.ndarray | None = None) -> np.ndarray:
-    """The token of one step: a draft token drawn from `drawn`, judged by p/q; after a rejection from `after`.
-
-    after: None for the residual of p and q.
+    The residual is the positive part of p - q; p where that is empty.
     """
-    kept = drawn * acceptance(p, q)
-    return kept + (1 - kept.sum()) * (residual(p, q) if after is None else after)
+    rest = np.maximum(p - q, 0)
+    total = rest.sum()
+    accept = np.minimum(np.divide(p, q, out=(p > 0).astype(float), where=q > 0), 1.0)
+    return accept, rest / total if total > 0 else p
 
 
-def _raw_q(context: TokenContext) -> np.ndarray | None:
-    """q before the sampling parameters; None if they change nothing, or it is not known."""
-    if context.q is None or context.q.logits is None:
-        return None
-    raw = softmax(context.q.logits)
-    return None if np.abs(raw - context.q.probs).max() < 1e-6 else raw
+def judged(drawn: np.ndarray, accept: np.ndarray, rest: np.ndarray) -> np.ndarray:
+    """The token of one step: a draft token drawn from `drawn`, accepted so often; after a rejection one drawn from `rest`."""
+    kept = drawn * accept
+    return kept + (1 - kept.sum()) * rest
 
 
-def _low_q_dropped(least: float) -> Callable[[np.ndarray, np.ndarray, TokenContext], np.ndarray | None]:
+def _low_q_dropped(least: float) -> Callable[[TokenContext, np.ndarray, Rule], np.ndarray | None]:
     """A draft token with less q than this is dropped after it was drawn, and the token comes from p."""
 
-    def predict(p: np.ndarray, q: np.ndarray, context: TokenContext) -> np.ndarray | None:
+    def predict(context: TokenContext, q: np.ndarray, right: Rule) -> np.ndarray | None:
         low = q[q < least].sum()
         if not 0 < low < 1:
             return None
-        judged_tokens, accept = np.where(q < least, 0, q), acceptance(p, q)
-        rejected = (judged_tokens * (1 - accept)).sum()
-        return judged_tokens * accept + rejected * residual(p, q) + low * p
+        accept, rest = right
+        kept = np.where(q < least, 0, q) * accept
+        return kept + (1 - low - kept.sum()) * rest + low * context.p.probs
 
     return predict
 
 
-def _half_of_q(p: np.ndarray, q: np.ndarray, context: TokenContext) -> np.ndarray | None:
+def _half_of_q(context: TokenContext, q: np.ndarray, right: Rule) -> np.ndarray | None:
     """Drawn from the first half of the vocabulary, judged by q on all of it."""
     half = np.where(np.arange(len(q)) < len(q) / 2, q, 0)
-    return judged(p, half / half.sum(), q) if half.sum() > 0 else None
+    total = half.sum()
+    return judged(half / total, *right) if total > 0 else None
 
 
-def _shared_noise(p: np.ndarray, q: np.ndarray, context: TokenContext) -> np.ndarray | None:
-    """Draft token and residual are drawn with the same noise. Simulated among the tokens that count."""
-    kept = np.argsort(-np.maximum(p, q), kind="stable")[:_MOST_SIMULATED]
-    few_p, few_q = p[kept] / p[kept].sum(), q[kept] / q[kept].sum()
-    race = np.random.default_rng(len(context.tokens)).exponential(size=(_DRAWS, len(kept)))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        drafted = (race / few_q).argmin(1)
-        second = (race / residual(few_p, few_q)).argmin(1)
-    keep = acceptance(few_p, few_q)[drafted]
-    counts = np.bincount(drafted, keep, len(kept)) + np.bincount(second, 1 - keep, len(kept))
-    predicted = 0.02 * p  # so that a rare token does not end the bet
-    predicted[kept] += 0.98 * counts / _DRAWS
+def _shared_noise(context: TokenContext, q: np.ndarray, right: Rule) -> np.ndarray | None:
+    """Draft token and residual r are drawn with the same exponential noise e: the least of e / q, and then of e / r.
+
+    A rejected token x has no residual, so token j follows it with q_x r_j times the integral of S(u)^-2 from q_j / r_j on. There
+    S(u) is the sum of max(q_i, r_i u) over all i, which is linear between two ratios q_i / r_i.
+    """
+    accept, r = right
+    kept, rest = q * accept, np.flatnonzero(r)
+    u = q[rest] / r[rest]
+    order = np.argsort(u, kind="stable")
+    rest, u = rest[order], u[order]
+    # After the k-th ratio S(u) = constant[k] + slope[k] u.
+    slope, constant = np.cumsum(r[rest]), q.sum() - np.cumsum(q[rest])
+    start, end = constant + slope * u, constant + slope * np.append(u[1:], np.inf)
+    pieces = (1 / start - 1 / end) / slope
+    predicted = kept.copy()
+    predicted[rest] += (1 - kept.sum()) * r[rest] * np.cumsum(pieces[::-1])[::-1]
     return predicted
 
 
-def _by_q(predict: Callable[[np.ndarray, np.ndarray, TokenContext], np.ndarray | None]) -> Predict:
-    """A prediction that needs the whole of p, and q."""
-    return lambda context: (
-        predict(context.p.probs, context.q.probs, context) if context.q is not None and context.p.whole else None
-    )
-
-
-def _by_raw_q(predict: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]) -> Predict:
-    """A prediction from p, q, and q before the sampling parameters."""
-    return _by_q(lambda p, q, context: None if (raw := _raw_q(context)) is None else predict(p, q, raw))
+def _by_q(predict: Callable[[TokenContext, np.ndarray, Rule], np.ndarray | None]) -> Predict:
+    """A prediction that needs the whole of p, and q. It has q and the right rule."""
+    return lambda context: predict(context, context.q.probs, context.rule) if context.q and context.rule else None
 
 
 VERIFIER_MISTAKES = (
-    ("draft tokens are accepted without regard to the target", _by_q(lambda p, q, _: q)),
+    ("draft tokens are accepted without regard to the target", _by_q(lambda context, q, right: q)),
     (
         "wrong q: the likeliest draft token is taken, but judged as one that was drawn",
-        _by_q(lambda p, q, _: judged(p, point_mass(int(q.argmax()), len(q)), q)),
+        _by_q(lambda context, q, right: judged(point_mass(int(q.argmax()), len(q)), *right)),
     ),
     (
         "no residual: after a rejection the token is drawn from p itself",
-        _by_q(lambda p, q, _: judged(p, q, q, after=p)),
+        _by_q(lambda context, q, right: judged(q, right[0], context.p.probs)),
     ),
     (
         "wrong q: draft tokens are drawn with the sampling parameters, but judged by the raw q",
-        _by_raw_q(lambda p, q, raw: judged(p, q, raw)),
+        _by_q(
+            lambda context, q, right: (
+                None if context.raw_q is None else judged(q, *rule(context.p.probs, context.raw_q))
+            )
+        ),
     ),
     (
         "the draft ignores temperature: its tokens are drawn from the raw q, but judged by the processed one",
-        _by_raw_q(lambda p, q, raw: judged(p, raw, q)),
+        _by_q(lambda context, q, right: None if context.raw_q is None else judged(context.raw_q, *right)),
     ),
     (
         "stale q: a draft token is judged by the q of the position before",
-        _by_q(lambda p, q, context: None if context.before is None else judged(p, q, context.before.probs)),
+        _by_q(
+            lambda context, q, right: (
+                None if context.before is None else judged(q, *rule(context.p.probs, context.before.probs))
+            )
+        ),
     ),
     *(("a drawn draft token is dropped where its own q is low", _by_q(_low_q_dropped(least))) for least in (0.1, 0.3)),
     ("truncated q: drawn from a part of the vocabulary, judged by q on all of it", _by_q(_half_of_q)),
     (
         "the bonus token, after a step that is accepted whole, is drawn from the draft",
-        _by_q(lambda p, q, context: q if context.bonus else None),
+        _by_q(lambda context, q, right: q if context.bonus else None),
     ),
     ("shared noise: the draft token and the residual are drawn with the same random numbers", _by_q(_shared_noise)),
 )
@@ -168,8 +176,9 @@ def _not_applied(**off: float) -> Predict:
     """p as it is if sampling parameters are off."""
 
     def predict(context: TokenContext) -> np.ndarray | None:
-        params = replace(context.params, **off)
-        return None if params == context.params else context.resampled(params, context.tokens)
+        if all(getattr(context.params, name) == value for name, value in off.items()):
+            return None
+        return context.resampled(replace(context.params, **off), context.tokens)
 
     return predict
 
@@ -188,9 +197,15 @@ def at_other_temperature(p: np.ndarray, factor: float) -> np.ndarray:
 
 
 def _hotter(factor: float) -> Predict:
-    return lambda context: (
-        at_other_temperature(context.p.probs, factor) if context.p.whole and context.params.temperature > 0 else None
-    )
+    """Where some tokens are known only, the others count as one. That is right for a colder text, which has few of them."""
+
+    def predict(context: TokenContext) -> np.ndarray | None:
+        p = context.p.probs
+        if context.params.temperature == 0 or (factor > 1 and not context.p.whole):
+            return None
+        return at_other_temperature(np.append(p, max(1 - p.sum(), 0)), factor)[: len(p)]
+
+    return predict
 
 
 def _likeliest(context: TokenContext) -> np.ndarray | None:

@@ -43,21 +43,17 @@ class _Certification:
 
     def __init__(self, words: str) -> None:
         from outrider_certify.cli import started
+        from outrider_certify.run import kinds_of
 
         self.words = words
         try:
             self.options = _parsed(words)
             self.subject, self.settings, self.journal = started(self.options, {})
-            self.kinds = self._kinds()
+            self.kinds = kinds_of(self.subject, self.options.kind or (), self.settings)
         except (ValueError, OSError) as error:
             raise pytest.UsageError(f"--certify: {' '.join(str(error).split())}") from None
         self.made: Certificate | None = None
         self.failed: Exception | None = None
-
-    def _kinds(self) -> list[CertificateKind]:
-        from outrider_certify.run import kinds_of
-
-        return kinds_of(self.subject, self.options.kind or (), self.settings)
 
     @property
     def certificate(self) -> Certificate:

@@ -23,6 +23,7 @@ from outrider_certify.trials import CertificateKind, TrialJournal, judged, run_k
 from outrider_certify.two_sample import TwoSample
 
 KINDS = ("exact", "seeded", "statistical", "contract", "quality")
+_TEXTS = 20  # a change of one text in 20 / deviation is to be excluded: one in 200 at 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,7 @@ def engine_kinds(subject: Subject, settings: TestSettings) -> dict[str, Certific
         else TwoSample(subject, confidence=confidence, length=length, seed=seed)
     )
     kinds: dict[str, CertificateKind] = {
-        "seeded": Seeded(subject, confidence=confidence, length=length, seed=seed),
+        "seeded": Seeded(subject, confidence=confidence, length=length, seed=seed, rate=settings.deviation / _TEXTS),
         "statistical": sampled,
         "contract": Contract(subject, length=min(length, 32), seed=seed),  # last: parameters may end a server
     }

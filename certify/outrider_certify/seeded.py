@@ -50,14 +50,25 @@ PLAIN, TOGETHER, END = "the defaults", "together", "end token"
 
 
 class Seeded(CertificateKind):
-    """The kind `seeded`. length: tokens of a text. rounds: None for as many as the time allows."""
+    """The kind `seeded`. length: tokens of a text. rate: the share of changed texts that is to be excluded.
+
+    rounds: None for as many as that needs. Each has prompts of its own.
+    """
 
     name, share = "seeded", 4.0
 
     def __init__(
-        self, subject: Subject, *, confidence: float = 0.99, length: int = 48, seed: int = 0, rounds: int | None = None
+        self,
+        subject: Subject,
+        *,
+        confidence: float = 0.99,
+        length: int = 48,
+        seed: int = 0,
+        rate: float = 0.005,
+        rounds: int | None = None,
     ) -> None:
-        self.subject, self.confidence, self.length, self.seed, self.rounds = subject, confidence, length, seed, rounds
+        self.subject, self.confidence, self.length, self.seed = subject, confidence, length, seed
+        self.rate, self.rounds = rate, rounds
         self._reduced = Counter[str]()
 
     def _conditions(self) -> list[str]:
@@ -95,10 +106,12 @@ class Seeded(CertificateKind):
                 )
 
     def done(self, records: Sequence[Record]) -> bool:
-        """Errors enough to name a mistake, after each condition was tried. Or no text of the first round could be compared."""
+        """After each condition was tried: errors enough to name a mistake, texts enough to exclude `rate`, or none to compare."""
         size = sum(1 for _ in self.round(0))
         errors = sum(d["kind"] == "error" for r in records for d in r["differences"])
-        return len(records) >= size and (errors >= _ENOUGH or not any(r["texts"] for r in records))
+        texts = sum(r["texts"] for r in records)
+        enough = errors >= _ENOUGH or not texts or bounds.smallest_rate(texts, self.confidence) <= self.rate
+        return len(records) >= size and enough
 
     def trial(self, number: int, temperature: float, name: str) -> Record:
         """The differences between speculation and plain decoding of one text for each prompt. name: of the parameter."""
@@ -149,6 +162,8 @@ class Seeded(CertificateKind):
                     record["differences"].append({"kind": "more"})
                     continue
                 difference = self._difference(request, variant, got, want)
+                twin = texts[index - index % request.params.n]
+                difference["shared"] = got is not twin and got.content == twin.content
                 record["differences"].append(difference)
                 first.setdefault(difference["kind"], (difference, request, variant))
         for kind, (difference, request, variant) in first.items():
@@ -171,7 +186,8 @@ class Seeded(CertificateKind):
         """One request for each prompt, with its own value of the parameter."""
         seed = self.seed + 7919 * number
         params = SamplingParams(temperature=temperature, max_tokens=self.length, ignore_eos=name != END)
-        requests = [TextRequest(p, replace(params, seed=seed + i)) for i, p in enumerate(self.subject.prompts())]
+        prompts = [not_asked(p, number) if number else p for p in self.subject.prompts()]
+        requests = [TextRequest(p, replace(params, seed=seed + i)) for i, p in enumerate(prompts)]
         if name in (PLAIN, END, NEIGHBOURS, PREEMPTION):
             return requests
         if name in (LOGPROBS, SEVERAL):
@@ -390,6 +406,8 @@ def diagnose(errors: Sequence[Record], records: Sequence[Record], slots: int = 0
     sets = {d["set"] for d in errors}
     if all(d["longer"] for d in errors):
         return "the text goes on past the end: an end token or a stop inside an accepted run is not seen"
+    if all(d.get("shared") for d in errors):
+        return "the n texts of one request share their random numbers"
     if condition := _by_conditions(errors, slots):
         return condition
     dropped = Counter(d["dropped"] for d in errors if d["dropped"])

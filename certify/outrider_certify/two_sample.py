@@ -16,9 +16,7 @@ from outrider_certify.subject import SamplingParams, Subject, TextRequest, Unsup
 from outrider_certify.trials import CertificateKind, CertifyTrial, Record, broken, confirmed
 
 _LEAST = 5  # texts of a prompt on each side, before anything is said
-_MOST = (
-    300  # texts of a prompt on each side, after which more would change little: the kernel is as large as their square
-)
+_MOST = 300  # texts of a prompt on each side, after which more would change little
 _KEPT = 32  # tokens, or pieces of text, of each text that are compared
 _PIECE = 4  # characters
 
@@ -52,7 +50,7 @@ class TwoSample(CertificateKind):
             if side == 0:
                 record["broke"] = confirmed(self.subject, requests, broken(texts))
             record["errors"] += [t.error for t in texts if t.error][:2]
-            sides.append([[] if t.error else _pieces(t.tokens, t.text) for t in texts])
+            sides.append([[] if t.error else pieces(t.tokens, t.text) for t in texts])
         record["pairs"] = [[i, a, b] for i, (a, b) in enumerate(zip(*sides, strict=True)) if a and b]
         return record
 
@@ -105,7 +103,7 @@ class TwoSample(CertificateKind):
         return part
 
 
-def _pieces(tokens: Sequence[int], text: str) -> list[object]:
+def pieces(tokens: Sequence[int], text: str) -> list[object]:
     """What is compared: tokens, or pieces of the text where the tokens are not known."""
     if tokens:
         return list(tokens[:_KEPT])

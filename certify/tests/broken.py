@@ -8,6 +8,7 @@ last two tokens in the cache and the position. So a wrong cache and a wrong posi
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -23,7 +24,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum()
 
 
-@lru_cache(1 << 13)
+@lru_cache(1 << 12)
 def race(*key: int, size: int) -> np.ndarray:
     """Exponential noise of a key, one number a token. Most keys come again: in plain decoding, and under the next fault."""
     noise = np.random.default_rng(key).exponential(size=size)
@@ -31,7 +32,7 @@ def race(*key: int, size: int) -> np.ndarray:
     return noise
 
 
-@lru_cache(1 << 13)
+@lru_cache(1 << 12)
 def filtered(logits: bytes, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
     """The distribution of a row of logits after temperature and filters."""
     x = np.frombuffer(logits)
@@ -96,15 +97,15 @@ class ToyEngine(Subject):
             SpeculationVariant("always wrong", {"draft": "wrong"}, adversarial=True),
         ]
 
-    def generate(self, requests: list[TextRequest], variant: SpeculationVariant) -> list[GeneratedText]:
+    def generate(self, requests: Sequence[TextRequest], variant: SpeculationVariant) -> list[GeneratedText]:
         texts = [self._text(request, i, variant.options) for request in requests for i in range(request.params.n)]
         self.seen |= {tuple(request.prompt) for request in requests}
         return texts
 
-    def plain(self, requests: list[TextRequest]) -> list[GeneratedText]:
+    def plain(self, requests: Sequence[TextRequest]) -> list[GeneratedText]:
         return [self._text(request, i, None) for request in requests for i in range(request.params.n)]
 
-    def constrained(self, request: TextRequest, choices: list[str]) -> GeneratedText:
+    def constrained(self, request: TextRequest, choices: Sequence[str]) -> GeneratedText:
         """Letter by letter, two letters a step: the mask of a letter is what the grammar allows after those before it."""
         rng, text = np.random.default_rng(request.params.seed), ""
         while text not in choices:
@@ -115,7 +116,7 @@ class ToyEngine(Subject):
                 break
         return GeneratedText(text=text, finish="stop")
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         return "".join(map(self.piece, tokens))
 
     def encode(self, text: str, *, prompt: bool) -> list[int]:
@@ -161,7 +162,7 @@ class ToyEngine(Subject):
 
     def _text(self, request: TextRequest, index: int, options: dict | None) -> GeneratedText:
         fault = self.fault if options is not None else ""
-        params, prompt = request.params, list(request.prompt)
+        params, prompt = request.params, list(request.prompt_ids)
         rows = 1 + (request.companions if options is not None else 0)
         seed = (params.seed or 0) + (0 if fault == "shared seeds" else 1_000_003 * index)
         if fault == "seed ignored":
@@ -323,7 +324,7 @@ class ToyEngine(Subject):
     # -- what it should do, by the honest code ------------------------------------------------------------------------------
 
     def _rows(self, request: TextRequest, writing: GeneratedText, table: np.ndarray) -> list[TokenDistribution]:
-        prompt, rows = list(request.prompt), []
+        prompt, rows = list(request.prompt_ids), []
         self.prepare(table, prompt + writing.tokens)
         for i in range(len(writing.tokens)):
             text = prompt + writing.tokens[:i]
@@ -331,11 +332,11 @@ class ToyEngine(Subject):
             rows.append(TokenDistribution(self.warp(logits, request.params, text, len(prompt)), logits=logits))
         return rows
 
-    def distributions(self, request: TextRequest, writing: GeneratedText) -> list[TokenDistribution]:
-        return self._rows(request, writing, self.table)
+    def distributions(self, request: TextRequest, text: GeneratedText) -> list[TokenDistribution]:
+        return self._rows(request, text, self.table)
 
-    def draft_distributions(self, request: TextRequest, writing: GeneratedText) -> list[TokenDistribution]:
-        return self._rows(request, writing, self.wrong)
+    def draft_distributions(self, request: TextRequest, text: GeneratedText) -> list[TokenDistribution] | None:
+        return self._rows(request, text, self.wrong)
 
     def show(self, tokens) -> str:
         return "".join(LETTERS[t] for t in tokens)

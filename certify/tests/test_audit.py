@@ -7,7 +7,7 @@ import pytest
 
 from outrider_certify import bounds
 from outrider_certify.audit import Audit
-from outrider_certify.mistakes import MISTAKES, TokenContext, at_other_temperature, judged
+from outrider_certify.mistakes import MISTAKES, TokenContext, at_other_temperature, judged, rule
 from outrider_certify.statistical import rank
 from outrider_certify.subject import SamplingParams, TokenDistribution
 
@@ -81,6 +81,31 @@ def test_tokens_that_are_not_known_count_as_one() -> None:
     assert "random" in wrong.ranking()[0][0]
 
 
+def test_a_colder_text_is_named_although_some_tokens_are_not_known() -> None:
+    rng, audit = np.random.default_rng(6), Audit(0.01)
+    for _ in range(400):
+        x = 2 * rng.standard_normal(40)
+        p = softmax(x)
+        best = np.argsort(-p)[:8]
+        context = TokenContext(TokenDistribution(p[best], best), None, None, SamplingParams(), [0], 1)
+        audit.see(context, int(rng.choice(40, p=softmax(x / 0.6))))
+    assert "lower temperature" in audit.ranking()[0][0]
+
+
+def test_shared_noise_is_predicted_as_it_is_drawn() -> None:
+    rng, runs = np.random.default_rng(7), 40_000
+    p, q = softmax(rng.standard_normal(7)), softmax(rng.standard_normal(7))
+    noise, (accept, rest) = rng.exponential(size=(runs, 7)), rule(p, q)
+    with np.errstate(divide="ignore"):
+        drafted, second = (noise / q).argmin(1), (noise / rest).argmin(1)
+    tokens = np.where(rng.random(runs) < accept[drafted], drafted, second)
+    predict = next(predict for name, predict in MISTAKES if "shared noise" in name)
+    predicted = predict(TokenContext(TokenDistribution(p), TokenDistribution(q), None, SamplingParams(), [0], 1))
+    assert predicted is not None
+    assert bounds.p_value(np.bincount(tokens, minlength=7).astype(float), runs * predicted) > 1e-3
+    assert bounds.p_value(np.bincount(tokens, minlength=7).astype(float), runs * p) < 1e-9
+
+
 def test_predictions_are_distributions() -> None:
     rng = np.random.default_rng(3)
     for _ in range(20):
@@ -90,7 +115,7 @@ def test_predictions_are_distributions() -> None:
         for name, predict in MISTAKES:
             predicted = predict(context)
             assert predicted is None or (abs(predicted.sum() - 1) < 1e-9 and predicted.min() > -1e-12), name
-        assert np.allclose(judged(p, q, q), p)
+        assert np.allclose(judged(q, *rule(p, q)), p)
         assert np.allclose(at_other_temperature(p, 1), p)
 
 

@@ -178,6 +178,13 @@ def test_fewer_well_formed_answers_are_worse() -> None:
     assert "JSON" in part.findings[0].title
 
 
+def test_an_answer_without_a_call_has_no_good_arguments() -> None:
+    asked = {**ASKED, "tools": [{"type": "function", "function": {"name": "pay"}}]}
+    part = gated(lambda body: said("four"), lambda body: said(calls={"amount": 4}), asked).part("quality")
+    assert part
+    assert [found["won"] for name, found in part.figures.items() if "calls a tool" in name] == [1]
+
+
 def test_more_well_formed_answers_are_not_worse_and_errors_are_no_answers() -> None:
     bodies = [{**ASKED, "seed": i, "response_format": {"type": "json_object"}} for i in range(12)]
     for before, after in (

@@ -1,8 +1,8 @@
 """The zoo: engines with a planted fault each, and right ones. Is each fault named, and are the right ones left alone?
 
-python certify/tests/zoo.py [--model toy|builtin:code] [--most TRIALS] [--runs N] [--only WORD]
+python certify/tests/zoo.py [--model toy|builtin:code] [--runs N] [--only WORD] [--journal FILE]
 
-Each engine has a whole certificate: all kinds that suit it, `--most` trials of each at most. A fault is named rightly if the
+Each engine has a certificate with a budget of ten minutes, which ends as soon as it can tell. A fault is named rightly if the
 first cause of the certificate is its own. The exit code is 1 if a fault is not named, or a right engine raises an alarm.
 """
 
@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from time import process_time
 
 import numpy as np
@@ -20,7 +23,7 @@ from broken import ToyEngine
 from outrider_certify.certificate import Certificate, Conclusion
 from outrider_certify.run import TestSettings, kinds_of
 from outrider_certify.subject import Subject
-from outrider_certify.trials import TrialJournal, run_kinds
+from outrider_certify.trials import Record, TrialJournal, run_kinds
 
 
 @dataclass(frozen=True)
@@ -86,16 +89,16 @@ class Ties(ToyEngine):
 class SaysLittle(ToyEngine):
     """A right engine that tells neither its drafts nor its steps."""
 
-    def draft_distributions(self, *_: object) -> None:  # type: ignore[override]
+    def draft_distributions(self, request, text) -> None:
         return None
 
-    def _text(self, *given):
-        text = super()._text(*given)
+    def _text(self, request, index, options):
+        text = super()._text(request, index, options)
         text.drafted, text.accepted = [], []
         return text
 
 
-RIGHT: dict[str, Callable[[int], ToyEngine]] = {
+RIGHT: dict[str, Callable[[int], Subject]] = {
     "match": lambda seed: ToyEngine(rule="match", seed=seed),
     "rejection": lambda seed: ToyEngine(rule="rejection", seed=seed),
     "block": lambda seed: ToyEngine(rule="block", seed=seed),
@@ -110,61 +113,73 @@ RIGHT: dict[str, Callable[[int], ToyEngine]] = {
 }
 
 
-def certificate(subject: Subject, most: int | None, seed: int = 0, budget: float = 600.0) -> Certificate:
-    """A whole certificate. most: trials of each kind, at most. budget: seconds, which a number of trials leaves unused."""
-    kinds = kinds_of(subject, (), TestSettings(seed=seed))
-    parts = list(run_kinds(kinds, TrialJournal(None, {}), budget, most=most))
-    return Certificate(subject=subject.name, parts=parts, complete=True)
+def toys() -> tuple[Callable[[str, Fault], Subject], dict[str, Callable[[int], Subject]]]:
+    """What makes a faulty engine, and right engines by name."""
+    return lambda name, fault: ToyEngine(name, fault.rule, error=fault.error), RIGHT
 
 
-def verdicts(
-    make: Callable[[str, Fault], Subject], only: str, most: int | None, budget: float
-) -> Iterator[tuple[str, Certificate, bool]]:
-    """(fault, certificate, whether it is named rightly) of each faulty engine."""
-    for name, fault in FAULTS.items():
-        if only in name:
-            made = certificate(make(name, fault), most, budget=budget)
-            yield name, made, made.conclusion is Conclusion.DIFFERS and fault.cause in made.cause
+def tried(subject: Subject, fault: Fault | None, settings: TestSettings, budget: float) -> Record:
+    """What a certificate says. A fault is named by the first cause, so the parts after it are not made.
 
-
-def toy(name: str, fault: Fault) -> Subject:
-    return ToyEngine(name, fault.rule, error=fault.error)
+    budget: seconds of processor time, which other programs of the machine do not spend.
+    """
+    made = Certificate(subject=subject.name)
+    for part in run_kinds(kinds_of(subject, (), settings), TrialJournal(None, {}), budget, clock=process_time):
+        made.parts.append(part)
+        if fault and part.causes:
+            break
+    differs = made.conclusion is Conclusion.DIFFERS
+    return {
+        "right": differs and fault.cause in made.cause if fault else not differs,
+        "said": made.cause or made.sentence,
+        "tokens": sum(p.figures.get("tokens", 0) for p in made.parts),
+        "spent": sum(p.seconds for p in made.parts),
+    }
 
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--model", default="toy")
-    options.add_argument("--most", type=int, default=120)
     options.add_argument("--runs", type=int, default=20, help="of each right engine; 0 for none")
-    options.add_argument("--first", type=int, default=0, help="number of the first run")
-    options.add_argument("--budget", type=float, default=600.0, help="seconds of a certificate")
+    options.add_argument("--budget", type=float, default=600.0, help="seconds of processor time of a certificate")
+    options.add_argument("--deviation", type=float, default=0.1, help="the total variation that is to be excluded")
+    options.add_argument("--max-tokens", type=int, default=24, help="tokens of a text")
     options.add_argument("--only", default="", help="engines with this word in their names")
-    options.add_argument("--faults", type=int, default=1, help="0 for the right engines alone")
+    options.add_argument(
+        "--journal", type=Path, help="a file that keeps what is done, so that the same command goes on"
+    )
     given = options.parse_args()
-    make, right = toy, RIGHT
-    if given.model != "toy":
+    if given.model == "toy":
+        make, right = toys()
+    else:
         from zoo_model import engines
 
         make, right = engines(given.model)
-    bad = tried = 0
-    for name, made, named in verdicts(make, given.only, given.most, given.budget) if given.faults else ():
-        bad, tried = bad + (not named), tried + 1
-        tokens = sum(p.figures.get("tokens", 0) for p in made.parts)
-        print(f"{'named' if named else 'NOT'}  {name}: {made.cause or made.sentence} ({tokens:,} tokens)", flush=True)
-    print(f"faults named rightly: {tried - bad} of {tried}", flush=True)
-    for name, engine in right.items():
-        if given.only not in name or not given.runs:
+    identity = {name: getattr(given, name) for name in ("model", "budget", "deviation", "max_tokens")}
+    journal = TrialJournal(given.journal, identity)
+    todo: list[tuple[str, Fault | None, int, Callable[[], Subject]]] = [
+        (name, fault, 0, partial(make, name, fault)) for name, fault in FAULTS.items()
+    ]
+    todo += [(name, None, run, partial(engine, run)) for run in range(given.runs) for name, engine in right.items()]
+    count = Counter[tuple[bool, bool]]()
+    for name, fault, run, engine in todo:
+        if given.only not in name:
             continue
-        alarms, start = list[str](), process_time()
-        for run in range(given.first, given.first + given.runs):
-            made = certificate(engine(run), given.most, seed=run, budget=given.budget)
-            alarms += [made.sentence] if made.conclusion is Conclusion.DIFFERS else []
-        bad += bool(alarms)
+        kind = "fault" if fault else "right"
+        record = journal.records.get((kind, f"{name}, {run}"))
+        if record is None:
+            settings = TestSettings(seed=run, max_tokens=given.max_tokens, deviation=given.deviation)
+            made = tried(engine(), fault, settings, given.budget)
+            record = journal.add(kind, f"{name}, {run}", made, made["spent"])
+        count[bool(fault), record["right"]] += 1
+        verdict = ("named" if record["right"] else "NOT NAMED") if fault else "quiet" if record["right"] else "ALARM"
         print(
-            f"{len(alarms)} alarms in {given.runs} runs  {name} ({process_time() - start:.0f} s) {alarms[:1]}",
+            f"{verdict}  {record['key']}: {record['said']} ({record['tokens']:,} tokens, {record['spent']:.0f} s)",
             flush=True,
         )
-    return int(bad > 0)
+    print(f"faults named rightly: {count[True, True]} of {count[True, True] + count[True, False]}")
+    print(f"alarms on right engines: {count[False, False]} in {count[False, True] + count[False, False]} runs")
+    return int(count[True, False] + count[False, False] > 0)
 
 
 if __name__ == "__main__":

@@ -206,7 +206,12 @@ class ServerSubject(Subject):
         self.llama = "default_generation_settings" in props
         self.ways = recognised(self._told_at)
         if self.ways is not UNKNOWN:
-            self.properties |= {"engine": self.ways.name, "its seeds": self.ways.seeds}
+            ways = {
+                "its token ids": self.ways.ids,
+                "its probabilities": self.ways.numbers,
+                "its seeds": self.ways.seeds,
+            }
+            self.properties |= {"engine": self.ways.name, **ways}
         if self.llama:
             self.versions["server"] = f"llama.cpp {props.get('build_info', '')}".strip()
         elif about:
