@@ -168,15 +168,20 @@ def _sizes(shell: Any, config: Any) -> checkpoint.Sizes:
 def _kv_bytes(config: Any, size: int, path: str) -> int:
     """Of keys and values of a token, whose numbers have so many bytes. path: the native step keeps a latent alone."""
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
+    layers = [*(getattr(text, "per_layer_config", None) or ())] or [text] * text.num_hidden_layers
+    shared = getattr(text, "num_kv_shared_layers", 0) or 0  # the last layers read what others have stored
+    return size * sum(_kv_numbers(layer, path) for layer in layers[: len(layers) - shared])
+
+
+def _kv_numbers(layer: Any, path: str) -> int:
+    """Of keys and values of a token in a layer. layer: its configuration."""
+    heads = getattr(layer, "num_key_value_heads", None) or getattr(layer, "num_attention_heads", None)
     if not isinstance(heads, int):
         return 0
-    if latent := getattr(text, "kv_lora_rank", None):
-        key = text.qk_nope_head_dim + text.qk_rope_head_dim
-        numbers = latent + text.qk_rope_head_dim if path == "native" else heads * (key + text.v_head_dim)
-    else:
-        numbers = 2 * heads * int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    return size * numbers * text.num_hidden_layers
+    if latent := getattr(layer, "kv_lora_rank", None):
+        key = layer.qk_nope_head_dim + layer.qk_rope_head_dim
+        return latent + layer.qk_rope_head_dim if path == "native" else heads * (key + layer.v_head_dim)
+    return 2 * heads * int(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
 
 
 def _drafters(config: Any, whole: bool) -> Iterator[tuple[str, str]]:

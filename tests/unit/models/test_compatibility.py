@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import DeepseekV3Config
+from transformers import DeepseekV3Config, Gemma4TextConfig
 from typer.testing import CliRunner
 
 from outrider.cli import compatibility
@@ -52,6 +52,14 @@ def test_the_cache_of_a_latent(tmp_path: Path) -> None:
         written(tmp_path, **DeepseekV3Config(hidden_act="relu", rope_parameters=rope, dtype="bfloat16").to_dict())
     )
     assert (slow["path"], slow["kv_bytes_per_token"]) == ("general", 2 * 61 * 128 * 320)
+
+
+def test_the_cache_of_layers_that_differ(tmp_path: Path) -> None:
+    """Gemma 4: heads of 256 numbers in layers with windows and of 512 in others; the last four layers store nothing."""
+    types = [*["sliding_attention"] * 4, "full_attention"] * 2
+    config = Gemma4TextConfig(num_hidden_layers=10, num_kv_shared_layers=4, layer_types=types, dtype="bfloat16")
+    found = check(written(tmp_path, **config.to_dict() | {"architectures": ["Gemma4ForCausalLM"]}))
+    assert (found["path"], found["kv_bytes_per_token"]) == ("native", 2 * 2 * 4 * (5 * 256 + 512))
 
 
 def test_on_the_command_line(tmp_path: Path) -> None:
