@@ -1,4 +1,4 @@
-"""A page: one HTML file with its style, its script and its data. It needs no network and no other file.
+"""A page: one HTML file with its style, its script and its data. It needs no network and no other file, but its server's script.
 
 The script is made of the ES modules in a folder, in the order in which they need each other. A content security policy allows
 this script and this style by their hashes, and nothing else.
@@ -38,16 +38,17 @@ _EXPORT = re.compile(r"^export (?:async )?(?:function\*?|const|class) (\w+)", re
 _LIST = re.compile(r"export\{([^}]*)\};?\s*$")  # the end of a library's file
 
 
-def assemble(html: Path, css: Path, script: Path, data: str = "", connect: bool = False) -> str:
+def assemble(html: Path, css: Path, script: Path, data: str = "", connect: bool = False, apart: str = "") -> str:
     """One page from its parts. data: JSON for the element `data`. connect: the page may ask its own server.
 
-    html: the line of the title, then the body. base.css stands before the style.
+    html: the line of the title, then the body. base.css stands before the style. apart: the name under which the server has the
+    script (`bundle`). A browser then paints the page before it has read the script.
     """
     style = (ASSETS / "base.css").read_text(encoding="utf-8") + css.read_text(encoding="utf-8")
     code = bundle(script)
     allowed = [
         "default-src 'none'",
-        f"script-src '{_hash(code)}'",
+        "script-src 'self'" if apart else f"script-src '{_hash(code)}'",
         f"style-src '{_hash(style)}'",
         "img-src data:",
         "base-uri 'none'",
@@ -59,7 +60,9 @@ def assemble(html: Path, css: Path, script: Path, data: str = "", connect: bool 
         "style": f"<style>{style}</style>",
         # A data block is not a script. No `<` can end it early.
         "data": f'<script type="application/json" id="data">{json_text(data)}</script>' if data else "",
-        "script": f'<script type="module">{code}</script>',
+        "script": f'<script type="module" src="{apart}"></script>'
+        if apart
+        else f'<script type="module">{code}</script>',
     }
     parts["title"], _, body = html.read_text(encoding="utf-8").partition("\n")
     parts["body"] = body.rstrip("\n")

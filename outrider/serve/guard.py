@@ -23,7 +23,7 @@ from outrider.serve.logs import log
 from outrider.serve.metrics import ENGINE, Metrics
 from outrider.serve.options import ServeOptions
 
-OPEN = ("/health", "/", "/favicon.ico")  # load balancers have no key, and the page at / asks for it
+OPEN = ("/health", "/", "/home.js", "/favicon.ico")  # load balancers have no key, and the page at / asks for it
 MONITOR = ("/health", "/metrics")  # answered under any load, and on a port of their own
 OWNER = b"x-outrider-owner"  # header from a front to its replicas: whose request it is
 _HOST = re.compile(r"\[?([^\[\]]*?)\.?\]?(?::\d*)?")  # a name or an address, with a port

@@ -238,14 +238,23 @@ def test_conversations_are_kept_edited_retried_and_forgotten(live: Live, visit: 
         assert page.locator("#kept button").count() == 0
 
 
-def test_the_page_is_small(live: Live) -> None:
+def test_the_page_is_small_and_painted_before_its_script(live: Live) -> None:
     """60 kB or less in all, as a browser reads it; and whole for a client that reads no gzip."""
-    raw = httpx.get(live.url, headers={"accept-encoding": "identity"})
-    with httpx.stream("GET", live.url, headers={"accept-encoding": "gzip"}) as packed:
-        sent = b"".join(packed.iter_raw())
-    assert packed.headers["content-encoding"] == "gzip"
-    assert len(sent) < 60_000
-    assert gzip.decompress(sent).decode() == raw.text
+    total = 0
+    for path in ("/", "/home.js"):
+        raw = httpx.get(live.url + path, headers={"accept-encoding": "identity"})
+        with httpx.stream("GET", live.url + path, headers={"accept-encoding": "gzip"}) as packed:
+            sent = b"".join(packed.iter_raw())
+        assert packed.headers["content-encoding"] == "gzip"
+        assert gzip.decompress(sent).decode() == raw.text
+        total += len(sent)
+    assert total < 60_000
+    page = httpx.get(live.url).text
+    assert re.findall("<script[^>]*>", page) == [
+        '<script type="application/json" id="data">',
+        '<script type="module" src="home.js">',
+    ]
+    assert "script-src 'self';" in page
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.pages.explained import CostCurve, builtin, curve
-from outrider.pages.page import assemble
+from outrider.pages.page import assemble, bundle
 from outrider.serve.dashboard.trial import MOST
 from outrider.serve.dashboard.viewers import HEADERS, Dashboard, EventStream
 from outrider.serve.errors import Refused, json_response
@@ -47,9 +47,10 @@ def board(pool: ModelPool, model: str | None = None) -> Dashboard:
 
 def install(app: FastAPI, pool: ModelPool) -> None:
     """Add the pages to an application. They are not part of its API and have no place in the schema."""
-    told = {"key": bool(pool.settings.api_key)}
-    first = assemble(ASSETS / "home.html", ASSETS / "home.css", ASSETS / "home.js", json.dumps(told), connect=True)
-    packed = gzip.compress(first.encode(), mtime=0)
+    told = json.dumps({"key": bool(pool.settings.api_key)})
+    parts = (ASSETS / "home.html", ASSETS / "home.css", ASSETS / "home.js")
+    first = _packed(assemble(*parts, told, connect=True, apart="home.js"))
+    script = _packed(bundle(ASSETS / "home.js"))
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def home(request: Request) -> Response:
@@ -57,10 +58,11 @@ def install(app: FastAPI, pool: ModelPool) -> None:
 
         It is open to all, so it holds nothing of the model: it asks for that with the key that its user gives.
         """
-        if "gzip" not in request.headers.get("accept-encoding", ""):
-            return Response(first, headers={**HEADERS, "vary": "accept-encoding"}, media_type="text/html")
-        coded = {"content-encoding": "gzip", "vary": "accept-encoding"}
-        return Response(packed, headers={**HEADERS, **coded}, media_type="text/html")
+        return _sent(first, request, "text/html")
+
+    @app.get("/home.js", include_in_schema=False)
+    async def home_script(request: Request) -> Response:
+        return _sent(script, request, "text/javascript")
 
     @app.get("/favicon.ico", include_in_schema=False)
     async def icon() -> Response:
@@ -104,6 +106,19 @@ def own_curves(service: Service) -> list[CostCurve]:
     if planner.lengths is not None:
         return []
     return [curve(planner.costs.model, f"This server: {service.settings.model_name}", "measured at load")]
+
+
+def _packed(text: str) -> tuple[bytes, bytes]:
+    """A text as it is, and as gzip has it."""
+    return text.encode(), gzip.compress(text.encode(), mtime=0)
+
+
+def _sent(both: tuple[bytes, bytes], request: Request, kind: str) -> Response:
+    """A text of `_packed`, in the form that its client reads."""
+    headers = {**HEADERS, "vary": "accept-encoding"}
+    if "gzip" not in request.headers.get("accept-encoding", ""):
+        return Response(both[0], headers=headers, media_type=kind)
+    return Response(both[1], headers={**headers, "content-encoding": "gzip"}, media_type=kind)
 
 
 @lru_cache(1)

@@ -18,6 +18,9 @@ def test_a_browser_finds_a_page_and_leaves_no_error_in_the_log(caplog: pytest.Lo
         assert "connect-src 'self'" in page.text
         assert "secret-model" not in page.text
         assert '"key": true' in page.text
+        script = httpx.get(f"{live.url}/home.js")
+        assert script.headers["content-type"].startswith("text/javascript")
+        assert "secret-model" not in script.text
         head = httpx.head(live.url)
         assert (head.status_code, head.content) == (200, b"")
         assert httpx.get(f"{live.url}/favicon.ico").status_code == 204
