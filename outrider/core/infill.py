@@ -6,6 +6,7 @@ it, then the middle. The text after the gap is in the prompt, so drafters that l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,29 +28,50 @@ ENDS = (
 )
 
 
+Marks = tuple[int, int, int]
+
+
+def gap_marks(tokenizer: Any) -> Marks | None:
+    """The token ids of a tokenizer's marks of a gap, as in `MARKS`; None if it has none."""
+    vocab: dict[str, int] = {} if tokenizer is None else tokenizer.get_vocab()
+    found = next((names for names in MARKS if all(name in vocab for name in names)), None)
+    return None if found is None else (vocab[found[0]], vocab[found[1]], vocab[found[2]])
+
+
+def in_order(tokens: Sequence[int], marks: Marks | None) -> list[int]:
+    """The same tokens with the text after the gap first, then the one before it and what goes on it. Unchanged without a gap."""
+    text = list(tokens)
+    places, end = list[int](), len(text)
+    for mark in reversed(marks or ()):
+        if mark not in text[:end]:
+            return text
+        end -= 1 + text[:end][::-1].index(mark)
+        places.insert(0, end)
+    if not places:
+        return text
+    first, second, third = places
+    return text[:first] + text[second : third + 1] + text[first:second] + text[third + 1 :]
+
+
 @dataclass(frozen=True)
 class Infilling:
     """How a tokenizer marks a gap. begin: tokens before all. marks: token ids. ends: the middle ends before one of these."""
 
     tokenizer: Any
     begin: tuple[int, ...]
-    marks: tuple[int, int, int]
+    marks: Marks
     ends: tuple[int, ...]
 
     @classmethod
     def of(cls, tokenizer: Any) -> Infilling | None:
         """None for a tokenizer without such tokens."""
-        if tokenizer is None:
+        marks = gap_marks(tokenizer)
+        if marks is None:
             return None
-        vocab: dict[str, int] = tokenizer.get_vocab()
-        found = next((names for names in MARKS if all(name in vocab for name in names)), None)
-        if found is None:
-            return None
-        first, second, third = (vocab[name] for name in found)
         opening = tokenizer.bos_token_id
         begin = (opening,) if opening is not None and opening in tokenizer("")["input_ids"] else ()
-        ends = tuple(vocab[name] for name in ENDS if name in vocab)
-        return cls(tokenizer, begin, (first, second, third), (*ends, first, second, third))
+        vocab = tokenizer.get_vocab()
+        return cls(tokenizer, begin, marks, (*(vocab[name] for name in ENDS if name in vocab), *marks))
 
     def prompt(self, before: str, after: str) -> list[int]:
         """The token ids for a gap between two texts. Raises ValueError."""

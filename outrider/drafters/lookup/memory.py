@@ -24,6 +24,7 @@ import numpy as np
 
 from outrider.core.contents import HEAD, TEXTS, ContentFolder
 from outrider.core.files import MEMORY_BY, byte_count
+from outrider.core.infill import Marks, gap_marks, in_order
 from outrider.drafters.lookup.corpus import BORDER, REACH, Corpus, Index, fingerprint
 from outrider.models.load import Loaded
 
@@ -72,7 +73,7 @@ class TextMemory:
         """Keep a text: later."""
         if self._asked - self._done < PENDING:
             self._asked += 1
-            self.folder.later(self._keep, self._client(client), np.asarray(tokens, np.int32), time())
+            self.folder.later(self._keep, self._client(client), list(tokens), time())
 
     def forget(self, client: str) -> None:
         """Remove all texts of a client, those of other tokenizers too. Other processes that run may still hold them."""
@@ -90,6 +91,10 @@ class TextMemory:
         return self._clients[name]
 
     # -- in the folder's thread -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def _gap(self) -> Marks | None:
+        return gap_marks(self._tokenizer)
 
     @cached_property
     def _kind(self) -> str:
@@ -133,9 +138,9 @@ class TextMemory:
         least, largest = index.vocabulary or (0, 0)
         return index if 0 <= least <= largest < self._vocab_size else None
 
-    def _keep(self, client: _Client, tokens: np.ndarray, now: float) -> None:
+    def _keep(self, client: _Client, tokens: list[int], now: float) -> None:
         self._done += 1
-        client.corpus.add(*_unknown(client.corpus, tokens), since=now)
+        client.corpus.add(*_unknown(client.corpus, in_order(tokens, self._gap)), since=now)
         self._settle(client)
 
     def _settle(self, client: _Client) -> None:
@@ -167,14 +172,14 @@ def _documents(tokens: np.ndarray) -> Iterator[np.ndarray]:
         start = end + 1
 
 
-def _unknown(corpus: Corpus, tokens: np.ndarray) -> list[list[int]]:
+def _unknown(corpus: Corpus, tokens: list[int]) -> list[list[int]]:
     """The parts of a text that a corpus does not have, with some known tokens on both sides."""
     parts, start = list[list[int]](), -1
     for at in range(0, len(tokens) + REACH, REACH):
-        piece = tokens[at : at + REACH].tolist()
+        piece = tokens[at : at + REACH]
         known = not piece or any(segment.longest(piece) == len(piece) for segment in reversed(corpus.segments))
         if known and start >= 0:
-            parts.append(tokens[max(start - _LEAD, 0) : at + _LEAD].tolist())
+            parts.append(tokens[max(start - _LEAD, 0) : at + _LEAD])
             start = -1
         elif not known and start < 0:
             start = at

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import nlargest
+from typing import NamedTuple
 
+from outrider.core.infill import Marks, gap_marks, in_order
 from outrider.core.types import Draft
 from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.config import DrafterSetup
@@ -86,6 +88,20 @@ class SuffixAutomaton:
         return total, nlargest(WIDEST, options, key=lambda option: option[1]) if len(options) > 1 else options
 
 
+class _Text(NamedTuple):
+    """The text of a sequence as a document has it. tokens: as committed. head: the prompt in another order, where it has a gap.
+    stored: how many are in the store."""
+
+    tokens: list[int]
+    head: list[int]
+    stored: int
+
+    def since(self, start: int) -> list[int]:
+        """The tokens from a place on."""
+        start = max(start, 0)
+        return self.head[start:] + self.tokens[max(start, len(self.head)) :]
+
+
 class SuffixDrafter(BaseDrafter):
     """Suffix decoding (arXiv 2411.04975), as a tree: long matches draft many tokens, weak ones few or none.
 
@@ -94,7 +110,7 @@ class SuffixDrafter(BaseDrafter):
 
     shared: most tokens in the store of other answers; the oldest go first; 0 for no store. memory: finished texts, in place of
     the store. least: a path ends where its probability falls below this. doubt: match length, in tokens, at which a continuation
-    seen once has probability 1/2.
+    seen once has probability 1/2. gap: the marks of a gap. What fills it is drafted as what follows the text before it.
 
     Other requests change only how fast an answer comes, never its tokens under `match`. If users must not learn even that of
     each other, set shared=0, or give a memory by client. Raises ValueError for values out of range.
@@ -108,6 +124,7 @@ class SuffixDrafter(BaseDrafter):
         memory: TextMemory | None = None,
         least: float = 0.1,
         doubt: float = 2.0,
+        gap: Marks | None = None,
     ) -> None:
         if shared < 0 or not 0 <= least <= 1 or doubt < 0:
             raise ValueError(f"shared, doubt >= 0 and 0 <= least <= 1, got {shared}, {doubt} and {least}")
@@ -116,9 +133,9 @@ class SuffixDrafter(BaseDrafter):
         self.memory = memory
         if self.store is not None:
             self.corpora.append(self.store)
-        self.least, self.doubt = least, doubt
+        self.least, self.doubt, self.gap = least, doubt, gap
         self._automata: dict[int, SuffixAutomaton] = {}
-        self._texts: dict[int, tuple[list[int], int]] = {}  # slot -> (its text, how many tokens of it are in the store)
+        self._texts: dict[int, _Text] = {}
 
     def reset(self) -> None:
         """Empty the store of other requests' answers."""
@@ -134,13 +151,14 @@ class SuffixDrafter(BaseDrafter):
     def propose(self, context: DraftContext) -> Draft:
         trees = []
         for b, (slot, tokens, budget) in enumerate(zip(context.slots, context.tokens, context.budgets, strict=True)):
-            self._texts[slot] = (tokens, self._texts.get(slot, ((), context.prompt_lengths[b]))[1])
+            text = self._text(slot, tokens, context.prompt_lengths[b])
             self._feed(slot, _FEED)
             automaton = self._automata.setdefault(slot, SuffixAutomaton())
+            automaton.extend(text.head)
             automaton.extend(tokens)
             found = [Context(automaton, state, float(n) ** 2, n) for state, n in automaton.suffixes()[:3]]
             for corpus in self._corpora(context, b) if budget.max_nodes else ():
-                found += corpus.contexts(tokens[-REACH:])
+                found += corpus.contexts(text.since(len(tokens) - REACH))
             trees.append(grow(tokens[-1], found, budget, least=self.least, doubt=self.doubt))
         return drafted(trees)
 
@@ -149,12 +167,21 @@ class SuffixDrafter(BaseDrafter):
         client = context.clients[b] if context.clients else ""
         return self.corpora if self.memory is None else [*self.corpora, self.memory.corpus(client)]
 
+    def _text(self, slot: int, tokens: list[int], prompt_length: int) -> _Text:
+        known = self._texts.get(slot)
+        if known is None:
+            prompt = tokens[:prompt_length] if self.gap is not None else []
+            head = in_order(prompt, self.gap)
+            known = _Text(tokens, head if head != prompt else [], prompt_length)
+        self._texts[slot] = known._replace(tokens=tokens)
+        return self._texts[slot]
+
     def _feed(self, slot: int, least: int) -> None:
         """Adds the new tokens of an answer to the store, if there are `least` or more."""
-        tokens, done = self._texts[slot]
-        if self.store is not None and len(tokens) - done >= least:
-            self.store.add(tokens[max(0, done - _LEAD) :])
-            self._texts[slot] = (tokens, len(tokens))
+        text = self._texts[slot]
+        if self.store is not None and len(text.tokens) - text.stored >= least:
+            self.store.add(text.since(text.stored - _LEAD))
+            self._texts[slot] = text._replace(stored=len(text.tokens))
 
 
 def from_setup(setup: DrafterSetup) -> SuffixDrafter:
@@ -163,4 +190,4 @@ def from_setup(setup: DrafterSetup) -> SuffixDrafter:
     if config.corpus is not None:
         corpus = read_corpus(config.corpus, target.tokenizer, target.model.vocab_size, config.corpus_tokens)
     shared, least = config.suffix_shared_tokens, config.suffix_decoding_min_token_prob
-    return SuffixDrafter(corpus, shared, memory=setup.memory, least=least)
+    return SuffixDrafter(corpus, shared, memory=setup.memory, least=least, gap=gap_marks(target.tokenizer))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from helpers import VOCAB, counts, decoder, path_to, plain_texts, request, toy_d
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from outrider.core.infill import in_order
 from outrider.core.params import SamplingParams
 from outrider.core.tree import validate
 from outrider.core.types import Budget
@@ -201,6 +203,32 @@ def test_suffix_drafts_from_a_corpus() -> None:
     assert {t for t, p in both if p == 0} == {63, 1}
     for seed in range(2):
         check_drafter(lambda: SuffixDrafter(corpus, shared=0), 100, seed, draws=False)
+
+
+GAP = (90, 91, 92)
+BEFORE, AFTER = [*range(10, 40), 1, 2, 3, 4, 5, 6, *range(40, 60), 1, 2, 3], [70, 71, 1, 2, 8]
+
+
+def filled(drafter: SuffixDrafter, prompt: list[int], answer: list[int], slot: int = 0) -> list[int]:
+    """The chain that is drafted for the answer to a gap."""
+    asked = context([slot], [prompt + answer], [Budget(3)], SamplingParams())
+    return [t for t, _ in drafter.propose(replace(asked, prompt_lengths=[len(prompt)])).host[0][1:]]
+
+
+def test_an_answer_in_a_gap_is_drafted_as_what_follows_the_text_before_it() -> None:
+    prompt = [7, 90, *BEFORE, 91, *AFTER, 92]
+    assert in_order(prompt, GAP) == [7, 91, *AFTER, 92, 90, *BEFORE]
+    assert in_order([*prompt, 4, 5], GAP) == [7, 91, *AFTER, 92, 90, *BEFORE, 4, 5]
+    assert in_order(prompt, None) == prompt
+    assert in_order([90, 1, 92, 2], GAP) == [90, 1, 92, 2]
+    assert filled(SuffixDrafter(gap=GAP), prompt, []) == [4, 5, 6]
+    assert filled(SuffixDrafter(), prompt, []) == []
+    assert filled(SuffixDrafter(gap=GAP), prompt, [80, 70]) == [71, 1, 2]  # the text after the gap is met
+    drafter, said = SuffixDrafter(gap=GAP), [*range(60, 70)]
+    assert filled(drafter, prompt, [], 1) == [4, 5, 6]
+    filled(drafter, prompt, said, 1)
+    drafter.release(1)  # the same place again, after two tokens of the answer were typed
+    assert filled(drafter, [7, 90, *BEFORE, *said[:2], 91, *AFTER, 92], []) == said[2:5]
 
 
 def test_long_texts_stay_cheap() -> None:

@@ -245,6 +245,14 @@ def test_a_kept_text_is_found_and_a_known_one_adds_nothing(
         assert texts(again) == before
 
 
+def test_the_text_before_a_gap_is_kept_before_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = memory(tmp_path)
+    monkeypatch.setattr(held, "_gap", (500, 501, 502))
+    before, after, answer = [*range(100, 140)], [*range(200, 240)], [*range(300, 340)]
+    kept(held, [500, *before, 501, *after, 502, *answer])
+    assert found(held.corpus(""), [*before, *answer]) == REACH
+
+
 def test_a_conversation_that_grows_is_kept_once(tmp_path: Path) -> None:
     held, said = memory(tmp_path), list[int]()
     for turn in range(10):
