@@ -198,7 +198,7 @@ def _messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 made.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
             elif kind == "tool_result" and role == "user":
                 call_id = block.get("tool_use_id")
-                if call_id not in names:
+                if not isinstance(call_id, str) or call_id not in names:
                     raise ValueError(f"{at} answers the call {str(call_id)[:40]!r}, which no message before it made")
                 if made["content"]:
                     out.append(made)

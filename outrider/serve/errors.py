@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import Response
 from starlette.routing import Match
@@ -181,10 +181,11 @@ def install(app: FastAPI) -> None:
         return answer
 
     async def invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
+        assert isinstance(error, (RequestValidationError, ValidationError))
         return invalid_body(error.errors()).response(request.url.path)
 
     app.add_exception_handler(Refused, refused)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(StarletteHTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(ValidationError, invalid)  # of the request that a body of another protocol becomes

@@ -276,6 +276,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]},
         "no message before it",
     ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": []}]}]},
+        "answers the call '[]'",
+    ),
     ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "t"}]}]}, "input is an object"),
     ({"system": [{"type": "image"}]}, "system.0"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "runs no tools of its own"),
