@@ -13,7 +13,8 @@ import importlib.util
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
@@ -31,6 +32,19 @@ from outrider.core.extras import install
 # Limits of a schema, a regular expression or a list of choices.
 MAX_BYTES, MAX_DEPTH, MAX_CHOICES = 64 << 10, 32, 1000
 _CACHE = 64 << 20  # bytes of compiled grammars that are kept
+# How JSON usually goes on after a character, where a grammar allows any space
+_NEXT = ', "', "}"  # after a value
+_USUAL = {
+    "{": ('"',),
+    "[": ('"',),
+    ",": (' "',),
+    ":": (" ",),
+    " ": ('"',),
+    '"': (": ", *_NEXT),
+    **dict.fromkeys("el]}", _NEXT),
+}
+_FREE = 8  # where more than this part of the vocabulary is allowed, the text is free
+_PARTS = 24  # of an expected text
 
 
 def available() -> bool:
@@ -114,7 +128,7 @@ class Grammars:
         self._info = xgrammar.TokenizerInfo.from_huggingface(
             tokenizer, vocab_size=vocab_size, stop_token_ids=list(end_ids)
         )
-        self._xgrammar = xgrammar
+        self._xgrammar, self._tokenizer = xgrammar, tokenizer
         self.vocab_size, self.end_ids = vocab_size, tuple(end_ids)
         self._kept, self._held, self._lock = OrderedDict[Grammar, Any](), 0, Lock()
 
@@ -163,14 +177,14 @@ class Grammars:
 
     def mask(self, compiled: Any) -> GrammarMask:
         """The state of one text under a compiled grammar."""
-        return GrammarMask(self._xgrammar.GrammarMatcher(compiled), self.vocab_size, self.end_ids)
+        return GrammarMask(self._xgrammar.GrammarMatcher(compiled), self.vocab_size, self.end_ids, self._tokenizer)
 
 
 class GrammarMask:
     """What a grammar allows after the text and some draft tokens. A `TokenMask` of `outrider.core.sampling`, for one text."""
 
-    def __init__(self, matcher: Any, vocab_size: int, end_ids: Sequence[int]) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, vocab_size: int, end_ids: Sequence[int], tokenizer: Any) -> None:
+        self._matcher, self._tokenizer = matcher, tokenizer
         self.slow, self._asked, self._seconds = False, 0, 0.0  # of processor time
         self._read = 0  # committed tokens the matcher has read
         self._bits = torch.zeros(1, (vocab_size + 31) // 32, dtype=torch.int32)
@@ -186,25 +200,51 @@ class GrammarMask:
         """
         if self.slow:
             return torch.zeros(self._vocab_size, dtype=torch.bool)
+        with self._counted():
+            self._follow(tokens, start)
+            key = tuple(extra)
+            found = self._known.get(key)
+            if found is None:
+                found = self._known[key] = self._after(key)
+            return found
+
+    def expected(self, tokens: Sequence[int], start: int) -> list[int]:
+        """See `TokenMask`. It is the text that alone may follow, such as a key of an object, with the usual spaces of JSON."""
+        if self.slow:
+            return []
+        with self._counted():
+            self._follow(tokens, start)
+            matcher, text, last = self._matcher.fork(), "", self._tokenizer.decode(tokens[-1:])
+            for _ in range(_PARTS):
+                part = "" if matcher.is_terminated() else matcher.find_jump_forward_string()
+                options = (part,) if part else self._usual(matcher, (text or last)[-1:])
+                chosen = next((option for option in options if matcher.accept_string(option)), None)
+                if chosen is None:
+                    break
+                text += chosen
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+    def _usual(self, matcher: Any, last: str) -> tuple[str, ...]:
+        free = matcher.is_terminated() or self._next(matcher).sum() > self._vocab_size // _FREE
+        return () if free else _USUAL.get(last, ())
+
+    @contextmanager
+    def _counted(self) -> Generator[None, None, None]:
+        """Counts the time of a question."""
         started = thread_time()
-        found = self._allowed(tokens, start, extra)
+        yield
         self._asked += 1
         self._seconds += thread_time() - started
         self.slow = self._seconds > MASK_SECONDS + MASK_SECONDS_EACH * self._asked
-        return found
 
-    def _allowed(self, tokens: Sequence[int], start: int, extra: Sequence[int]) -> Tensor:
+    def _follow(self, tokens: Sequence[int], start: int) -> None:
+        """Read the committed tokens."""
         if start + self._read < len(tokens):
             for token in tokens[start + self._read :]:
                 if not self._matcher.is_terminated():
                     self._matcher.accept_token(token)
             self._read = len(tokens) - start
             self._known.clear()
-        key = tuple(extra)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._after(key)
-        return found
 
     def _after(self, extra: tuple[int, ...]) -> Tensor:
         matcher = self._matcher
@@ -215,9 +255,12 @@ class GrammarMask:
                     return torch.zeros(self._vocab_size, dtype=torch.bool)  # nothing follows a forbidden token
         if matcher.is_terminated():
             return self._end
+        return torch.from_numpy(self._next(matcher).astype(np.bool_))  # pyright: ignore[reportUnknownMemberType]
+
+    def _next(self, matcher: Any) -> np.ndarray:
+        """uint8 [vocab]: 1 for each token that a matcher allows."""
         matcher.fill_next_token_bitmask(self._bits)
-        bits = np.unpackbits(self._bits.numpy().view(np.uint8), bitorder="little")[: self._vocab_size]
-        return torch.from_numpy(bits.astype(np.bool_))  # pyright: ignore[reportUnknownMemberType]
+        return np.unpackbits(self._bits.numpy().view(np.uint8), bitorder="little")[: self._vocab_size]
 
 
 def _small(text: str, what: str) -> None:

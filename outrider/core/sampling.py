@@ -38,6 +38,10 @@ class TokenMask(Protocol):
         draft tokens, which may be rejected."""
         ...
 
+    def expected(self, tokens: Sequence[int], start: int) -> list[int]:
+        """Tokens to draft after `tokens[start:]`, because the grammar leaves little choice there; may be empty."""
+        ...
+
 
 @dataclass(eq=False)
 class SequenceState:

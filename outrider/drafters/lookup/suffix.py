@@ -12,9 +12,10 @@ from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.lookup.corpus import REACH, Corpus, read_corpus
 from outrider.drafters.lookup.memory import TextMemory
-from outrider.drafters.lookup.mixture import WIDEST, Context, drafted, grow
+from outrider.drafters.lookup.mixture import WIDEST, Context, TextSource, drafted, grow
 
 _FEED = 256  # tokens of a running answer that are added to the shared store at a time
+_FORCED = 64  # length of match, in tokens, that what a grammar leaves no choice about counts as
 _LEAD = 16  # earlier tokens that are stored with a piece, so that its start can be found
 
 
@@ -106,7 +107,8 @@ class SuffixDrafter(BaseDrafter):
     """Suffix decoding (arXiv 2411.04975), as a tree: long matches draft many tokens, weak ones few or none.
 
     It looks in three places: the sequence's own prompt and answer (an automaton); the answers of other requests, running and
-    finished (a store); and `corpus`, texts that the user gives. `mixture` explains how counts become probabilities.
+    finished (a store); and `corpus`, texts that the user gives. A grammar adds what it leaves no choice about, such as keys.
+    `mixture` explains how counts become probabilities.
 
     shared: most tokens in the store of other answers; the oldest go first; 0 for no store. memory: finished texts, in place of
     the store. least: a path ends where its probability falls below this. doubt: match length, in tokens, at which a continuation
@@ -159,6 +161,10 @@ class SuffixDrafter(BaseDrafter):
             found = [Context(automaton, state, float(n) ** 2, n) for state, n in automaton.suffixes()[:3]]
             for corpus in self._corpora(context, b) if budget.max_nodes else ():
                 found += corpus.contexts(text.since(len(tokens) - REACH))
+            history = context.warp.histories[b]
+            if budget.max_nodes and history.mask is not None:
+                likely = history.mask.expected(history.tokens, history.prompt_length)
+                found += [Context(TextSource(likely), (0,), _FORCED**2, _FORCED)] if likely else []
             trees.append(grow(tokens[-1], found, budget, least=self.least, doubt=self.doubt))
         return drafted(trees)
 

@@ -26,6 +26,7 @@ from outrider.core.grammar import MAX_DEPTH, Grammar, Grammars
 from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.types import Budget
+from outrider.drafters import Drafter, SuffixDrafter
 from outrider.drafters.base import DraftContext, NoDraft
 from outrider.drafters.combine.planned import legal
 from outrider.engine.request import Request
@@ -92,6 +93,37 @@ def test_text_under_a_grammar_is_plain_decodings_for_random_trees(llm: LLM, gram
         llm.decoder.drafter,
     ):
         assert write(drafter, Budget(3, 2, 6)) == expected
+
+
+def test_what_a_grammar_leaves_no_choice_about_is_drafted(llm: LLM, grammars: Grammars) -> None:
+    names = ["first_register", "weighted_mean", "connection"]
+    schema = {"type": "object", "properties": {name: {"type": "boolean"} for name in names}, "required": names}
+    compiled = grammars.compiled(Grammar.schema({**schema, "additionalProperties": False}))
+    mask, text = grammars.mask(compiled), [1]
+    for part, expected in (
+        ("", '{"first_register": '),
+        ('{"first', '_register": '),
+        ("_register", '": '),
+        ('": true', ', "weighted_mean": '),
+        (", ", '"weighted_mean": '),
+    ):
+        text += llm.tokenizer(part, add_special_tokens=False)["input_ids"]  # type: ignore[misc]
+        assert llm.tokenizer.decode(mask.expected(text, 1)) == expected  # type: ignore[union-attr]
+        assert torch.equal(mask.allowed(text, 1, []), grammars.mask(compiled).allowed(text, 1, []))
+
+    fixed = grammars.compiled(Grammar.regex(r"\{" + ", ".join(f'"{name}": [01]' for name in names) + r"\}"))
+
+    def write(drafter: Drafter, depth: int) -> tuple[list[int], int]:
+        options = {"rows": 1, "end_ids": llm.loaded.end_ids, "tokenizer": llm.tokenizer}
+        decoder = Loop(llm.decoder.target, drafter, controller=Fixed(depth), **options)
+        params = SamplingParams(temperature=0, max_tokens=80)
+        row = decoder.generate([Request(0, llm.encode("x = "), params, 0, mask=grammars.mask(fixed))])[0]
+        return row.output, row.counts.speculative.num_spec_steps
+
+    plain, _ = write(NoDraft(), 0)
+    drafted, steps = write(planned({"suffix": SuffixDrafter()}, ["suffix"], Budget(16)), 16)
+    assert drafted == plain
+    assert 3 * steps < 2 * len(plain)
 
 
 def test_illegal_guesses_are_cut_with_what_hangs_on_them(llm: LLM, grammars: Grammars) -> None:

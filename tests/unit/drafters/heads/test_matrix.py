@@ -43,6 +43,9 @@ class EveryThird:
         last = extra[-1] if extra else tokens[-1]
         return (torch.arange(128) + last) % 3 != 0
 
+    def expected(self, tokens: Sequence[int], start: int) -> list[int]:
+        return []
+
 
 @pytest.fixture(scope="module")
 def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], Any]]:

@@ -253,6 +253,9 @@ def test_what_cannot_be_computed_is_said(tmp_path: Path) -> None:
 
             return torch.arange(VOCAB) % 2 == 1
 
+        def expected(self, tokens, start):
+            return []
+
     asked = Request(123, [1, 2], SAMPLED, 0, mask=Odd())
     record(tmp_path / "g", loop(), [asked], Detail.PROBS)
     held = read(tmp_path / "g")
