@@ -89,7 +89,7 @@ class SuffixAutomaton:
         return total, nlargest(WIDEST, options, key=lambda option: option[1]) if len(options) > 1 else options
 
 
-class _Text(NamedTuple):
+class _Document(NamedTuple):
     """The text of a sequence as a document has it. tokens: as committed. head: the prompt in another order, where it has a gap.
     stored: how many are in the store."""
 
@@ -137,7 +137,7 @@ class SuffixDrafter(BaseDrafter):
             self.corpora.append(self.store)
         self.least, self.doubt, self.gap = least, doubt, gap
         self._automata: dict[int, SuffixAutomaton] = {}
-        self._texts: dict[int, _Text] = {}
+        self._texts: dict[int, _Document] = {}
 
     def reset(self) -> None:
         """Empty the store of other requests' answers."""
@@ -173,12 +173,12 @@ class SuffixDrafter(BaseDrafter):
         client = context.clients[b] if context.clients else ""
         return self.corpora if self.memory is None else [*self.corpora, self.memory.corpus(client)]
 
-    def _text(self, slot: int, tokens: list[int], prompt_length: int) -> _Text:
+    def _text(self, slot: int, tokens: list[int], prompt_length: int) -> _Document:
         known = self._texts.get(slot)
         if known is None:
             prompt = tokens[:prompt_length] if self.gap is not None else []
             head = in_order(prompt, self.gap)
-            known = _Text(tokens, head if head != prompt else [], prompt_length)
+            known = _Document(tokens, head if head != prompt else [], prompt_length)
         self._texts[slot] = known._replace(tokens=tokens)
         return self._texts[slot]
 
