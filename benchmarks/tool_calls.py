@@ -63,7 +63,7 @@ def main() -> None:
     llm = LLM(args.model, speculative_config={"method": "auto"}, max_num_seqs=1)
     tokenizer = llm.tokenizer
     assert tokenizer is not None
-    grammars = Grammars(tokenizer.complete, llm.loaded.model.vocab_size, llm.loaded.end_ids)
+    grammars = Grammars(tokenizer, llm.loaded.model.vocab_size, llm.loaded.end_ids)
     form = chosen(None, str(tokenizer.chat_template)) or PLAIN
     params, rows, differ, written, steps = (
         SamplingParams(temperature=0, max_tokens=args.max_tokens),
