@@ -154,7 +154,7 @@ void show_experts(Random& random) {
     constexpr int64_t ROWS = 19, EXPERTS = 6, K = 2, HIDDEN = 256, MIDDLE = 256;
     std::vector<float> logits = reals(ROWS * EXPERTS, random, 3), routed(ROWS * 2 * K), x = reals(ROWS * HIDDEN, random), out(ROWS * HIDDEN);
     for (int32_t kind : {0, 1, 2}) {
-        RouteJob route{logits.data(), routed.data(), nullptr, ROWS, EXPERTS, 2 * K, EXPERTS, K, 3, 2, kind, 1, 1.5f, 1e-6f};
+        RouteJob route{logits.data(), routed.data(), nullptr, nullptr, ROWS, EXPERTS, 2 * K, EXPERTS, K, 3, 2, kind, 1, 1.5f, 1e-6f};
         outrider_route(&route);
         show("router " + std::to_string(kind), routed);
     }
