@@ -13,8 +13,7 @@ import importlib.util
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
@@ -186,6 +185,7 @@ class GrammarMask:
     def __init__(self, matcher: Any, vocab_size: int, end_ids: Sequence[int], tokenizer: Any) -> None:
         self._matcher, self._tokenizer = matcher, tokenizer
         self.slow, self._asked, self._seconds = False, 0, 0.0  # of processor time
+        self._drafting = 0.0  # seconds for drafts; they do not make a grammar slow, since no draft may end a text
         self._read = 0  # committed tokens the matcher has read
         self._bits = torch.zeros(1, (vocab_size + 31) // 32, dtype=torch.int32)
         self._vocab_size = vocab_size
@@ -200,42 +200,37 @@ class GrammarMask:
         """
         if self.slow:
             return torch.zeros(self._vocab_size, dtype=torch.bool)
-        with self._counted():
-            self._follow(tokens, start)
-            key = tuple(extra)
-            found = self._known.get(key)
-            if found is None:
-                found = self._known[key] = self._after(key)
-            return found
+        started = thread_time()
+        self._follow(tokens, start)
+        key = tuple(extra)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._after(key)
+        self._asked += 1
+        self._seconds += thread_time() - started
+        self.slow = self._seconds > MASK_SECONDS + MASK_SECONDS_EACH * self._asked
+        return found
 
     def expected(self, tokens: Sequence[int], start: int) -> list[int]:
         """See `TokenMask`. It is the text that alone may follow, such as a key of an object, with the usual spaces of JSON."""
-        if self.slow:
+        if self.slow or self._drafting > MASK_SECONDS:
             return []
-        with self._counted():
-            self._follow(tokens, start)
-            matcher, text, last = self._matcher.fork(), "", self._tokenizer.decode(tokens[-1:])
-            for _ in range(_PARTS):
-                part = "" if matcher.is_terminated() else matcher.find_jump_forward_string()
-                options = (part,) if part else self._usual(matcher, (text or last)[-1:])
-                chosen = next((option for option in options if matcher.accept_string(option)), None)
-                if chosen is None:
-                    break
-                text += chosen
+        started = thread_time()
+        self._follow(tokens, start)
+        matcher, text, last = self._matcher.fork(), "", self._tokenizer.decode(tokens[-1:])
+        for _ in range(_PARTS):
+            part = "" if matcher.is_terminated() else matcher.find_jump_forward_string()
+            options = (part,) if part else self._usual(matcher, (text or last)[-1:])
+            chosen = next((option for option in options if matcher.accept_string(option)), None)
+            if chosen is None:
+                break
+            text += chosen
+        self._drafting += thread_time() - started
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
     def _usual(self, matcher: Any, last: str) -> tuple[str, ...]:
         free = matcher.is_terminated() or self._next(matcher).sum() > self._vocab_size // _FREE
         return () if free else _USUAL.get(last, ())
-
-    @contextmanager
-    def _counted(self) -> Generator[None, None, None]:
-        """Counts the time of a question."""
-        started = thread_time()
-        yield
-        self._asked += 1
-        self._seconds += thread_time() - started
-        self.slow = self._seconds > MASK_SECONDS + MASK_SECONDS_EACH * self._asked
 
     def _follow(self, tokens: Sequence[int], start: int) -> None:
         """Read the committed tokens."""
