@@ -126,6 +126,16 @@ def test_what_a_grammar_leaves_no_choice_about_is_drafted(llm: LLM, grammars: Gr
     assert 3 * steps < 2 * len(plain)
 
 
+def test_time_spent_on_drafts_ends_no_text(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = grammars.mask(grammars.compiled(Grammar.regex(r"abc[01]")))
+    clock = itertools.count()
+    monkeypatch.setattr("outrider.core.grammar.thread_time", lambda: 0.6 * next(clock))  # a question takes 0.6 s
+    found = [bool(mask.expected([1], 1)) for _ in range(4)]
+    assert found == [True, True, False, False]
+    assert not mask.slow
+    assert mask.allowed([1], 1, []).any()
+
+
 def test_illegal_guesses_are_cut_with_what_hangs_on_them(llm: LLM, grammars: Grammars) -> None:
     a, b, dash, no = (llm.tokenizer(x)["input_ids"][0] for x in ("a", "b", "-", "zebra"))  # type: ignore[misc]
     history = SequenceState(
