@@ -17,11 +17,16 @@ from outrider_certify.trials import TrialJournal, run_kinds
 PROMPTS = [(1, 2), (3, 4), (5, 1), (2, 2, 7)]
 
 
+def numbers(text: str) -> list[int]:
+    return [int(word.strip("()")) for word in text.split()]
+
+
 class ToyLlama:
     """llama.cpp over a toy engine: ids come with log-probabilities, `/completion` tells the likeliest tokens of a prompt.
 
     wobble: added to the score of a token that is read anew. swap: speculation writes the second token at this position.
-    streams: in streams only. Its chat template puts two tokens before a message. A token is a number in a text.
+    streams: in streams only. Its chat template puts two tokens before a message. A token is a number in a text, with brackets or
+    without.
     """
 
     def __init__(self, wobble: float, swap: int | None, *, streams: bool = False) -> None:
@@ -53,11 +58,11 @@ class ToyLlama:
         if path == "/apply-template":
             return httpx.Response(200, json={"prompt": f"7 7 {body['messages'][0]['content']}"})
         if path == "/tokenize":
-            return httpx.Response(200, json={"tokens": [int(t) for t in body["content"].split()]})
+            return httpx.Response(200, json={"tokens": numbers(body["content"])})
         if path not in ("/v1/completions", "/v1/chat/completions") or "return_token_ids" in body:
             return httpx.Response(400, text="no")
         chat = "messages" in body
-        tokens = [7, 7, *map(int, body["messages"][0]["content"].split())] if chat else list(body["prompt"])
+        tokens = [7, 7, *numbers(body["messages"][0]["content"])] if chat else list(body["prompt"])
         content, start = [], len(tokens)
         speculates = speculates and (bool(body.get("stream")) or not self.streams)
         for at in range(body["max_tokens"]):

@@ -211,7 +211,7 @@ def test_missing_settings_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 def test_kinds(tmp_path: Path) -> None:
     kinds = {p.name: head_kind(p) for p in GOLDEN.iterdir() if p.is_dir()}
-    assert kinds == {n: n if n.startswith("d") else "peagle" if n.startswith("p") else "eagle3" for n in kinds}
+    assert kinds == {n: "eagle3" if n.startswith("e") else n.removesuffix("_qwen3") for n in kinds}
     assert head_kind(tmp_path) is None
     assert head_kind("no/such/folder") is None
     for name, kind in (("eagle31", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark")):
