@@ -17,7 +17,7 @@ demo: install
 	@$(BIN)/outrider demo
 
 test: install
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: install
 	$(BIN)/ruff format --check .
