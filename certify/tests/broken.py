@@ -174,7 +174,7 @@ class ToyEngine(Subject):
         tokens, cache, step, preempted = list(prompt), list(prompt), 0, rows <= SLOTS
         wrong_prefix = fault == "prefix cache of another prompt" and tuple(prompt) in self.seen
         if wrong_prefix or (fault == "the second text of n reads another prompt" and index):
-            cache[-1] = cache[-2]
+            cache[-1] = cache[max(len(cache) - 2, 0)]
         while out.finish is None:
             depth = min(gamma, params.max_tokens - len(out.tokens) - 1)
             drafted, qs = self._draft(tokens, cache, params, len(prompt), depth, seed, step, options or {}, fault)
