@@ -58,12 +58,8 @@ def main() -> None:
     form = Infilling.of(llm.tokenizer)
     assert form is not None, "this model has no tokens for a gap"
     params = SamplingParams(temperature=0, max_tokens=args.max_tokens, stop_token_ids=list(form.ends))
-    logs, written, steps, differ = (
-        defaultdict[str, list[float]](list),
-        defaultdict[str, int](int),
-        defaultdict[str, int](int),
-        0,
-    )
+    logs, differ = defaultdict[str, list[float]](list), 0
+    written, steps = defaultdict[str, int](int), defaultdict[str, int](int)
     for name, before, after in islice(cases(args.seed), args.skip, args.skip + args.cases):
         typed = ""
         for what in ("at first", "typed on"):

@@ -65,13 +65,8 @@ def main() -> None:
     assert tokenizer is not None
     grammars = Grammars(tokenizer, llm.loaded.model.vocab_size, llm.loaded.end_ids)
     form = chosen(None, str(tokenizer.chat_template)) or PLAIN
-    params, rows, differ, written, steps = (
-        SamplingParams(temperature=0, max_tokens=args.max_tokens),
-        list[list[float]](),
-        0,
-        0,
-        0,
-    )
+    params, rows = SamplingParams(temperature=0, max_tokens=args.max_tokens), list[list[float]]()
+    differ = written = steps = 0
     for one, text in zip(TOOLS, ASKED, strict=True):
         offer = offered(TOOLS, {"type": "function", "function": {"name": one["function"]["name"]}}, False)
         assert offer is not None

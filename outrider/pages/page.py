@@ -1,4 +1,6 @@
-"""A page: one HTML file with its style, its script and its data. It needs no network and no other file, but its server's script.
+"""A page: one HTML file with its style, its script and its data. It needs no network and no other file.
+
+The chat page of a server is the exception: its script is a file of its own.
 
 The script is made of the ES modules in a folder, in the order in which they need each other. A content security policy allows
 this script and this style by their hashes, and nothing else.

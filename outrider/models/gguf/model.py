@@ -219,12 +219,11 @@ def _places(model: PreTrainedModel, file: GGUFFile) -> list[tuple[tuple[str, ...
             "download it again"
         )
     used = {name for own, _ in found for name in own}
-    layers = model.config.num_hidden_layers  # those after them draft
-    own = layers - getattr(
-        model.config, "num_kv_shared_layers", 0
-    )  # those after them read the keys and values of these
+    # Layers behind the last one draft. Layers that share have keys and values in the file that nothing reads.
+    layers = model.config.num_hidden_layers
+    sharing = layers - getattr(model.config, "num_kv_shared_layers", 0)
     where = {n: m for n in file.tensors if (m := re.match(r"blk\.(\d+)\.(attn_[kv])?", n))}
-    unread = {n for n, m in where.items() if int(m[1]) >= (own if m[2] else layers)}
+    unread = {n for n, m in where.items() if int(m[1]) >= (sharing if m[2] else layers)}
     if unknown := sorted(file.tensors.keys() - used - experts - unread - {*_ROTARY}):
         raise UnsupportedModel(
             f"{file.paths[0]} has {unknown[0]} and {len(unknown) - 1} other tensors that a {type(model).__name__} does not "

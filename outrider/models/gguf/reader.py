@@ -104,9 +104,8 @@ class StoredExperts:
         count = next(iter(self.tensors.values())).shape[0]
         weights = {name: t for name, t in self.tensors.items() if name.endswith("weight")}
         parts = [p for name, t in weights.items() for p in expert_parts(name, matrix_at(t), count)]
-        biases = [[*floats_at(t)] for name, t in self.tensors.items() if name not in weights] or [[None] * count] * len(
-            parts
-        )
+        biases: list[list[Any]] = [[*floats_at(t)] for name, t in self.tensors.items() if name not in weights]
+        biases = biases or [[None] * count] * len(parts)
         for *first, down in zip(*(zip(*both, strict=True) for both in zip(parts, biases, strict=True)), strict=True):
             matrices, added = zip(*first, strict=True)
             made.append(native.Packed(matrices, "float32", added, paired=len(first) > 1, later=reserve))

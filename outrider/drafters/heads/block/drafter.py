@@ -73,9 +73,8 @@ class BlockModel:
             self._lilicorr.load_state_dict(own, assign=True)
             self._lilicorr.to(self.device).requires_grad_(False)
             self.weight_bytes += sum(4 * t.numel() for t in own.values()) // config.drafts
-        self._last = dict[
-            int, tuple[int, Tensor]
-        ]()  # by slot: positions that were read, and the projection of the last one
+        # LiLiCorr's: by slot, how many positions were read, and the state of the last one
+        self._last = dict[int, tuple[int, Tensor]]()
         self._rotary = Rotary(config, self.max_length + SCRATCH + config.block_size, self.device)
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
@@ -86,7 +85,8 @@ class BlockModel:
         start, count = cache.length[slot], len(features)
         cache.reserve([slot], count + self.config.block_size)
         context = self._context_norm(self._fc(features.float()))
-        self._last[slot] = start + count, context[-1]
+        if self._lilicorr is not None:
+            self._last[slot] = start + count, context[-1].clone()
         positions = torch.arange(start, start + count, device=self.device)
         for i, layer in enumerate(self._layers):
             self._write(cache, i, slot, start, *self._keys_values(layer, context, positions))

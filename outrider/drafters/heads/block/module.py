@@ -168,7 +168,7 @@ class ConfidenceHead(nn.Module):
 
 
 class BlockModule(HeadModule):
-    """DFlash, DSpark with `markov_rank`, and the layers of DFlash2 and LiLiCorr (the equations: docs/guides/heads.md).
+    """DFlash, DSpark with `markov_rank`, and DFlash2 or LiLiCorr with what chooses among candidates.
 
     Embedding and output head are frozen.
 
