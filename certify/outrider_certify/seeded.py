@@ -123,6 +123,7 @@ class Seeded(CertificateKind):
             "skipped": "",
             "failed": [],
             "broke": [],
+            "applied": False,
         }
         try:
             requests = self._requests(number, temperature, name)
@@ -130,7 +131,7 @@ class Seeded(CertificateKind):
         except Unsupported as why:
             return {**record, "skipped": str(why)}
         tokens: dict[tuple[int, str], list[int]] = {}  # by request and text: a stream may not tell its tokens
-        first = dict[str, tuple[Record, TextRequest, SpeculationVariant]]()
+        first, right = dict[str, tuple[Record, TextRequest, SpeculationVariant]](), dict[int, TextRequest]()
         for variant, companions in self._variants(number, name):
             asked = [replace(request, companions=companions) for request in requests]
             try:
@@ -157,6 +158,7 @@ class Seeded(CertificateKind):
                 record["texts"] += 1
                 record["tokens"] += max(len(want.tokens), 1)
                 if same(got, want):
+                    right[index % len(plain)] = request
                     continue
                 if len(record["differences"]) >= _SHOWN:
                     record["differences"].append({"kind": "more"})
@@ -170,6 +172,8 @@ class Seeded(CertificateKind):
             if self._reduced[kind] < _REDUCED[kind]:
                 self._reduced[kind] += 1
                 difference["reduced"] = self._reduction(request, variant)
+        if any(d.get("dropped") == name for d in record["differences"]):
+            record["applied"] = any(self._changes(name, request, plain[i]) for i, request in right.items())
         record["failed"], record["broke"] = record["failed"][:3], record["broke"][:3]
         return record
 
@@ -283,14 +287,15 @@ class Seeded(CertificateKind):
 
     def _dropped(self, request: TextRequest, got: GeneratedText) -> str:
         """The parameter without which plain decoding gives the text that speculation gave."""
-        for name, off in turned_off(request.params).items():
-            try:
-                [text] = self.subject.plain([request.with_(**off)])
-            except (Unsupported, ValueError):
-                continue
-            if text.content == got.content:
-                return name
-        return ""
+        return next((name for name in turned_off(request.params) if not self._changes(name, request, got)), "")
+
+    def _changes(self, name: str, request: TextRequest, text: GeneratedText) -> bool:
+        """Whether plain decoding writes another text than this one without a parameter of the request, as far as it can tell."""
+        try:
+            [without] = self.subject.plain([request.with_(**turned_off(request.params)[name])])
+        except (Unsupported, ValueError):
+            return True
+        return without.content != text.content
 
     def judge(self, records: Sequence[Record]) -> CertificatePart:
         texts, tokens = sum(r["texts"] for r in records), sum(r["tokens"] for r in records)
@@ -410,7 +415,9 @@ def diagnose(errors: Sequence[Record], records: Sequence[Record], slots: int = 0
         return "the n texts of one request share their random numbers"
     if condition := _by_conditions(errors, slots):
         return condition
-    dropped = Counter(d["dropped"] for d in errors if d["dropped"])
+    # A right text shows that its parameter is applied.
+    applied = clean | {r["set"] for r in records if r.get("applied")}
+    dropped = Counter(d["dropped"] for d in errors if d["dropped"] and d["dropped"] not in applied)
     if dropped and (best := dropped.most_common(1)[0]) and 3 * best[1] >= len(errors):
         return f"{best[0]} is not applied under speculation"
     if PLAIN in clean and sets & {*PENALTIES} and sets <= {*PENALTIES, "bad_words", "min_tokens", TOGETHER}:

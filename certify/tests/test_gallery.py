@@ -103,6 +103,15 @@ def test_wrong_tokens_are_found(fault: str) -> None:
     assert TOKENS[fault] in part.findings[0].cause, part.findings[0]
 
 
+@pytest.mark.parametrize(
+    ("fault", "seed"), [("bad words at the first token only", 2), ("one ulp between row counts", 3)]
+)
+def test_a_parameter_that_some_texts_obey_is_not_called_ignored(fault: str, seed: int) -> None:
+    """With a perfect drafter, the wrong texts are those of plain decoding without the parameter."""
+    part = certified(Seeded(ToyEngine(fault, "match", error=0.0, seed=seed), length=24, rounds=1), most=None)
+    assert TOKENS[fault] in part.findings[0].cause, part.findings[0]
+
+
 @pytest.mark.parametrize("rule", ["match", "rejection"])
 def test_a_right_engine_has_exact_tokens(rule: str) -> None:
     part = certified(Seeded(ToyEngine(rule=rule), length=24, rounds=1), most=None)

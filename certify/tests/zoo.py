@@ -144,7 +144,7 @@ def main() -> int:
     options.add_argument("--budget", type=float, default=600.0, help="seconds of processor time of a certificate")
     options.add_argument("--deviation", type=float, default=0.1, help="the total variation that is to be excluded")
     options.add_argument("--max-tokens", type=int, default=24, help="tokens of a text")
-    options.add_argument("--only", default="", help="engines with this word in their names")
+    options.add_argument("--only", default="", help="engines with this in `fault: NAME` or `right: NAME`")
     options.add_argument(
         "--journal", type=Path, help="a file that keeps what is done, so that the same command goes on"
     )
@@ -163,9 +163,9 @@ def main() -> int:
     todo += [(name, None, run, partial(engine, run)) for run in range(given.runs) for name, engine in right.items()]
     count = Counter[tuple[bool, bool]]()
     for name, fault, run, engine in todo:
-        if given.only not in name:
-            continue
         kind = "fault" if fault else "right"
+        if given.only not in f"{kind}: {name}":
+            continue
         record = journal.records.get((kind, f"{name}, {run}"))
         if record is None:
             settings = TestSettings(seed=run, max_tokens=given.max_tokens, deviation=given.deviation)
