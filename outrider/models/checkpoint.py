@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,11 @@ _POSITIVE = (
 )
 # What a folder's model depends on: weights, configuration and tokenizer.
 _SUFFIXES = (".safetensors", ".bin", ".gguf", ".json", ".model", ".jinja", ".txt")
+# How the text model is named in the files of one that also reads images or sound -> its own names.
+TEXT_NAMES = {
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^(?:model\.)?(?:language|text)_model\.(?:model\.)?": "model.",
+}
 _SAMPLES, _SAMPLE = 16, 1 << 16  # pieces of a file that are read for its fingerprint, and bytes of each
 _MANY = 512  # layers or heads that no tensor needs to prove
 
@@ -108,6 +113,19 @@ def tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
                 first, end = entry["data_offsets"]
                 found[name] = StoredTensor(file, start + first, end - first, tuple(entry["shape"]), entry["dtype"])
     return found
+
+
+def text_names(names: Iterable[str]) -> dict[str, str]:
+    """The tensors of the text model, by its own names; the values are the names in the files.
+
+    names: of all tensors. They are their own where there is no part for images or sound.
+    """
+    found = dict[str, str]()
+    for name in names:
+        own = next((re.sub(there, here, name) for there, here in TEXT_NAMES.items() if re.match(there, name)), name)
+        if own != name or name.startswith("lm_head."):
+            found[own] = name
+    return found if any(own != name for own, name in found.items()) else {name: name for name in names}
 
 
 def indexed(index: Path) -> dict[str, Path]:

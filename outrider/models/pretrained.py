@@ -5,9 +5,11 @@ A start from a pack of the native step needs nothing of this, and so it does not
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,17 +91,30 @@ def _from_floats(request: LoadRequest, path: str, config: Any) -> tuple[PreTrain
         checkpoint.fits(name, stored, request.weights, request.device)
         _check_sizes(name, config, stored, checkpoint.shapes(folder))
     try:
-        with ExactPowers():
+        with ExactPowers(), _no_report():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,
                 dtype=DTYPES.get(request.dtype, "auto"),
                 output_loading_info=True,
                 trust_remote_code=False,
+                key_mapping=checkpoint.TEXT_NAMES,
             )
         return loaded
     except Exception as error:  # each architecture fails in its own way
         raise ValueError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _no_report() -> Iterator[None]:
+    """Without transformers' table of the tensors that it does not read, such as those for images."""
+    log = logging.getLogger("transformers.modeling_utils")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _from_quantised(
@@ -197,6 +212,8 @@ def _unmap_(raw: PreTrainedModel) -> None:
 def read_config(name: str, path: str) -> Any:
     """The model's configuration, from a folder, its config.json or a name on the hub. No code of the model runs.
 
+    Of a model that also reads images or sound, that of its text model.
+
     Raises ValueError or UnsupportedModel unless it is a causal language model that this transformers knows.
     """
     stored = Path(path) if Path(path).is_file() else Path(path, "config.json")
@@ -217,10 +234,23 @@ def read_config(name: str, path: str) -> Any:
         raise ValueError(f"the configuration of {name} cannot be read: {error}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; outrider runs decoder-only causal language models")
+    config = _text(config)
     if type(config) not in AutoModelForCausalLM._model_mapping:  # pyright: ignore[reportOperatorIssue]
         raise UnsupportedModel(f"{name} is a {config.model_type}, of which transformers has no causal language model")
     config._attn_implementation = None  # a repository may name a kernel of the hub here, which is code
     return config
+
+
+def _text(config: Any) -> Any:
+    """The text model's configuration, if transformers has a class for it alone; else the one that is given."""
+    text = config.get_text_config()
+    if type(text) is type(config) or type(text) not in AutoModelForCausalLM._model_mapping:  # pyright: ignore[reportOperatorIssue]
+        return config
+    text._name_or_path, text.dtype = config._name_or_path, text.dtype or config.dtype
+    text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
+    if settings := getattr(config, "quantization_config", None):
+        text.quantization_config = settings
+    return text
 
 
 def end_ids(raw: PreTrainedModel) -> tuple[int, ...]:

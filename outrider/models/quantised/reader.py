@@ -50,7 +50,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class Quantised:
-    """The tensors of a quantised checkpoint.
+    """The tensors of a quantised checkpoint; of its text model, if it also reads images or sound.
 
     name: of the model, for errors. folder: with *.safetensors. method, settings: of its `quantization_config`. plain: tensors
     that are stored as they are. matrices: the quantised ones, by the name of the tensor that they stand for.
@@ -59,7 +59,9 @@ class Quantised:
     def __init__(self, name: str, folder: Path, method: str, settings: Mapping[str, Any]) -> None:
         """Reads headers only. Raises ValueError or UnsupportedModel, with the name of the tensor, for what does not fit."""
         self.name, self.folder, self.method, self.settings = name, folder, method, settings
-        self._parts = checkpoint.tensors(sorted(folder.glob("*.safetensors")))
+        parts = checkpoint.tensors(sorted(folder.glob("*.safetensors")))
+        self._names = checkpoint.text_names(parts)
+        self._parts = {own: parts[name] for own, name in self._names.items()}
         if not self._parts:
             raise UnsupportedModel(f"{name} is quantised, and has no *.safetensors; outrider reads no other such files")
         self.matrices: dict[str, Callable[[], QuantisedWeight]] = {}
@@ -171,12 +173,12 @@ class Quantised:
         parts: list[Tensor] = []
         for suffix in ("blocks", "scales"):
             with safe_open(self._parts[f"{base}_{suffix}"].path, framework="pt") as file:
-                parts.append(file.get_slice(f"{base}_{suffix}")[index])
+                parts.append(file.get_slice(self._names[f"{base}_{suffix}"])[index])
         return mxfp4(parts[0], parts[1], f"{base}_scales")
 
     def tensor(self, name: str) -> Tensor:
         with safe_open(self._parts[name].path, framework="pt") as file:
-            return file.get_tensor(name)
+            return file.get_tensor(self._names[name])
 
     def sizes(self) -> Sizes:
         """The memory that the model needs."""
