@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,7 +115,7 @@ def tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
     return found
 
 
-def text_names(names: Iterable[str]) -> dict[str, str]:
+def text_names(names: Collection[str]) -> dict[str, str]:
     """The tensors of the text model, by its own names; the values are the names in the files.
 
     names: of all tensors. They are their own where there is no part for images or sound.
@@ -125,7 +125,11 @@ def text_names(names: Iterable[str]) -> dict[str, str]:
         own = next((re.sub(there, here, name) for there, here in TEXT_NAMES.items() if re.match(there, name)), name)
         if own != name or name.startswith("lm_head."):
             found[own] = name
-    return found if any(own != name for own, name in found.items()) else {name: name for name in names}
+    if all(own == name for own, name in found.items()):
+        return {
+            name: name for name in names if not name.startswith("visual.")
+        }  # Qwen2-VL names its text model as others do
+    return found
 
 
 def indexed(index: Path) -> dict[str, Path]:

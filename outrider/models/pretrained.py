@@ -41,6 +41,8 @@ from outrider.models.request import LoadRequest, ReadModel, token_ids
 from outrider.models.rotary import ExactPowers
 from outrider.models.tokenizer import tokenizer_of
 
+# Text models that have no class of their own: without images, these compute the same.
+_SAME_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 _SMALL = 2**24  # weights that a configuration may ask for beside those of its files, such as buffers
 
 
@@ -244,6 +246,12 @@ def read_config(name: str, path: str) -> Any:
 def _text(config: Any) -> Any:
     """The text model's configuration, if transformers has a class for it alone; else the one that is given."""
     text = config.get_text_config()
+    if kind := _SAME_AS.get(text.model_type):
+        given, known = text.to_dict() | {"model_type": kind}, CONFIG_MAPPING[kind]().to_dict()
+        rotary = {
+            k: v for k, v in given["rope_parameters"].items() if not k.startswith("mrope")
+        }  # positions in an image
+        text = CONFIG_MAPPING[kind].from_dict({k: given[k] for k in known if k in given} | {"rope_parameters": rotary})
     if type(text) is type(config) or type(text) not in AutoModelForCausalLM._model_mapping:  # pyright: ignore[reportOperatorIssue]
         return config
     text._name_or_path, text.dtype = config._name_or_path, text.dtype or config.dtype

@@ -29,6 +29,8 @@ VISION = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
 }  # fmt: skip
+QWEN = {"hidden_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 32}
+MROPE = {"rope_type": "default", "rope_theta": 1e5, "mrope_section": [2, 1, 1]}
 # A type of model: its class, more settings of its text model, and of the part that reads images.
 WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "gemma3": ("Gemma3ForConditionalGeneration", {"sliding_window": 6}, VISION),
@@ -37,6 +39,10 @@ WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "mistral3": ("Mistral3ForConditionalGeneration", {"model_type": "mistral", "sliding_window": 6}, VISION | {"head_dim": 16}),
     "llava": ("LlavaForConditionalGeneration", {"model_type": "llama"}, VISION | {"model_type": "clip_vision_model"}),
     "smolvlm": ("SmolVLMForConditionalGeneration", {"model_type": "llama"}, VISION),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", {"rope_parameters": MROPE},
+        QWEN),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", {"rope_parameters": MROPE | {"mrope_interleaved": True}},
+        QWEN | {"deepstack_visual_indexes": []}),
     "lfm2_vl": ("Lfm2VlForConditionalGeneration", {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
         VISION | {"model_type": "siglip2_vision_model", "num_patches": 16}),
 }  # fmt: skip
@@ -88,4 +94,4 @@ def test_names_of_the_text_model() -> None:
     names = ["lm_head.weight", "model.language_model.norm.weight", "model.visual.norm.weight"]
     assert text_names(names) == {"lm_head.weight": names[0], "model.norm.weight": names[1]}
     names = ["lm_head.weight", "model.norm.weight", "mtp.norm.weight"]
-    assert text_names(names) == {name: name for name in names}
+    assert text_names(names) == {name: name for name in names} == text_names([*names, "visual.norm.weight"])
