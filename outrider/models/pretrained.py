@@ -248,10 +248,7 @@ def _text(config: Any) -> Any:
     text = config.get_text_config()
     if kind := _SAME_AS.get(text.model_type):
         given, known = text.to_dict() | {"model_type": kind}, CONFIG_MAPPING[kind]().to_dict()
-        rotary = {
-            k: v for k, v in given["rope_parameters"].items() if not k.startswith("mrope")
-        }  # positions in an image
-        text = CONFIG_MAPPING[kind].from_dict({k: given[k] for k in known if k in given} | {"rope_parameters": rotary})
+        text = CONFIG_MAPPING[kind].from_dict({k: given[k] for k in known if k in given})
     if type(text) is type(config) or type(text) not in AutoModelForCausalLM._model_mapping:  # pyright: ignore[reportOperatorIssue]
         return config
     text._name_or_path, text.dtype = config._name_or_path, text.dtype or config.dtype
