@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,8 @@ from outrider.models.tokenizer import tokenizer_of
 
 # Text models that have no class of their own: without images, these compute the same.
 _SAME_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+# A table of the tensors that are not read, such as those for images. `check_whole` says what is missing.
+logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
 _SMALL = 2**24  # weights that a configuration may ask for beside those of its files, such as buffers
 
 
@@ -93,7 +94,7 @@ def _from_floats(request: LoadRequest, path: str, config: Any) -> tuple[PreTrain
         checkpoint.fits(name, stored, request.weights, request.device)
         _check_sizes(name, config, stored, checkpoint.shapes(folder))
     try:
-        with ExactPowers(), _no_report():
+        with ExactPowers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,
@@ -105,18 +106,6 @@ def _from_floats(request: LoadRequest, path: str, config: Any) -> tuple[PreTrain
         return loaded
     except Exception as error:  # each architecture fails in its own way
         raise ValueError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def _no_report() -> Iterator[None]:
-    """Without transformers' table of the tensors that it does not read, such as those for images."""
-    log = logging.getLogger("transformers.modeling_utils")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def _from_quantised(
@@ -248,6 +237,7 @@ def _text(config: Any) -> Any:
     text = config.get_text_config()
     if kind := _SAME_AS.get(text.model_type):
         given, known = text.to_dict() | {"model_type": kind}, CONFIG_MAPPING[kind]().to_dict()
+        given["rope_parameters"] = {k: v for k, v in given["rope_parameters"].items() if not k.startswith("mrope")}
         text = CONFIG_MAPPING[kind].from_dict({k: given[k] for k in known if k in given})
     if type(text) is type(config) or type(text) not in AutoModelForCausalLM._model_mapping:  # pyright: ignore[reportOperatorIssue]
         return config
