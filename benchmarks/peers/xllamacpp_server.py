@@ -35,14 +35,16 @@ def main() -> None:
     draft = params.speculative.draft
     for cpu in (params.cpuparams, params.cpuparams_batch, draft.cpuparams, draft.cpuparams_batch):
         cpu.n_threads = args.threads
-    if args.spec_type == "draft-simple":
+    if args.spec_draft_model:
         draft.mparams.path, draft.n_max, draft.p_min = (
             args.spec_draft_model,
             args.spec_draft_n_max,
             args.spec_draft_p_min,
         )
         draft.probabilistic = args.spec_draft_sampling == "probabilistic"
-        params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+    if args.spec_type:
+        kind = f"COMMON_SPECULATIVE_TYPE_{args.spec_type.upper().replace('-', '_')}"
+        params.speculative.types = [getattr(xllamacpp.common_speculative_type, kind)]
     server = xllamacpp.Server(params)
     print(server.listening_address, flush=True)
     threading.Event().wait()

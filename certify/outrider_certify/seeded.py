@@ -160,6 +160,8 @@ class Seeded(CertificateKind):
                 if same(got, want):
                     right[index % len(plain)] = request
                     continue
+                if want.tokens:
+                    got.tokens = self.subject.tokens_of(got)
                 if len(record["differences"]) >= _SHOWN:
                     record["differences"].append({"kind": "more"})
                     continue

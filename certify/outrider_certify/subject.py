@@ -243,6 +243,16 @@ class Subject:
         """The token ids of a prompt, or of a text after one. Raises Unsupported if they are not known."""
         raise Unsupported("it does not tell the token ids of a text")
 
+    def tokens_of(self, text: GeneratedText) -> list[int]:
+        """The tokens of a text; if it tells none, those of its letters. These are a guess: letters may be split otherwise."""
+        if text.tokens:
+            return text.tokens
+        try:
+            found = self.encode(text.text, prompt=False)
+        except Unsupported:
+            return []
+        return found if text.usage in (None, len(found)) else []
+
     def show(self, tokens: Sequence[int]) -> str:
         """Tokens as a person reads them."""
         return " ".join(map(str, tokens))

@@ -26,8 +26,10 @@ class ToyLlama:
 
     wobble: added to the score of a token that is read anew. swap: speculation writes the second token at this position.
     streams: in streams only. Its chat template puts two tokens before a message. A token is a number in a text, with brackets or
-    without.
+    without. splits: a text is not encoded as it was written.
     """
+
+    splits = False
 
     def __init__(self, wobble: float, swap: int | None, *, streams: bool = False) -> None:
         self.engine, self.wobble, self.swap, self.streams = ToyEngine(vocab=8), wobble, swap, streams
@@ -58,7 +60,7 @@ class ToyLlama:
         if path == "/apply-template":
             return httpx.Response(200, json={"prompt": f"7 7 {body['messages'][0]['content']}"})
         if path == "/tokenize":
-            return httpx.Response(200, json={"tokens": numbers(body["content"])})
+            return httpx.Response(200, json={"tokens": numbers(body["content"])[:: -1 if self.splits else 1]})
         if path not in ("/v1/completions", "/v1/chat/completions") or "return_token_ids" in body:
             return httpx.Response(400, text="no")
         chat = "messages" in body
@@ -107,3 +109,12 @@ def test_llama_cpp_tells_ties_from_errors_by_its_own_numbers(
     assert "as a stream" in seen
     assert part.figures["unclear"] == 0  # a stream's tokens are those of the same text in one piece
     assert (part.figures["ties"] > 0, part.figures["errors"] > 0) == (kind == "tie", kind == "error"), part.sentence
+
+
+def test_a_stream_of_the_same_text_is_right_however_its_letters_are_split() -> None:
+    llama = ToyLlama(0.0, swap=None)
+    toy = ServerSubject("http://fast:1", PROMPTS, plain_url="http://plain:2", transport=httpx.MockTransport(llama))
+    llama.splits = True
+    [part] = run_kinds([Seeded(toy, length=16, rounds=1)], TrialJournal(None, {}), 1e9, most=4)
+    assert "as a stream" in part.tested["ways to speculate"]
+    assert part.figures["errors"] == part.figures["unclear"] == 0

@@ -282,7 +282,10 @@ class ServerSubject(Subject):
                 texts[0].drafted = list(steps.get("per_step_drafted") or ())
                 texts[0].accepted = list(steps.get("per_step_accepted") or ())
                 if self._asks_logprobs and texts[0].usage != len(texts[0].tokens):
-                    self._read_again(texts[0])
+                    texts[0].tokens, texts[0].logprobs = (
+                        [],
+                        None,
+                    )  # a stream of llama.cpp leaves out accepted draft tokens
             for text in texts:
                 text.prompt = text.prompt or self._chat_ids(request.prompt)
             if client is self.server:
@@ -292,14 +295,6 @@ class ServerSubject(Subject):
             broke = isinstance(error, BrokenServer)
             why = str(error) if broke else f"{type(error).__name__}: {error}"
             return [GeneratedText(error=why, broke=broke) for _ in range(request.params.n)]
-
-    def _read_again(self, text: GeneratedText) -> None:
-        """The tokens of a stream of llama.cpp, which leaves out accepted draft tokens: those of its text, if it has as many."""
-        text.tokens, text.logprobs = [], None
-        if self.llama:
-            with contextlib.suppress(*_WRONG_ANSWER):
-                found = llama.encoded(self.server, text.text)
-                text.tokens = found if len(found) == text.usage else []
 
     def _chat_ids(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt that is a message, as far as llama.cpp tells them; other servers do in their answers."""
