@@ -113,13 +113,17 @@ class Contract(CertificateKind):
         ]
 
     def _tie(self, greedy: GeneratedText, other: GeneratedText) -> bool:
-        """Whether two texts part where the target has two best tokens within its noise."""
+        """Whether two texts part where the target has two best tokens within its noise, or two equal ones."""
         noise, tokens = self.subject.noise(), self.subject.tokens_of(other)
         at = next((i for i, (a, b) in enumerate(zip(greedy.tokens, tokens, strict=False)) if a != b), None)
-        if noise is None or at is None or self.subject.exact_numbers:
+        if noise is None or at is None:
             return False
         params = SamplingParams(temperature=0, max_tokens=self.length, ignore_eos=True)
-        margin = self.subject.margin(TextRequest(tuple(greedy.prompt), params), greedy, at, tokens[at])
+        measured = self.subject.gap if self.subject.exact_numbers else self.subject.margin
+        try:
+            margin = measured(TextRequest(tuple(greedy.prompt), params), greedy, at, tokens[at])
+        except Unsupported:
+            return False
         return margin is not None and margin <= 2 * noise
 
     def _has_effect(self, name: str) -> list[str]:

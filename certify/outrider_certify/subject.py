@@ -218,8 +218,12 @@ class Subject:
 
         None if not known. other: None if there is no other token.
         """
-        if self.exact_numbers:
-            return 1.0  # each difference is an error
+        return (
+            1.0 if self.exact_numbers else self.gap(request, text, at, other)
+        )  # of exact numbers, each difference is an error
+
+    def gap(self, request: TextRequest, text: GeneratedText, at: int, other: int | None) -> float | None:
+        """How far apart the target scores the token `at` of a greedy text and the token `other`, in logits; None if not known."""
         if other is None or request.params.temperature > 0:
             return None
         read = replace(text, tokens=text.tokens[: at + 1])

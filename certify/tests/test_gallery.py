@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from broken import ToyEngine
+from zoo import RIGHT
 
 from outrider_certify import bounds
 from outrider_certify.certificate import CertificatePart, Conclusion
@@ -160,3 +161,9 @@ def test_a_right_engine_keeps_the_contract(rule: str) -> None:
     part = certified(Contract(ToyEngine(rule=rule)))
     assert part.conclusion is Conclusion.HOLDS, part.sentence
     assert part.skipped == ["number of logprobs: it does not tell how many log-probabilities come with a token"]
+
+
+def test_a_right_engine_with_equal_scores_keeps_the_contract() -> None:
+    """Which of two equally likely tokens is drawn is free, also where only the likeliest may be drawn."""
+    part = certified(Contract(RIGHT["equal scores"](0)))
+    assert part.conclusion is Conclusion.HOLDS, part.sentence
