@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from broken import ToyEngine
 
+from outrider_certify.conditions import SEVERAL
 from outrider_certify.seeded import Seeded
 from outrider_certify.subject import GeneratedText, SamplingParams, TextRequest
 from outrider_certify.subjects.server import ServerSubject
@@ -65,24 +66,23 @@ class ToyLlama:
             return httpx.Response(400, text="no")
         chat = "messages" in body
         tokens = [7, 7, *numbers(body["messages"][0]["content"])] if chat else list(body["prompt"])
-        content, start = [], len(tokens)
-        speculates = speculates and (bool(body.get("stream")) or not self.streams)
+        content, start, n, stream = [], len(tokens), body.get("n", 1), bool(body.get("stream"))
+        speculates = speculates and (stream or not self.streams)
         for at in range(body["max_tokens"]):
             scores = self.scores(tokens)
             token = int(np.argsort(-scores)[1 if speculates and at == self.swap else 0])
             content.append({"id": token, "logprob": float(scores[token])})
             tokens.append(token)
-        shown = {"content": content} if body.get("logprobs") else None
+        # The log-probabilities of accepted draft tokens are left out of a stream, and with them the ids.
+        shown = {"content": content[:: 2 if stream else 1]} if body.get("logprobs") else None
         text = " ".join(map(str, tokens[start:]))
-        said = {"message": {"content": text}} if chat else {"text": text}
-        choice = {**said, "finish_reason": "length", "logprobs": shown}
+        said = {"message": {"content": text}, "delta": {"content": text}} if chat else {"text": text}
         answer = {
-            "choices": [choice],
-            "usage": {"completion_tokens": len(content)},
+            "choices": [{**said, "index": i, "finish_reason": "length", "logprobs": shown} for i in range(n)],
+            "usage": {"completion_tokens": n * len(content)},
             "timings": {"draft_n": 7 * (request.url.host == "fast")},
         }
-        if body.get("stream"):  # the log-probabilities of accepted draft tokens are left out, and with them the ids
-            answer["choices"] = [{**choice, "logprobs": None, "delta": said.get("message")}]
+        if stream:
             events = f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n"
             return httpx.Response(200, text=events, headers={"content-type": "text/event-stream"})
         return httpx.Response(200, json=answer)
@@ -115,6 +115,9 @@ def test_a_stream_of_the_same_text_is_right_however_its_letters_are_split() -> N
     llama = ToyLlama(0.0, swap=None)
     toy = ServerSubject("http://fast:1", PROMPTS, plain_url="http://plain:2", transport=httpx.MockTransport(llama))
     llama.splits = True
+    trial = Seeded(toy, length=16).trial(0, 0.0, SEVERAL)
+    assert trial["texts"] == 3 * 2 * len(PROMPTS)
+    assert not trial["differences"]
     [part] = run_kinds([Seeded(toy, length=16, rounds=1)], TrialJournal(None, {}), 1e9, most=4)
     assert "as a stream" in part.tested["ways to speculate"]
     assert part.figures["errors"] == part.figures["unclear"] == 0

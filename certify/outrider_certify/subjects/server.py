@@ -276,16 +276,15 @@ class ServerSubject(Subject):
             if answer.get("guarantee") == "exact-tokens" and client is self.server:
                 self.exact_tokens = True
             texts = [_generated(c, request, answer.get("prompt_token_ids")) for c in answer["choices"]]
+            usage = (answer.get("usage") or {}).get("completion_tokens")
+            if self._asks_logprobs and usage != sum(len(text.tokens) for text in texts):
+                for text in texts:  # a stream of llama.cpp leaves out accepted draft tokens
+                    text.tokens, text.logprobs = [], None
             if len(texts) == 1:
-                texts[0].usage = (answer.get("usage") or {}).get("completion_tokens")
+                texts[0].usage = usage
                 steps = (answer.get("metrics") or {}).get("speculative_decoding") or {}
                 texts[0].drafted = list(steps.get("per_step_drafted") or ())
                 texts[0].accepted = list(steps.get("per_step_accepted") or ())
-                if self._asks_logprobs and texts[0].usage != len(texts[0].tokens):
-                    texts[0].tokens, texts[0].logprobs = (
-                        [],
-                        None,
-                    )  # a stream of llama.cpp leaves out accepted draft tokens
             for text in texts:
                 text.prompt = text.prompt or self._chat_ids(request.prompt)
             if client is self.server:
