@@ -19,7 +19,7 @@ def read_prompts(source: str, most: int) -> list[str]:
     counts; in OpenAI's batch format they are in "body". Raises FileNotFoundError, or ValueError with file, line and reason.
     """
     path = Path(source)
-    if source in SETS and not path.exists():
+    if source in SETS and not path.is_file():  # a folder named code is no file of prompts
         path = _FOLDER / f"{source}.jsonl"
     if not path.is_file():
         raise FileNotFoundError(

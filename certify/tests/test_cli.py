@@ -71,13 +71,15 @@ def test_a_kind_that_does_not_suit_is_explained(tmp_path: Path, monkeypatch: pyt
     sys.modules.pop("kinds_for_certify", None)
 
 
-def test_prompts_of_a_file(tmp_path: Path) -> None:
+def test_prompts_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [{"type": "text", "text": "b"}]
     lines = [{"prompt": "a"}, {"messages": [{"role": "user", "content": parts}]}, {"body": {"prompt": "c"}}]
     (tmp_path / "p.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
     (tmp_path / "p.txt").write_text("one\n\ntwo\n")
     assert read_prompts(str(tmp_path / "p.jsonl"), 9) == ["a", "b", "c"]
     assert read_prompts(str(tmp_path / "p.txt"), 1) == ["one"]
+    (tmp_path / "chat").mkdir()  # a folder of that name does not hide the set
+    monkeypatch.chdir(tmp_path)
     assert read_prompts("chat", 1) == ["Why is the sky blue?"]
     assert all(len(read_prompts(name, 99)) == 8 for name in SETS)
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}')
