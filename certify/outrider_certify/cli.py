@@ -147,6 +147,8 @@ def subject_of(options: CertifyOptions) -> Subject:
         return server
     if is_python_name(name):
         return python_subject(imported(name), name)
+    if re.fullmatch(r"[\w.-]+:\d+(/\S*)?", name):
+        raise ValueError(f"{name} has no http:// before it; give http://{name}")
     if not options.generate:
         raise ValueError(
             f"{name} is no address of a server, and no module:name. For a model of transformers add --generate; for a model "
@@ -181,6 +183,9 @@ def run(
     subject, settings, journal = started(options, identity, subject_of)
     if journal.resumed:
         _say(f"{journal.resumed} trials of an earlier run are kept")
+    for name in ("speculation", "without speculation"):
+        if name in subject.properties:
+            _say(f"{name}: {subject.properties[name]}")
     command = shlex.join([program, *sys.argv[1:]])
     certificate, stopped = certified(options, subject, settings, journal, _progress, command)
     if not certificate.complete:

@@ -120,10 +120,7 @@ class Contract(CertificateKind):
             return False
         params = SamplingParams(temperature=0, max_tokens=self.length, ignore_eos=True)
         measured = self.subject.gap if self.subject.exact_numbers else self.subject.margin
-        try:
-            margin = measured(TextRequest(tuple(greedy.prompt), params), greedy, at, tokens[at])
-        except Unsupported:
-            return False
+        margin = measured(TextRequest(tuple(greedy.prompt), params), greedy, at, tokens[at])
         return margin is not None and margin <= 2 * noise
 
     def _has_effect(self, name: str) -> list[str]:

@@ -227,7 +227,10 @@ class Subject:
         if other is None or request.params.temperature > 0:
             return None
         read = replace(text, tokens=text.tokens[: at + 1])
-        scores = self.distributions(request.with_(temperature=1.0), read)[at]
+        try:
+            scores = self.distributions(request.with_(temperature=1.0), read)[at]
+        except Unsupported:
+            return None
         p, q = scores.prob(text.tokens[at]), scores.prob(other)
         return abs(math.log(p) - math.log(q)) if p and q else None
 

@@ -57,6 +57,7 @@ def test_wrong_options_are_explained() -> None:
     assert "no folder" in certify("x:y", "-o", "/nowhere/at/all.html", code=2)
     assert "no server answers" in certify("http://127.0.0.1:9", "--budget", "1s", code=2)
     assert "no module:name" in certify("./my-model", code=2)
+    assert "give http://localhost:8000/v1" in certify("localhost:8000/v1", code=2)
     assert "--off-body is not JSON" in certify("http://127.0.0.1:9", "--off-body", "{", code=2)
     assert duration("90s") == duration("1.5m") == 90
     assert duration("2h") == 7200

@@ -44,6 +44,15 @@ def test_a_function_that_fails_under_speculation_is_a_finding() -> None:
     assert "no memory for the draft" in part.findings[0].evidence
 
 
+def test_a_difference_of_an_engine_that_tells_no_probabilities_is_unclear() -> None:
+    class Rounds(FunctionSubject):
+        exact_numbers = False
+
+    part = certified(Seeded(Rounds(generate, "generate"), length=8, rounds=1), most=1)
+    assert part.figures["unclear"] > 0 == part.figures["errors"]
+    assert "Whether these are ties is not known" in part.sentence
+
+
 def test_a_subject_is_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine_for_certify.py").write_text(
