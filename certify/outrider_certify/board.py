@@ -25,8 +25,18 @@ def write_board(folder: Path) -> Path:
     """Write the page `index.html` into a folder of certificates. Returns its path."""
     found, path = certificates_in(folder), folder / "index.html"
     kinds = [kind for kind in TITLES if any(c.part(kind) for _, c in found)]
-    write_whole(path, rendered("board.html", certificates=found, kinds=kinds, amount=amount, seen=seen, words=words))
+    write_whole(
+        path,
+        rendered("board.html", certificates=found, kinds=kinds, amount=amount, seen=seen, words=words, origin=origin),
+    )
     return path
+
+
+def origin(certificate: Certificate) -> str:
+    """The engine of a server and its version, and the day."""
+    engine, version = certificate.properties.get("engine", ""), certificate.versions.get("server", "")
+    told = version if engine in version else f"{engine} {version}"
+    return f"{told}, {certificate.date[:10]}" if version else certificate.date[:10]
 
 
 def amount(part: CertificatePart) -> str:

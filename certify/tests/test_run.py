@@ -143,6 +143,7 @@ def test_a_board_has_a_row_for_each_certificate_and_leads_to_it(tmp_path: Path) 
     certificate(seeded=Conclusion.DIFFERS, contract=Conclusion.HOLDS).save(tmp_path / "ours.json")
     other = certificate(seeded=Conclusion.EXACT_TOKENS)
     other.subject, other.parts[0].figures = "<script>", {"tokens": 12000, "ties": 3}
+    other.properties, other.versions, other.date = {"engine": "vLLM"}, {"server": "0.32.0"}, "2026-11-26T03:00:00+00:00"
     other.save(tmp_path / "theirs.json")
     html = write_board(tmp_path).read_text()
     heads = re.findall("<th>(.*?)</th>", html)
@@ -151,6 +152,7 @@ def test_a_board_has_a_row_for_each_certificate_and_leads_to_it(tmp_path: Path) 
         ("bad", "ours", "differs"), ("good", "ours", "holds"), ("good", "theirs", "exact tokens"),
     ]  # fmt: skip
     assert "12,000 tokens; 3 ties" in html
+    assert "vLLM 0.32.0, 2026-11-26" in html
     assert "<script>" not in html
 
 
