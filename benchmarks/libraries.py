@@ -1,6 +1,7 @@
 """Two builds of the native library against each other: is one of them slower?
 
-    python -m benchmarks.libraries OLD.so NEW.so
+    python -m benchmarks.libraries OLD.so NEW.so                                     a matrix that lies in the caches
+    python -m benchmarks.libraries OLD.so NEW.so --inputs 8960 --outputs 16384       one that comes from the memory
 
 Both are loaded into one process and take turns on linears of one row (decoding), five (a draft) and 64 (a prompt), on one thread.
 Prints the best time of each. The best of many turns is stable also on a machine that does other work.
@@ -21,9 +22,6 @@ from outrider.kernels import cpu as native
 from outrider.kernels.cpu import FORMATS
 from outrider.kernels.cpu.library import PackedStruct
 
-INPUTS, OUTPUTS = 1536, 1024
-ROWS = (1, 5, 64)
-
 
 def aligned(size: int) -> np.ndarray:
     """uint8 [size], on a line of the cache."""
@@ -41,15 +39,15 @@ def opened(path: Path) -> ctypes.CDLL:
     return library
 
 
-def weights(library: ctypes.CDLL, name: str) -> tuple[PackedStruct, np.ndarray]:
+def weights(library: ctypes.CDLL, name: str, inputs: int, outputs: int) -> tuple[PackedStruct, np.ndarray]:
     """A matrix of a format, and the memory that it needs to stay."""
     rng, number = np.random.default_rng(0), FORMATS[name]
-    size = library.outrider_panel_bytes(number, INPUTS)
-    data = aligned(size * OUTPUTS // 16)
-    packed = PackedStruct(data.ctypes.data, None, OUTPUTS, INPUTS, size, number, OUTPUTS // 16, None, 0, 0)
+    size = library.outrider_panel_bytes(number, inputs)
+    data = aligned(size * outputs // 16)
+    packed = PackedStruct(data.ctypes.data, None, outputs, inputs, size, number, outputs // 16, None, 0, 0)
     if name in ("float32", "bfloat16", "float16"):
-        floats = rng.standard_normal((OUTPUTS, INPUTS), dtype=np.float32)
-        library.outrider_pack(ctypes.byref(packed), floats.ctypes.data, 0, OUTPUTS, INPUTS, 1, 0, 0)
+        floats = rng.standard_normal((outputs, inputs), dtype=np.float32)
+        library.outrider_pack(ctypes.byref(packed), floats.ctypes.data, 0, outputs, inputs, 1, 0, 0)
     else:
         data[:] = rng.integers(0, 60, len(data))  # small scales and any weights
     return packed, data
@@ -61,6 +59,9 @@ def main() -> None:
     parser.add_argument("new", type=Path)
     parser.add_argument("--turns", type=int, default=100)
     parser.add_argument("--formats", nargs="+", default=["bfloat16", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+    parser.add_argument("--inputs", type=int, default=1536)
+    parser.add_argument("--outputs", type=int, default=1024)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 5, 64])
     args = parser.parse_args()
     libraries = [opened(args.old), opened(args.new)]
     for isa in native.isas()[::-1]:
@@ -71,17 +72,17 @@ def main() -> None:
                 1
             )  # here, because one may be the package's own, which was just loaded with more
         for name in args.formats:
-            packed, _memory = weights(libraries[1], name)
-            for rows in ROWS:
-                x = np.random.default_rng(1).standard_normal((rows, INPUTS), dtype=np.float32)
-                y = np.empty((rows, OUTPUTS), np.float32)
+            packed, _memory = weights(libraries[1], name, args.inputs, args.outputs)
+            for rows in args.rows:
+                x = np.random.default_rng(1).standard_normal((rows, args.inputs), dtype=np.float32)
+                y = np.empty((rows, args.outputs), np.float32)
                 best, repeats = [float("inf")] * 2, max(1, 24 // rows)
                 for turn in range(args.turns):
                     for side in (0, 1) if turn % 2 else (1, 0):
                         start = perf_counter()
                         for _ in range(repeats):
                             libraries[side].outrider_linear(
-                                ctypes.byref(packed), x.ctypes.data, y.ctypes.data, rows, INPUTS, OUTPUTS
+                                ctypes.byref(packed), x.ctypes.data, y.ctypes.data, rows, args.inputs, args.outputs
                             )
                         best[side] = min(best[side], (perf_counter() - start) / repeats)
                 old, new = (1e6 * seconds for seconds in best)
