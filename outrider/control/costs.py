@@ -7,6 +7,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple, dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 
 from pydantic import TypeAdapter, ValidationError
@@ -155,13 +156,14 @@ class Costs:
             self._keep = None
         ratio = seconds / self.forward(nodes)
         self.pace.learn(ratio, nodes == 1)
+        if nodes == 1:
+            return  # the curve at one node is the pace
         log, (at, share) = min(max(math.log(ratio), -_GROSS), _GROSS), _power(nodes)
         for place, part in ((at, 1 - share), (at + 1, share)):
-            if place and part > 0:  # the curve at one node is the pace
+            if place and part > 0:
                 self._seen[place] = min(self._seen[place] + part, _SHAPE)
                 self._logs[place] += part * log / (self._seen[place] + _DOUBT)
-        for n, (size, seconds) in enumerate(zip(SIZES, self._base, strict=True)):
-            at, share = _power(size)
+        for n, (seconds, (at, share)) in enumerate(zip(self._base, _PLACES, strict=True)):
             self._curve[n] = seconds * math.exp(self._logs[at] + share * (self._logs[at + 1] - self._logs[at]))
 
     def observe_draft(self, name: str, rows: int, levels: int, read: int, seconds: float) -> None:
@@ -196,6 +198,7 @@ class Costs:
         return self.forward(rows) / self.forward(1) if rows > 1 else 1.0
 
 
+@lru_cache(512)
 def _between(nodes: float) -> tuple[int, float]:
     """The size at or below `nodes`, as an index, and how far they are on the way to the next; over 1 beyond the last."""
     at = min(max(bisect_right(SIZES, nodes) - 1, 0), len(SIZES) - 2)
@@ -206,6 +209,9 @@ def _power(nodes: int) -> tuple[int, float]:
     """The power of `_BASE` at or below `nodes`, and how far they are on the way to the next."""
     at = min(int(math.log(nodes, _BASE) + 1e-9), 3)
     return at, min(math.log(nodes, _BASE) - at, 1.0)
+
+
+_PLACES = [_power(size) for size in SIZES]
 
 
 def assumed(plain: float, weights: Mapping[str, float]) -> CostModel:
