@@ -11,6 +11,7 @@ import argparse
 import ast
 import random
 import sysconfig
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
@@ -54,7 +55,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--max-tokens", type=int, default=64)
     args = parser.parse_args()
-    llm = LLM(args.model, speculative_config={"method": "auto", "model": args.draft}, max_num_seqs=1)
+    starts = tempfile.TemporaryDirectory()  # each prompt is read once
+    config = {"method": "auto", "model": args.draft}
+    llm = LLM(args.model, speculative_config=config, max_num_seqs=1, prefix_dir=starts.name)
     form = Infilling.of(llm.tokenizer)
     assert form is not None, "this model has no tokens for a gap"
     params = SamplingParams(temperature=0, max_tokens=args.max_tokens, stop_token_ids=list(form.ends))

@@ -8,7 +8,8 @@
 The text is Python's standard library. A prompt is read in pieces. What was read stays in the folder, in the files of the prefix
 cache and in saved slots of llama.cpp. So a run that is stopped goes on where it was. A piece that is read anew begins with
 reading these files. `--program` is a llama-server, or a Python that has xllamacpp. With `--nodes` keys and values are random
-numbers, because the time does not depend on them. With `--draft` texts are written plainly and with drafts.
+numbers, because the time does not depend on them. With `--draft` texts are written plainly, as the planner chooses, and with
+drafts of one length. The draft model has read the prompt after the first turn, which is not counted.
 """
 
 from __future__ import annotations
@@ -30,38 +31,30 @@ from benchmarks.peers.ours import some_tokens
 from benchmarks.real.journal import Journal
 from outrider import LLM, SamplingParams
 from outrider.kernels.vectors import pack_vectors
-from outrider.models.load import Loaded, load
+from outrider.models.load import load
 from outrider.models.nodes import Nodes
 from outrider.models.tokenizer import complete
 
-OURS, DRAFTED = "outrider", "outrider with drafts"
+OURS, PLANNED, FIXED = "outrider", "outrider with drafts", "outrider with drafts of one length"
 SHIFT = 192  # tokens between the ends of the texts that are written behind one prompt
 
 
 class Ours:
-    """One method. A beginning that any process has read comes from files."""
+    """One way of drafting. A beginning that any process has read comes from files."""
 
-    def __init__(self, loaded: Loaded, folder: Path, length: int, draft: str | None = None) -> None:
-        config = {"method": "draft_model", "model": draft} if draft else {"method": "none"}
-        self.llm = LLM(
-            loaded, speculative_config=config, prefix_dir=folder / "starts", max_model_len=length, max_num_seqs=1
-        )
+    def __init__(self, llm: LLM, **fields: Any) -> None:
+        """fields: of each request."""
+        self._llm, self._fields = llm, fields
 
     def write(self, prompt: list[int], count: int) -> dict[str, Any]:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        began = perf_counter()
-        out = self.llm.generate({"prompt_token_ids": prompt}, params)[0]
-        took, first, found = (
-            perf_counter() - began,
-            out.metrics.time_to_first_token or 0.0,
-            out.metrics.speculative_decoding,
-        )
-        steps = found.num_spec_steps if found else count
+        done = self._llm.scheduler.generate(self._llm.requests(prompt, params, **self._fields))[0]
+        first = done.clock.time_to_first_token or 0.0
         return {
             "first": first,
-            "token": (took - first) / max(count - 1, 1),
-            "steps": steps,
-            "text": list(out.outputs[0].token_ids),
+            "token": (done.clock.total - first) / max(count - 1, 1),
+            "steps": done.counts.speculative.num_spec_steps or count,
+            "text": done.tokens[len(prompt) :],
         }
 
 
@@ -113,10 +106,13 @@ class Lengths:
         length = min(max([self.args.prompt, *self.args.write]) + self.args.tokens, self.loaded.model.max_length)
         found = dict[str, Ours | Theirs]()
         if self.args.side != LLAMA:
-            found[OURS] = Ours(self.loaded, self.folder, length)
-        if self.args.draft:
-            found[DRAFTED] = Ours(self.loaded, self.folder, length, self.args.draft)
-        elif self.args.side != OURS:
+            config = {"method": "draft_model", "model": self.args.draft} if self.args.draft else {"method": "none"}
+            options = {"prefix_dir": self.folder / "starts", "max_model_len": length, "max_num_seqs": 1}
+            llm = LLM(self.loaded, speculative_config=config, **options)
+            found[OURS] = Ours(llm, method="none")
+            if self.args.draft:
+                found |= {PLANNED: Ours(llm), FIXED: Ours(llm, num_speculative_tokens=self.args.fixed)}
+        if self.args.side != OURS and not self.args.draft:
             slots = ("--slot-save-path", f"{self.folder}/")
             server = LlamaServer(self.args.program, self.args.model, length=-(-length // 256) * 256, options=slots)
             found[LLAMA] = Theirs(stack.enter_context(server), self.folder)
@@ -152,7 +148,7 @@ class Lengths:
                     lines = {
                         n: {"token": f["token"], "first": f["first"], "steps": f["steps"]} for n, f in found.items()
                     }
-                    equal = DRAFTED not in found or found[OURS]["text"] == found[DRAFTED]["text"]
+                    equal = LLAMA in found or all(f["text"] == found[OURS]["text"] for f in found.values())
                     self.journal.add(
                         "write", {"context": context, "tokens": args.tokens}, {"sides": lines, "equal": equal}
                     )
@@ -160,18 +156,20 @@ class Lengths:
             lines = [
                 line for line in self.journal.of("write") if line["context"] == context and {*line["sides"]} == {*sides}
             ]
+            if not lines:
+                continue
             times = {name: sorted(1e3 * line["sides"][name]["token"] for line in lines) for name in sides}
             for name, ms in times.items():
                 print(f"{context:,} tokens, {name}: {statistics.median(ms):.1f} ms a token ({ms[0]:.1f}-{ms[-1]:.1f})")
-            if len(sides) == 2:
-                one, other = (OURS, LLAMA) if LLAMA in sides else (DRAFTED, OURS)
-                ratios = sorted(line["sides"][other]["token"] / line["sides"][one]["token"] for line in lines)
-                steps = sum(line["sides"][one]["steps"] for line in lines) / len(lines)
-                print(
-                    f"{context:,} tokens: {one} is {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) times as "
-                    f"fast as {other} in {len(ratios)} texts; {args.tokens / steps:.2f} tokens a step; "
-                    f"{sum(not line['equal'] for line in lines)} differ"
-                )
+            for one, other in ((OURS, LLAMA), (PLANNED, OURS), (FIXED, OURS)):
+                if one in sides and other in sides:
+                    ratios = sorted(line["sides"][other]["token"] / line["sides"][one]["token"] for line in lines)
+                    steps = sum(line["sides"][one]["steps"] for line in lines) / len(lines)
+                    print(
+                        f"{context:,} tokens: {one} is {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) "
+                        f"times as fast as {other} in {len(ratios)} texts; {args.tokens / steps:.2f} tokens a step; "
+                        f"{sum(not line['equal'] for line in lines)} differ"
+                    )
 
     def nodes(self) -> None:
         """A forward over several nodes, behind random keys and values."""
@@ -207,6 +205,7 @@ def main() -> None:
     parser.add_argument("--program", type=Path, help="llama.cpp's")
     parser.add_argument("--side", choices=(OURS, LLAMA), help="this one alone")
     parser.add_argument("--draft", help="a draft model, beside plain decoding, in place of llama.cpp")
+    parser.add_argument("--fixed", type=int, default=4, help="draft tokens of a step, beside the planner's choice")
     parser.add_argument("--prompt", type=int, default=0, help="tokens to read")
     parser.add_argument("--piece", type=int, default=2048, help="tokens of a piece")
     parser.add_argument("--write", type=int, nargs="+", default=[], help="lengths of prompts to write behind")

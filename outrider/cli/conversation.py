@@ -27,12 +27,14 @@ HELP = """\
 /show                   the model, the system message and the parameters
 /save FILE, /load FILE  write the conversation to a file, go on with one
 /stats on, /stats off   speed and accepted draft tokens after each answer
+                        (Ollama's /set system, verbose and quiet work, too)
 \"\"\"                     begins and ends a message of several lines
 ctrl-C                  stops the answer and keeps the conversation"""
 _PARAMETERS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens",
     "stop", "seed",
 )  # fmt: skip
+_OLLAMA = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 
 
 class Conversation:
@@ -60,7 +62,7 @@ class Conversation:
             self.say(text)
             return True
         name, _, rest = text.partition(" ")
-        if name in ("/bye", "/exit"):
+        if name in ("/bye", "/exit", "/quit"):
             return False
         if name not in self._commands:
             known = did_you_mean(name, [*self._commands, "/bye"])
@@ -131,7 +133,7 @@ class Conversation:
         tell("the conversation is forgotten")
 
     def _system(self, rest: str) -> None:
-        rest = rest.strip('"')
+        rest = rest.strip().strip('"')
         self.messages = [m for m in self.messages if m["role"] != "system"]
         if rest:
             self.messages.insert(0, {"role": "system", "content": rest})
@@ -141,6 +143,10 @@ class Conversation:
         from outrider.core.params import SamplingParams
 
         name, _, value = rest.removeprefix("parameter ").strip().partition(" ")
+        if name in ("system", "verbose", "quiet"):  # as in Ollama
+            self._system(value) if name == "system" else self._stats("on" if name == "verbose" else "off")
+            return
+        name = _OLLAMA.get(name, name)
         if name not in _PARAMETERS:
             raise ValueError(f"/set has no {name!r}{did_you_mean(name, _PARAMETERS)}; it has {', '.join(_PARAMETERS)}")
         try:

@@ -147,5 +147,5 @@ def ready_lines(options: ServeOptions, port: int, chat: bool, stop: str) -> None
         path, body["prompt"] = "/v1/completions", "def quicksort(xs):"
     sent = json.dumps({**body, "max_tokens": 64, "stream": True})
     print(f"curl -N {at}{path}{bearer} -H 'Content-Type: application/json' -d '{sent}'")
-    print(f"in a browser: {at}/dashboard   how it works: {at}/explain")
+    print(f"in a browser: {at}/   dashboard: {at}/dashboard   how it works: {at}/explain")
     print(paint(f"health: {at}/health   metrics: {at}/metrics   stop: {stop}", DIM), flush=True)

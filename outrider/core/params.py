@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 # Below this temperature a text is greedy. Logits divided by less would not fit into a float.
 GREEDY_BELOW = 1e-6
+HOTTEST = 1e6  # at it all tokens are alike in float32, and far above it logits are not numbers
 
 
 class BadParameter(ValueError):
@@ -72,7 +73,7 @@ class SamplingParams:
             if not ok:
                 raise BadParameter(f"{name} must be {allowed}, got {getattr(self, name)!r:.80}", name)
 
-        check(0 <= self.temperature < float("inf"), "temperature", "0 (greedy) or more")
+        check(0 <= self.temperature <= HOTTEST, "temperature", "from 0 (greedy) to a million (all tokens are alike)")
         whole = isinstance(self.top_k, int)  # pyright: ignore[reportUnnecessaryIsInstance]
         check(whole and self.top_k >= -1, "top_k", "0 (off) or a positive whole number")
         check(0 < self.top_p <= 1, "top_p", "in (0, 1]; 1 is off")

@@ -6,6 +6,7 @@ So they cannot move to a worker. Their time grows with the number of values, and
 from __future__ import annotations
 
 import re
+from math import isfinite
 
 import numpy as np
 
@@ -15,14 +16,23 @@ MAX_VALUES, MAX_PARTS = 250_000, 40_000
 _HIGH, _LOW = rb"\\u[dD][89abAB]..", rb"\\u[dD][c-fC-F].."
 _HALF = re.compile(_HIGH + rb"(?!" + _LOW + rb")|(?<!" + _HIGH + rb")" + _LOW)  # of a surrogate pair
 
+# Numbers that Python reads and JSON has not, or that no float holds. Each begins where its digits begin, so the search is linear.
+_ENDLESS = re.compile(rb"NaN|Infinity|(?<![\d.])\d+(?:\.\d+)?[eE]\+?\d{3,}|(?<!\d)\d{309,}\.")
+_STRING = re.compile(rb'"[^"]*"')
+
 
 def check_body(body: bytes) -> None:
-    """Raise ValueError for JSON with more than MAX_VALUES values, with more than MAX_PARTS lists, objects and names, or with half
-    of a surrogate pair. Parses nothing."""
+    """Raise ValueError for JSON with more than MAX_VALUES values, or with more than MAX_PARTS lists, objects and names.
+
+    Also for half of a surrogate pair, and for a number that is not finite. Parses nothing."""
     for pair in (b"\\\\", b'\\"') if b"\\" in body else ():  # what is left of quotes then begins or ends a string
         body = body.replace(pair, b"  ")
     if b"\\u" in body and _HALF.search(body):
         raise ValueError("the request has half of a surrogate pair, which is not a character")
+    if _ENDLESS.search(body):
+        for number in _ENDLESS.findall(_STRING.sub(b"", body)):
+            if not isfinite(float(number)):
+                raise ValueError(f"the request has the number {number[:20].decode()}, and a number in JSON is finite")
     if body.count(b",") <= MAX_VALUES and sum(map(body.count, (b"[", b"{", b":"))) <= MAX_PARTS:
         return
     codes = np.frombuffer(body, np.uint8)

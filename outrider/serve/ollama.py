@@ -396,6 +396,11 @@ def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict
             "the models here write texts and were not trained for embeddings; ask a server with an embedding model"
         )
 
+    @app.post("/api/pull", responses=documented)
+    async def pull() -> Response:
+        """Refused."""
+        raise Refused("models are fetched before the server starts: outrider pull NAME, then: outrider serve NAME")
+
     def described(one: PooledModel) -> dict[str, Any]:
         # clients keep what a model can do under its digest, and another start may have other files
         digest = hashlib.sha256(dumps([one.name, one.weights, pool.started])).hexdigest()

@@ -176,6 +176,7 @@ def test_the_same_text_is_written_again_without_speculation(live: Live, visit: A
         page.locator("#model", has_text="code").wait_for()
         say(page, "for i in range(10):", 48)
         done(page, 2)
+        page.locator("#figures", has_text=re.compile("48 tokens.*seed [0-9]+. It was cut there")).wait_for()
         page.locator("#colours").check()
         text = page.locator("#log .text").nth(1)
         assert text.locator("span.accepted").count() > 0
@@ -192,6 +193,37 @@ def test_the_same_text_is_written_again_without_speculation(live: Live, visit: A
                 "content"
             ]
         )
+
+
+def test_a_text_that_grows_is_followed_until_the_reader_scrolls_away(visit: Any) -> None:
+    """It is written slowly. The text without speculation grows below the first one, and is followed, too."""
+    with serving(builtin(), ServeOptions(model="code", pad_stream=20)) as live, visit(live.url) as seen:
+        page = seen.page
+        page.locator("#model", has_text="code").wait_for()
+        log = page.locator("#log")
+
+        def grown(part: Any, pixels: int) -> None:
+            while (part.bounding_box() or {"height": 0})["height"] < pixels:
+                page.wait_for_timeout(20)
+
+        def ends(part: Any) -> float:
+            page.wait_for_timeout(100)
+            own, seen = part.bounding_box(), log.bounding_box()
+            return own["y"] + own["height"] - seen["y"] - seen["height"]
+
+        say(page, "for i in range(10):", 400)
+        grown(log.locator(".model").first, 600)
+        assert ends(log.locator(".model").first) < 40
+        log.evaluate("log => (log.scrollTop = 0)")
+        page.wait_for_timeout(300)
+        assert log.evaluate("log => log.scrollTop") == 0
+        done(page, 2)
+        assert log.evaluate("log => log.scrollTop") == 0
+        page.get_by_role("button", name="Again without speculation").click()
+        beside = log.locator(".model > div").last
+        grown(beside, 200)
+        assert ends(beside) < 40
+        page.locator("#stop").click()
 
 
 def test_texts_that_differ_are_said_to_differ(live: Live, visit: Any) -> None:

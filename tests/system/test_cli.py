@@ -96,7 +96,7 @@ def test_stop_ends_the_text(expected: str) -> None:
     [
         (["x", "-m", "builtin:cod"], "builtin:code"),
         (["x", "-m", "./no/such/folder"], "there is no folder"),
-        (["x", "-m", SMALL, "-t", "-1"], "temperature must be 0 (greedy) or more, got -1.0"),
+        (["x", "-m", SMALL, "-t", "-1"], "temperature must be from 0 (greedy) to a million"),
         (["x", "-m", SMALL, "--method", "sufix"], "did you mean 'suffix'"),
         (["x", "-m", SMALL, "--method", "draft_model"], "needs a model"),
         (["x", "-m", SMALL, "--method", "ngram", "-d", SMALL], "leave out --draft-model"),

@@ -144,7 +144,13 @@ def test_the_start_prints_a_request_that_fits_the_model_and_the_pages(
     assert ("Bearer" in curl) == chat
     body = json.loads(curl[curl.index("'{") + 1 : -1])
     assert {"model", "max_tokens", "stream", "messages" if chat else "prompt"} == set(body)
-    for path, line in (("/dashboard", pages), ("/explain", pages), ("/health", watched), ("/metrics", watched)):
+    for path, line in (
+        ("/ ", pages),
+        ("/dashboard", pages),
+        ("/explain", pages),
+        ("/health", watched),
+        ("/metrics", watched),
+    ):
         assert at + path in line
 
 

@@ -104,8 +104,10 @@ function figures({ usage, metrics }) {
   return { tokens: usage.completion_tokens, speed: gap ? 1000 / gap : null, drafted: spec?.num_draft_tokens ?? 0, accepted: spec?.num_accepted_draft_tokens ?? 0, method: spec?.method };
 }
 
-function says({ tokens, speed, drafted, accepted }) {
-  return `${count(tokens, "token")}${speed ? `, ${short(speed)} a second` : ""}${drafted ? `; ${percent(accepted / drafted)} of ${count(drafted, "draft token")} accepted` : ""}.`;
+/** The line about a text. A text that was cut says so, and how to have more. */
+function says({ figures: { tokens, speed, drafted, accepted }, seed, finish, note }) {
+  const cut = finish === "length" ? " It was cut there: more tokens are allowed in Settings." : "";
+  return `${count(tokens, "token")}${speed ? `, ${short(speed)} a second` : ""}${drafted ? `; ${percent(accepted / drafted)} of ${count(drafted, "draft token")} accepted` : ""}; seed ${seed}.${cut}${note ? ` ${visible(note)}` : ""}`;
 }
 
 /** The nodes of a text: its tokens with their colours, or Markdown. */
@@ -113,6 +115,16 @@ function body(message) {
   if (byId("colours").checked && message.pieces?.length) return el("div", { class: "tokens" }, message.pieces.map(([text, drafted]) => el("span", { class: drafted ? "accepted" : null }, visible(text))));
   if (message.role !== "assistant") return el("div", { class: "plain" }, visible(message.content));
   return markdown(message.content, copy).filter(Boolean);
+}
+
+/** Pixels of a part of the log below what is seen. The log follows a part that grows while its end is near, so a reader may scroll away. */
+const below = (part) => part.getBoundingClientRect().bottom - byId("log").getBoundingClientRect().bottom;
+const NEAR = 40;
+
+function following(part, grow) {
+  const near = below(part) < NEAR;
+  grow();
+  if (near) byId("log").scrollTop += Math.max(below(part), 0);
 }
 
 function fill(node, message) {
@@ -131,7 +143,7 @@ function shown(message) {
 function buttons(message, own) {
   const button = (name, run) => el("button", { type: "button", onclick: run }, name);
   if (own) return el("div", { class: "small-buttons" }, button("Edit", () => edit(message)));
-  return el("div", { class: "small-buttons" }, button("Copy", (event) => copy(message.content, event.target)), button("Retry", () => retry(message)), message.asked && message.finish ? button("Again without speculation, same seed", (event) => again(message, event.target)) : null, message.figures ? el("span", {}, says(message.figures)) : null);
+  return el("div", { class: "small-buttons" }, button("Copy", (event) => copy(message.content, event.target)), button("Retry", () => retry(message)), message.asked && message.finish ? button("Again without speculation, same seed", (event) => again(message, event.target)) : null, message.figures ? el("span", {}, says(message)) : null);
 }
 
 async function copy(text, button) {
@@ -145,11 +157,11 @@ async function copy(text, button) {
   setTimeout(() => (button.textContent = name), 1500);
 }
 
-/** Draw the conversation and the list of all. */
-function draw() {
+/** Draw the conversation and the list of all. at: where the log stands; without it, at its end. */
+function draw(at = null) {
   byId("log").replaceChildren();
   talk.messages.forEach(shown);
-  byId("log").scrollTop = byId("log").scrollHeight;
+  byId("log").scrollTop = at ?? byId("log").scrollHeight;
   byId("system").value = talk.system;
   byId("kept").replaceChildren(
     ...conversations().map((one) =>
@@ -207,22 +219,21 @@ async function answer(input) {
   const request = asked(talk.messages, talk.system);
   const message = { role: model().chat ? "assistant" : "completion", content: "", pieces: [], asked: request, system: talk.system };
   const node = shown(message);
-  await busy(() => write(request, message, later(() => {
-    fill(node, message);
-    byId("log").scrollTop = byId("log").scrollHeight;
-  })));
+  byId("log").scrollTop = byId("log").scrollHeight;
+  await busy(() => write(request, message, later(() => following(node.parentNode, () => fill(node, message)))));
+  const at = below(node.parentNode) < NEAR ? null : byId("log").scrollTop;
   if (message.content || message.finish) {
     delete message.asked[1].messages; // the conversation has them
     delete message.asked[1].prompt;
     talk.messages.push(message);
     const left = keep(talk);
     if (left) byId("problem").textContent = `The browser has no more room: ${count(left, "old conversation")} left.`;
-    if (message.figures) byId("figures").textContent = says(message.figures) + (message.note ? ` ${visible(message.note)}` : "");
+    if (message.figures) byId("figures").textContent = says(message);
   } else if (input) {
     talk.messages.pop(); // it was not answered, so the next one does not follow it
     byId("input").value ||= input;
   }
-  draw();
+  draw(at);
   byId("input").focus();
 }
 
@@ -233,9 +244,11 @@ async function again(message, button) {
   const body = { ...fresh, ...message.asked[1], seed: message.seed, disable_spec_decode: true };
   const plain = { content: "", pieces: [] };
   const [text, verdict] = [el("div", { class: "text plain" }), el("p", { role: "status" }, "The same text, without speculation:")];
-  button.parentNode.after(el("div", {}, verdict, text));
+  const beside = el("div", {}, verdict, text);
+  button.parentNode.after(beside);
   button.disabled = true;
-  await busy(() => write([path, body], plain, later(() => (text.textContent = visible(plain.content)))));
+  beside.scrollIntoView({ block: "nearest" });
+  await busy(() => write([path, body], plain, later(() => following(beside, () => (text.textContent = visible(plain.content))))));
   text.textContent = visible(plain.content);
   if (!plain.finish) verdict.textContent = "Not finished.";
   else if (plain.content !== message.content) {
@@ -315,5 +328,6 @@ byId("key-form").addEventListener("submit", (event) => {
   meet();
 });
 byId("base").textContent = new URL("v1", location.href).href;
+byId("root").textContent = new URL(".", location.href).href.replace(/\/$/, "");
 draw();
 meet();

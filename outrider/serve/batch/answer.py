@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from outrider.serve.openai.responses_api import ResponsesRequest, ResponsesWrite
 from outrider.serve.options import BatchOptions, ServeOptions
 from outrider.serve.service import Service
 
+log = logging.getLogger("outrider.serve")
 _BODIES = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
@@ -76,11 +78,13 @@ class BatchAnswerer:
             body = self._body(request)
             whole = self._response if request.url == "/v1/responses" else self._text
             status, answer = 200, await whole(body, request.key)
-        except Refused as refused:
-            if self.service.engine.problem is not None or not self.service.engine.alive:
-                raise RuntimeError(
-                    f"{self.service.engine.problem or 'the engine has stopped'}; answers so far are kept"
-                ) from refused
+        except Exception as error:
+            engine = self.service.engine
+            if engine.problem is not None or not engine.alive:
+                raise RuntimeError(f"{engine.problem or 'the engine has stopped'}; answers so far are kept") from error
+            refused = error if isinstance(error, Refused) else Refused("the batch failed on this line", 500)
+            if refused is not error:
+                log.error("line %s failed", request.custom_id, exc_info=error)
             status, answer = refused.status, refused.body
         response = {"status_code": status, "request_id": request.key, "body": answer}
         return {

@@ -162,7 +162,7 @@ def _messages(items: Sequence[Any], before: int) -> list[dict[str, Any]]:
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             call_id = item.get("call_id")
-            if call_id not in names:
+            if not isinstance(call_id, str) or call_id not in names:
                 raise ValueError(
                     f"{where} answers the call {str(call_id)[:40]!r}, which no item before it made; send its function_call, "
                     "or the previous_response_id of the answer that made it"

@@ -89,7 +89,7 @@ def test_every_command_is_in_the_help_and_fits_a_terminal(capsys: pytest.Capture
     [
         ("/set temprature 1", "did you mean 'temperature'"),
         ("/set temperature hot", "'hot' is no value for temperature"),
-        ("/set temperature -1", "temperature must be 0"),
+        ("/set temperature -1", "temperature must be from 0"),
         ("/set top_k 0.5", "top_k must be"),
         ("/stats maybe", "on or off"),
         ("/save", "needs the name of a file"),
@@ -107,8 +107,10 @@ def test_commands_that_cannot_be_obeyed_change_nothing(typed: str, words: str) -
 def test_parameters_are_set_and_taken_back(capsys: pytest.CaptureFixture[str]) -> None:
     backend = Noted("x")
     chat = talk(backend)
-    for typed in ("/set parameter top_k 7", "/set stop ###", "/set temperature 0", "/system Be a poet.", "Hi", "/show"):
-        chat.handle(typed)
+    typed = ("/set parameter top_k 7", "/set stop ###", "/set temperature 0", '/set system "Be a poet."', "Hi", "/show")
+    for line in (*typed, "/set verbose", "/set num_predict 9", "/set num_predict"):
+        chat.handle(line)
+    assert chat.stats
     messages, options = backend.asked[0]
     assert options == {"temperature": 0, "seed": 5, "top_k": 7, "stop": "###"}
     assert messages[0] == {"role": "system", "content": "Be a poet."}

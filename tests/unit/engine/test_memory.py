@@ -65,6 +65,7 @@ def test_texts_are_as_long_as_fits_in_the_room(share: float, length: int) -> Non
     most = (per_token(target) + per_token(drafter.model)) * 3 * (1000 + SCRATCH)  # type: ignore[arg-type]
     fitted = engine(target, drafter, rows=3, room=int(share * most) + 5000, prefix_bytes=5000)
     assert fitted.decoder.max_length == length
+    assert fitted.memory.most <= share * most or length == 256
     fitted.close()
     free = engine(target, drafter, rows=3, prefix_bytes=5000)
     assert free.decoder.max_length == 1000

@@ -329,6 +329,8 @@ BAD = [
     ({"prompt": "x", "structured_outputs": {}}, "takes one of", "structured_outputs"),
     ({"prompt": "x", "structured_outputs": {"json": {"enum": ["x" * 70_000]}}}, "bytes", "structured_outputs"),
     ({"prompt": "\ud800"}, "surrogate", None),
+    ({"prompt": "x", "other": float("inf")}, "the number Infinity", None),
+    ({"prompt": "x", "temperature": 1e300}, "to a million", "temperature"),
     ({"messages": []}, "prompt", "prompt"),
 ]  # fmt: skip
 

@@ -59,6 +59,31 @@ def test_values_are_counted_without_reading_them(value: Any, fits: bool) -> None
             check_body(body)
 
 
+@pytest.mark.parametrize(
+    ("body", "finite"),
+    [
+        (b'{"a": 1e308, "b": 12.5e-400, "c": "NaN, 1e999 \\" Infinity"}', True),
+        (b'{"a": [-Infinity]}', False),
+        (b'{"a": NaN}', False),
+        (b'{"a": 1e309}', False),
+        (b'{"a": 0.1E+400}', False),
+        (b'{"a": ' + b"1" * 400 + b".5}", False),
+    ],
+)
+def test_a_number_is_finite(body: bytes, finite: bool) -> None:
+    if finite:
+        check_body(body)
+    else:
+        with pytest.raises(ValueError, match="is finite"):
+            check_body(body)
+
+
+def test_digits_are_read_once() -> None:
+    """A search that began anew at each digit would take minutes."""
+    check_body(b'{"a": "' + b"1" * 2_000_000 + b'"}')
+    check_body(b'{"a": [' + b"1" * 300 + (b"," + b"1" * 300) * 3000 + b"]}")
+
+
 def test_a_body_with_too_many_values_is_not_read(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     loads = json.loads

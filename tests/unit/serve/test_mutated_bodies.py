@@ -1,4 +1,4 @@
-"""Bodies changed at random, on the routes of other protocols: no server error, and each error in its form."""
+"""Bodies changed at random, on each route that takes one and in batches: no server error, and each error in its form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import pytest
 from fuzz import json_changed
 
 from outrider.core.infill import Infilling
-from outrider.serve.options import ServeOptions
+from outrider.serve.batch.answer import BatchAnswerer
+from outrider.serve.batch.lines import ENDPOINTS, BatchRequest
+from outrider.serve.options import BatchOptions, ServeOptions
 from tests.support.serving import Live, builtin, serving
 
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}, "n": {"type": "integer"}}, "required": ["path"]}
@@ -91,15 +93,54 @@ COMPLETION: dict[str, Any] = {
     "stream_options": {"include_usage": True},
     "logit_bias": {"5": -1.0},
 }
+TOOLS = [{"type": "function", "function": {"name": "read", "description": "reads", "parameters": SCHEMA}}]
+SAMPLED: dict[str, Any] = {"model": "code", "temperature": 0.5, "top_p": 0.9, "seed": 1, "stream": False, "user": "u"}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "read", "arguments": '{"path": "a"}'}}
+CHAT_COMPLETION = SAMPLED | {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "read a"}]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "b", "tool_call_id": "call_1"},
+    ],
+    "max_completion_tokens": 3,
+    "tools": TOOLS,
+    "tool_choice": "auto",
+    "logprobs": True,
+    "top_logprobs": 2,
+    "prediction": {"type": "content", "content": "return x"},
+    "stream_options": {"include_usage": True},
+    "chat_template_kwargs": {"enable_thinking": False},
+}
+RESPONSE = SAMPLED | {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "read a"}]},
+        {"type": "function_call", "call_id": "call_1", "name": "read", "arguments": '{"path": "a"}'},
+        {"type": "function_call_output", "call_id": "call_1", "output": "b"},
+    ],
+    "instructions": "Be brief.",
+    "max_output_tokens": 3,
+    "tools": [{"type": "function", "name": "read", "description": "reads", "parameters": SCHEMA, "strict": False}],
+    "tool_choice": "auto",
+    "text": {"format": {"type": "json_schema", "name": "read", "schema": SCHEMA}},
+    "include": ["message.output_text.logprobs"],
+    "top_logprobs": 2,
+    "store": False,
+    "metadata": {"a": "b"},
+}
 BODIES = {
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": {k: MESSAGES[k] for k in ("model", "system", "messages", "tools", "tool_choice")},
     "/api/chat": CHAT,
     "/api/generate": GENERATE,
+    "/api/show": {"model": "code", "name": "code", "verbose": False},
     "/v1/completions": COMPLETION,
+    "/v1/chat/completions": CHAT_COMPLETION,
+    "/v1/responses": RESPONSE,
+    "/tokenize": {"model": "code", "messages": CHAT_COMPLETION["messages"], "return_token_strs": True},
+    "/detokenize": {"model": "code", "tokens": [1, 2, 3]},
 }
-
-COUNT = 150  # bodies of a route
+COUNTS = [150, pytest.param(1500, marks=pytest.mark.long)]  # bodies of a route
 
 
 @pytest.fixture(scope="module")
@@ -118,16 +159,21 @@ def has_form(path: str, told: Any) -> bool:
     return set(told) == {"error"} and set(error) == {"message", "type", "param", "code"}
 
 
+def changed(path: str, seed: int) -> Any:
+    return json_changed(copy.deepcopy(BODIES[path]), random.Random(f"{path} {seed}"))
+
+
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("path", BODIES)
 def test_a_changed_body_is_answered_or_refused_in_its_form(
-    path: str, live: Live, monkeypatch: pytest.MonkeyPatch
+    path: str, count: int, live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form = Infilling(live.service.llm.tokenizer, (), (5, 6, 7), (5, 6, 7))
     monkeypatch.setattr(live.service, "infilling", form)
     answered, bad = 0, list[str]()
     with httpx.Client(base_url=live.url, timeout=60, headers={"anthropic-version": "2023-06-01"}) as client:
-        for seed in range(COUNT):
-            body = json_changed(copy.deepcopy(BODIES[path]), random.Random(f"{path} {seed}"))
+        for seed in range(count):
+            body = changed(path, seed)
             response = client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
             answered += response.status_code == 200
             good = response.status_code == 200 or (
@@ -136,4 +182,23 @@ def test_a_changed_body_is_answered_or_refused_in_its_form(
             if not good:
                 bad.append(f"seed {seed}: {response.status_code} {response.text[:200]} for {json.dumps(body)[:600]}")
     assert not bad, "\n".join(bad)
-    assert 0 < answered < COUNT
+    assert 0 < answered < count
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_changed_line_of_a_batch_is_answered_or_refused_in_its_form(count: int) -> None:
+    lines = [
+        BatchRequest(f"{path} {seed}", str(seed), path, body)
+        for seed in range(count)
+        for path in ENDPOINTS
+        if isinstance(body := changed(path, seed), dict)
+    ]
+    bad, answered = list[str](), 0
+    with BatchAnswerer(BatchOptions(model="builtin:code", served_model_name="code")) as answerer:
+        for line, row in answerer.answers(lines):
+            found = row["response"]
+            answered += found["status_code"] == 200
+            if found["status_code"] != 200 and (found["status_code"] >= 500 or not has_form(line.url, found["body"])):
+                bad.append(f"{line.key}: {found} for {json.dumps(line.body)[:600]}")
+    assert not bad, "\n".join(bad)
+    assert 0 < answered < len(lines)

@@ -139,6 +139,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/api/generate", {"prompt": "x", "context": [1]}, "/api/chat"),
     ("/api/generate", {"prompt": "x", "raw": True, "system": "y"}, "system"),
     ("/api/embed", {"input": "x"}, "embeddings"),
+    ("/api/pull", {"model": "x"}, "outrider pull NAME"),
 ]
 
 
