@@ -136,7 +136,7 @@ class TransformersSubject(Subject):
             given["stop_strings"] = list(p.stop)
         # Without an end token generate would take that of the model, so an impossible one stands for none.
         config = copy.deepcopy(self.model.generation_config)
-        config.update(**given, eos_token_id=list(ends) or -1, pad_token_id=ends[0] if ends else 0)
+        config.update(**given, eos_token_id=list(ends) or self.vocab_size, pad_token_id=ends[0] if ends else 0)
         prompt = [int(t) for t in request.prompt]
         ids = torch.tensor([prompt])
         torch.manual_seed((p.seed or 0) % 2**63)
