@@ -1,4 +1,4 @@
-"""Writes the table of docs/certificates/README.md from the JSON files beside it.
+"""Writes the table of docs/certificates/README.md, and the page index.html, from the JSON files beside them.
 
 python docs/certificates.py [--check]
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from outrider_certify.board import amount, certificates_in, seen
+from outrider_certify.board import amount, certificates_in, seen, write_board
 
 FOLDER = Path(__file__).parent / "certificates"
 HEAD = "| certificate | kind | verdict | amount | seen |\n|---|---|---|---|---|\n"
@@ -42,3 +42,4 @@ if __name__ == "__main__":
     if "--check" in sys.argv:
         sys.exit(new != readme.read_text(encoding="utf-8"))
     readme.write_text(new, encoding="utf-8")
+    write_board(FOLDER)

@@ -43,7 +43,7 @@ def amount(part: CertificatePart) -> str:
     """How much was tested."""
     for name, what in (("tokens", "tokens"), ("checks", "checks"), ("toys", "toy models"), ("problems", "problems")):
         if name in part.figures:
-            return f"{part.figures[name]:,} {what}"
+            return f"{part.figures[name]:,} {what if part.figures[name] != 1 else what.removesuffix('s')}"
     return ""
 
 

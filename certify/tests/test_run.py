@@ -140,7 +140,9 @@ def test_a_changed_file_is_noticed(tmp_path: Path) -> None:
 def test_a_board_has_a_row_for_each_certificate_and_leads_to_it(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="has no certificate"):
         write_board(tmp_path)
-    certificate(seeded=Conclusion.DIFFERS, contract=Conclusion.HOLDS).save(tmp_path / "ours.json")
+    ours = certificate(seeded=Conclusion.DIFFERS, contract=Conclusion.HOLDS)
+    ours.parts[1].figures = {"checks": 1}
+    ours.save(tmp_path / "ours.json")
     other = certificate(seeded=Conclusion.EXACT_TOKENS)
     other.subject, other.parts[0].figures = "<script>", {"tokens": 12000, "ties": 3}
     other.properties, other.versions, other.date = {"engine": "vLLM"}, {"server": "0.32.0"}, "2026-11-26T03:00:00+00:00"
@@ -152,6 +154,7 @@ def test_a_board_has_a_row_for_each_certificate_and_leads_to_it(tmp_path: Path) 
         ("bad", "ours", "differs"), ("good", "ours", "holds"), ("good", "theirs", "exact tokens"),
     ]  # fmt: skip
     assert "12,000 tokens; 3 ties" in html
+    assert "1 check<" in html
     assert "vLLM 0.32.0, 2026-11-26" in html
     assert "<script>" not in html
 
