@@ -253,7 +253,8 @@ struct Toy {
         add(OP_ROWS, {}, {});
         add(OP_HEAD, h, {}, head);
         const int32_t widths[] = {HIDDEN, HIDDEN, Q + 2 * K, Q, INNER};
-        const Angles angles{frequencies, 1, DIM / 2};
+        static const float factor = 1;
+        const Angles angles{frequencies, &factor, DIM / 2, 1, 1};
         widths_.assign(widths, widths + 5), angles_ = angles;
         Program program{ops.data(), widths_.data(), &angles_, nullptr, static_cast<int64_t>(ops.size()), 5, 1, VOCAB};
         decoder = outrider_program_new(&program);

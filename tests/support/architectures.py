@@ -94,6 +94,11 @@ DENSE: dict[str, dict[str, Any]] = {
     "ernie4_5": {**_BASE, "head_dim": 8},
     "seed_oss": {**_BASE, "head_dim": 8, "attention_bias": False},
     "arcee": _BASE,
+    "ministral3": {
+        **_BASE, "head_dim": 8, "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.5},
+    },
     "nemotron": {**_BASE, "head_dim": 8, "partial_rotary_factor": 0.5},
 }  # fmt: skip
 

@@ -26,14 +26,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # transformers' model type -> the architecture of the file. Others have the same name.
 ARCHITECTURE = {
-    "mistral": "llama", "gemma3_text": "gemma3", "falcon_h1": "falcon-h1", "granitemoehybrid": "granitehybrid",
+    "mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3", "falcon_h1": "falcon-h1",
+    "granitemoehybrid": "granitehybrid",
     "qwen3_5_text": "qwen35", "olmo3": "olmo2", "cohere": "command-r", "phi": "phi2", "mixtral": "llama",
     "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2", "glm4_moe": "glm4moe",
     "qwen2_moe": "qwen2moe", "ernie4_5_moe": "ernie4_5-moe", "lfm2_moe": "lfm2moe", "qwen3_5_moe_text": "qwen35moe",
     "qwen3_next": "qwen3next", "gemma4_text": "gemma4", "bamba": "granitehybrid",
 }  # fmt: skip
-INTERLEAVED = ("llama", "granite", "granitehybrid", "granitemoe", "smollm3", "olmo", "arcee", "internlm2")
+INTERLEAVED = ("llama", "mistral3", "granite", "granitehybrid", "granitemoe", "smollm3", "olmo", "arcee", "internlm2")
 ONE_ADDED = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "nemotron", "qwen3next")
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 _SCALES = {
@@ -470,7 +471,9 @@ def _metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
     if scaling in ("linear", "yarn"):
         own["rope.scaling.type"], own["rope.scaling.factor"] = scaling, float(parameters["factor"])
     if scaling == "yarn" and "mscale_all_dim" in parameters:
-        own["rope.scaling.yarn_log_multiplier"] = 0.1 * parameters["mscale_all_dim"]
+        own["rope.scaling.yarn_log_multiplier"] = (0.1 if experts else 1.0) * parameters["mscale_all_dim"]
+    if "llama_4_scaling_beta" in parameters:
+        own["attention.temperature_scale"] = parameters["llama_4_scaling_beta"]
     if scaling in ("yarn", "longrope"):
         own["rope.scaling.original_context_length"] = parameters["original_max_position_embeddings"]
     return {"general.architecture": architecture, **{f"{architecture}.{k}": v for k, v in own.items()}}

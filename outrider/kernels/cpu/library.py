@@ -67,9 +67,8 @@ class OpStruct(ctypes.Structure):
 
 class AnglesStruct(ctypes.Structure):
     _fields_ = [
-        ("inv_freq", c_void_p),
-        ("factor", c_float),
-        ("half", c_int32),
+        *((name, c_void_p) for name in ("inv_freq", "factor")),
+        *((name, c_int32) for name in ("half", "every", "factors")),
     ]
 
 

@@ -187,6 +187,15 @@ def _llama(file: GGUFFile) -> dict[str, Any]:
     }
 
 
+def _mistral3(file: GGUFFile) -> dict[str, Any]:
+    """Mistral Small 3 has this name too, and no growing queries."""
+    if not (beta := file.get("attention.temperature_scale")):
+        return _llama(file) | {"model_type": "mistral"}
+    share = file.get("rope.scaling.yarn_log_multiplier", 0.0)
+    own = {"llama_4_scaling_beta": beta, "mscale": 1.0, "mscale_all_dim": share}
+    return {"rope_parameters": _rotary(file, _number(file, "attention.key_length"), False) | own}
+
+
 def _local_experts(file: GGUFFile) -> dict[str, Any]:
     return {
         "num_local_experts": _number(file, "expert_count"),
@@ -481,6 +490,9 @@ ARCHITECTURES = {
     "llama": Architecture("llama", "mixtral", interleaved=True, biases_by_tensor=True, more=_llama),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
+    "qwen2vl": Architecture("qwen2"),
+    "qwen3vl": Architecture("qwen3"),
+    "mistral3": Architecture("ministral3", interleaved=True, more=_mistral3),
     "gemma": Architecture("gemma", one_added=True, more=_gemma),
     "gemma2": Architecture("gemma2", one_added=True, more=_gemma2),
     "gemma3": Architecture("gemma3_text", one_added=True, more=_gemma3),

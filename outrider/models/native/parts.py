@@ -131,6 +131,7 @@ def attention(
     kv_heads: int,
     dim: int,
     table: int | None,
+    queries: int | None = None,
     scale: float,
     eps: float = 0.0,
     window: int = 0,
@@ -146,20 +147,22 @@ def attention(
     out: str = "o_proj",
     sinks: bool = False,
 ) -> Value:
-    """x += factor * attention(h). dim: of a head. table: of the angles; None: no rotary embedding. out: the last matrix.
+    """x += factor * attention(h). dim: of a head. table: of the angles; None: no rotary embedding. queries: their table, if
+    it is another one. out: the last matrix.
 
     norms: of queries and keys, if they are there. kind, per_group, one_added: as in `Builder.norm`. whole: they take all heads
     together. joined: queries, keys and values are one linear. sinks: each head has one."""
     width, kv_width = heads * dim, kv_heads * dim
     names = [f"{name}.qkv_proj"] if joined else [f"{name}.{n}_proj" for n in "qkv"]
     query, key, value = b.linear(h, *names, width=width + 2 * kv_width).split(width, kv_width, kv_width)
-    for part, norm in zip((query, key), norms, strict=True):
+    tables = table if queries is None else queries, table
+    for part, norm, turned in zip((query, key), norms, tables, strict=True):
         if b.has(f"{name}.{norm}"):
             group = 0 if whole else dim
             own = f"{name}.{norm}"
             b.norm(part, own, eps=eps, kind=kind, group=group, per_group=per_group, one_added=one_added, out=part)
-        if table is not None:
-            b.rope(part, table, dim, interleaved=interleaved)
+        if turned is not None:
+            b.rope(part, turned, dim, interleaved=interleaved)
     cache = b.store(key, value, kv_heads)
     b.rows()
     sink = f"{name}.sinks" if sinks else None

@@ -12,6 +12,7 @@ import ctypes
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import Any
 
 import torch
@@ -98,10 +99,12 @@ class _Op:
 
 @dataclass(frozen=True)
 class _Angles:
-    """long: the frequencies of caches that may hold longer texts than `first` tokens; None: they have the same ones."""
+    """factors: of cosines and sines, float32 [n], each for `every` positions, and the last one from there on. long: the
+    frequencies of caches that may hold longer texts than `first` tokens; None: they have the same ones."""
 
     inv_freq: Tensor
-    factor: float
+    factors: Tensor
+    every: int = 1
     long: Tensor | None = None
     first: int = 0
 
@@ -175,7 +178,7 @@ class Program:
     def for_length(self, length: int) -> Program:
         """With the angles for caches that hold texts of this length."""
         chosen = (a.long if a.long is not None and length > a.first else a.inv_freq for a in self.angles)
-        return replace(self, angles=tuple(_Angles(f, a.factor) for f, a in zip(chosen, self.angles, strict=True)))
+        return replace(self, angles=tuple(replace(a, inv_freq=f) for f, a in zip(chosen, self.angles, strict=True)))
 
     def compiled(self) -> tuple[ProgramStruct, object]:
         """The struct for native code, and what it points to besides the program."""
@@ -196,7 +199,10 @@ class Program:
             struct.p, struct.q = address(op.p), address(op.q)
             struct.i, struct.f = (ctypes.c_int32 * 8)(*op.i), (ctypes.c_float * 6)(*op.f)
         tables = (AnglesStruct * len(self.angles))(
-            *(AnglesStruct(a.inv_freq.data_ptr(), a.factor, len(a.inv_freq)) for a in self.angles)
+            *(
+                AnglesStruct(a.inv_freq.data_ptr(), a.factors.data_ptr(), len(a.inv_freq), a.every, len(a.factors))
+                for a in self.angles
+            )
         )
         width = (ctypes.c_int32 * len(widths))(*widths)
         program = ProgramStruct(
@@ -379,14 +385,22 @@ class Builder:
         powers = power(float(settings["rope_theta"]), torch.arange(0, 2 * len(parts[0]), 2) / (2 * len(parts[0])))
         short, long = (1.0 / (part * powers) for part in parts)
         number = self.angles(short, factor)
-        self._angles[number] = _Angles(short, factor, long, int(settings["original_max_position_embeddings"]))
+        first = int(settings["original_max_position_embeddings"])
+        self._angles[number] = replace(self._angles[number], long=long, first=first)
         return number
+
+    def grown(self, table: int, beta: float, every: int, length: int) -> int:
+        """The number of a table like another one, with a factor of 1 + beta * ln(1 + position // every) up to a length."""
+        logarithms = [float(Decimal(1 + n).ln()) for n in range(-(-length // every))]
+        factors = self._angles[table].factors * (1 + beta * torch.tensor(logarithms))
+        self._angles.append(replace(self._angles[table], factors=factors, every=every))
+        return len(self._angles) - 1
 
     def angles(self, frequencies: Tensor, factor: float) -> int:
         """The number of a table of angles. frequencies: float32 [n]. factor: of cosines and sines."""
         if frequencies.dtype != torch.float32 or not math.isfinite(factor):
             raise ValueError(f"rotary frequencies are {frequencies.dtype} times {factor}, and they must be float32")
-        self._angles.append(_Angles(frequencies.contiguous(), factor))
+        self._angles.append(_Angles(frequencies.contiguous(), torch.tensor([factor])))
         return len(self._angles) - 1
 
     def rope(self, x: Value, table: int, dim: int, *, offset: int = 0, interleaved: bool = False) -> None:

@@ -52,7 +52,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3.1": ("llama", {"rope_parameters": _LLAMA3, "head_dim": 16}),
     "llama-linear": ("llama", {"rope_parameters": _LINEAR}),
     "mistral": ("mistral", {"sliding_window": None}),
+    "ministral3": ("ministral3", {}),
+    "mistral-small": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
+    "qwen2vl": ("qwen2", {}),
+    "qwen3vl": ("qwen3", {}),
     "qwen2-yarn": ("qwen2", {"rope_parameters": _YARN}),
     "qwen3": ("qwen3", {}),
     "gemma": ("gemma", {}),
@@ -116,7 +120,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1": ("dots1", {"moe_intermediate_size": 32}),
 }  # fmt: skip
 
-_OTHER_NAMES = {"internlm2": "internlm2", "nemotron-h-moe": "nemotron_h_moe"}
+_OTHER_NAMES = {
+    "mistral-small": "mistral3",
+    "qwen2vl": "qwen2vl",
+    "qwen3vl": "qwen3vl",
+    "internlm2": "internlm2",
+    "nemotron-h-moe": "nemotron_h_moe",
+}
 
 
 def logits(model: Any, ids: list[int]) -> torch.Tensor:

@@ -27,7 +27,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         for name in (
             "llama", "mistral", "qwen2", "qwen3", "granite", "smollm3", "seed_oss", "ernie4_5", "phi3", "gemma", "gemma2",
             "gemma3_text", "olmo2", "olmo3", "exaone4", "glm", "glm4", "cohere", "cohere2", "stablelm",
-            "starcoder2", "nemotron", "arcee", "phi",
+            "starcoder2", "nemotron", "arcee", "phi", "ministral3",
         )
     },
     "phi3-long": ("phi3", {"original_max_position_embeddings": 16, "rope_parameters": {

@@ -120,8 +120,8 @@ struct Op {  // program.hpp says what each kind reads
 // A rotary embedding: cosines, then sines, of each node.
 struct Angles {
     const float* inv_freq;  // [half]
-    float factor;
-    int32_t half;
+    const float* factor;    // [factors] of cosines and sines: each of `every` positions, the last one from there on
+    int32_t half, every, factors;
 };
 
 struct Program {

@@ -70,12 +70,13 @@ void fill_angles(const Context& c, const Op& op, int64_t n) {
     for (int32_t t = 0; t < op.i[0]; t++) {
         const Angles& table = tables[t];
         int64_t half = table.half;
+        float factor = table.factor[std::min(c.plan.position[n] / table.every, table.factors - 1)];
         float* angle = c.angles[t] + n * 2 * half;
         for (int64_t i = 0; i < half; i++) {
             double sine, cosine;
             sine_cosine(static_cast<double>(static_cast<float>(c.plan.position[n]) * table.inv_freq[i]), sine, cosine);
-            angle[i] = static_cast<float>(cosine) * table.factor;
-            angle[half + i] = static_cast<float>(sine) * table.factor;
+            angle[i] = static_cast<float>(cosine) * factor;
+            angle[half + i] = static_cast<float>(sine) * factor;
         }
     }
 }

@@ -36,6 +36,15 @@ def llama(b: Builder, c: Any) -> None:
     llama_layers(b, c)
 
 
+@family("Ministral3ForCausalLM")
+def ministral(b: Builder, c: Any) -> None:
+    """Its queries grow with their positions, in steps of the length of the first training."""
+    given, table = c.rope_parameters, b.rotary(c.rope_parameters)
+    every = int(given["original_max_position_embeddings"])
+    queries = b.grown(table, float(given["llama_4_scaling_beta"]), every, c.max_position_embeddings)
+    llama_layers(b, c, queries=queries)
+
+
 @family("Ernie4_5ForCausalLM")
 def ernie(b: Builder, c: Any) -> None:
     """The numbers of a rotary pair are neighbours."""
