@@ -1,5 +1,6 @@
 #include "plan.hpp"
 
+#include <algorithm>
 #include <vector>
 
 #include "pool.hpp"
@@ -36,6 +37,7 @@ void run_attention(AttentionJob& job) {
     auto first = [&](int64_t s) { return (job.begin ? job.begin : job.segment)[s]; };
     auto seen_from = [&](int64_t p) { return job.window > 0 && p >= job.window ? p - job.window + 1 : 0; };
     double keys = 0;
+    int64_t whole = 0, longest = 1;  // chunks of the longest context that are full, and nodes of a segment
     job.chunks = 1;
     for (int64_t s = 0; s < job.segments; s++) {
         int64_t last = job.length[s];
@@ -44,25 +46,28 @@ void run_attention(AttentionJob& job) {
             keys += static_cast<double>(p + 1 - seen_from(p)), last = p > last ? p : last;
         }
         int64_t chunks = last / ATTENTION_SPAN - seen_from(job.length[s]) / ATTENTION_SPAN + 1;
-        if (first(s) < job.segment[s + 1] && chunks > job.chunks) job.chunks = chunks;
+        if (first(s) == job.segment[s + 1]) continue;
+        if (chunks > job.chunks) job.chunks = chunks;
+        whole = std::max(whole, (last + 1) / ATTENTION_SPAN - seen_from(job.length[s]) / ATTENTION_SPAN);
+        longest = std::max<int64_t>(longest, job.segment[s + 1] - first(s));
     }
     int threads = worth_threads(0, keys * static_cast<double>(job.heads * (job.dim + job.value_dim)) * 1.5);
     int64_t group = job.heads / job.kv_heads, runs = 0;
-    job.chunk = ATTENTION_NODES, job.share = group, job.slices = 1, job.parts = nullptr;
+    job.chunk = std::min(ATTENTION_NODES, longest), job.share = group, job.slices = 1, job.parts = nullptr;
     auto tasks = [&] {
         runs = 0;
         for (int64_t s = 0; s < job.segments; s++) runs += (job.segment[s + 1] - first(s) + job.chunk - 1) / job.chunk;
         return runs * job.kv_heads * ((group + job.share - 1) / job.share) * job.slices;
     };
     // As many nodes and heads as possible share a pass over the keys, but every thread should find a few tasks. First the context is
-    // cut, then the nodes, then the heads of a group.
+    // cut if that gives full chunks, then the nodes, then the heads of a group.
     constexpr int64_t MOST = 16 << 20;  // floats that a call leaves between its two phases
     const int64_t enough = 4 * threads, left = job.segment[job.segments] * job.heads * job.chunks * (2 + job.value_dim);
-    if (threads > 1 && tasks() < enough && job.chunks > 1 && left <= MOST) {
+    if (threads > 1 && tasks() < enough && whole > 1 && left <= MOST) {
         int64_t wanted = (enough + tasks() - 1) / tasks();
         job.slice = (job.chunks + wanted - 1) / wanted, job.slices = (job.chunks + job.slice - 1) / job.slice;
     }
-    while (threads > 1 && job.chunk > 1 && tasks() < 3 * threads) job.chunk /= 2;
+    while (threads > 1 && job.chunk > 1 && tasks() < 3 * threads) job.chunk = (job.chunk + 1) / 2;
     while (threads > 1 && job.share > 1 && tasks() < threads) job.share = (job.share + 1) / 2;
     thread_local std::vector<int32_t> segments, firsts;
     thread_local std::vector<float> parts;
