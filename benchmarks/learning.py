@@ -15,7 +15,7 @@ import pydoc
 import random
 import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,23 +145,24 @@ def summaries() -> Iterator[tuple[str, str]]:
 KINDS = {"support": support, "sql": sql, "summaries": summaries}
 
 
-def answered(llm: LLM, kind: str, file: Path) -> list[ServedText]:
-    """The texts of a kind. What the file has not is written and added to it."""
+def answered(llm: LLM, kind: str, file: Path, learnt: bool) -> list[ServedText]:
+    """The texts of a kind. What the file has not is written and added to it. learnt: else those that measure are enough."""
     asked = list(KINDS[kind]())
     random.Random(0).shuffle(asked)
-    known = list(kept_texts(file)) if file.exists() else []
-    for first in range(len(known), TEXTS, 2 * SLOTS):
-        some = asked[first : min(first + 2 * SLOTS, TEXTS)]
-        prompts = [llm.encode([{"role": "system", "content": s}, {"role": "user", "content": u}]) for s, u in some]
-        params = [
-            SamplingParams(temperature=0.8 * (n % 2), max_tokens=ANSWER, seed=n)
-            for n in range(first, first + len(some))
-        ]
-        outs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
+    known = {tuple(text.prompt) for text in kept_texts(file)} if file.exists() else set()
+    missing = list[tuple[int, ServedText]]()
+    for n, (system, user) in enumerate(asked[:TEXTS]):
+        prompt = llm.encode([{"role": "system", "content": system}, {"role": "user", "content": user}])
+        text = ServedText(prompt, [], 0.8 * (n % 2), kind, "", 0.0)
+        if tuple(prompt) not in known and (learnt or text.held_out):
+            missing.append((n, text))
+    for first in range(0, len(missing), 2 * SLOTS):
+        some = missing[first : first + 2 * SLOTS]
+        params = [SamplingParams(temperature=text.temperature, max_tokens=ANSWER, seed=n) for n, text in some]
+        outs = llm.generate([{"prompt_token_ids": text.prompt} for _, text in some], params)
         with file.open("a") as grown:
-            for prompt, one, out in zip(prompts, params, outs, strict=True):
-                text = ServedText(prompt, list(out.outputs[0].token_ids), one.temperature, kind, "", 0.0)
-                grown.write(json.dumps(asdict(text)) + "\n")
+            for (_, text), out in zip(some, outs, strict=True):
+                grown.write(json.dumps(asdict(replace(text, answer=list(out.outputs[0].token_ids)))) + "\n")
         print(f"{kind}: {first + len(some)} answers", flush=True)
     return list(kept_texts(file))
 
@@ -177,7 +178,10 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     llm = LLM(args.model, max_num_seqs=SLOTS)
     head = open_head(head_of(args.head, llm.loaded.name))
-    texts = {kind: answered(llm, kind, args.folder / f"{kind}.jsonl") for kind in KINDS}
+    texts = {
+        kind: answered(llm, kind, args.folder / f"{kind}.jsonl", kind in args.kinds or ALL in args.kinds)
+        for kind in KINDS
+    }
     rows = list[tuple[str, str, Any]]()
     for kind in args.kinds:
         lines = [t for name, some in texts.items() for t in some if t.held_out or kind in (name, ALL)]
