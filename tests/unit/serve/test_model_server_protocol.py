@@ -60,7 +60,8 @@ def test_the_gauges_follow_the_load(live: Live) -> None:
             time.sleep(0.03)
         assert all(answer.result().status_code == 200 for answer in answers)
     assert max(found["vllm:num_requests_running"] for found in seen) == 2
-    assert max(found["vllm:num_requests_waiting"] for found in seen) == 3
+    full = [found for found in seen if found["vllm:num_requests_running"] == 2]  # before, four may wait for a moment
+    assert max(found["vllm:num_requests_waiting"] for found in full) == 3
     assert 0 < max(found["vllm:kv_cache_usage_perc"] for found in seen) <= 1
     assert gauges(live) == dict.fromkeys(GAUGES, 0.0)
 
