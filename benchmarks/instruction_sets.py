@@ -11,7 +11,7 @@ them. The batch size and the order of the texts differ by combination, so each t
 that a processor with that set has (ATEN_CPU_CAPABILITY). Half of the texts are greedy with a penalty, so they do not repeat
 themselves. A quarter has temperature 0.8, and a quarter also top-p, min-p and penalties. The portable variant is 40 times slower
 on x86 or more, and writes a part of the wave. The texts are kept after each process, and the same command goes on where it
-stopped. A million tokens take about two hours of one core. Ends with 1 if a token differs.
+stopped. A million tokens take some hours of one core. Ends with 1 if a token differs.
 """
 
 from __future__ import annotations
