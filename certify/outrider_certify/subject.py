@@ -218,9 +218,9 @@ class Subject:
 
         None if not known. other: None if there is no other token.
         """
-        return (
-            1.0 if self.exact_numbers else self.gap(request, text, at, other)
-        )  # of exact numbers, each difference is an error
+        if self.exact_numbers:
+            return 1.0  # each difference is an error
+        return self.gap(request, text, at, other)
 
     def gap(self, request: TextRequest, text: GeneratedText, at: int, other: int | None) -> float | None:
         """How far apart the target scores the token `at` of a greedy text and the token `other`, in logits; None if not known."""

@@ -73,6 +73,7 @@ class Engine:
         if room is not None:
             caches = Memory(runtime.decoder.target, runtime.decoder.cache, runtime.drafters.values())
             length = min(length, max(caches.longest(room - prefix_bytes), SHORTEST))
+            caches.shorten(length)
         self.kv_limit = slots * length if kv_tokens is None else kv_tokens
         files = runtime.files
         self.prefixes = PrefixCache(prefix_bytes, files) if prefix_bytes or files else None

@@ -57,6 +57,11 @@ class Memory:
         """Tokens of the longest texts of which each slot can hold one, in `room` bytes; below 1 for none."""
         return (room - self._states) // max(sum(self._each) * self._cache.num_slots, 1) - SCRATCH
 
+    def shorten(self, length: int) -> None:
+        """Let the drafters' caches hold texts of this length at most."""
+        for _, cache in self._models[1:]:
+            cache.shorten(length)
+
     @cached_property
     def _each(self) -> list[int]:
         """Bytes of a token in one slot of each cache."""

@@ -19,7 +19,6 @@ from outrider.engine.calibrate import make_planner
 from outrider.engine.decoder import Decoder
 from outrider.engine.prefix_cache import BYTES, PrefixCache
 from outrider.engine.prefix_files import PrefixFiles
-from outrider.models.cache import SlotCache
 from outrider.models.load import Loaded
 
 
@@ -47,13 +46,10 @@ class Runtime:
         """A decoder for a server: a request may choose one drafter of several, and lookups that are not configured.
 
         max_length, prefixes: as for `Decoder`. tell: as for `build`. Target, drafters and planner are shared: only one of the
-        two decoders may run. Caches of drafters become as short as the texts.
+        two decoders may run.
         """
         own, loaded = self.decoder, self.loaded
         rows, device = own.cache.num_slots, str(loaded.model.device)
-        for cache in (getattr(drafter, "cache", None) for drafter in self.drafters.values()):
-            if isinstance(cache, SlotCache) and cache.max_length == own.max_length:  # as long as the texts
-                cache.max_length = max_length
         setup = DrafterSetup(SpeculativeConfig.of(None), loaded, rows, own.max_length, device, memory=self.memory)
         every = {**request_drafters(setup), **self.drafters}
         planner = self.roster.planner if self.roster else make_planner(self.config, loaded, every)

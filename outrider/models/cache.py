@@ -84,6 +84,10 @@ class SlotCache:
         for i, keys, values in zip(new, made[::2], made[1::2], strict=True):
             self.layers[i] = keys, values
 
+    def shorten(self, max_length: int) -> None:
+        """Let a slot commit so many tokens at most."""
+        self.max_length = min(self.max_length, max_length)
+
     def reserve(self, slots: Sequence[int], nodes: int) -> None:
         """Make room for `nodes` cells of scratch after the committed tokens of each of these slots."""
         need = max(self.length[s] for s in slots) + nodes

@@ -125,10 +125,8 @@ def text_names(names: Collection[str]) -> dict[str, str]:
         own = next((re.sub(there, here, name) for there, here in TEXT_NAMES.items() if re.match(there, name)), name)
         if own != name or name.startswith("lm_head."):
             found[own] = name
-    if all(own == name for own, name in found.items()):
-        return {
-            name: name for name in names if not name.startswith("visual.")
-        }  # Qwen2-VL names its text model as others do
+    if all(own == name for own, name in found.items()):  # Qwen2-VL names its text model as others do
+        return {name: name for name in names if not name.startswith("visual.")}
     return found
 
 

@@ -19,6 +19,11 @@ _HALF = re.compile(_HIGH + rb"(?!" + _LOW + rb")|(?<!" + _HIGH + rb")" + _LOW)  
 # Numbers that Python reads and JSON has not, or that no float holds. Each begins where its digits begin, so the search is linear.
 _ENDLESS = re.compile(rb"NaN|Infinity|(?<![\d.])\d+(?:\.\d+)?[eE]\+?\d{3,}|(?<!\d)\d{309,}\.")
 _STRING = re.compile(rb'"[^"]*"')
+# Without one of these, once its digits are zeros, a body has no such number. That takes a hundredth of the time.
+_ZEROS, _SUSPECTS = (
+    bytes.maketrans(b"123456789E", b"000000000e"),
+    (b"NaN", b"Infinity", b"0e000", b"0e+000", b"0" * 309),
+)
 
 
 def check_body(body: bytes) -> None:
@@ -29,7 +34,8 @@ def check_body(body: bytes) -> None:
         body = body.replace(pair, b"  ")
     if b"\\u" in body and _HALF.search(body):
         raise ValueError("the request has half of a surrogate pair, which is not a character")
-    if _ENDLESS.search(body):
+    zeros = body.translate(_ZEROS)
+    if any(suspect in zeros for suspect in _SUSPECTS):
         for number in _ENDLESS.findall(_STRING.sub(b"", body)):
             if not isfinite(float(number)):
                 raise ValueError(f"the request has the number {number[:20].decode()}, and a number in JSON is finite")
