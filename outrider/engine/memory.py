@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -50,12 +51,17 @@ class Memory:
     @property
     def most(self) -> int:
         """Taken when each slot holds the longest text, without the prefix store."""
-        caches = zip(self._each, self._models, strict=True)
-        return self._states + sum(n * cache.num_slots * (cache.max_length + SCRATCH) for n, (_, cache) in caches)
+        return self._need(self._cache.max_length)
 
     def longest(self, room: int) -> int:
-        """Tokens of the longest texts of which each slot can hold one, in `room` bytes; below 1 for none."""
-        return (room - self._states) // max(sum(self._each) * self._cache.num_slots, 1) - SCRATCH
+        """Tokens of the longest texts of which each slot can hold one, in `room` bytes; 0 for none."""
+        return bisect_right(range(1, self._cache.max_length + 1), room, key=self._need)
+
+    def _need(self, length: int) -> int:
+        """Bytes taken when each slot holds a text of this length. The cache of a draft model ends with its window."""
+        caches = zip(self._each, self._models, strict=True)
+        taken = (n * c.num_slots * (min(c.max_length, length) + SCRATCH) for n, (_, c) in caches)
+        return self._states + sum(taken)
 
     def shorten(self, length: int) -> None:
         """Let the drafters' caches hold texts of this length at most."""

@@ -104,15 +104,16 @@ class CrossTokenizerDrafter(ModelDrafter):
         if self._room(slot, tokens) <= 0:
             return 0
         ids, reading = self._context(slot, tokens), self._texts[slot]
-        if self._recall(slot, ids[: reading.sure]):
-            reading.held, reading.held_sure = ids[: self.cache.length[slot]], reading.sure
+        sure = max(reading.sure - self._left_out.get(slot, 0), 0)
+        if self._recall(slot, ids[:sure]):
+            reading.held, reading.held_sure = ids[: self.cache.length[slot]], sure
         same = min(alike(reading.held, ids, min(reading.held_sure, len(reading.held))), len(ids) - 1)
         length = self.cache.length[slot]
         if same < length:
             same = self.cache.keep(slot, same)
         else:
             self.cache.commit([slot], [range(same - length)])
-        reading.held, reading.held_sure = ids[:same], reading.sure
+        reading.held, reading.held_sure = ids[:same], sure
         return len(ids) - 1 - same
 
     def read(self, slot: int, tokens: list[int], count: int) -> None:
@@ -122,7 +123,11 @@ class CrossTokenizerDrafter(ModelDrafter):
     def _context(self, slot: int, tokens: list[int]) -> list[int]:
         if slot not in self._texts:
             self._texts[slot] = _SpelledText(self.pairing)
-        return self._texts[slot].read(tokens)
+        return self._held(slot, self._texts[slot].read(tokens))
+
+    def _forget(self, slot: int) -> None:
+        super()._forget(slot)
+        self._texts[slot].held, self._texts[slot].held_sure = [], 0
 
     def _room(self, slot: int, tokens: list[int]) -> int:
         # 0 as well if the text has no token of the draft to read

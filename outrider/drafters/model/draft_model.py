@@ -31,6 +31,8 @@ from outrider.models.dtypes import DTYPES
 from outrider.models.load import Contents, Reduction
 from outrider.models.nodes import Nodes
 
+WINDOW = 2048  # tokens of a text that a draft model holds, at most
+_BEGINNING = 64  # of them that stay: they say what kind of text it is
 _CHUNK = 256  # prompt tokens read per forward
 
 
@@ -39,6 +41,10 @@ class ModelDrafter(CachedTreeDrafter):
 
     The cache takes in committed tokens only: the accepted nodes of the scratch, and what the next proposal reads because it is
     missing. So full acceptance, rejection, steps without a draft and reuse of a slot are one case.
+
+    Of a text that is longer than its window the model reads the first tokens and an end, as one text (StreamingLLM, arXiv
+    2309.17453; MagicDec, 2408.11049). A draft token then costs the same behind any text. When the window is full, its later half
+    is read again.
     """
 
     def __init__(
@@ -51,21 +57,20 @@ class ModelDrafter(CachedTreeDrafter):
         prefixes: KnownTexts | None = None,
         **settings: Unpack[GrowthSettings],
     ) -> None:
-        """num_slots, max_length: slots of the cache, and tokens of each. reduction: what was left out of the model to make it
-        cheaper, in words; None if nothing was. prefixes: what it has read before; None if nothing is kept. settings: see
-        `GrowthSettings`."""
-        super().__init__(model, num_slots, max_length, **settings)
+        """num_slots, max_length: slots of the cache, and tokens of a text, of which a slot holds `WINDOW` at most. reduction: what
+        was left out of the model to make it cheaper, in words; None if nothing was. prefixes: what it has read before; None if
+        nothing is kept. settings: see `GrowthSettings`."""
+        super().__init__(model, num_slots, min(max_length, model.max_length, WINDOW), **settings)
         self.model, self.reduction, self.prefixes = model, reduction, prefixes
         self._sought = set[int]()  # slots whose text was looked up
+        self._left_out = dict[int, int]()  # slot -> tokens that its window leaves out
 
     def missing(self, slot: int, tokens: list[int]) -> int:
         """How many tokens the model must read before it can draft for a sequence, the root not counted.
 
-        Counted in the model's own tokens. 0 if the text is too long for the model: then it does not draft.
-        tokens: the committed tokens of the sequence. Those that it has read before are in the cache then.
+        Counted in the model's own tokens. tokens: the committed tokens of the sequence. Those that it has read before are in the
+        cache then.
         """
-        if self._room(slot, tokens) <= 0:
-            return 0
         own = self._context(slot, tokens)
         self._recall(slot, own)
         return len(own) - 1 - self.cache.length[slot]
@@ -85,6 +90,7 @@ class ModelDrafter(CachedTreeDrafter):
     def release(self, slot: int) -> None:
         super().release(slot)
         self._sought.discard(slot)
+        self._left_out.pop(slot, None)
 
     def _recall(self, slot: int, own: list[int]) -> bool:
         """Let an empty slot have what was read before of a text, in the model's own tokens. Returns whether there was any."""
@@ -98,11 +104,27 @@ class ModelDrafter(CachedTreeDrafter):
         return held > 0
 
     def _context(self, slot: int, tokens: list[int]) -> list[int]:
-        """The committed tokens of a sequence as the model reads them, the root last."""
-        return tokens
+        """The committed tokens of a sequence that the model reads, the root last."""
+        return self._held(slot, tokens)
+
+    def _held(self, slot: int, own: list[int]) -> list[int]:
+        """What the window holds of a text. It follows from the number of tokens alone, so a draft does not depend on how its text
+        was read. own: the text in the model's own tokens."""
+        most = self.cache.max_length
+        step, kept = max(most // 2, 1), min(_BEGINNING, most // 4)
+        left_out = max((len(own) - most) // step + 1, 0) * step
+        if left_out != self._left_out.get(slot, 0):
+            self._forget(slot)
+            self._left_out[slot] = left_out
+        return own[:kept] + own[kept + left_out :] if left_out else own
+
+    def _forget(self, slot: int) -> None:
+        """The window of a sequence holds something else."""
+        self.cache.release(slot)
+        self._sought.discard(slot)
 
     def _room(self, slot: int, tokens: list[int]) -> int:
-        return self.model.max_length - len(self._context(slot, tokens))
+        return self.cache.max_length - len(self._context(slot, tokens))
 
     def _unread(self, slot: int, tokens: list[int]) -> tuple[list[int], None]:
         """Reads missing tokens in chunks until less than a chunk is left."""

@@ -134,11 +134,11 @@ def test_declared_probs_are_those_that_were_drawn_from(error: float) -> None:
                 assert distribution[token] > 0
 
 
-def test_a_drafter_that_cannot_see_far_stops_drafting_and_no_more() -> None:
+def test_a_draft_model_that_cannot_see_far_drafts_on() -> None:
     target = ToyModel(VOCAB, max_length=200)
     near = ModelDrafter(ToyModel(VOCAB, max_length=30), 1, 30)
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     engine = decoder(target, near, rows=1)
     steps = [s for s, _ in engine.steps([request([1, 2], params)]) if s]
-    assert sum(s.draft.nodes == 1 for s in steps) > 20
+    assert sum(s.draft.nodes == 1 for s in steps) < 3
     assert [t for s in steps for t in s.commits[0].tokens] == plain_texts(target, [request([1, 2], params)])[0]
