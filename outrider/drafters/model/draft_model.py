@@ -57,9 +57,9 @@ class ModelDrafter(CachedTreeDrafter):
         prefixes: KnownTexts | None = None,
         **settings: Unpack[GrowthSettings],
     ) -> None:
-        """num_slots, max_length: slots of the cache, and tokens of a text, of which a slot holds `WINDOW` at most. reduction: what
-        was left out of the model to make it cheaper, in words; None if nothing was. prefixes: what it has read before; None if
-        nothing is kept. settings: see `GrowthSettings`."""
+        """num_slots, max_length: slots of the cache, and tokens of a text, of which a slot holds `WINDOW` at most. reduction:
+        what was left out of the model to make it cheaper, in words; None if nothing was. prefixes: what it has read before; None
+        if nothing is kept. settings: see `GrowthSettings`."""
         super().__init__(model, num_slots, min(max_length, model.max_length, WINDOW), **settings)
         self.model, self.reduction, self.prefixes = model, reduction, prefixes
         self._sought = set[int]()  # slots whose text was looked up
@@ -90,7 +90,6 @@ class ModelDrafter(CachedTreeDrafter):
     def release(self, slot: int) -> None:
         super().release(slot)
         self._sought.discard(slot)
-        self._left_out.pop(slot, None)
 
     def _recall(self, slot: int, own: list[int]) -> bool:
         """Let an empty slot have what was read before of a text, in the model's own tokens. Returns whether there was any."""

@@ -24,7 +24,8 @@ from outrider.testing.toy import ToyModel
 
 SIZE, KEPT = 48, 12  # tokens of a window here, and the first ones of a text in it; half of it goes when it is full
 TARGET, DRAFT = load("builtin:code").model, load("builtin:code-draft")
-KINDS = {"chain": (Budget(4), False), "tree": (Budget(3, 2, 8), False), "drawn": (Budget(3), True), "drawn tree": (Budget(3, 2, 8), True)}  # fmt: skip
+TREE = Budget(3, 2, 8)
+KINDS = {"chain": (Budget(4), False), "tree": (TREE, False), "drawn": (Budget(3), True), "drawn tree": (TREE, True)}
 
 
 def text(count: int, seed: int = 0) -> list[int]:
@@ -66,15 +67,14 @@ def test_the_window_begins_where_the_length_says(length: int, out: int) -> None:
         whole.release(0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("kind", "temperature"), [("chain", 0.0), *((kind, 0.8) for kind in KINDS)])
 def test_a_draft_does_not_depend_on_how_its_text_was_read(kind: str, temperature: float) -> None:
     """Three texts cross the border, together and at their own times, some after steps without a draft. Each draft is that of a
     drafter that sees the text for the first time, alone."""
     budget, drawn = KINDS[kind]
-    params = SamplingParams(temperature=temperature, max_tokens=90, ignore_eos=True)
+    params = SamplingParams(temperature=temperature, max_tokens=45, ignore_eos=True)
     verifier = "match" if not drawn else "rejection" if budget.width == 1 else "traversal"
-    drafter, crossed = small(), set[int]()
+    drafter, crossed = small(), set[bool]()
     propose = drafter.propose
 
     def compared(asked: Any) -> Draft:
@@ -86,14 +86,14 @@ def test_a_draft_does_not_depend_on_how_its_text_was_read(kind: str, temperature
             count = fresh.nodes
             assert made.host[b] == fresh.host[0]
             assert made.probs is None or torch.equal(made.probs[b, :count], fresh.probs[0])  # pyright: ignore[reportOptionalSubscript]
-            crossed.add(len(tokens) // SIZE)
+            crossed.add(drafter.cache.length[asked.slots[b]] < len(tokens) - 5)
         return made
 
     drafter.propose = compared
     loop = decoder(TARGET, drafter, budget=budget, rows=3, verifier=verifier)
     asked = [request(text(length, n), params, n) for n, length in enumerate((10, 40, 100))]
     found = [s.output for s in loop.generate(asked)]
-    assert len(crossed) > 3
+    assert crossed == {False, True}
     if verifier == "match":
         assert found == plain_texts(TARGET, asked)
     else:  # a text depends on its own drafts, and not on the other texts
@@ -111,24 +111,27 @@ def test_steps_without_drafts_across_the_border_are_read_later() -> None:
 
 
 def test_the_window_of_a_text_is_found_in_files(tmp_path: Path) -> None:
-    """By another process, for a text that is a little longer. Of a window that begins elsewhere only the first tokens are."""
-    lengths = (1500, 1520, 1600)
-    ids, missing = (text(3000) * 3)[:2000], list[int]()
-    for length in lengths:
+    """By another process, for a text that is a little longer, and where a text goes on in the next window. Of a window that was
+    not read before, only the first tokens are there."""
+    ids, missing = text(700), list[int]()
+    for lengths in ((500,), (510, 600), (500, 620)):
         folder = ContentFolder(tmp_path, 10**9)
-        drafter = ModelDrafter(DRAFT.model, 1, 1024, prefixes=PrefixCache(0, PrefixFiles(folder, DRAFT)))
-        missing.append(drafter.missing(0, ids[:length]))
-        drafter.read(0, ids[:length], drafter.missing(0, ids[:length]))
+        drafter = ModelDrafter(DRAFT.model, 1, 512, prefixes=PrefixCache(0, PrefixFiles(folder, DRAFT)))
+        for length in lengths:
+            missing.append(drafter.missing(0, ids[:length]))
+            drafter.read(0, ids[:length], missing[-1])
         folder.flush()
-    assert missing[0] == 1500 - 512 - 1
-    assert missing[1] < 300
-    assert missing[2] == 1600 - 1024 - 1 - SEGMENT
+    assert missing[0] == 500 - 1
+    assert missing[1] < 100
+    assert missing[2] == 600 - 256 - 1 - SEGMENT
+    assert missing[3] < 100
+    assert missing[4] < 100
 
 
 @pytest.mark.parametrize("way", ["tli", "slem"])
 def test_a_draft_with_other_tokens_has_a_window_too(way: Way) -> None:
     target = ToyModel(VOCAB, max_length=400)
-    params = SamplingParams(temperature=0.8 if way == "tli" else 0, max_tokens=150, ignore_eos=True)
+    params = SamplingParams(temperature=0.8 if way == "tli" else 0, max_tokens=70, ignore_eos=True)
 
     def made() -> CrossTokenizerDrafter:
         return CrossTokenizerDrafter(ToyModel(12, seed=3, error=0.5, max_length=32), pairing(), 3, way)
@@ -148,7 +151,7 @@ def test_a_draft_with_other_tokens_has_a_window_too(way: Way) -> None:
     asked = [request([1, 2, n + 1] * (5 + 20 * n), params, n) for n in range(3)]
     loop = decoder(target, drafter, budget=Budget(4), rows=3)
     assert [s.output for s in loop.generate(asked)] == plain_texts(target, asked)
-    assert drafted > 100
+    assert drafted > 50
     assert max(drafter.cache.length) <= 32
 
 

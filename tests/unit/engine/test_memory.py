@@ -72,6 +72,15 @@ def test_texts_are_as_long_as_fits_in_the_room(share: float, length: int) -> Non
     free.close()
 
 
+def test_the_cache_of_a_draft_model_ends_with_its_window() -> None:
+    """What it does not take is left for longer texts of the target."""
+    target, drafter = ToyModel(VOCAB, seed=0, max_length=10000), ModelDrafter(ToyModel(VOCAB), 3, 100)
+    memory, each, own = Memory(target, SlotCache(3, 10000), [drafter]), per_token(target), per_token(drafter.model)
+    assert memory.most == 3 * (each * (10000 + SCRATCH) + own * (100 + SCRATCH))
+    room = 3 * (each * (5000 + SCRATCH) + own * (100 + SCRATCH))
+    assert [memory.longest(room - less) for less in (0, 1)] == [5000, 4999]
+
+
 def test_a_machine_without_the_memory_says_so_at_the_start() -> None:
     class Short(ToyModel):
         def forward(self, nodes, **options):
