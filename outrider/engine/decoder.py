@@ -23,7 +23,7 @@ from outrider.core.types import PHASES, Commit, Draft, Guarantee, Step, Verdict
 from outrider.drafters.base import DraftContext, Drafter, NoDraft, TargetPass
 from outrider.drafters.lookup.memory import TextMemory
 from outrider.drafters.method import NONE
-from outrider.engine.prefix_cache import PrefixCache
+from outrider.engine.prefix_cache import Features, PrefixCache
 from outrider.engine.request import Request, Sequence
 from outrider.kernels import cpu as native
 from outrider.kernels.probabilities import log_softmax
@@ -71,6 +71,7 @@ class Decoder:
         self.free = list(range(rows))[::-1]
         self.sequences: dict[int, Sequence] = {}
         self.waiting: list[Sequence] = []
+        self._unread: dict[int, Features] = {}  # by slot: of tokens that the drafter has not read
         self._batch: tuple[tuple[int, ...], LogitsWarper, torch.Tensor] | None = None
 
     def sibling(self, drafter: Drafter, controller: Controller, **other: Any) -> Decoder:
@@ -165,6 +166,9 @@ class Decoder:
         sequence = self.sequences.pop(slot)
         if sequence in self.waiting:
             self.waiting.remove(sequence)
+        self._unread.pop(slot, None)
+        if self.prefixes is not None:
+            self.prefixes.release(slot)
         self.cache.release(slot)
         self.drafter.release(slot)
         self.controller.release(slot)
@@ -188,7 +192,7 @@ class Decoder:
         """One draft-verify round of some of the sequences that decode."""
         with native.one_torch_thread(self.target.device):
             for sequence in live:
-                if sequence.unread.parts and sequence.output:
+                if sequence.slot in self._unread and sequence.output:
                     self._hand_over(sequence)
             before, times = [len(sequence.tokens) for sequence in live], [perf_counter()]
             context = self._context(live)
@@ -218,11 +222,15 @@ class Decoder:
             wanted = None  # a resumed sequence has them already
         done = self.cache.length[sequence.slot]
         if self.prefixes is not None and wanted is None:
-            before, done = done, self._recall(sequence, tokens[:last])
+            before = done
+            done, features = self.prefixes.fetch(self.cache, sequence.slot, tokens[:last])
+            sequence.recalled(before, done)
+            if features is not None:
+                self._started(sequence, before, features)
             if before < done < last and self.prefixes.files is not None:
                 return  # there may be more, and others need not wait for it
         end = min(done + (chunk or self.chunk), last)
-        if self.prefixes is not None:
+        if self.prefixes is not None and self.cache.states:
             end = self.prefixes.chunk_end(self.cache, tokens[:last], done, end)
         part = tokens[done:end]
         if part:
@@ -249,38 +257,26 @@ class Decoder:
             if sequence.request.prefill_only:
                 sequence.end("length")
 
-    def _recall(self, sequence: Sequence, tokens: list[int]) -> int:
-        """Let the prefix cache find what follows in a sequence's slot. Returns how many tokens the slot holds then."""
-        assert self.prefixes is not None
-        before = self.cache.length[sequence.slot]
-        done, features = self.prefixes.fetch(self.cache, sequence.slot, tokens)
-        sequence.recalled(before, done)
-        if features is not None:
-            self._started(sequence, before, features)
-        return done
-
     def remember(self, sequence: Sequence) -> None:
         """Let the prefix cache have what is read of a sequence that has a slot."""
-        if self.prefixes is None:
-            return
-        held = sequence.tokens[: self.cache.length[sequence.slot]]
-        first, features = sequence.features.take() if sequence.features.parts else (0, None)
-        ended = len(held) >= len(sequence.tokens) - 1
-        needed = self.prefixes.keep(self.cache, sequence.slot, held, features, first, ended=ended)
-        if features is not None:
-            sequence.features.add(features[needed - first :].clone(), needed)
+        if self.prefixes is not None:
+            held = sequence.tokens[: self.cache.length[sequence.slot]]
+            self.prefixes.keep(self.cache, sequence.slot, held, ended=len(held) >= len(sequence.tokens) - 1)
 
     def _started(self, sequence: Sequence, first: int, features: torch.Tensor) -> None:
         """Keep a chunk's features until drafter and prefix cache have them. Drafting does not delay the first token."""
+        slot = sequence.slot
         if self.prefixes is not None:
-            sequence.features.add(features, first)
-        sequence.unread.add(features, first)
-        if sequence.output or len(sequence.tokens) <= _SOON or sum(map(len, sequence.unread.parts)) > _LATE:
+            self.prefixes.add(slot, features, first)
+        unread = self._unread.setdefault(slot, Features())
+        unread.add(features, first)
+        if sequence.output or len(sequence.tokens) <= _SOON or sum(map(len, unread.parts)) > _LATE:
             self._hand_over(sequence)
 
     def _hand_over(self, sequence: Sequence) -> None:
         """Let the drafter have the features that wait."""
-        self.drafter.start(sequence.slot, sequence.tokens, *sequence.unread.take())
+        unread = self._unread.pop(sequence.slot)
+        self.drafter.start(sequence.slot, sequence.tokens, unread.first, torch.cat(unread.parts))
 
     def _context(self, live: list[Sequence]) -> DraftContext:
         """What the drafter sees of this step. The compiled parameters live as long as the batch stays the same."""
@@ -327,9 +323,9 @@ class Decoder:
             if out.features is not None:
                 features, first = out.features[b, held], len(sequence.tokens) - 1
                 if self.prefixes is not None:
-                    sequence.features.add(features, first)
-                if sequence.unread.parts:
-                    sequence.unread.add(features, first)
+                    self.prefixes.add(sequence.slot, features, first)
+                if sequence.slot in self._unread:
+                    self._unread[sequence.slot].add(features, first)
                     features = None
             commit = Commit(new, held, min(len(new), len(nodes) - 1), end.finish if end else None, features)
             sequence.step_done(len(trees[b]) - 1, commit, shown)

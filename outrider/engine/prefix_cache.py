@@ -46,6 +46,19 @@ class _Block:
         self.bytes = sum(t.numel() * t.element_size() for t in held)
 
 
+class Features:
+    """Features of tokens that follow each other, from the token `first` on: float [token, feature] of each chunk and step."""
+
+    def __init__(self) -> None:
+        self.first, self.parts = 0, list[Tensor]()
+
+    def add(self, features: Tensor, first: int) -> None:
+        """Keep features behind the others. first: their first token."""
+        if not self.parts:
+            self.first = first
+        self.parts.append(features)
+
+
 class PrefixCache:
     """A tree of blocks, at most `limit` bytes of keys and values, and files behind it.
 
@@ -58,6 +71,7 @@ class PrefixCache:
         self.bytes = self.queries = self.hits = 0
         self._used: OrderedDict[_Block, None] = OrderedDict()  # least used first; a parent is used whenever a child is
         self._filed = set[int]()  # slots whose text began in files: the system keeps those in memory, too
+        self._features = dict[int, Features]()  # by slot: of tokens that are not kept yet
 
     def fetch(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> tuple[int, Tensor | None]:
         """Copy the longest known start of `tokens` into an empty slot and commit it. With files, a slot that holds a start of
@@ -69,7 +83,16 @@ class PrefixCache:
         if not before:
             self.queries += len(tokens)
             self._filed.discard(slot)
-            features = self._recall(cache, slot, tokens)
+            path = self._path(tokens)
+            if cache.states:
+                path += self._ends(path[-1] if path else self.root, tokens[BLOCK * len(path) :])
+                while path and path[-1].states is None:
+                    path.pop()
+            if path:
+                count = sum(len(block.key) for block in path)
+                cache.restore(slot, count, path[-1].states or (), [block.layers for block in path])
+                known = [block.features for block in path if block.features is not None]
+                features = torch.cat(known) if known else None
         if self.files is not None:
             held, more = cache.length[slot], self.files.load(cache, slot, tokens)
             if cache.length[slot] > held:
@@ -78,45 +101,27 @@ class PrefixCache:
         self.hits += cache.length[slot] - before
         return cache.length[slot], features
 
-    def _recall(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> Tensor | None:
-        """Fetch from memory, into an empty slot."""
-        path = self._path(tokens)
-        if cache.states:
-            path += self._ends(path[-1] if path else self.root, tokens[BLOCK * len(path) :])
-            while path and path[-1].states is None:
-                path.pop()
-        count = sum(len(block.key) for block in path)
-        if not path:
-            return None
-        cache.reserve([slot], count)
-        for layer, (keys, values) in enumerate(cache.layers):
-            keys[slot, :, :count] = torch.cat([block.layers[layer][0] for block in path], 1)
-            values[slot, :, :count] = torch.cat([block.layers[layer][1] for block in path], 1)
-        cache.restore(slot, count, path[-1].states or ())
-        features = [block.features for block in path if block.features is not None]
-        return torch.cat(features) if features else None
+    def add(self, slot: int, features: Tensor, first: int) -> None:
+        """Features [token, feature] of a slot's tokens from `first` on, for `keep`."""
+        self._features.setdefault(slot, Features()).add(features, first)
 
-    def keep(
-        self,
-        cache: SlotCache,
-        slot: int,
-        tokens: Sequence[int],
-        features: Tensor | None = None,
-        first: int = 0,
-        *,
-        ended: bool = False,
-    ) -> int:
-        """Remember the whole blocks of a slot, which holds `tokens`, and their features [token, feature] from token `first` on.
+    def release(self, slot: int) -> None:
+        """The sequence in this slot has left. Another one may take the slot."""
+        self._features.pop(slot, None)
+
+    def keep(self, cache: SlotCache, slot: int, tokens: Sequence[int], *, ended: bool = False) -> None:
+        """Remember the whole blocks of a slot, which holds `tokens`, and their features, where `add` brought some.
         ended: a prompt or a text ends here, so that files keep its end, too.
-
-        Returns where the block that is not whole begins: a later call needs the features from there on.
         """
+        new = self._features.pop(slot, None)
+        first, features = (0, None) if new is None else (new.first, torch.cat(new.parts))
         if slot not in self._filed:
             self._remember(cache, slot, tokens, features, first)
-        if self.files is None:
-            return len(tokens) - len(tokens) % BLOCK
-        self.files.keep(cache, slot, tokens, features, first, ended)
-        return len(tokens) - len(tokens) % self.files.segment
+        if self.files is not None:
+            self.files.keep(cache, slot, tokens, features, first, ended)
+        if features is not None:  # those of the block that is not whole are needed again
+            whole = len(tokens) - len(tokens) % (BLOCK if self.files is None else self.files.segment)
+            self.add(slot, features[whole - first :].clone(), whole)
 
     def _remember(
         self, cache: SlotCache, slot: int, tokens: Sequence[int], features: Tensor | None, first: int

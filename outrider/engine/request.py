@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 
-import torch
-
 from outrider.core.outputs import CompletionOutput, Delta, SpeculativeMetrics
 from outrider.core.params import SamplingParams
 from outrider.core.sampling import SequenceState, TokenMask
@@ -125,30 +123,11 @@ class Cursor:
     ended: bool = False
 
 
-class Features:
-    """Features of tokens that follow each other, from the token `first` on: float [token, feature] of each chunk and step."""
-
-    def __init__(self) -> None:
-        self.first, self.parts = 0, list[torch.Tensor]()
-
-    def add(self, features: torch.Tensor, first: int) -> None:
-        """Keep features behind the others. first: their first token."""
-        if not self.parts:
-            self.first = first
-        self.parts.append(features)
-
-    def take(self) -> tuple[int, torch.Tensor]:
-        """The first token, and all features. They are kept no more."""
-        whole, self.parts = torch.cat(self.parts), []
-        return self.first, whole
-
-
 class Sequence:
     """One run of a request. `Decoder.sequence` makes it.
 
     slot: of the cache; -1 without one. tokens: committed: prompt, then output. checker: decides where the text ends.
-    logprobs: of each written token. features: for the prefix cache. unread: those that the drafter has not read. cancelled: its
-    reader has left.
+    logprobs: of each written token. cancelled: its reader has left.
     """
 
     def __init__(
@@ -166,7 +145,6 @@ class Sequence:
         self.finish: FinishReason | None = None
         self.logprobs: list[dict[int, float]] = []
         self.prompt_logprobs: list[dict[int, float] | None] = []
-        self.features, self.unread = Features(), Features()
         self.counts, self.clock, self.cursor = Counts(method=method, depth=depth), Clock(), Cursor()
         self.cancelled = False
         if request.continued:  # their text counts as given out
@@ -226,7 +204,7 @@ class Sequence:
 
     def take(self, slot: int) -> None:
         """Take a slot, in which nothing is read yet. The text has ended if the continued tokens end it."""
-        self.slot, self.features, self.unread = slot, Features(), Features()
+        self.slot = slot
         self.clock.admitted = self.clock.admitted or perf_counter()
         if self.checker.end is not None:
             self.clock.done, self.finish = perf_counter(), self.checker.end

@@ -125,26 +125,30 @@ class Scheduler:
         with self.lock:
             self.observers = tuple(o for o in self.observers if o is not observer)
 
-    @precision_gate.step
     def step(self) -> tuple[Step | None, list[Sequence]]:
         """One step, as the module's docstring says. Returns the draft-verify round, if there was one, and its sequences."""
-        now = perf_counter()
-        with self.lock:
-            all_ends = self.stop_at <= now
-            over = [
-                s for s in (*self.queue, *self.running.values()) if all_ends or s.cancelled or s.request.deadline <= now
-            ]
-        for s in over:
-            late = LATE if s.request.deadline <= now else CLOSING
-            self.finish(s, "abort", "cancelled" if s.cancelled else late)
-        self._seat()
-        bounded = self.kv_limit < math.inf
-        while bounded and policy.must_preempt(len(self.running), self._held, self.kv_limit):  # one alone always fits
-            self._unseat(next(reversed(self.running)))  # the youngest
-        if self.decoder.waiting:
-            self._read(self.decoder.waiting[0])
-        live = self.decoder.live
-        return (self._round(live) if live else None), live
+        with precision_gate.STEP:
+            now = perf_counter()
+            with self.lock:
+                all_ends = self.stop_at <= now
+                over = [
+                    s
+                    for s in (*self.queue, *self.running.values())
+                    if all_ends or s.cancelled or s.request.deadline <= now
+                ]
+            for s in over:
+                late = LATE if s.request.deadline <= now else CLOSING
+                self.finish(s, "abort", "cancelled" if s.cancelled else late)
+            self._seat()
+            bounded = self.kv_limit < math.inf
+            while bounded and policy.must_preempt(
+                len(self.running), self._held, self.kv_limit
+            ):  # one alone always fits
+                self._unseat(next(reversed(self.running)))  # the youngest
+            if self.decoder.waiting:
+                self._read(self.decoder.waiting[0])
+            live = self.decoder.live
+            return (self._round(live) if live else None), live
 
     def run(self, mine: abc.Sequence[Sequence]) -> Iterator[tuple[Step | None, list[Sequence]]]:
         """Run sequences that `add` queued to their ends, and yield each step as `step` returns it. A reader may stop early."""
@@ -242,7 +246,7 @@ class Scheduler:
             return
         slot = sequence.slot
         if self.roster:
-            self.roster.assign(slot, NONE if sequence.counts.undrafted else sequence.counts.method)
+            self.roster.assigned[slot] = NONE if sequence.counts.undrafted else sequence.counts.method
             if sequence.request.num_speculative_tokens is not None:
                 self.roster.planner.depths[slot] = sequence.request.num_speculative_tokens
         if sequence.finish is not None:  # the tokens that it continues end the text

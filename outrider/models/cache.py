@@ -151,8 +151,23 @@ class SlotCache:
         """A copy of the states after the committed tokens of a slot."""
         return [states.snapshot(slot) for states in self.states.values()]
 
-    def restore(self, slot: int, length: int, snapshot: Sequence[Sequence[Tensor]]) -> None:
-        """Commit `length` tokens to an empty slot whose keys and values are in place. snapshot: the states after them."""
+    def restore(
+        self,
+        slot: int,
+        length: int,
+        snapshot: Sequence[Sequence[Tensor]],
+        blocks: Sequence[Sequence[tuple[Tensor, Tensor]]] = (),
+    ) -> None:
+        """Commit `length` tokens to an empty slot.
+
+        snapshot: the states after them. blocks: of each block of tokens the keys and values of all layers, [kv_head, token,
+        head_dim] each; none if they are in place.
+        """
+        if blocks:
+            self.reserve([slot], length)
+            for layer, (keys, values) in enumerate(self.layers):
+                keys[slot, :, :length] = torch.cat([block[layer][0] for block in blocks], 1)
+                values[slot, :, :length] = torch.cat([block[layer][1] for block in blocks], 1)
         for states, old in zip(self.states.values(), snapshot, strict=True):
             states.restore(slot, old)
         self.length[slot] = length

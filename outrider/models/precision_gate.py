@@ -7,10 +7,8 @@ native code writes 32. So no step runs meanwhile: that takes a fraction of a sec
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
-from functools import wraps
-from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -19,31 +17,29 @@ _lock = threading.Lock()
 _changed = threading.Condition(_lock)
 _steps = dict[int, int]()  # by thread: how deep it is inside of steps
 _closed = False
-_Given = ParamSpec("_Given")
-_Made = TypeVar("_Made")
 
 
-def step(compute: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """A function that waits until the precision is torch's own."""
+class _Step:
+    """Waits until the precision is torch's own, which stays as long as the step is inside."""
 
-    @wraps(compute)
-    def inside(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+    def __enter__(self) -> None:
         me = threading.get_ident()
         with _lock:
             while _closed and me not in _steps:
                 _changed.wait()
             _steps[me] = _steps.get(me, 0) + 1
-        try:
-            return compute(*args, **kwargs)
-        finally:
-            with _lock:
-                _steps[me] -= 1
-                if not _steps[me]:
-                    del _steps[me]
-                if _closed:
-                    _changed.notify_all()
 
-    return inside
+    def __exit__(self, *_: object) -> None:
+        me = threading.get_ident()
+        with _lock:
+            _steps[me] -= 1
+            if not _steps[me]:
+                del _steps[me]
+            if _closed:
+                _changed.notify_all()
+
+
+STEP = _Step()
 
 
 @contextmanager

@@ -84,7 +84,7 @@ class Guard:
                     self.active, counted = self.active + 1, True
                     if self.active > self.settings.max_connections:
                         raise Refused("the server has too many requests", 503, code="overloaded", retry=1)
-                with ExitStack() as state["lent"]:  # models that the request borrows
+                with ExitStack() as state["ends"]:  # what ends with the request: its answer, the loan of its model
                     await self.app(scope, received, answer)
             except Refused as refused:
                 await refused.response(scope["path"])(scope, receive, answer)
@@ -167,27 +167,25 @@ class Guard:
     async def _received(self, headers: Headers, receive: Receive) -> Receive:
         """Receives the whole body once, then the real messages, such as the disconnect."""
         limit = self.settings.body_bytes
-        too_large = Refused(f"the request is larger than {limit} bytes", 413, code="request_too_large")
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > limit:
-            raise too_large
-        body = bytearray()
+        body, more = bytearray(), True
+        size = int(length) if length.isdecimal() else 0
         try:
             async with asyncio.timeout(self.settings.body_timeout):
-                while True:
+                while more and size <= limit:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise _Gone
                     body += message.get("body", b"")
-                    if len(body) > limit:
-                        raise too_large
-                    if not message.get("more_body"):
-                        break
+                    size, more = len(body), bool(message.get("more_body"))
         except TimeoutError:
             raise Refused(f"the request did not arrive within {self.settings.body_timeout:g} s", 408) from None
+        if size > limit:
+            raise Refused(f"the request is larger than {limit} bytes", 413, code="request_too_large")
+        whole = bytes(body)
         with refusing():
-            check_body(body)
-        messages: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+            check_body(whole)
+        messages: list[Message] = [{"type": "http.request", "body": whole, "more_body": False}]
 
         async def replay() -> Message:
             return messages.pop() if messages else await receive()

@@ -159,7 +159,7 @@ class ModelPool:
             request.state.waited = perf_counter() - begun
         else:
             one.users, one.used = one.users + 1, perf_counter()
-            request.state.lent.callback(self._give_back, one)
+            request.state.ends.callback(self._give_back, one)
         request.state.model = one.name
         assert one.assembly is not None
         return one.assembly.service
@@ -217,7 +217,7 @@ class ModelPool:
             self._begin(self._serve_waiting())
         try:
             await ready
-            request.state.lent.callback(self._give_back, one)
+            request.state.ends.callback(self._give_back, one)
         except BaseException:
             if self._waiting.pop(ready, None) is None and not ready.cancelled() and not ready.exception():
                 self._give_back(one)  # it was handed over at the moment when its request ended

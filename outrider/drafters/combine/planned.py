@@ -28,8 +28,9 @@ from outrider.drafters.method import NONE, PREDICTION
 
 
 class PlannedDrafter(BaseDrafter):
-    """Drafters by name, under a planner. `assign` gives a sequence its method; without it, it has `default`.
+    """Drafters by name, under a planner.
 
+    assigned: slots -> the method of their sequences, one that `method` named; `default` where there is none.
     lost: slots whose drafter failed -> how it failed. failures: so far.
     """
 
@@ -73,16 +74,12 @@ class PlannedDrafter(BaseDrafter):
         self.taps = self._shared.taps
         self.lost: dict[int, str] = {}
         self.failures = 0
-        self.assigned: dict[int, str] = {}  # methods by slot
+        self.assigned: dict[int, str] = {}
         self._known: dict[int, int] = {}  # tokens of a prompt whose features came, by slot
         self._proposals: dict[tuple[str, int], NodeList] = {}  # (drafter, slot) -> what it proposed in this step
         self._charges: dict[int, list[Charge]] = {}  # by slot
 
     # -- methods --------------------------------------------------------------------------------------------------------
-
-    def assign(self, slot: int, method: str | None) -> None:
-        """Give a sequence a method that `method` named; None is the default."""
-        self.assigned[slot] = self.default if method is None else method
 
     def method(self, asked: str | None, predicts: bool = False) -> str:
         """The method of a request that asks for one, or for none: then it is the default. One that brings a prediction gets the

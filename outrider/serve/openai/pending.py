@@ -10,9 +10,6 @@ from functools import partial
 from time import perf_counter, time
 from typing import Any, ClassVar
 
-from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
-
 from outrider._version import __version__
 from outrider.core.outputs import Delta
 from outrider.engine import Engine, EngineStopped, QueueFull
@@ -28,7 +25,7 @@ from outrider.serve.openai.tools import ToolCallReader
 class PendingAnswer:
     """The texts of one HTTP request, from the queue to the response.
 
-    Use it in a `with` block and read it once, with `whole` or `chunks`. Leaving the block early cancels the texts.
+    Read it once in a `with` block, with `whole` or `chunks`. Leaving the block early cancels the texts.
     results: the sequences that have ended, by index. on_end: called once when the block is left.
     """
 
@@ -81,9 +78,8 @@ class PendingAnswer:
 
         A deadline that has passed is 408: another server would be as late. A server that stops is 503.
         """
-        with self:
-            async for _ in self.deltas():
-                pass
+        async for _ in self.deltas():
+            pass
         results = self.sequences
         if all(r.finish and r.finish.finish == "abort" and not r.written for r in results):
             reason = results[0].finish and results[0].finish.reason
@@ -174,19 +170,6 @@ class PendingAnswer:
     def _hand_over(self, index: int, delta: Delta) -> None:
         """For the engine's thread: hands a delta to the event loop."""
         self._loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))
-
-
-class EventResponse(StreamingResponse):
-    """A stream of events. When it ends, for any reason, the pending answer ends too."""
-
-    def __init__(self, pending: PendingAnswer, events: AsyncIterator[bytes], media_type: str) -> None:
-        headers = {**pending.headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(events, headers=headers, media_type=media_type)
-        self.pending = pending
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self.pending:
-            await super().__call__(scope, receive, send)
 
 
 def one_by_one(delta: Delta, tokens: bool = True) -> list[Delta]:

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from outrider.engine.scheduler import LATE
 from outrider.serve.connection import unless_gone
 from outrider.serve.errors import Refused, dumps, json_response
-from outrider.serve.openai.pending import EventResponse, PendingAnswer
+from outrider.serve.openai.pending import PendingAnswer
 from outrider.serve.openai.protocol import ChatRequest, CompletionRequest
 from outrider.serve.openai.tools import begun
 from outrider.serve.service import Service
@@ -121,11 +121,14 @@ class Answering:
         pending = await service.accept(
             body, state.request_id, body.user or state.owner, state.owner, getattr(state, "waited", 0.0)
         )
+        state.ends.enter_context(pending)
         if self._spans is not None:
             self._spans.watch(pending, service.settings.model_name, body, request.headers)
         writer = make(pending)
         if body.stream:
-            return EventResponse(pending, writer.events(pending, service.settings.pad_seconds), writer.media_type)
+            headers = {**pending.headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
+            events = writer.events(pending, service.settings.pad_seconds)
+            return StreamingResponse(events, headers=headers, media_type=writer.media_type)
         return json_response(writer.whole(await unless_gone(request.receive, pending.whole())), headers=pending.headers)
 
 

@@ -146,9 +146,7 @@ def test_methods_of_several_drafters_and_none() -> None:
     made = {"suffix": SuffixDrafter(), "draft": model(), "ngram": NgramDrafter()}
     used = planned(made, ["suffix", "ngram"], methods={"auto": ["suffix", "draft"]}, default="auto")
     assert used.of_slot(0) == ("suffix", "draft")
-    used.assign(0, "ngram")
-    used.assign(1, None)
-    used.assign(2, "none")
+    used.assigned |= {0: "ngram", 2: "none"}
     assert [used.of_slot(slot) for slot in range(3)] == [("ngram",), ("suffix", "draft"), ()]
     with pytest.raises(
         ValueError, match="there is no drafter 'magic' here; use one of: none, suffix, draft, ngram, auto"

@@ -97,7 +97,7 @@ def test_two_heads_side_by_side_get_their_own_layers(kind: str) -> None:
     seats = [run_.start(r) for r in asked]
     if kind == "per request":
         for row, name in zip(seats, ["first", "second"], strict=True):
-            combined.assign(row.slot, name)
+            combined.assigned[row.slot] = name
     while any(row.finish is None for row in seats):
         run_.step()
     assert [row.output for row in seats] == plain_texts(BUILTIN.model, asked)

@@ -113,7 +113,9 @@ def test_the_prefix_store_gives_back_what_was_kept_within_its_limit(trial: int) 
         cache.reserve([0], len(text))
         keys, values = cache.layers[0]
         keys[0, 0, : len(text), 0] = values[0, 0, : len(text), 0] = torch.tensor(text, dtype=torch.float64)
-        store.keep(cache, 0, text, torch.tensor(text, dtype=torch.float64)[:, None])
+        store.add(0, torch.tensor(text, dtype=torch.float64)[:, None], 0)
+        store.keep(cache, 0, text)
+        store.release(0)
         cache.release(0)
         assert store.bytes <= store.limit
         assert store.check() == []

@@ -12,12 +12,12 @@ from outrider.models import precision_gate
 def test_a_step_waits_while_the_precision_is_another_and_a_change_waits_for_steps() -> None:
     seen, inside, end = list[torch.dtype](), threading.Event(), threading.Event()
 
-    @precision_gate.step
     def step(wait: bool) -> None:
-        inside.set()
-        if wait:
-            end.wait(10)
-        seen.append(torch.get_default_dtype())
+        with precision_gate.STEP:
+            inside.set()
+            if wait:
+                end.wait(10)
+            seen.append(torch.get_default_dtype())
 
     running = threading.Thread(target=step, args=(True,))
     running.start()

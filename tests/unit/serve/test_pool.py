@@ -46,7 +46,7 @@ class Asker:
     """A request that borrows models until it ends. gone: its client leaves."""
 
     def __init__(self) -> None:
-        self.gone, self.state = asyncio.Event(), SimpleNamespace(lent=ExitStack())
+        self.gone, self.state = asyncio.Event(), SimpleNamespace(ends=ExitStack())
 
     async def receive(self) -> dict[str, str]:
         await self.gone.wait()
@@ -56,7 +56,7 @@ class Asker:
         return (await pool.lend(name, self, **more)).settings.model  # type: ignore[arg-type]
 
     def end(self) -> None:
-        self.state.lent.close()
+        self.state.ends.close()
 
 
 async def waits(*tasks: asyncio.Task[Any]) -> None:
