@@ -191,8 +191,8 @@ class Decoder:
     def round(self, live: list[Sequence]) -> Step:
         """One draft-verify round of some of the sequences that decode."""
         with native.one_torch_thread(self.target.device):
-            for sequence in live:
-                if sequence.slot in self._unread and sequence.output:
+            for sequence in [self.sequences[slot] for slot in self._unread]:
+                if sequence.output:
                     self._hand_over(sequence)
             before, times = [len(sequence.tokens) for sequence in live], [perf_counter()]
             context = self._context(live)

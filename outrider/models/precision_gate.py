@@ -19,7 +19,7 @@ _steps = dict[int, int]()  # by thread: how deep it is inside of steps
 _closed = False
 
 
-class _Step:
+class _PrecisionHeld:
     """Waits until the precision is torch's own, which stays as long as the step is inside."""
 
     def __enter__(self) -> None:
@@ -32,14 +32,13 @@ class _Step:
     def __exit__(self, *_: object) -> None:
         me = threading.get_ident()
         with _lock:
-            _steps[me] -= 1
-            if not _steps[me]:
-                del _steps[me]
+            if (depth := _steps.pop(me) - 1) > 0:
+                _steps[me] = depth
             if _closed:
                 _changed.notify_all()
 
 
-STEP = _Step()
+STEP = _PrecisionHeld()
 
 
 @contextmanager

@@ -147,6 +147,9 @@ class PredictionDrafter(BaseDrafter):
         for slot, tokens, n, given, budget in zip(
             context.slots, context.tokens, context.prompt_lengths, predictions, context.budgets, strict=True
         ):
+            if not given and not self.prediction:  # there is nothing to look in
+                trees.append(grow(tokens[-1], (), budget))
+                continue
             if slot not in self._rows:
                 self._rows[slot] = Alignment(given or self.prediction)
             alignment = self._rows[slot]
