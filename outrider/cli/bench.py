@@ -1,4 +1,4 @@
-"""`outrider bench`. Imports nothing large until it runs. Reads a server's key from the environment."""
+"""`outrider bench` and `report`. Imports nothing large until it runs. Reads a server's key from the environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,21 @@ from outrider.cli.options import (
     parse_speculative_config,
     setting,
 )
-from outrider.cli.terminal import RED, check_folders, console, loading, plain, readable, say, warn, working
+from outrider.cli.terminal import (
+    GREEN,
+    RED,
+    YELLOW,
+    check_folders,
+    console,
+    loading,
+    paint,
+    plain,
+    printable,
+    readable,
+    say,
+    warn,
+    working,
+)
 from outrider.drafters.method import AUTO, model_method
 
 if TYPE_CHECKING:
@@ -203,6 +217,41 @@ def bench(
         if hindsight and run.complete:
             _tell_hindsight(backend, read_prompts, sampling)
         raise typer.Exit(code)
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN.json", help="A file of outrider bench --json.")],
+    later: Annotated[
+        Path | None, typer.Argument(metavar="LATER.json", help="A later run. The page shows it, and what changed.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        option(
+            "Output",
+            "The file for the page. Default: RUN.html or RUN-LATER.html, next to the last run.",
+            metavar="FILE",
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Make an HTML page of a measurement: what to do, why, and all the numbers. The page needs no network.
+
+    With two runs it begins with what changed between them, and if that is more than noise.
+    """
+    with readable(debug):
+        from outrider.lab.bench.report.page import write
+        from outrider.lab.bench.run import Run
+
+        files = [run] if later is None else [run, later]
+        runs = [Run.load(file) for file in files]
+        path = out or files[-1].with_name("-".join(file.stem for file in files) + ".html")
+        if path in files:
+            raise ValueError(f"the page would overwrite the run {path}. Name another file: --out page.html")
+        check_folders(path)
+        recommendation = write(runs[-1], path, other=runs[0] if later else None)
+        colour = {"keep": GREEN, "broken": RED}.get(recommendation.kind, YELLOW)
+        print(f"{paint(recommendation.label, colour)}: {printable(recommendation.headline)}")
+        say(f"The page is {path}.")
 
 
 def run_and_report(run: Run, backend: Any, prompts: list[Prompt], notes: list[str], files: FileOptions) -> int:

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 from outrider._version import __version__
 from outrider.cli.batch import batch
-from outrider.cli.bench import bench
+from outrider.cli.bench import bench, report
 from outrider.cli.calibrate import calibrate
 from outrider.cli.certify import certify
 from outrider.cli.chat import chat, run
@@ -24,12 +24,10 @@ from outrider.cli.doctor import doctor
 from outrider.cli.explain import explain
 from outrider.cli.export import export
 from outrider.cli.generate import generate
-from outrider.cli.methods import methods
-from outrider.cli.models import layers, list_, models, pack, pull, rm
+from outrider.cli.models import layers, list_, methods, models, pack, pull, rm
 from outrider.cli.options import grouped
 from outrider.cli.plan import plan
 from outrider.cli.replay import replay
-from outrider.cli.report import report
 from outrider.cli.serve import serve
 from outrider.cli.terminal import show_warnings
 from outrider.cli.train import train

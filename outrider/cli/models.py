@@ -1,4 +1,4 @@
-"""`outrider models`, `list`, `pull`, `rm`, `pack` and `layers`. Imports torch only when a command runs."""
+"""`outrider models`, `methods`, `list`, `pull`, `rm`, `pack` and `layers`. Imports torch only when a command runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from typing import Annotated
 import typer
 
 from outrider.cli.options import CODE, Debug, Model, ModelArgument, PrecisionOptions, full_name, option
-from outrider.cli.terminal import home, loading, readable, say, working
+from outrider.cli.terminal import console, home, loading, readable, say, working
 from outrider.core.suggest import did_you_mean
+from outrider.drafters.method import METHODS, plugins
+from outrider.drafters.method import find as find_method
 
 HUB = "in the hub's cache"
 
@@ -52,6 +54,22 @@ def layers(
             f"layers {found.layers}: {found.acceptance:.0%} of their tokens are the model's. A token costs {found.cost:.2f} "
             f"of the model's; predicted {found.gain:.2f} times plain decoding\n--speculative-config '{chosen}'"
         )
+
+
+def methods(debug: Debug = False) -> None:
+    """List the drafting methods: name, what it needs, what it is good for. Give one to --method, or several as JSON."""
+    with readable(debug):
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.add_column("method", no_wrap=True)
+        table.add_column("needs", max_width=24)
+        table.add_column("what it is, and where it helps")
+        for method in (*METHODS.values(), *map(find_method, plugins())):
+            table.add_row(method.name, method.needs, method.help)
+        console().print(table)
+        print('One: --method suffix\nSeveral: --speculative-config \'{"method": ["suffix", "draft_model"]}\'')
 
 
 def models(

@@ -35,10 +35,10 @@ class Detokenizer:
         self._read = len(self._tokens)
         self.text = ""
 
-    def push(self, token: int, last: bool = False) -> str:
-        """Add a token and return the new text. With `last`, an incomplete character is returned as it is."""
+    def push(self, token: int) -> str:
+        """Add a token and return the new text."""
         self._tokens.append(token)
-        return self._read_on(len(self._tokens) - self._read < 5 and not last)
+        return self._read_on(len(self._tokens) - self._read < 5)
 
     def flush(self) -> str:
         """Return the text that was held back, as it is."""

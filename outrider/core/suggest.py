@@ -6,10 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 
-def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
-    """Return " (did you mean 'x'?)" for the closest known name, or "" if no name is close. The sentence goes on behind it.
-
-    cutoff: the lowest similarity that counts, from 0 to 1 (`difflib.get_close_matches`).
-    """
-    close = difflib.get_close_matches(word, [*known], n=1, cutoff=cutoff)
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return " (did you mean 'x'?)" for the closest known name, or "" if no name is close. The sentence goes on behind it."""
+    close = difflib.get_close_matches(word, [*known], n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""

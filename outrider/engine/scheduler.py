@@ -140,10 +140,8 @@ class Scheduler:
                 late = LATE if s.request.deadline <= now else CLOSING
                 self.finish(s, "abort", "cancelled" if s.cancelled else late)
             self._seat()
-            bounded = self.kv_limit < math.inf
-            while bounded and policy.must_preempt(
-                len(self.running), self._held, self.kv_limit
-            ):  # one alone always fits
+            bounded = self.kv_limit < math.inf  # one alone always fits
+            while bounded and policy.must_preempt(len(self.running), self._held, self.kv_limit):
                 self._unseat(next(reversed(self.running)))  # the youngest
             if self.decoder.waiting:
                 self._read(self.decoder.waiting[0])

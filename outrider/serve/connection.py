@@ -226,9 +226,7 @@ class LimitedConnection(_Base):
 
     def _late(self) -> None:
         self._clock = None
-        if (
-            self.cycle is None or self.cycle.response_complete
-        ):  # else a response runs, and its end starts the clock anew
+        if self.cycle is None or self.cycle.response_complete:  # the end of a response starts the clock anew
             self.cut()
 
 

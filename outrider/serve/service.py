@@ -193,9 +193,7 @@ class Service:
         Raises ValueError for what cannot be encoded.
         """
         made, room = list[Request](), WIDE * self.engine.decoder.max_length
-        if isinstance(
-            params.prediction, str
-        ):  # only drafts are made of it, and what cannot be written is never drafted
+        if isinstance(params.prediction, str):  # what cannot be written is never drafted
             params = params.with_(prediction=params.prediction[:room])
         for prompt in prompts:
             drawn = params if params.seed is not None else params.with_(seed=draw_seed() % 2**53)  # exact in JSON

@@ -152,9 +152,8 @@ def _tuned_by_position(module: Any, call: ForwardState, own: Callable[..., Any],
     """Scalable softmax (2501.19399) at the positions of the nodes. The model's own code counts from the length of its cache."""
     if call.nodes is None or module.use_rope:
         return own(*args, **kwargs)
-    steps = torch.floor(
-        (call.nodes.positions.double() + 1) / module.floor_scale
-    )  # double: alike in every order of nodes
+    # double: alike in every order of nodes
+    steps = torch.floor((call.nodes.positions.double() + 1) / module.floor_scale)
     call.factors = (torch.log1p(steps) * module.attn_scale + 1).float()[:, None, :, None]
     module.attn_temperature_tuning = False
     try:

@@ -136,9 +136,8 @@ class HFModel(LanguageModel):
         if self._whole is None:
             self.kv_cache_dtype = kv_cache_dtype  # the routes were tried without rounding
         self._careful &= self._stable.needed > 0 or self._route is AttentionRoute.SDPA
-        self._head_ids = (
-            None if head_ids is None else head_ids.to(self.device)
-        )  # the check above compared the head's own
+        # only now: the check above compared the head's own
+        self._head_ids = None if head_ids is None else head_ids.to(self.device)
 
     @property
     def path(self) -> str:

@@ -434,7 +434,6 @@ class Builder:
         softcap: float = 0.0,
         sinks: str | None = None,
         value_dim: int = 0,
-        out: Value | None = None,
     ) -> Value:
         """Attention over the keys and values of a layer of the cache. window: tokens that a node sees; 0: all. softcap: of the
         scores; 0: none. sinks: the name of the parameter [heads]. value_dim: numbers of a key that are its value, if the cache
@@ -447,10 +446,11 @@ class Builder:
             raise ValueError(f"{kv_heads} heads of keys do not divide {heads} heads")
         if query.width != heads * dim or window < 0:
             raise ValueError(f"queries are {query.width} numbers for {heads} heads of {dim}, and the window {window}")
-        place = self._place(out, None, heads * value_dim)
         numbers = (cache, heads, kv_heads, dim, value_dim, window)
         p = None if sinks is None else self.vector(sinks, heads)
-        return self._add("attend", flags=flags, in_=query, out=place, p=p, i=numbers, f=(scale, softcap))
+        return self._add(
+            "attend", flags=flags, in_=query, out=self.value(heads * value_dim), p=p, i=numbers, f=(scale, softcap)
+        )
 
     def route(
         self,
