@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -19,9 +18,10 @@ import torch
 from outrider.core.noise import Noise, Stream
 from outrider.core.params import SamplingParams
 from outrider.core.sampling import LogitsWarper, SequenceState
-from outrider.core.tree import depth, validate
+from outrider.core.tree import validate
 from outrider.core.types import Budget, Commit, Draft, Siblings
 from outrider.drafters.base import DraftContext, Drafter, TargetPass
+from outrider.drafters.combine.planned import check, lend
 
 GREEDY, HOT = SamplingParams(temperature=0), SamplingParams(temperature=1.3)
 
@@ -111,20 +111,10 @@ def _text(random_: random.Random, vocab_size: int) -> list[int]:
 
 
 def _proposed(drafter: Drafter, ask: DraftContext, vocab_size: int) -> Draft:
-    """Its draft, after a check of the tree and the budget."""
-    before = [list(t) for t in ask.tokens]
-    draft = drafter.propose(ask)
-    assert [list(t) for t in ask.tokens] == before, "a drafter must not change the committed tokens"
+    """Its draft, after the checks that the loop has for a drafter of others, and of the declared probabilities."""
+    draft = lend(drafter.propose, ask)
+    check(draft, ask, vocab_size)
     validate(draft, vocab_size)
-    levels = depth(draft.parents)
-    for b, (tokens, budget) in enumerate(zip(ask.tokens, ask.budgets, strict=True)):
-        nodes = draft.host[b]
-        children = Counter(parent for _, parent in nodes[1:])
-        assert nodes[0] == (tokens[-1], -1), "node 0 is the last committed token"
-        assert len(nodes) - 1 <= budget.max_nodes, f"{len(nodes) - 1} nodes, {budget} allows {budget.max_nodes}"
-        assert int(levels[b].max()) <= budget.depth, f"depth {int(levels[b].max())}, {budget} allows {budget.depth}"
-        most = max(children.values(), default=0)
-        assert most <= budget.width, f"a node has {most} children, {budget} allows {budget.width}"
     return draft
 
 

@@ -98,7 +98,7 @@ class _Truncated(_Sharp):
         (_Greedy, "allows"),
         (_Rootless, "last committed token"),
         (_Forgetful, "state depends"),
-        (_Wide, "a node has 2 children"),
+        (_Wide, "2 children of a node"),
         (_Sharper, "not drawn from the distribution"),
         (_Shifted, "not drawn from the distribution"),
         (_Truncated, "no mass in probs"),
