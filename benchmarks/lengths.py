@@ -7,9 +7,9 @@
 
 The text is Python's standard library. A prompt is read in pieces. What was read stays in the folder, in the files of the prefix
 cache and in saved slots of llama.cpp. So a run that is stopped goes on where it was. A piece that is read anew begins with
-reading these files. `--program` is a llama-server, or a Python that has xllamacpp. With `--nodes` keys and values are random
-numbers, because the time does not depend on them. With `--draft` texts are written plainly, as the planner chooses, and with
-drafts of one length. The draft model has read the prompt after the first turn, which is not counted.
+reading these files. `--program` is a llama-server, or a Python that has xllamacpp. `--ik` adds ik_llama.cpp. With `--nodes`
+keys and values are random numbers, because the time does not depend on them. With `--draft` texts are written plainly, as the
+planner chooses, and with drafts of one length. The draft model has read the prompt after the first turn, which is not counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.peers.llama_server import LLAMA, LlamaServer
+from benchmarks.peers.llama_server import IK, LLAMA, LlamaServer
 from benchmarks.peers.ours import some_tokens
 from benchmarks.real.journal import Journal
 from outrider import LLM, SamplingParams
@@ -107,15 +107,21 @@ class Lengths:
         found = dict[str, Ours | Theirs]()
         if self.args.side != LLAMA:
             config = {"method": "draft_model", "model": self.args.draft} if self.args.draft else {"method": "none"}
-            options = {"prefix_dir": self.folder / "starts", "max_model_len": length, "max_num_seqs": 1}
-            llm = LLM(self.loaded, speculative_config=config, **options)
+            fields = {"prefix_dir": self.folder / "starts", "max_model_len": length, "max_num_seqs": 1}
+            llm = LLM(self.loaded, speculative_config=config, **fields)
             found[OURS] = Ours(llm, method="none")
             if self.args.draft:
                 found |= {PLANNED: Ours(llm), FIXED: Ours(llm, num_speculative_tokens=self.args.fixed)}
         if self.args.side != OURS and not self.args.draft:
-            slots = ("--slot-save-path", f"{self.folder}/")
-            server = LlamaServer(self.args.program, self.args.model, length=-(-length // 256) * 256, options=slots)
-            found[LLAMA] = Theirs(stack.enter_context(server), self.folder)
+            for peer, program in ((LLAMA, self.args.program), (IK, self.args.ik)):
+                if program:
+                    folder = self.folder / peer
+                    folder.mkdir(exist_ok=True)
+                    options = ("--slot-save-path", f"{folder}/")
+                    server = LlamaServer(
+                        program, self.args.model, length=-(-length // 256) * 256, options=options, peer=peer
+                    )
+                    found[peer] = Theirs(stack.enter_context(server), folder)
         return found
 
     def prompt(self, sides: dict[str, Ours | Theirs]) -> None:
@@ -148,7 +154,9 @@ class Lengths:
                     lines = {
                         n: {"token": f["token"], "first": f["first"], "steps": f["steps"]} for n, f in found.items()
                     }
-                    equal = LLAMA in found or all(f["text"] == found[OURS]["text"] for f in found.values())
+                    equal = bool({LLAMA, IK} & {*found}) or all(
+                        f["text"] == found[OURS]["text"] for f in found.values()
+                    )
                     self.journal.add(
                         "write", {"context": context, "tokens": args.tokens}, {"sides": lines, "equal": equal}
                     )
@@ -161,7 +169,7 @@ class Lengths:
             times = {name: sorted(1e3 * line["sides"][name]["token"] for line in lines) for name in sides}
             for name, ms in times.items():
                 print(f"{context:,} tokens, {name}: {statistics.median(ms):.1f} ms a token ({ms[0]:.1f}-{ms[-1]:.1f})")
-            for one, other in ((OURS, LLAMA), (PLANNED, OURS), (FIXED, OURS)):
+            for one, other in ((OURS, LLAMA), (OURS, IK), (PLANNED, OURS), (FIXED, OURS)):
                 if one in sides and other in sides:
                     ratios = sorted(line["sides"][other]["token"] / line["sides"][one]["token"] for line in lines)
                     steps = sum(line["sides"][one]["steps"] for line in lines) / len(lines)
@@ -203,6 +211,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--folder", type=Path, required=True, help="for journals and what was read")
     parser.add_argument("--program", type=Path, help="llama.cpp's")
+    parser.add_argument("--ik", type=Path, help="a llama-server of ik_llama.cpp")
     parser.add_argument("--side", choices=(OURS, LLAMA), help="this one alone")
     parser.add_argument("--draft", help="a draft model, beside plain decoding, in place of llama.cpp")
     parser.add_argument("--fixed", type=int, default=4, help="draft tokens of a step, beside the planner's choice")
