@@ -250,11 +250,19 @@ class ModelBelief:
         return replace(budget if self.states else budget.clipped(_TRY), min_probability=least)
 
     def learn(
-        self, slot: int, chances: Sequence[float], levels: int, nodes: int, accepted: int, stated: bool = True
+        self,
+        slot: int,
+        chances: Sequence[float],
+        levels: int,
+        nodes: int,
+        accepted: int,
+        stated: bool = True,
+        asked: bool = True,
     ) -> None:
         """A step that asked it. chances: survival of the verified levels of a chain. levels: drafted. nodes: verified. accepted:
-        tokens. stated: the drafter said these chances; else they were predicted from its record."""
-        self.states = stated
+        tokens. stated: the drafter said these chances; else they were predicted from its record. asked: it was asked for them."""
+        if stated or asked:
+            self.states = stated
         for level in range(
             1 if stated else 0, min(accepted + 1, nodes)
         ):  # the chance of a token that follows accepted ones

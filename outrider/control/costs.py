@@ -40,11 +40,13 @@ class CostModel:
     """What `outrider.engine.calibrate` measured. key: what it was measured on; another key wants another measurement.
 
     target: seconds of a step without its draft, by the nodes of all its sequences, the roots counted. drafters: by name.
+    attention: what each node adds for each token of the text behind it.
     """
 
     key: dict[str, str]
     target: dict[int, float]
     drafters: dict[str, DraftCost] = field(default_factory=lambda: dict[str, DraftCost]())
+    attention: float = 0.0
 
     def forward(self, nodes: int) -> float:
         """Seconds of a step without its draft."""
@@ -65,7 +67,7 @@ class CostModel:
             name: DraftCost(*map(min, astuple(cost), astuple(other.drafters.get(name, cost))))
             for name, cost in self.drafters.items()
         }
-        return CostModel(self.key, target, drafters)
+        return CostModel(self.key, target, drafters, min(self.attention, other.attention))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -103,12 +105,14 @@ class Costs:
 
     The target has a pace, which all its steps share, and a curve over nodes. Each drafter has a pace of its own.
 
+    behind: tokens of the text behind a node of the step that is weighed now. Attention over them takes time in proportion.
+
     keep: is called once with the corrected costs if the steps are much faster than the measurement: another program ran then. A
     machine that is slow now is no reason to forget what it can do.
     """
 
     def __init__(self, model: CostModel, keep: Callable[[CostModel], None] | None = None) -> None:
-        self.model, self._keep, self._steps = model, keep, 0
+        self.model, self._keep, self._steps, self.behind = model, keep, 0, 0.0
         self._base = [model.forward(n) for n in SIZES]
         self._curve = list(self._base)
         self._logs, self._seen = [0.0] * 5, [0.0] * 5  # corrections at 1, 4, 16, 64 and 256 nodes
@@ -119,7 +123,7 @@ class Costs:
         """Seconds of a step without its draft, over so many nodes of all its sequences."""
         at, share = _between(nodes)
         low = self._curve[at]
-        return self.pace.factor * (low + share * (self._curve[at + 1] - low))
+        return self.pace.factor * (low + share * (self._curve[at + 1] - low) + self._attention * nodes)
 
     def more(self, nodes: float, count: int) -> list[float]:
         """Seconds that 1, 2, ... `count` further nodes add to a step over `nodes`."""
@@ -128,7 +132,7 @@ class Costs:
         slopes = list[float]()
         while len(slopes) < count:
             width = SIZES[at + 1] - SIZES[at]
-            slope = (self._curve[at + 1] - self._curve[at]) / width
+            slope = (self._curve[at + 1] - self._curve[at]) / width + self._attention
             room = count if at == last else max(round((1 - share) * width), 1)
             slopes += [slope] * min(room, count - len(slopes))
             at, share = min(at + 1, last), 0.0
@@ -177,11 +181,18 @@ class Costs:
         """Seconds taken over seconds measured: of a plain step, and of each drafter."""
         return {"target": self.pace.factor, **{name: pace.factor for name, pace in self.paces.items()}}
 
+    @property
+    def _attention(self) -> float:
+        """Seconds that the text behind it adds to a node."""
+        return self.model.attention * self.behind
+
     def _corrected(self) -> CostModel:
         """A drafter that did not draft was measured beside the same program as the target."""
         paces = {name: self.paces.get(name, self.pace).factor for name in self.model.drafters}
         drafters = {n: DraftCost(*(paces[n] * part for part in astuple(c))) for n, c in self.model.drafters.items()}
-        return CostModel(self.model.key, {n: self.forward(n) for n in self.model.target}, drafters)
+        self.behind = 0.0
+        target = {n: self.forward(n) for n in self.model.target}
+        return CostModel(self.model.key, target, drafters, self.pace.factor * self.model.attention)
 
     def _pace(self, name: str) -> float:
         pace = self.paces.get(name)

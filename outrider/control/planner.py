@@ -37,6 +37,7 @@ _HOPE, _LOOKED, _PAUSE = 0.5, 0.1, 3  # tokens that lookups are worth at first; 
 _REST = 8  # most steps without a plan, where nothing was worth it: a plan costs what its code costs to read from memory
 _NODES = 3  # nodes of a draft at which the cost of one more is taken
 _AGAIN = 512  # steps after which forecasts are made anew from corrected costs
+_ALIKE = 1024  # tokens by which texts may differ in length and have one forecast
 _MOST_SURE = 0.98  # a drafter that is asked drafts one token at least
 PLAIN = Budget(0)
 
@@ -77,7 +78,7 @@ class View:
 
     written: tokens of its answer so far. left: those that may still follow. budget: the largest draft. fixed: the draft has this
     size, whatever it is worth. drawn: draft tokens are drawn from a distribution, so none may be taken back. offers: what
-    lookups propose. missing: tokens that each other drafter must read before it can draft, by name.
+    lookups propose. missing: tokens that each other drafter must read before it can draft, by name. length: tokens so far.
     """
 
     slot: int
@@ -88,6 +89,7 @@ class View:
     missing: Mapping[str, int]
     fixed: bool = False
     drawn: bool = False
+    length: int = 0
 
 
 class Weighed(NamedTuple):
@@ -218,7 +220,7 @@ class Planner:
         self._speeds: dict[int, _Speed] = {}
         self._looking = 0.0  # plain steps that asking the lookups takes
         self._nodes = float(_NODES)  # that a sequence lately had
-        self._forecasts: dict[tuple[str, int], DraftForecast] = {}
+        self._forecasts: dict[tuple[str, int, int], DraftForecast] = {}
         self._steps = 0
 
     # -- the controller -------------------------------------------------------------------------------------------------
@@ -234,6 +236,7 @@ class Planner:
         notes: list[PlanNote | None] = [*step.draft.notes] or [None] * rows
         charges = {id(charge): charge for note in notes if note for charge in note.charges}
         taken = sum(step.seconds.values())
+        self.costs.behind = sum(step.positions) / rows
         plain, read = self.costs.forward(rows), 0.0
         for charge in charges.values():
             read += self.costs.reading(charge.name, charge.read)
@@ -279,7 +282,9 @@ class Planner:
 
     def plan(self, views: Sequence[View]) -> list[Plan]:
         """A plan for each sequence of a step. Sequences in another order get the same plans."""
-        rows, price = len(views), self.price(views)
+        rows = len(views)
+        self.costs.behind = sum(view.length for view in views) / max(rows, 1)
+        price = self.price(views)
         around = rows + (rows - 1) * self._nodes  # nodes of the step without those of one sequence
         longest = max((len(offer.nodes) for view in views for offer in view.offers.values()), default=1)
         more = self.costs.more(around, longest)
@@ -459,14 +464,15 @@ class Planner:
 
     def _forecast(self, name: str, rows: int) -> DraftForecast:
         """What the shipped chains promise of a drafter, for one of so many sequences that all have it."""
-        known = self._forecasts.get((name, rows))
+        key = name, rows, int(self.costs.behind) // _ALIKE
+        known = self._forecasts.get(key)
         if known is None:
             costs, deeper = self.costs, _harmonic(rows)
             known = self._belief(name).forecast(
                 lambda nodes: costs.forward(nodes * rows) / rows,
                 lambda levels: costs.draft(name, rows, levels * deeper) / rows,
             )
-            self._forecasts[name, rows] = known
+            self._forecasts[key] = known
         return known
 
     def _belief(self, name: str) -> ModelBelief:
@@ -528,7 +534,8 @@ class Planner:
             belief = self._belief(w.name)
             belief.passed(slot, lookup > max(w.value, 0.05))
             if w.name == note.plan.drafter and note.levels and not ended:
-                belief.learn(slot, note.survival[: note.nodes], note.levels, note.nodes, accepted, note.stated)
+                asked = note.plan.budget.min_probability > 0
+                belief.learn(slot, note.survival[: note.nodes], note.levels, note.nodes, accepted, note.stated, asked)
 
 
 @lru_cache(256)

@@ -31,14 +31,16 @@ from outrider.kernels.machine import machine
 from outrider.models.base import LanguageModel
 from outrider.models.checkpoint import fingerprint
 from outrider.models.load import Loaded
+from outrider.models.nodes import Nodes
 from outrider.models.packs import store
 
-REVISION = "5"  # of this method of measurement; costs that an older one has stored are measured again
+REVISION = "6"  # of this method of measurement; costs that an older one has stored are measured again
 AT_LOAD, WHOLE = (1, 4, 16), (1, 2, 3, 4, 6, 8, 12, 16, 32)
 """Nodes of the forwards that are measured, at load and by `outrider calibrate`."""
 ROUNDS = 8
 """Rounds of `outrider calibrate`."""
 _PROMPT, _FEW, _MANY = 33, 2, 6  # tokens that are read, and the levels of two chains
+_BEHIND = 2048  # tokens behind the nodes whose attention is timed
 _SLOW = 0.15  # seconds of a plain step from which on everything is measured once at load
 
 
@@ -149,7 +151,28 @@ def measure(
         for few, many in zip(sizes[-2::-1], sizes[:0:-1], strict=True):  # more nodes never take less
             seconds[few] = min(seconds[few], seconds[many])
     drafters = {name: _drafter(target, drafter, rounds - (rounds == 2)) for name, drafter in models.items()}
-    return CostModel(dict(key), seconds, {name: cost for name, cost in drafters.items() if cost is not None})
+    known = {name: cost for name, cost in drafters.items() if cost is not None}
+    return CostModel(dict(key), seconds, known, _attention(target))
+
+
+@torch.inference_mode()
+def _attention(target: LanguageModel) -> float:
+    """Seconds that each node of a step adds for each token behind it. What these tokens are does not matter."""
+    nodes, taken = torch.tensor([[_token(n, target.vocab_size) for n in range(4)]]), list[float]()
+    length = min(_BEHIND, target.max_length // 2)
+    cache = target.new_cache(1, length + nodes.numel())
+    for behind in (0, length):
+        cache.reserve([0], behind + nodes.numel())
+        for part in (part for layer in cache.layers for part in layer):
+            part.fill_(1)
+        cache.restore(0, behind, cache.snapshot(0))
+        times = list[float]()
+        for _ in range(3):
+            began = perf_counter()
+            target.forward(Nodes(nodes, cache, [0])).logits.sum().item()
+            times.append(perf_counter() - began)
+        taken.append(min(times))
+    return max(taken[1] - taken[0], 0.0) / (length * nodes.numel())
 
 
 def _drafter(target: LanguageModel, drafter: Drafter, rounds: int) -> DraftCost | None:

@@ -215,6 +215,7 @@ class PlannedDrafter(BaseDrafter):
             offers,
             missing,
             self.planner.lengths is not None or slot in self.planner.depths,
+            length=len(tokens),
         )
 
     def _read(self, slot: int, tokens: list[int], name: str, count: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -78,6 +79,32 @@ def test_the_shape_of_the_curve_is_learned() -> None:
             costs.observe_forward(nodes, seconds)
     for nodes, seconds in true.items():
         assert costs.forward(nodes) / costs.forward(1) == pytest.approx(seconds, rel=0.2)
+
+
+def test_a_text_costs_each_node_its_length() -> None:
+    """So what is learned behind a long text does not mislead a short one."""
+    costs = Costs(replace(MODEL, attention=1e-4))
+    short = [costs.forward(1), costs.forward(6), costs.more(1, 3)[-1]]
+    costs.behind = 8000.0
+    assert [costs.forward(1), costs.forward(6)] == pytest.approx([short[0] + 0.8, short[1] + 4.8])
+    assert costs.more(1, 3)[-1] == pytest.approx(short[2] + 2.4)
+    for _ in range(50):
+        costs.observe_forward(1, MODEL.forward(1) + 0.8)
+        costs.observe_forward(6, MODEL.forward(6) + 4.8)
+    costs.behind = 0.0
+    assert [costs.forward(1), costs.forward(6), costs.more(1, 3)[-1]] == pytest.approx(short)
+
+
+def test_faster_costs_are_kept_with_what_texts_add() -> None:
+    kept = list[CostModel]()
+    costs = Costs(replace(MODEL, attention=1e-4), kept.append)
+    costs.behind = 5000.0
+    for _ in range(48):
+        costs.observe_forward(1, 0.5 * costs.model.forward(1) + 0.25)
+    [found] = kept
+    assert found.attention == pytest.approx(5e-5, rel=0.1)
+    assert found.forward(1) == pytest.approx(0.5, rel=0.1)
+    assert found.faster(costs.model).attention == found.attention
 
 
 def test_a_pause_of_the_machine_changes_little() -> None:

@@ -53,6 +53,34 @@ def note(plan: Plan, one: View, nodes: int = 0, chance: float = 0.8, charges: tu
     return PlanNote(plan, one.offers, [chance ** (n + 1) for n in range(nodes)], nodes, nodes, charges)
 
 
+def test_drafts_of_one_length_do_not_say_that_a_drafter_states_no_chances() -> None:
+    """They were not asked for. Other requests go on to end their drafts by what the drafter says."""
+    own = planner()
+    own.depths[1] = 4
+    for unstated, known in ((replace(note(Plan("model", Budget(4)), view(1), 4), stated=False), True), (None, False)):
+        [plan] = own.plan([view()])
+        stated = unstated or replace(note(plan, view(), 2), stated=False)
+        fixed = replace(stated.plan, why=plan.why)
+        own.observe(step([replace(stated, plan=fixed)], [1]))
+        [plan] = own.plan([view(slot=2)])
+        assert (plan.budget.min_probability > 0) == known
+
+
+def test_drafts_are_shorter_behind_a_long_text() -> None:
+    """Each node attends to all of it. Steps behind it teach nothing wrong about a short text."""
+    own = planner()
+    own.costs.model = replace(own.costs.model, attention=1e-4)
+    [before], [long] = own.plan([view(length=100)]), own.plan([view(length=8000)])
+    assert before.price > 1.5 * long.price
+    [again] = own.plan([view(length=100)])
+    assert again == before
+    for _ in range(30):
+        [plan] = own.plan([view(length=9)])
+        own.costs.model = replace(own.costs.model, attention=0.1)
+        own.observe(step([note(plan, view(), 3)], [2], own.costs.model.forward(4) + 4 * 0.9))
+    assert own.costs.drift["target"] == pytest.approx(1.0, abs=0.02)
+
+
 def test_what_is_cheap_and_good_is_asked_and_says_why() -> None:
     [plan] = planner().plan([view()])
     assert plan.drafter == "model"

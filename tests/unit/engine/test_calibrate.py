@@ -93,6 +93,20 @@ def test_a_slow_draft_is_measured_as_slow(monkeypatch: pytest.MonkeyPatch) -> No
     assert cost.drafters["quick"].level < 1e-6
 
 
+def test_what_a_text_adds_to_a_node_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, target = [1.0], toy(6000)
+    for timed in (module, decoder):
+        monkeypatch.setattr(timed, "perf_counter", lambda: clock[0])
+    forward = target.forward
+
+    def slow(nodes: Any, **more: Any) -> Any:
+        clock[0] += 0.01 + 1e-6 * nodes.tokens.shape[1] * nodes.lengths[0]
+        return forward(nodes, **more)
+
+    monkeypatch.setattr(target, "forward", slow)
+    assert measure(target, {}, {}).attention == pytest.approx(1e-6)
+
+
 @pytest.mark.parametrize("length", [4, 12, 20, 40])
 def test_a_short_context_is_measured_as_far_as_it_goes(length: int) -> None:
     cost = measure(toy(length), {"draft": drafter(length)}, {})
