@@ -252,3 +252,14 @@ def test_rows_with_and_without_a_distribution_join() -> None:
     other = Draft(drawn.tokens, drawn.parents, drawn.probs, Siblings.WITHOUT_REPLACEMENT)
     with pytest.raises(ValueError, match="drawn in 2 ways"):
         join(ask, {0: Proposal(drawn, 0), 1: Proposal(other, 0)})
+
+
+def test_a_plan_knows_how_long_its_texts_are() -> None:
+    drafter, seen = planned({"model": model()}), list[int]()
+    plan = drafter.planner.plan
+    drafter.planner.plan = lambda views: (seen.extend(view.length for view in views), plan(views))[1]
+    ask = request([1, 2, 3] * 10, SamplingParams(max_tokens=12, ignore_eos=True))
+    decoder(ToyModel(VOCAB), drafter, rows=1).generate([ask])
+    assert seen[0] == 30
+    assert seen == sorted(seen)
+    assert 30 < drafter.planner.costs.behind < 42
