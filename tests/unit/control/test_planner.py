@@ -71,7 +71,7 @@ def test_drafts_are_shorter_behind_a_long_text() -> None:
     own = planner()
     own.costs.model = replace(own.costs.model, attention=1e-4)
     [before], [long] = own.plan([view(length=100)]), own.plan([view(length=8000)])
-    assert before.price > 1.5 * long.price
+    assert 0.9 * before.price * 1.01 > long.price * 1.8  # the expected speeds, which are the prices of a plain step
     [again] = own.plan([view(length=100)])
     assert again == before
     for _ in range(30):
