@@ -17,6 +17,7 @@ import certifi
 import hypothesis
 import pytest
 import torch
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 torch.set_num_threads(1)
@@ -40,8 +41,10 @@ def pytest_collection() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _certificates() -> Iterator[None]:
-    """Each client of httpx reads the certificates of all authorities: 20 ms of a request that takes two. They are read once."""
+def _clients() -> Iterator[None]:
+    """Each client of httpx reads the certificates of all authorities: 20 ms of a request that takes two. They are read once.
+
+    An answer may take a minute, where a busy machine would miss the five seconds that httpx waits."""
     made = ssl.create_default_context
     known = cache(lambda: made(cafile=certifi.where()))
 
@@ -50,6 +53,7 @@ def _certificates() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", create)
+        patch.setattr(DEFAULT_TIMEOUT_CONFIG, "read", 60.0)
         yield
 
 

@@ -20,6 +20,7 @@ from outrider.kernels import cpu, why_no_kernels
 
 _M0, _M1, _W0, _W1 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
+_FEW = 64  # rows: a call each takes less than 150 operations on tensors
 _TOP = 1 - 2**-24  # the largest uniform: keeps log1p(-u) finite in float32
 
 
@@ -62,6 +63,8 @@ class Noise:
 
     def words(self, stream: Stream, position: Tensor, n: int) -> Tensor:
         """int64 [batch, n] of 32-bit words at `position` (int64 [batch])."""
+        if len(self.seed) <= _FEW and not why_no_kernels(self.seed.device):
+            return torch.stack([cpu.words(*key, n) for key in self.keys(stream, position)])
         index = torch.arange((n + 3) // 4, device=self.seed.device)[None, :]
         step = torch.zeros_like(self.step) if stream is Stream.TOKEN else self.step
         shape = (len(self.seed), index.shape[1])

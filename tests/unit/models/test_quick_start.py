@@ -401,7 +401,7 @@ def test_a_killed_process_leaves_nothing_that_is_read(by: signal.Signals, file: 
 def test_two_processes_at_once_have_the_same_bits_and_the_end_of_one_waits_for_the_pack(file: Path) -> None:
     code = program(SLOW_DISK + BITS)
     with Forked(str(file), "1.5", code=code) as one, Forked(str(file), "1.5", code=code) as other:
-        ends = [process.wait(120) for process in (one, other)]
+        ends = [process.wait(600) for process in (one, other)]
         said = [(process.stdout.read(), process.said) for process in (one, other)]
     assert ends == [0, 0], said
     words = [set(out.split()) for out, _ in said]
