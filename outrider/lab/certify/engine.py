@@ -219,7 +219,7 @@ class EngineSubject(Subject):
         drafter = next(iter(self.drafters.values()), None) if len(self.drafters) == 1 else None
         if not isinstance(drafter, ModelDrafter) or drafter.model.vocab_size != self.vocab_size:
             return None
-        if len(text.prompt) + len(text.tokens) >= drafter.cache.max_length:
+        if len(text.prompt) + len(text.tokens) > drafter.cache.max_length:
             return None  # it reads only an end of the text
         return self._read(drafter.model, request, text)
 

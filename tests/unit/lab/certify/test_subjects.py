@@ -81,6 +81,15 @@ def test_a_drafter_of_ours_that_lies_about_q_is_found() -> None:
     assert part.conclusion is Conclusion.DIFFERS, part.sentence
 
 
+def test_a_draft_model_that_read_only_an_end_of_a_text_has_no_distributions_over_it() -> None:
+    subject = toy("rejection")
+    request = TextRequest(TOY_PROMPTS[0], SamplingParams(temperature=1, max_tokens=8, ignore_eos=True))
+    [text], [drafter] = subject.plain([request]), subject.drafters.values()
+    for length, known in ((len(text.prompt) + 8, True), (len(text.prompt) + 7, False)):
+        drafter.cache.max_length = length
+        assert (subject.draft_distributions(request, text) is not None) == known
+
+
 def test_a_verifier_is_found_by_name() -> None:
     for name, trees in (("reference_block", False), ("reference_rejection", True)):
         subject = subject_of(CertifyOptions(subject=f"outrider.verify:{name}"), None, {})
