@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from benchmarks import headline
 from benchmarks.pairs import synthetic
@@ -49,7 +50,7 @@ class Checkout:
 
     def __init__(self, folder: Path) -> None:
         env = {**os.environ, "PYTHONPATH": str(folder.resolve())}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen([sys.executable, "-c", WORKER], text=True, env=env, cwd=folder, **pipes)
 
     def write(self, *case: object) -> tuple[float, list[list[int]]]:

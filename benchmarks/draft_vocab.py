@@ -33,7 +33,7 @@ from outrider.core.types import Step
 from outrider.drafters.model.draft_model import DraftReduction, ModelDrafter
 from outrider.engine.decoder import Decoder
 from outrider.engine.llm import LLM
-from outrider.engine.request import Request, Sequence
+from outrider.engine.request import Request
 from outrider.engine.scheduler import Scheduler
 from outrider.models.load import Loaded, load
 from outrider.models.nodes import Nodes
@@ -58,7 +58,7 @@ class Row:
         self.accepted: dict[tuple[str, float], list[int]] = {}
         self.seconds: list[float] = []
 
-    def admit(self, request: Sequence, text: list[int]) -> None:
+    def admit(self, request: Request, text: list[int]) -> None:
         self.known.text = text
         left = replace(request.params, max_tokens=len(text) - len(request.prompt), ignore_eos=True)
         self.row = self.decoder.start(Request(request.id, request.prompt, left, request.seed))
@@ -80,7 +80,7 @@ class Row:
         return True
 
 
-def written(target: Loaded, row: Row, request: Sequence, depth: int) -> list[int]:
+def written(target: Loaded, row: Row, request: Request, depth: int) -> list[int]:
     """Prompt and answer: the text that plain decoding writes."""
     decoder = Decoder(target.model, row.decoder.drafter, controller=Fixed(depth), rows=1, max_length=LENGTH,
                       end_ids=target.end_ids)  # fmt: skip

@@ -26,7 +26,9 @@ from outrider.drafters.heads.eagle.drafter import EagleDrafter, eagle_model
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.kernels import cpu as native
-from outrider.models.base import LanguageModel
+from outrider.models.base import LanguageModel, Output, Want
+from outrider.models.cache import SlotCache
+from outrider.models.nodes import Nodes
 from outrider.testing.contract import GREEDY, context
 
 HEAD = [
@@ -72,6 +74,12 @@ class Embedding(LanguageModel):
 
     def embedding_rows(self, tokens: Tensor) -> Tensor:
         return self.table[tokens].float()
+
+    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
+        raise NotImplementedError
+
+    def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
+        raise NotImplementedError
 
 
 def made(shape: Shape, draft_vocab: int) -> HeadWeights[EagleConfig]:

@@ -93,14 +93,14 @@ class Bench:
         return self._kept[key]
 
     def decode(
-        self, drafter: Drafter, guesses: int, requests: abc.Sequence[Sequence], batch: int, width: int = 1
+        self, drafter: Drafter, guesses: int, requests: abc.Sequence[Request], batch: int, width: int = 1
     ) -> list[Sequence]:
         controller = Fixed(guesses, width, 2 * guesses if width > 1 else None)
         decoder = Decoder(self.target.model, drafter, controller=controller, rows=batch, max_length=LENGTH)
         return Scheduler(decoder, raises=True).generate(requests)
 
 
-def requests_of(prompts: abc.Sequence[list[int]], turn: int, tokens: int, temperature: float) -> list[Sequence]:
+def requests_of(prompts: abc.Sequence[list[int]], turn: int, tokens: int, temperature: float) -> list[Request]:
     """The texts of a round: prompts in pairs, so that no two rounds within a thousand begin alike."""
     out = []
     for i in range(TEXTS):

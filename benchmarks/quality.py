@@ -187,7 +187,8 @@ def measure(
     """
     references, found = list[Reading](), texts(names, count)
     for kind in weights:
-        loaded = load(model, **{"quantization" if kind in QUANTIZATIONS else "dtype": kind})
+        precision: dict[str, Any] = {"quantization" if kind in QUANTIZATIONS else "dtype": kind}
+        loaded = load(model, **precision)
         if loaded.tokenizer is None:
             raise ValueError(f"{model} has no tokenizer, so no text can be read; give a model with one")
         ids = [loaded.tokenizer(t)["input_ids"][:length] for t in found]

@@ -207,6 +207,7 @@ async def soak(port: int, seconds: float, clients: int, seed: int, watch: Any = 
         if watch is not None:
             watch()
     await asyncio.gather(*tasks)
+    health: dict[str, Any] = {}
     for _ in range(600):
         health = json.loads(await asyncio.to_thread(page, port, "/health"))
         if health["running"] == health["waiting"] == 0:

@@ -167,7 +167,7 @@ def _qwen3moe(f: Family, i: int) -> Shapes:
 def _deepseek(f: Family, i: int) -> Shapes:
     """Keys and values of a latent; experts from the second layer on, and some that all nodes have."""
     key, value, latent, rotated, small = (
-        f.more.get(n) for n in (
+        f.more.get(n, 0) for n in (
             "attention.key_length_mla", "attention.value_length_mla", "attention.kv_lora_rank", "rope.dimension_count",
             "attention.q_lora_rank",
         )

@@ -30,7 +30,7 @@ from outrider.drafters import make_drafter
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.model.confidence import SCALES
 from outrider.engine.decoder import Decoder
-from outrider.engine.decoder import Sequence as Text
+from outrider.engine.request import Request
 from outrider.lab.tune.recorded import STATED, DraftRecorder, RecordedText, record
 from outrider.models.load import load
 
@@ -64,9 +64,9 @@ def prompts(part: str) -> list[tuple[str, str]]:
     return [(kind, text) for kind, texts in every.items() for text in texts[cut]]
 
 
-def requests(tokenizer: Any, part: str, temperature: float) -> list[tuple[str, Text]]:
+def requests(tokenizer: Any, part: str, temperature: float) -> list[tuple[str, Request]]:
     """The requests of a part, with the chat template if there is one."""
-    found = list[tuple[str, Text]]()
+    found = list[tuple[str, Request]]()
     for at, (kind, text) in enumerate(prompts(part)):
         if getattr(tokenizer, "chat_template", None):
             asked = [{"role": "user", "content": text}]
@@ -75,7 +75,7 @@ def requests(tokenizer: Any, part: str, temperature: float) -> list[tuple[str, T
             ids = list(tokenizer(text)["input_ids"])
         limit = 128 if kind == "edit" else 96
         if len(ids) + limit < LENGTH:
-            found.append((kind, Text(at, ids, SamplingParams(temperature=temperature, max_tokens=limit), 11 + at)))
+            found.append((kind, Request(at, ids, SamplingParams(temperature=temperature, max_tokens=limit), 11 + at)))
     return found
 
 

@@ -131,7 +131,8 @@ def run(
                      max_length=LENGTH)  # fmt: skip
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
     requests = [Request(n, list(p), params, seed=n) for n, p in enumerate(prompts)]
-    return [step for step, _ in Scheduler(engine, raises=True).run(requests) if step is not None]
+    scheduler = Scheduler(engine, raises=True)
+    return [step for step, _ in scheduler.run(scheduler.add(requests)) if step is not None]
 
 
 def measure(

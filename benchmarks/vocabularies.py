@@ -68,9 +68,8 @@ def run(
     engine = Decoder(target.model, drafter, verifier, Fixed(depth), rows=1, max_length=LENGTH)
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
     requests = [Request(n, list(p), params, seed=n) for n, p in enumerate(prompts)]
-    steps = [
-        s for s, _ in Scheduler(engine, raises=True).run(requests) if s is not None and s.budgets[0].depth == depth
-    ]
+    scheduler = Scheduler(engine, raises=True)
+    steps = [s for s, _ in scheduler.run(scheduler.add(requests)) if s is not None and s.budgets[0].depth == depth]
     accepted = [int(s.verdict.accepted[0]) for s in steps]
     drafted = [int(s.draft.num_draft_tokens[0]) for s in steps]
     return {
@@ -114,8 +113,9 @@ def main() -> None:
     texts = humaneval(args.prompts)
     prompts = [target.tokenizer(p)["input_ids"] for p in texts]
     spelled = sum(len(draft.tokenizer(p)["input_ids"]) for p in texts) / sum(map(len, prompts))
+    shared = len(both.shared) / (len(both.draft.ids) + len(both.draft.names))
     within = float(np.mean([t in both.shared for p in prompts for t in p]))
-    print(f"{both.coverage:.0%} of the draft's {draft.model.vocab_size} tokens are shared, {within:.0%} of those that the "
+    print(f"{shared:.0%} of the draft's {draft.model.vocab_size} tokens are shared, {within:.0%} of those that the "
           f"prompts are made of; the draft spells them in {spelled:.2f} times as many")  # fmt: skip
     records = []
     for t in args.temperatures:
@@ -129,7 +129,7 @@ def main() -> None:
     today = datetime.now(UTC).date().isoformat()
     out = args.out or RESULTS / f"{today}-vocabularies.json"
     made = {"date": today, "target": args.target, "depth": args.depth, "tokens": args.tokens, "prompts": args.prompts,
-            "coverage": both.coverage, "within": within, "spelled": spelled}  # fmt: skip
+            "coverage": shared, "within": within, "spelled": spelled}  # fmt: skip
     out.write_text(json.dumps({**made, "vocabularies": records}, indent=1) + "\n", encoding="utf-8")
     print(f"written to {out}")
 

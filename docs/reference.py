@@ -135,7 +135,7 @@ def signature(node: Function, name: str) -> str:
 
 
 def documented(node: ast.stmt) -> bool:
-    return isinstance(node, (ast.ClassDef, Function)) and not node.name.startswith("_")
+    return isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith("_")
 
 
 def is_property(node: Function) -> bool:

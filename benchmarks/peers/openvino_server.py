@@ -80,7 +80,7 @@ def main() -> None:
             self.end_headers()
             self.wfile.write(data)
 
-        def log_message(self, *args: Any) -> None:
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 (the name of the method that this replaces)
             pass
 
     HTTPServer(("127.0.0.1", args.port), Handler).serve_forever()

@@ -197,13 +197,21 @@ def test_the_same_text_is_written_again_without_speculation(live: Live, visit: A
 
 def test_a_text_that_grows_is_followed_until_the_reader_scrolls_away(visit: Any) -> None:
     """It is written slowly. The text without speculation grows below the first one, and is followed, too."""
+
+    def long(route: Any) -> None:
+        """One text in every run, which does not end before its length is reached."""
+        route.continue_(post_data=json.dumps({**route.request.post_data_json, "seed": 1, "ignore_eos": True}))
+
     with serving(builtin(), ServeOptions(model="code", pad_stream=20)) as live, visit(live.url) as seen:
         page = seen.page
+        page.route("**/v1/chat/completions", long)
         page.locator("#model", has_text="code").wait_for()
         log = page.locator("#log")
 
         def grown(part: Any, pixels: int) -> None:
-            while (part.bounding_box() or {"height": 0})["height"] < pixels:
+            page.locator("#stop:enabled").wait_for()
+            while (height := (part.bounding_box() or {"height": 0})["height"]) < pixels:
+                assert page.locator("#stop").is_enabled(), f"the text ended at {height} pixels"
                 page.wait_for_timeout(20)
 
         def ends(part: Any) -> float:
