@@ -63,7 +63,7 @@ class Noise:
 
     def words(self, stream: Stream, position: Tensor, n: int) -> Tensor:
         """int64 [batch, n] of 32-bit words at `position` (int64 [batch])."""
-        if len(self.seed) <= _FEW and not why_no_kernels(self.seed.device):
+        if 0 < len(self.seed) <= _FEW and not why_no_kernels(self.seed.device):
             return torch.stack([cpu.words(*key, n) for key in self.keys(stream, position)])
         index = torch.arange((n + 3) // 4, device=self.seed.device)[None, :]
         step = torch.zeros_like(self.step) if stream is Stream.TOKEN else self.step

@@ -127,7 +127,7 @@ def _shared_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _no_states_in_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def restore(self: SlotCache, slot: int, length: int, _: object) -> None:
+    def restore(self: SlotCache, slot: int, length: int, *_: object) -> None:
         self.length[slot] = length
 
     monkeypatch.setattr(SlotCache, "restore", restore)
