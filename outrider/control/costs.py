@@ -121,9 +121,7 @@ class Costs:
 
     def forward(self, nodes: float) -> float:
         """Seconds of a step without its draft, over so many nodes of all its sequences."""
-        at, share = _between(nodes)
-        low = self._curve[at]
-        return self.pace.factor * (low + share * (self._curve[at + 1] - low) + self._attention * nodes)
+        return self.pace.factor * (self._without_text(nodes) + self._attention * nodes)
 
     def more(self, nodes: float, count: int) -> list[float]:
         """Seconds that 1, 2, ... `count` further nodes add to a step over `nodes`."""
@@ -181,6 +179,12 @@ class Costs:
         """Seconds taken over seconds measured: of a plain step, and of each drafter."""
         return {"target": self.pace.factor, **{name: pace.factor for name, pace in self.paces.items()}}
 
+    def _without_text(self, nodes: float) -> float:
+        """Seconds of such a step with nothing behind its nodes, at the pace that was measured."""
+        at, share = _between(nodes)
+        low = self._curve[at]
+        return low + share * (self._curve[at + 1] - low)
+
     @property
     def _attention(self) -> float:
         """Seconds that the text behind it adds to a node."""
@@ -190,9 +194,9 @@ class Costs:
         """A drafter that did not draft was measured beside the same program as the target."""
         paces = {name: self.paces.get(name, self.pace).factor for name in self.model.drafters}
         drafters = {n: DraftCost(*(paces[n] * part for part in astuple(c))) for n, c in self.model.drafters.items()}
-        self.behind = 0.0
-        target = {n: self.forward(n) for n in self.model.target}
-        return CostModel(self.model.key, target, drafters, self.pace.factor * self.model.attention)
+        pace = self.pace.factor
+        target = {n: pace * self._without_text(n) for n in self.model.target}
+        return CostModel(self.model.key, target, drafters, pace * self.model.attention)
 
     def _pace(self, name: str) -> float:
         pace = self.paces.get(name)

@@ -102,6 +102,7 @@ def test_faster_costs_are_kept_with_what_texts_add() -> None:
     for _ in range(48):
         costs.observe_forward(1, 0.5 * costs.model.forward(1) + 0.25)
     [found] = kept
+    assert costs.behind == 5000.0
     assert found.attention == pytest.approx(5e-5, rel=0.1)
     assert found.forward(1) == pytest.approx(0.5, rel=0.1)
     assert found.faster(costs.model).attention == found.attention

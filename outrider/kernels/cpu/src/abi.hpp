@@ -176,7 +176,6 @@ struct ChainsJob {  // one forward per level for all chains
 enum Recurrence : int32_t { DELTA_RULE = 0, SELECTIVE = 1 };
 constexpr int64_t SCAN_COLUMNS = 32;  // of a head's state that one unit of work moves on: they stay in the first cache
 constexpr int64_t SCAN_CHANNELS = 8;  // of a selective layer in one unit of work
-constexpr int64_t SCAN_NODES = 6;     // of a chain through a selective layer, whose states stay in registers
 
 // Chains of nodes through a recurrent layer. A state is [heads, keys, width]. What a node reads lies in one record of floats.
 // DELTA_RULE: query [groups, keys], key [groups, keys], value [heads, width], step (beta) [heads], decay [heads] or [heads, keys].
