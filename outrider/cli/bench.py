@@ -85,9 +85,13 @@ class SettingOptions(Options):
     )
     draft_model: str | None = DRAFT_MODEL
     num_speculative_tokens: int | None = NUM_SPECULATIVE_TOKENS
+    before: str | None = setting(None, "What", "A draft model or head, to compare a later version with; needs --after.")
+    after: str | None = setting(None, "What", "The later version of the one of --before.")
 
     def configs(self, remote: bool) -> list[tuple[str, dict[str, Any]]]:
-        """Names and configurations. remote: of a server. Raises ValueError for a draft model without its method."""
+        """Names and configurations. remote: of a server. Raises ValueError for options that exclude or need another."""
+        if self.before or self.after:
+            return self._versions(remote)
         model, draft, methods = self.model or CODE, self.draft_model, self.method
         drafting = model_method(draft)
         if methods is None and self.speculative_config is None:
@@ -111,6 +115,21 @@ class SettingOptions(Options):
             if names[name] > 1:
                 out[at] = f"{name} #{names[name]}", config
         return out
+
+    def _versions(self, remote: bool) -> list[tuple[str, dict[str, Any]]]:
+        """The two versions of a drafter."""
+        if not (self.before and self.after):
+            raise ValueError(
+                "--before and --after compare two versions of a drafter; give both: --before OLD --after NEW"
+            )
+        if remote or self.draft_model or self.method or self.speculative_config:
+            raise ValueError(
+                "--before and --after name the two drafters; leave out --draft-model, --method and --speculative-config. Two "
+                "running servers are compared with --base-url ONE --base-url TWO"
+            )
+        more = self.model_dump(include={"num_speculative_tokens"}, exclude_none=True)
+        both = {"before": self.before, "after": self.after}
+        return [(name, {"method": model_method(model), "model": model, **more}) for name, model in both.items()]
 
 
 class ServerOptions(Options):

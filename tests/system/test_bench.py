@@ -288,6 +288,34 @@ def test_configurations_and_their_names(tmp_path: Path) -> None:
     assert SettingOptions(model="m").configs(True) == []
 
 
+def test_two_versions_of_a_drafter(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    done = bench("--before", "builtin:code", "--after", SMALL, "-k", "2", "-r", "1", "--json", str(file))
+    assert done.exit_code == 0, done.output
+    assert "after, tokens per second: " in done.stdout
+    assert "2 of 2 texts are equal before and after." in done.stdout
+    run = Run.load(file)
+    config = {"method": "draft_model", "num_speculative_tokens": 2}
+    assert [(s.name, s.speculative_config) for s in run.settings] == [
+        ("plain", None), ("before", {**config, "model": "builtin:code"}), ("after", {**config, "model": SMALL}),
+    ]  # fmt: skip
+    assert run.summary["after"]["over_before"]["texts_differing"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--after", "b"], "give both: --before OLD --after NEW"),
+        (["-d", "c", "--before", "a", "--after", "b"], "leave out --draft-model"),
+        (["--base-url", "http://x", "--before", "a", "--after", "b"], "--base-url ONE --base-url TWO"),
+    ],
+)
+def test_two_versions_stand_alone(words: list[str], said: str) -> None:
+    done = bench(*words)
+    assert done.exit_code == 2
+    assert said in " ".join(done.stderr.split())
+
+
 def test_nobody_answers() -> None:
     class Broken(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

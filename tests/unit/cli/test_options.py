@@ -121,7 +121,7 @@ OPTIONS = {
         "Model": "--model/-m --recorded",
     },
     "bench": {
-        "What": "--model/-m --method --speculative-config",
+        "What": "--model/-m --method --speculative-config --before --after",
         "Speculation": "--draft-model/-d --num-speculative-tokens/-k",
         "Server": "--base-url --off-body --timeout",
         "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --top-p --top-k --repeats/-r --concurrency/-c "

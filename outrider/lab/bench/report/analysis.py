@@ -14,6 +14,7 @@ from typing import Any
 
 from outrider.core.intervals import Interval
 from outrider.lab.bench import stats
+from outrider.lab.bench.report.compare import versions
 from outrider.lab.bench.run import Run, Sample, Setting
 from outrider.lab.bench.stats import AcceptanceStats
 
@@ -197,6 +198,7 @@ def summary(run: Run) -> dict[str, Any]:
     """By setting. Times are in milliseconds, `spec_decode_acceptance_rate` is in percent, as in vLLM.
 
     `speedup` is over the first setting, with its 95 % interval. The bounds are null if there are too few prompts.
+    `over_before`, of the setting `after`: the ratio of each measure, prompt by prompt.
     """
     results = analyse(run)
     categories, out = by_category(run, results), dict[str, dict[str, Any]]()
@@ -212,6 +214,13 @@ def summary(run: Run) -> dict[str, Any]:
         if own := {c.category: _category(c, r.texts is not None) for c in categories if c.setting == r.name}:
             fields["by_category"] = own
         out[r.name] = fields
+    if (found := versions(run)) is not None:
+        different, compared = found.differing["after"]
+        out["after"]["over_before"] = {
+            **{c.measure: bounds(c.ratio) for c in found.changes},
+            "texts_compared": compared,
+            "texts_differing": different,
+        }
     return out
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from outrider.core.intervals import Interval, Value, interval, interval_unpaired
 from outrider.lab.bench import stats
 from outrider.lab.bench.report.format import amount, change, listing
-from outrider.lab.bench.run import Run
+from outrider.lab.bench.run import Run, Setting
 from outrider.lab.bench.stats import Cost, Group
 
 EFFECTS = {"better": "better", "worse": "worse", "noise": "within noise"}
@@ -130,6 +130,30 @@ def compare_runs(before: Run, after: Run, about: str | None = None) -> Compariso
     if len(found.changes) > 8:
         notes.append(f"{len(found.changes)} numbers are compared. By chance alone, one in twenty looks different.")
     return replace(found, effect=first.effect, headline=headline, notes=notes)
+
+
+def versions(run: Run) -> Comparison | None:
+    """What changed from the setting `before` of a run to its setting `after`; None without answers of both."""
+    answers = [stats.answered(run, name) for name in ("before", "after")]
+    if not all(answers):
+        return None
+    old, new = (
+        run.model_copy(
+            update={
+                "settings": [Setting(name="after")],
+                "samples": [s.model_copy(update={"setting": "after"}) for s in some],
+            }
+        )
+        for some in answers
+    )
+    found = compare_runs(old, new)
+    steps = [
+        f"Tokens a step: {before} before, {after} after, {difference}."
+        for c, before, after, difference, _ in found.rows()
+        if c.measure == "acceptance length"
+    ]
+    different, compared = found.differing["after"]
+    return replace(found, notes=[*steps, f"{compared - different} of {compared} texts are equal before and after."])
 
 
 def _rename_odd_setting(before: Run, after: Run) -> tuple[Run, list[str]]:

@@ -15,7 +15,7 @@ from outrider.lab.bench import stats
 from outrider.lab.bench.report import charts
 from outrider.lab.bench.report.analysis import PHASES, SettingResult, analyse, by_category, drift
 from outrider.lab.bench.report.charts import environment
-from outrider.lab.bench.report.compare import compare_runs
+from outrider.lab.bench.report.compare import compare_runs, versions
 from outrider.lab.bench.report.format import amount, bounds, count, duration, factor, percent, size
 from outrider.lab.bench.report.recommend import Recommendation, no_answers, recommend
 from outrider.lab.bench.run import PromptRecord, Run, Sample
@@ -71,7 +71,7 @@ def render(run: Run, *, other: Run | None = None) -> tuple[str, Recommendation]:
         "base": results[0],
         "recommendation": recommendation,
         "best": best,
-        "comparison": compare_runs(other, run, recommendation.setting) if other is not None else None,
+        "comparison": compare_runs(other, run, recommendation.setting) if other is not None else versions(run),
         "other": other,
         "speeds": charts.speeds(results),
         "speedups": charts.speedups(results),

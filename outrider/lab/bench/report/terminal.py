@@ -14,6 +14,7 @@ from rich.table import Table
 from outrider.core.intervals import Interval
 from outrider.lab.bench import stats
 from outrider.lab.bench.report.analysis import CategoryResult, SettingResult, analyse, by_category
+from outrider.lab.bench.report.compare import versions
 from outrider.lab.bench.report.recommend import BROKEN, CHANGE, DROP, KEEP, OPEN, recommend
 from outrider.lab.bench.run import Run
 
@@ -88,6 +89,8 @@ def sentences(run: Run, results: list[SettingResult]) -> Iterator[str]:
     found = recommend(run, results)
     yield f"[{COLOURS[found.kind]}]{escape(found.headline)}[/]"
     yield from map(escape, (*found.reasons, *found.advice))
+    if (changed := versions(run)) is not None:
+        yield from map(escape, (changed.headline, *changed.notes))
     if any(r.acceptance for r in results):
         yield (
             "[dim]tokens a step: the acceptance length, the target's own token included; accepted: the acceptance rate, of "

@@ -17,8 +17,9 @@ from outrider.cli import main as cli
 from outrider.core import intervals
 from outrider.core.intervals import Interval
 from outrider.lab.bench import stats
-from outrider.lab.bench.report.analysis import analyse
+from outrider.lab.bench.report.analysis import analyse, summary
 from outrider.lab.bench.report.charts import Scale
+from outrider.lab.bench.report.compare import versions
 from outrider.lab.bench.report.page import render, visible, write
 from outrider.lab.bench.report.recommend import BROKEN, CHANGE, DROP, KEEP, OPEN, recommend
 from outrider.lab.bench.run import Run, Sample
@@ -309,6 +310,29 @@ def test_what_else_differed_between_two_runs_is_said() -> None:
 def test_runs_without_a_common_setting() -> None:
     other = simulate(Simulated("a"), Simulated("b", 4))
     assert "no setting with answers in common" in read(simulate(), other).text
+
+
+def test_two_versions_of_a_drafter() -> None:
+    old, new = Simulated("before", 4, alpha=0.6), Simulated("after", 4, alpha=0.9, differing=0.1)
+    run = simulate(PLAIN_SETTING, old, new)
+    told = summary(run)["after"]["over_before"]
+    before, after = (stats.answered(run, name) for name in ("before", "after"))
+    paired = stats.ratio(after, before)
+    assert paired is not None
+    assert told["tokens/s"] == pytest.approx({"value": paired.value, "low": paired.low, "high": paired.high})
+    lengths = [a.length for some in (after, before) if (a := stats.acceptance(some))]
+    assert told["acceptance length"]["value"] == pytest.approx(lengths[0] / lengths[1])
+    assert 1 < told["acceptance length"]["low"] < told["acceptance length"]["high"]
+    assert told["texts_differing"] == len(stats.differing(after, before)[0]) > 0
+    page = read(run).text
+    for words in (
+        "What changed from before to after",
+        f"Tokens a step: {lengths[1]:.2f} before, {lengths[0]:.2f} after, +",
+        f"{48 - told['texts_differing']} of 48 texts are equal before and after",
+    ):
+        assert words in page
+    assert versions(simulate(PLAIN_SETTING, old)) is None
+    assert versions(simulate(PLAIN_SETTING, old, replace(new, failing=1.0))) is None
 
 
 def test_the_command(tmp_path: Path) -> None:
