@@ -5,6 +5,7 @@
 #
 # CHECKOUT is a clone that is there already; without it, the source is cloned to work/peers (git-ignored). Needs a C++ compiler
 # and cmake; takes 10 to 30 minutes on two cores. The flash attention of its own kernels (iqk) is in, for f16 and q8_0 caches.
+# Where the native build is there, avx2 builds the library of the kernels alone, and the native server runs with it.
 set -euo pipefail
 
 url=https://github.com/ikawrakow/ik_llama.cpp
@@ -26,5 +27,13 @@ esac
 
 cmake -S "$tree" -B "$tree/build-$isa" -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON "${flags[@]}" \
     -DGGML_IQK_FLASH_ATTENTION=ON -DGGML_IQK_FA_ALL_QUANTS=OFF -DLLAMA_BUILD_TESTS=OFF
-cmake --build "$tree/build-$isa" -j "$jobs" --target llama-server
+server=$tree/build-native/bin/llama-server
+if [ "$isa" = avx2 ] && [ -x "$server" ]; then
+    cmake --build "$tree/build-avx2" -j "$jobs" --target ggml
+    mkdir -p "$tree/build-avx2/bin"
+    printf '#!/bin/sh\nLD_LIBRARY_PATH=%q exec %q "$@"\n' "$tree/build-avx2/ggml/src" "$server" >"$tree/build-avx2/bin/llama-server"
+    chmod +x "$tree/build-avx2/bin/llama-server"
+else
+    cmake --build "$tree/build-$isa" -j "$jobs" --target llama-server
+fi
 echo "ik_llama.cpp is built: $tree/build-$isa/bin/llama-server"

@@ -1,19 +1,24 @@
 """OpenVINO GenAI behind the two addresses of llama-server that we use: /health and /completion.
 
 Runs in a Python of its own that has the package (pip install openvino-genai): it imports nothing of outrider. It reads GGUF files
-of Llama, Qwen2 and Qwen3 whose blocks are Q8_0, Q4_0, Q4_1, Q4_K or Q6_K, and makes a model of its own from them.
+of Llama, Qwen2 and Qwen3 whose blocks are Q8_0, Q4_0, Q4_1, Q4_K or Q6_K, and makes a model of its own from them. A draft model
+must be such a model in a folder: one from a GGUF file is kept in work/bench.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openvino  # pyright: ignore[reportMissingImports]
 import openvino_genai as genai  # pyright: ignore[reportMissingImports]
+
+from benchmarks import WORK
 
 
 class Texts:
@@ -23,11 +28,13 @@ class Texts:
         self.guesses = args.lookup or (args.spec_draft_n_max if args.spec_draft_model else 0)
         self.lookup = bool(args.lookup)
         given: dict[str, Any] = {"INFERENCE_NUM_THREADS": args.threads}
-        if args.lookup:
-            given["prompt_lookup"] = True
-        elif args.spec_draft_model:
-            given["draft_model"] = genai.draft_model(args.spec_draft_model, "CPU")
-        self.pipe = genai.LLMPipeline(args.model, "CPU", **given)
+        if "ONEDNN_MAX_CPU_ISA" in os.environ:
+            # It asks the processor itself for bfloat16, which this setting hides from its matrices.
+            given |= {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+        more: dict[str, Any] = {"prompt_lookup": True} if args.lookup else {}
+        if args.spec_draft_model:
+            more["draft_model"] = genai.draft_model(folder_of(Path(args.spec_draft_model)), "CPU", **given)
+        self.pipe = genai.LLMPipeline(args.model, "CPU", **given, **more)
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
         """What llama-server would answer, by the pipeline's own clock."""
@@ -51,7 +58,25 @@ class Texts:
         tokens, clock = list(out.tokens[0]), out.perf_metrics
         first, whole = clock.get_ttft().mean, clock.get_generate_duration().mean
         told = {"prompt_n": len(body["prompt"]), "prompt_ms": first, "predicted_ms": whole - first}
+        if self.guesses:  # the lookup tells only how many forward passes there were
+            drafts = out.extended_perf_metrics
+            told["draft_n"] = drafts.get_num_draft_tokens() if drafts else 0
+            told["draft_n_accepted"] = len(tokens) - len(clock.raw_metrics.m_batch_sizes)
         return {"tokens": tokens, "timings": told}
+
+
+def folder_of(model: Path) -> str:
+    """The folder of a model in OpenVINO's own form. That of a GGUF file is made once."""
+    if model.is_dir():
+        return str(model)
+    folder = WORK / "openvino" / model.stem
+    if not (folder / "openvino_model.xml").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        link = folder / model.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(model.resolve())
+        genai.LLMPipeline(str(link), "CPU", enable_save_ov_model=True)
+    return str(folder)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ workloads or temperatures. The result, with medians and intervals, is written an
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import time
@@ -38,6 +39,8 @@ from outrider.lab.bench.prompts import Prompt
 from outrider.models.identity import weight_files
 
 PARTS = ("texts", "prompt", "forward", "start", "served")
+# What keeps a side from instruction sets that are there.
+LIMITS = ("OUTRIDER_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 PROMPT = 512  # tokens of the part `prompt`
 WARM = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
@@ -68,7 +71,10 @@ class Real:
         for peer, program in programs(o).items():
             if read:
                 tuned = ("--spec-draft-p-min", str(o.llama_p_min), "--spec-draft-sampling", o.llama_sampling)
-                yield Peer(program, *read, o.llama_draft, limit, options=tuned if peer == LLAMA else (), peer=peer)
+                target, draft = read[0], o.openvino_draft if peer == OPENVINO and o.openvino_draft else read[1]
+                yield Peer(
+                    program, target, draft, o.llama_draft, limit, options=tuned if peer == LLAMA else (), peer=peer
+                )
 
     def todo(self, weights: str, chat: bool) -> Iterator[tuple[dict[str, Any], Prompt]]:
         """Rounds that the journal does not have: the first text of every workload, then the second, and so on."""
@@ -219,6 +225,9 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--openvino", type=Path, help="a Python that has openvino-genai")
     parser.add_argument(
+        "--openvino-draft", help="its draft model, where it cannot read --draft: benchmarks.peers.requantize"
+    )
+    parser.add_argument(
         "--llama-draft", type=int, nargs="*", default=[4, 2, 8], help="llama.cpp's draft tokens of a step"
     )
     parser.add_argument("--llama-p-min", type=float, default=0.0, help="llama.cpp's least probability of a draft token")
@@ -241,7 +250,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     journal = Journal(options.journal)
     real = Real(options, journal)
     given = sys.argv[1:] if arguments is None else arguments
-    command = " ".join(["python -m benchmarks.real", *(Path(a).name if a.startswith(("/", "~")) else a for a in given)])
+    limits = [f"{name}={os.environ[name]}" for name in LIMITS if name in os.environ]
+    command = " ".join(
+        [*limits, "python -m benchmarks.real", *(Path(a).name if a.startswith(("/", "~")) else a for a in given)]
+    )
     told = {peer: about(program, peer) for peer, program in programs(options).items()}
     journal.add(
         "run", {"command": command},

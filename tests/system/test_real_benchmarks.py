@@ -8,10 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType, GGUFReader, quants
+from gguf_files import write_file
 
 from benchmarks.peers.llama_server import about, command
+from benchmarks.peers.requantize import requantize
 from benchmarks.real import report
 from benchmarks.real.__main__ import main
 from benchmarks.real.journal import Journal, identity
@@ -255,6 +259,41 @@ def test_a_prompt_is_read_by_all_sides_and_none_is_read_twice(stub: tuple[Path, 
     assert len(set(prompts)) == 3
     assert "| a.gguf | ik_llama.cpp | 17067 |" in report.tables(made)
     assert main(command)["prompt"] == made["prompt"]
+
+
+def test_a_draft_model_of_openvino_and_limits_are_in_the_record(
+    stub: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, log = stub
+    target = tmp_path / "a.gguf"
+    write(replace(cut(FAMILIES["qwen3-0.6b"], 1), vocab=300), target)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    command = ["--target", str(target), "--openvino", str(program), "--openvino-draft", "d", "--methods", "plain"]
+    command += ["--workloads", "code", "--temperatures", "0", "--texts", "1", "--tokens", "9", "--llama-draft", "2"]
+    made = main([*command, "--ignore-eos", "--journal", str(tmp_path / "j"), "--out", str(tmp_path)])
+    assert {r["setting"] for r in made["records"]} == {"plain", "openvino", "openvino draft 2", "openvino lookup"}
+    given = [json.loads(line)["given"] for line in log.read_text().splitlines()]
+    assert {g.get("--spec-draft-model") for g in given} == {None, "d"}
+    assert made["commands"][0].startswith("ONEDNN_MAX_CPU_ISA=AVX2 python -m benchmarks.real ")
+
+
+def test_blocks_of_five_bits_get_eight(tmp_path: Path) -> None:
+    q5, q8 = GGMLQuantizationType.Q5_0, GGMLQuantizationType.Q8_0
+    values = np.random.default_rng(0).standard_normal((4, 64), np.float32)
+    metadata = {"general.architecture": "qwen2", "qwen2.block_count": 2, "a.b": True, "a.c": 0.5, "a.d": ["x", "y"]}
+    tensors = {"five": (quants.quantize(values, q5), "Q5_0"), "eight": (quants.quantize(values, q8), "Q8_0")}
+    write_file(tmp_path / "a.gguf", metadata, tensors | {"bias": (values[0], "F32")})
+    assert requantize(tmp_path / "a.gguf", tmp_path / "b.gguf") == 1
+    old, new = (GGUFReader(tmp_path / f"{name}.gguf") for name in "ab")
+    assert {n: f.contents() for n, f in new.fields.items() if "." in n[4:]} == {
+        n: f.contents() for n, f in old.fields.items() if "." in n[4:]
+    }
+    by = [{t.name: t for t in reader.tensors} for reader in (old, new)]
+    assert {n: t.tensor_type.name for n, t in by[1].items()} == {"five": "Q8_0", "eight": "Q8_0", "bias": "F32"}
+    for name in ("eight", "bias"):
+        np.testing.assert_array_equal(by[1][name].data, by[0][name].data)
+    five = [quants.dequantize(side["five"].data, side["five"].tensor_type) for side in by]
+    np.testing.assert_allclose(five[1], five[0], atol=np.abs(values).max() / 250)
 
 
 def test_forwards_over_several_rows_are_compared_with_one(tmp_path: Path) -> None:
