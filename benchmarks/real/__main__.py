@@ -132,7 +132,8 @@ class Real:
     def prompt(self, weights: str) -> None:
         """Seconds to read a prompt of `PROMPT` tokens, all sides in turns."""
         o, key = self.options, {**self.key(weights), "prompt_tokens": PROMPT}
-        if self.journal.has("prompt", key):
+        left = [n for n in range(1, o.texts + 1) if not self.journal.has("prompt", {**key, "number": n})]
+        if not left:
             return
         ours = Ours(o.target, None, weights, [PLAIN], PROMPT + 16)
         lengths, o.llama_draft = o.llama_draft, []  # plain alone
@@ -141,12 +142,12 @@ class Real:
             sides += [stack.enter_context(peer) for peer in self.peers(weights, ours.limit)]
             ids = [token for prompt in texts("code", False, 12) for token in ours.encode(prompt.content)]
             params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-            for number in range(o.texts + 1):
+            for number in (0, *left):  # the first one warms
                 found = {}
                 for side in sides if number % 2 == 0 else sides[::-1]:
                     found |= {n: t.prompt_seconds for n, t in side.write(ids[number : number + PROMPT], params).items()}
                 print(f"  prompt of {PROMPT}: {found}", file=sys.stderr, flush=True)
-                if number:  # the first one warms
+                if number:
                     self.journal.add("prompt", {**key, "number": number}, {"seconds": found})
         o.llama_draft = lengths
 
