@@ -31,7 +31,10 @@ class Texts:
         if "ONEDNN_MAX_CPU_ISA" in os.environ:
             # It asks the processor itself for bfloat16, which this setting hides from its matrices.
             given |= {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
-        more: dict[str, Any] = {"prompt_lookup": True} if args.lookup else {}
+        # As its own default, without what is kept of prompts: with it, a pipeline with a draft model fails at a known prompt.
+        schedule = genai.SchedulerConfig()
+        schedule.enable_prefix_caching, schedule.max_num_batched_tokens = False, 2**30
+        more: dict[str, Any] = {"scheduler_config": schedule, **({"prompt_lookup": True} if args.lookup else {})}
         if args.spec_draft_model:
             more["draft_model"] = genai.draft_model(folder_of(Path(args.spec_draft_model)), "CPU", **given)
         self.pipe = genai.LLMPipeline(args.model, "CPU", **given, **more)
