@@ -128,7 +128,7 @@ def result(journal: Journal, name: str) -> dict[str, Any]:
         "missing": journal.of("missing"),
         "forward": journal.of("forward"),
         "prompt": journal.of("prompt"),
-        "peers": runs[-1].get("peers", {}),
+        "peers": {peer: version for run in runs for peer, version in run.get("peers", {}).items()},
         "isa": runs[-1].get("isa"),
         "start": journal.of("start"),
         "served": journal.of("served"),
