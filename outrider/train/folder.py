@@ -1,7 +1,8 @@
 """The folder of a training run: the head for its users, and what the run needs to go on, in `training/`.
 
 config.json, model.safetensors: the head as it was last measured. MODEL_CARD.md: what it is, for people.
-training/: settings.json (what the run was asked for), answers.jsonl, checkpoint.pt, run.json (the curve, for programs).
+training/: settings.json (what the run was asked for), answers.jsonl, checkpoint.pt, run.json (the curve, for programs),
+features/ (what the target says of the texts, while a run keeps it).
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class RunFolder:
         else:
             write_whole(file, json.dumps(settings.model_dump(), indent=1) + "\n")
         self.answers = AnswerFile(self._state / "answers.jsonl")
+        self.features = self._state / "features"
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -145,7 +147,7 @@ class RunFolder:
 
     def _compare(self, stored: dict[str, Any]) -> None:
         for name, value in self.settings.model_dump().items():
-            if stored.get(name) != value:
+            if stored.get(name, value) != value:
                 raise ValueError(
                     f"{self.path} holds a run with {name}={stored.get(name)!r}, and this one has {value!r}; give the same to go "
                     "on with it, or another folder with -o"

@@ -37,6 +37,12 @@ class TrainingSettings(Options):
         "Texts that a server kept with --learn. They are learnt as they are, in place of prompts.",
         metavar="FILE",
     )
+    keep_features: bool = setting(
+        False,
+        "Training",
+        "Keep what the model says of each text on disk until the run ends, so that later passes do not run the model. For each "
+        "token four to six times the hidden size in bytes.",
+    )
     seed: int = setting(0, "Training", "Of the answers, and of the head's beginning.")
     start: str | None = setting(
         None, "Training", "A head to begin with, in place of a new one.", "--from", metavar="FOLDER"

@@ -32,14 +32,15 @@ class Taught(NamedTuple):
 class Teacher:
     """A loaded target, read with some taps.
 
-    hidden: width of its states. Raises ValueError for a target whose logits are not its last state times a matrix.
+    hidden: width of its states. taps: layers that are read. Raises ValueError for a target whose logits are not its last state
+    times a matrix.
     """
 
     def __init__(self, loaded: Loaded, taps: tuple[int, ...]) -> None:
         self.model: LanguageModel = loaded.model
         self.hidden = int(loaded.config.get_text_config().hidden_size)
         self.device, self.vocab_size = self.model.device, self.model.vocab_size
-        self._taps = taps
+        self.taps = taps
         self.scale = self._scale(loaded.name)
 
     def embedding(self) -> Tensor:
@@ -57,7 +58,7 @@ class Teacher:
             slots = list(range(len(tokens)))
             cache = self.model.new_cache(len(slots), tokens.shape[1])
             nodes = Nodes(tokens.to(self.device), cache, slots)
-            found = self.model.forward(nodes, taps=(*self._taps, FINAL_NORM), want="none").features
+            found = self.model.forward(nodes, taps=(*self.taps, FINAL_NORM), want="none").features
         assert found is not None
         found = found.float().clone()  # a tensor of inference mode cannot take part in a gradient
         return Taught(found[..., : -self.hidden], found[..., -self.hidden :])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ from outrider.engine.llm import LLM
 from outrider.train.answers import TrainingText, parted, served_texts, write_answers
 from outrider.train.batches import batch_of, count_tokens, draw_anchors, epoch, positions
 from outrider.train.folder import Progress, RunFolder, point, verdict
+from outrider.train.kept import KeptTeacher
 from outrider.train.method import Beginning, TrainedHead, loss_of
 from outrider.train.methods import head_to_begin_with, start_head
 from outrider.train.muon import Muon
@@ -144,6 +146,7 @@ class Training:
         depth, device = self.head.depth, self.head.teacher.device
         self._answers = [a for a in self._answers if len(positions(batch_of([a]), depth)[0])]
         self._check(held)
+        self._kept = KeptTeacher(self.head.teacher, self._answers, folder.features) if settings.keep_features else None
         self._dtype = torch.bfloat16 if state and state["bfloat16"] else torch.float32
         if state is None:
             self._dtype = multiplying_dtype(device)
@@ -182,7 +185,7 @@ class Training:
             if progress.batch >= len(batches):
                 progress.next_epoch()
                 continue
-            loss, accepted = self._step([self._answers[i] for i in batches[progress.batch]], done)
+            loss, accepted = self._step(batches[progress.batch], done)
             recent.append(loss)
             now = time.monotonic()
             progress.step_ends(now - clock)
@@ -203,6 +206,8 @@ class Training:
                 self._save()
                 saved = now
         measured = measured or self._held.measure()
+        self._kept = None
+        shutil.rmtree(self._folder.features, ignore_errors=True)
         for group in measured[1:]:
             self._say(f"{group.group}: {group.accepted_length:.2f} tokens a step at {group.places:,} held-out places")
         self._say(verdict(progress.curve, measured[0]))
@@ -215,14 +220,14 @@ class Training:
                 "prompt of a held-out answer is not learnt from. Give more prompts"
             )
 
-    def _step(self, answers: list[TrainingText], done: float) -> tuple[float, list[float]]:
-        """One update. Returns the loss, and the acceptance at each step of the unroll."""
-        progress = self.progress
+    def _step(self, numbers: list[int], done: float) -> tuple[float, list[float]]:
+        """One update by the answers with these numbers. Returns the loss, and the acceptance at each step of the unroll."""
+        progress, answers = self.progress, [self._answers[i] for i in numbers]
         batch = batch_of(answers)
         generator = torch.Generator().manual_seed(self._folder.settings.seed * 1_000_003 + progress.step)
         anchors = draw_anchors(batch, self.head.depth, self.head.share, generator)
         progress.step_begins(batch.size)
-        taught = self.head.teacher.read(batch.tokens)
+        taught = self._kept.read(numbers, answers) if self._kept else self.head.teacher.read(batch.tokens)
         device = self.head.teacher.device
         with torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
             loss, accepted = loss_of(self.head, self._rows, batch, taught, anchors, weight=0.1 + 0.8 * min(done, 1.0))

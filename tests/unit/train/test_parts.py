@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from heads import causal, small_config
+from torch import Tensor
 
 from outrider.core.params import SamplingParams
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
@@ -18,11 +19,12 @@ from outrider.train import prompts
 from outrider.train.answers import AnswerFile, TrainingText, parted, write_answers
 from outrider.train.batches import batch_of, count_tokens, draw_anchors, epoch, positions
 from outrider.train.folder import verdict
+from outrider.train.kept import KeptTeacher
 from outrider.train.method import divergence, loss_of
 from outrider.train.methods import TrainedEagle, copy_last_layer_, mask_token, unrolled
 from outrider.train.prompts import sources
 from outrider.train.survival import Survival, noise_given
-from outrider.train.teacher import Teacher
+from outrider.train.teacher import Taught, Teacher
 from outrider.train.trainer import rate
 
 TARGET = small_config(96)
@@ -291,3 +293,35 @@ def test_what_measures_a_head_was_not_learnt() -> None:
     got = parted([*seen, *learnt, *held, replace(learnt[2], number=100), replace(held[1], number=125)])
     assert [a.tokens for a in got[0]] == [a.tokens for a in learnt]
     assert [a.tokens for a in got[1]] == [a.tokens for a in held]
+
+
+def test_texts_are_read_once_and_kept_in_eight_bits(tmp_path: Path) -> None:
+    class Counting(Teacher):
+        """Says how many texts it has read."""
+
+        texts = 0
+
+        def read(self, tokens: Tensor) -> Taught:
+            Counting.texts += len(tokens)
+            return super().read(tokens)
+
+    teacher = Counting(load("builtin:code"), (0, 2, 4))
+    texts = [answer(2, 5), answer(3, 9), answer(1, 3)]
+    kept = KeptTeacher(teacher, texts, tmp_path / "features")
+    exact, found = Teacher.read(teacher, batch_of(texts[:2]).tokens), kept.read([0, 1], texts[:2])
+    for whole, part in zip(exact, found, strict=True):
+        for row, text in enumerate(texts[:2]):
+            block = whole[row, : len(text.tokens)].unflatten(-1, (-1, 32))
+            step = block.abs().amax(-1, keepdim=True) / 127
+            error = (part[row, : len(text.tokens)].unflatten(-1, (-1, 32)) - block).abs()
+            assert (error <= 0.51 * step + 0.07 * step).all()  # half a step, and what a float16 rounds
+        assert not part[0, len(texts[0].tokens) :].any()
+    assert Counting.texts == 2
+    again = KeptTeacher(teacher, texts, tmp_path / "features")  # as a run that goes on
+    assert all(a.equal(b) for a, b in zip(again.read([0, 1], texts[:2]), found, strict=True))
+    assert Counting.texts == 2
+    again.read([1, 2], texts[1:])
+    assert Counting.texts == 3
+    other = KeptTeacher(teacher, texts[:2], tmp_path / "features")  # other texts: nothing of the old ones is right
+    other.read([0], texts[:1])
+    assert Counting.texts == 4

@@ -147,7 +147,8 @@ def test_a_run_that_was_killed_gives_the_same_head_bit_for_bit(
     monkeypatch.setattr(trainer, "POINTS", 4)
     monkeypatch.setattr(trainer, "NEWS_SECONDS", 0.0)
     eagle = method == "eagle3"
-    settings, budget = vary(method=method, batch_tokens=256), TrainingBudget(tokens=8_000 if eagle else 3_000)
+    settings = vary(method=method, batch_tokens=256, keep_features=eagle)
+    budget = TrainingBudget(tokens=8_000 if eagle else 3_000)
     train(settings, budget, tmp_path / "whole", llm, lambda _: None)
     monkeypatch.setattr(trainer, "SAVE_SECONDS", 0.0)
     kills = ((2, "answers:"), (5, "answers:"), (1, "survive"), (5, "loss"), (9, "loss"), (3, "survive"))
@@ -166,6 +167,7 @@ def test_a_run_that_was_killed_gives_the_same_head_bit_for_bit(
     assert curves[0] == curves[1]
     texts = [AnswerFile(tmp_path / n / "training" / "answers.jsonl").in_order() for n in ("whole", "killed")]
     assert texts[0] == texts[1]
+    assert not (tmp_path / "killed" / "training" / "features").exists()
 
 
 def test_minutes_end_a_run_and_more_minutes_go_on(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
