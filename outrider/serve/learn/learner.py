@@ -213,8 +213,13 @@ class Learner:
             tokens += min(len(text.prompt), LENGTH // 2) + len(text.answer)
         self._state["owners"] = sorted(owners)
         settings = {"method": self._kind, "model": self._load["model"], "texts": str(texts), "length": LENGTH}
-        settings |= {"start": str(self._head_folder), "seed": self._state["rounds"]}
-        return {"settings": settings, "tokens": min(PASSES * tokens, MOST_TOKENS), "out": str(self.folder / "training")}
+        read = min(PASSES * tokens, MOST_TOKENS)
+        settings |= {
+            "start": str(self._head_folder),
+            "seed": self._state["rounds"],
+            "keep_features": read >= 2 * tokens,
+        }
+        return {"settings": settings, "tokens": read, "out": str(self.folder / "training")}
 
     def _run(self, asked: Mapping[str, Any]) -> bool:
         """Run the child to its end, in idle time. Returns whether it ended well."""
