@@ -33,6 +33,7 @@ NEWS_SECONDS = 20.0
 POINTS, FEW_POINTS = 20, 2  # measurements of a run; of one on served texts, where the first and the last decide
 MEASURED_TEXTS, MANY_TEXTS = 40, 120  # and on how many texts
 WARM_UP = 0.02  # of the whole run
+OLD_SHARE = 0.5  # of a head that goes on with served texts: the mean keeps what it knew of others (arXiv 2109.01903)
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,7 @@ class Training:
             self._optimisers.append(Muon(matrices, lr=MUON_RATE, dtype=self._dtype))
         if rest:
             self._optimisers.append(torch.optim.AdamW(rest, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0))
+        self._old = [p.detach().clone() for p in self._trained] if given and settings.texts else []
         self._rates = [o.param_groups[0]["lr"] for o in self._optimisers]
         self._rows = self.head.teacher.output(self.head.token_ids)
         self._held = HeldOut(
@@ -197,6 +199,8 @@ class Training:
                 self._say(
                     f"{progress.tokens:,} tokens, loss {loss:.3f}, training acceptance {shares}, {_minutes(left)} left"
                 )
+            if done >= 1 and self._old:
+                torch._foreach_lerp_([p.data for p in self._trained], self._old, OLD_SHARE)
             if int(done * points) > int(before * points) or done >= 1:
                 measured = self._measure(sum(recent) / len(recent))
                 recent.clear()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 from heads import GOLDEN, VOCAB, chain_model
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -18,6 +20,7 @@ from outrider.core.params import SamplingParams
 from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.method import TRAINED as METHOD_NAMES
 from outrider.engine.llm import LLM
+from outrider.serve.learn.reservoir import ServedText
 from outrider.train import trainer
 from outrider.train.answers import AnswerFile
 from outrider.train.folder import RunFolder
@@ -184,6 +187,29 @@ def test_minutes_end_a_run_and_more_minutes_go_on(llm: LLM, tmp_path: Path, monk
         assert used == pytest.approx((24 * minutes, 36 * minutes), abs=1.5)
     assert runs[1]["answers"]["tokens"] > runs[0]["answers"]["tokens"] > 0
     assert runs[1]["training"]["tokens"] > runs[0]["training"]["tokens"] > 0
+
+
+def test_a_head_that_learns_served_texts_stays_half_what_it_was(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(vary(batch_tokens=256), TrainingBudget(tokens=3_000), tmp_path / "old", llm, lambda _: None)
+    texts = tmp_path / "texts.jsonl"
+    with texts.open("w") as file:
+        for n in range(60):
+            [out] = llm.generate([{"prompt_token_ids": [n % 24]}], SamplingParams(max_tokens=20, seed=n))
+            text = ServedText([n % 24, n], [*out.outputs[0].token_ids], 1.0, "kind", "", float(n))
+            file.write(json.dumps(asdict(text)) + "\n")
+    found = {"old": load_file(tmp_path / "old" / "model.safetensors")}
+    for share in (0.0, 0.5):
+        monkeypatch.setattr(trainer, "OLD_SHARE", share)
+        settings = vary(batch_tokens=256, texts=str(texts), start=str(tmp_path / "old"))
+        train(settings, TrainingBudget(tokens=2_000), tmp_path / f"{share}", llm, lambda _: None)
+        found[f"{share}"] = load_file(tmp_path / f"{share}" / "model.safetensors")
+    for name, mean in found["0.5"].items():
+        if mean.is_floating_point():
+            old, trained = (found[n][name].float() for n in ("old", "0.0"))
+            assert torch.allclose(mean.float(), (old + trained) / 2, rtol=2e-2, atol=1e-3), name
+    assert not found["0.0"]["fc.weight"].equal(found["old"]["fc.weight"])
 
 
 def test_prompts_of_words_need_a_tokenizer(llm: LLM, tmp_path: Path) -> None:
