@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--head", help="a head to begin with; without it, the one that the package ships")
-    parser.add_argument("--tokens", type=int, default=200_000)
+    parser.add_argument("--tokens", type=int, default=300_000)
     parser.add_argument("--kinds", nargs="*", default=[*KINDS, ALL], choices=[*KINDS, ALL])
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,12 @@ def main() -> None:
         file = args.folder / f"learn-{kind}.jsonl"
         write_whole(file, "".join(json.dumps(asdict(t)) + "\n" for t in lines))
         settings = TrainingSettings(
-            method=head.kind, model=args.model, texts=str(file), start=str(head.path), length=LENGTH
+            method=head.kind,
+            model=args.model,
+            texts=str(file),
+            start=str(head.path),
+            length=LENGTH,
+            keep_features=True,
         )
         out = args.folder / f"head-{kind}"
         train(settings, TrainingBudget(tokens=args.tokens), out, llm, lambda line: print(f"{kind}: {line}", flush=True))
