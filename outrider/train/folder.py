@@ -1,8 +1,8 @@
 """The folder of a training run: the head for its users, and what the run needs to go on, in `training/`.
 
 config.json, model.safetensors: the head as it was last measured. MODEL_CARD.md: what it is, for people.
-training/: settings.json (what the run was asked for), answers.jsonl, checkpoint.pt, run.json (the curve, for programs),
-features/ (what the target says of the texts, while a run keeps it).
+training/: settings.json (what the run was asked for), answers.jsonl, checkpoint.pt, run.json (the curve, for programs).
+training/features/: what the target says of the texts, while a run keeps it.
 """
 
 from __future__ import annotations
