@@ -200,7 +200,9 @@ class Training:
                     f"{progress.tokens:,} tokens, loss {loss:.3f}, training acceptance {shares}, {_minutes(left)} left"
                 )
             if done >= 1 and self._old:
-                torch._foreach_lerp_([p.data for p in self._trained], self._old, OLD_SHARE)
+                with torch.no_grad():
+                    for old, trained in zip(self._old, self._trained, strict=True):
+                        trained.lerp_(old, OLD_SHARE)
             if int(done * points) > int(before * points) or done >= 1:
                 measured = self._measure(sum(recent) / len(recent))
                 recent.clear()
