@@ -218,7 +218,16 @@ void place(int32_t format, const Unit& from, uint8_t* unit, int64_t lane) {
         return w;
     };
     for (int64_t b = 0; b < B.blocks(); b++) {
-        uint8_t* planes = unit + b * B.values() + 4 * lane;
+        uint8_t* planes = unit + B.planes(b) + 4 * lane;
+        if (B.base == 6) {
+            for (int64_t p = 0; p < 2; p++)
+                for (int64_t v = 0; v < 3; v++) {
+                    uint32_t w = word(b * BLOCK + 16 * p + 4 * v);
+                    w |= (word(b * BLOCK + 16 * p + 12) >> (2 * v) & 0x03030303u) << 6;
+                    std::memcpy(planes + 64 * (3 * p + v), &w, 4);
+                }
+            continue;
+        }
         uint32_t mask = 0x01010101u * ((1u << B.base) - 1);
         int per = 8 / B.base;  // quads of a vector
         for (int v = 0; v < 8 / per; v++) {
@@ -234,19 +243,19 @@ void place(int32_t format, const Unit& from, uint8_t* unit, int64_t lane) {
             std::memcpy(planes + 64 * (B.base + v), &w, 4);
         }
     }
-    if (!B.super) {
-        for (int64_t b = 0; b < 2; b++) {
-            std::memcpy(unit + B.scales() + 32 * b + 2 * lane, from.d + b, 2);
-            if (B.min) std::memcpy(unit + B.minima() + 32 * b + 2 * lane, from.m + b, 2);
+    for (int64_t b = 0; b < B.blocks(); b++) {
+        uint8_t *scales = unit + B.scales(b), *minima = unit + B.minima(b);
+        if (!B.super) {
+            std::memcpy(scales + 2 * lane, from.d + b, 2);
+            if (B.min) std::memcpy(minima + 2 * lane, from.m + b, 2);
         }
-        return;
+        for (int64_t i = 0, of = b * BLOCK / B.sub; i < BLOCK / B.sub && B.super; i++, of++) {
+            scales[16 * i + lane] = static_cast<uint8_t>(from.scales[of]);
+            if (B.min) minima[16 * i + lane] = static_cast<uint8_t>(from.minima[of]);
+        }
     }
-    for (int64_t i = 0; i < SUPER / B.sub; i++) {
-        unit[B.scales() + 16 * i + lane] = static_cast<uint8_t>(from.scales[i]);
-        if (B.min) unit[B.minima() + 16 * i + lane] = static_cast<uint8_t>(from.minima[i]);
-    }
-    std::memcpy(unit + B.factors() + 2 * lane, from.d, 2);
-    if (B.min) std::memcpy(unit + B.factors() + 32 + 2 * lane, from.m, 2);
+    if (B.super) std::memcpy(unit + 2 * lane, from.d, 2);
+    if (B.super && B.min) std::memcpy(unit + 32 + 2 * lane, from.m, 2);
 }
 
 // Rounds 32 weights to 8 or to 4 bits.
@@ -385,26 +394,26 @@ void unpack_quantised(const Packed* w, int64_t column, float* out, float factor)
     for (int64_t k0 = 0; k0 < w->k; k0 += B.inputs(), unit += B.bytes())
         for (int64_t i = 0; i < std::min(B.inputs(), w->k - k0); i++) {
             int64_t b = i / BLOCK, j = i % BLOCK / 4, at = 4 * lane + i % 4, per = 8 / B.base;
-            const uint8_t* planes = unit + b * B.values();
-            int q = planes[64 * (j / per) + at] >> (j % per * B.base) & ((1 << B.base) - 1);
-            if (B.extra) {
+            const uint8_t *planes = unit + B.planes(b) + at, *scales = unit + B.scales(b), *minima = unit + B.minima(b);
+            int q = planes[64 * (j / per)] >> (j % per * B.base) & ((1 << B.base) - 1);
+            if (B.base == 6) {
+                const uint8_t* three = planes + 192 * (j / 4);
+                q = j % 4 < 3 ? three[64 * (j % 4)] & 63 : three[0] >> 6 | three[64] >> 6 << 2 | three[128] >> 6 << 4;
+            } else if (B.extra) {
                 per = 8 / B.extra;
-                int high = planes[64 * (B.base + j / per) + at] >> (j % per * B.extra) & ((1 << B.extra) - 1);
-                q |= high << B.base;
+                q |= (planes[64 * (B.base + j / per)] >> (j % per * B.extra) & ((1 << B.extra) - 1)) << B.base;
             }
             if (B.table) q = B.table[q];
             if (B.base == 8) q = static_cast<int8_t>(q);
             float scale, minimum = 0;
             if (B.super) {
-                int64_t s = i / B.sub * 16 + lane;
-                scale = from_half(half_at(unit + B.factors() + 2 * lane)) * static_cast<float>(static_cast<int8_t>(unit[B.scales() + s]));
-                if (B.min)
-                    minimum = from_half(half_at(unit + B.factors() + 32 + 2 * lane)) *
-                              static_cast<float>(static_cast<int8_t>(unit[B.minima() + s]));
+                int64_t s = i % BLOCK / B.sub * 16 + lane;
+                scale = from_half(half_at(unit + 2 * lane)) * static_cast<float>(static_cast<int8_t>(scales[s]));
+                if (B.min) minimum = from_half(half_at(unit + 32 + 2 * lane)) * static_cast<float>(static_cast<int8_t>(minima[s]));
             } else {
-                uint16_t stored = half_at(unit + B.scales() + 32 * b + 2 * lane);
+                uint16_t stored = half_at(scales + 2 * lane);
                 scale = B.powers ? as_float(static_cast<uint32_t>(stored) << 16) : from_half(stored);
-                if (B.min) minimum = from_half(half_at(unit + B.minima() + 32 * b + 2 * lane));
+                if (B.min) minimum = from_half(half_at(minima + 2 * lane));
             }
             float value = scale * static_cast<float>(q - B.zero);
             out[k0 + i] = (B.min ? value + minimum : value) * factor;

@@ -1,14 +1,17 @@
 // Quantised weights: what each format stores, and where a panel keeps it. Shared by packing and by the kernels.
 //
 // A weight is scale * (q - zero) + minimum. q is an integer of 2 to 8 bits. Scale and minimum belong to 16 or 32 inputs of one
-// output. The formats are ggml's. A panel holds 16 outputs, cut into units of 64 inputs, or 256 for the "K" formats:
+// output. The formats are ggml's. A panel holds 16 outputs, cut into units of 64 inputs, or 256 for the "K" formats. A unit lies in
+// the order in which it is read, because a processor fetches ahead what is read in order:
 //
-//   values   for each 32 inputs: a plane of the low bits, then a plane of the high bits
-//   scales   of a unit; see `Block`
+//   factors  "K" formats only: float16 [16] of scales, the same of minima
+//   scales   64 bytes, of one, two or four blocks of 32 inputs; see `Block`
+//   values   of these blocks: a plane of the low bits, then a plane of the high bits
 //
 // A plane consists of vectors of 64 bytes. Byte 4 o + i belongs to output o and to input 4 j + i of quad j. So 4 bytes of an
 // activation meet 16 outputs. With 8 bits a vector holds one quad. With 4 bits it holds quads 2 v and 2 v + 1, in the low and the
-// high half of a byte. With 2 bits it holds four quads, with 1 bit eight.
+// high half of a byte. With 2 bits it holds four quads, with 1 bit eight. With 6 bits three vectors hold four quads: the low bits of
+// each are one, and the high 2 bits of all three, the lowest first, are the fourth.
 #pragma once
 #include "abi.hpp"
 
@@ -35,12 +38,14 @@ struct Block {
     constexpr int64_t blocks() const { return super ? SUPER / BLOCK : 2; }  // of a unit
     constexpr int64_t inputs() const { return blocks() * BLOCK; }
     constexpr int64_t values() const { return 64 * (base + extra); }  // bytes of a block
-    // Scales of a unit. super: int8 [inputs / sub][16], the same of minima, float16 [16], the same of minima.
-    // Else: float16 [2][16], the same of minima.
-    constexpr int64_t scales() const { return blocks() * values(); }
-    constexpr int64_t minima() const { return scales() + (super ? inputs() / sub * 16 : 64); }
-    constexpr int64_t factors() const { return minima() + (super && min ? inputs() / sub * 16 : 0); }  // super only
-    constexpr int64_t bytes() const { return ((super ? factors() : minima()) + (super || min ? 64 : 0) + 63) / 64 * 64; }
+    // Scales of a block, then its minima. super: int8 [BLOCK / sub][16] each. Else: float16 [16] each.
+    constexpr int64_t own() const { return (super ? BLOCK / sub * 16 : 32) * (min ? 2 : 1); }
+    constexpr int64_t together() const { return 64 / own(); }  // blocks that share a line of scales
+    constexpr int64_t line(int64_t b) const { return (super ? 64 : 0) + b / together() * (64 + together() * values()); }
+    constexpr int64_t scales(int64_t b) const { return line(b) + b % together() * own(); }
+    constexpr int64_t minima(int64_t b) const { return scales(b) + own() / 2; }
+    constexpr int64_t planes(int64_t b) const { return line(b) + 64 + b % together() * values(); }
+    constexpr int64_t bytes() const { return line(blocks()); }
     constexpr int zero_bits() const { return zero == 32 ? 5 : zero == 16 ? 4 : zero == 8 ? 3 : 2; }
     constexpr bool wide() const { return base == 8 || (table && !zero); }  // needs activations in 16 bits
 
@@ -62,7 +67,7 @@ constexpr Block block_of(int32_t format) {
         case Q3_K: return {2, 1, 4, 16, true, false};
         case Q4_K: return {4, 0, 0, 32, true, true};
         case Q5_K: return {4, 1, 0, 32, true, true};
-        case Q6_K: return {4, 2, 32, 16, true, false};
+        case Q6_K: return {6, 0, 32, 16, true, false};
         case IQ4_NL: return {4, 0, 0, 32, false, false, NONLINEAR};
         case IQ4_XS: return {4, 0, 0, 32, true, false, NONLINEAR};
         case MXFP4: return {4, 0, 16, 32, false, false, FLOATS4, true};
