@@ -174,7 +174,8 @@ struct ChainsJob {  // one forward per level for all chains
 };
 
 enum Recurrence : int32_t { DELTA_RULE = 0, SELECTIVE = 1 };
-constexpr int64_t SCAN_COLUMNS = 32;  // of a head's state that one unit of work moves on: they stay in the first cache
+// Of a head's state that one unit of work moves on. Where they are all, the state is read in order, and fetched ahead.
+constexpr int64_t SCAN_COLUMNS = 128;
 constexpr int64_t SCAN_CHANNELS = 8;  // of a selective layer in one unit of work
 
 // Chains of nodes through a recurrent layer. A state is [heads, keys, width]. What a node reads lies in one record of floats.
