@@ -239,7 +239,9 @@ def row(record: dict[str, Any]) -> list[str]:
 
 def table(records: Sequence[dict[str, Any]]) -> str:
     """The records of all models, as Markdown."""
-    return markdown(["model", *HEAD], [[record["model"], *row(record)] for record in records])
+    rows = [[record["model"], *row(record)] for record in records]
+    width = None if any(line[-1] for line in rows) else -1  # without --needle nothing was hidden
+    return markdown(["model", *HEAD][:width], [line[:width] for line in rows])
 
 
 def main() -> None:
