@@ -256,8 +256,9 @@ def learner(folder: Folder, path: Path, llm: LLM, engine: Engine) -> Learner:
 
 
 def test_the_head_that_drafts_longer_takes_over_and_survives_a_restart(
-    folder: Folder, engine: tuple[LLM, Engine], fake: Path, tmp_path: Path
+    folder: Folder, engine: tuple[LLM, Engine], fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(learning, "NEW", 24)  # all texts of a turn, so each turn is one training
     llm, runs = engine
     learns = learner(folder, tmp_path / "learn", llm, runs)
     first, texts = runs.roster.drafters["eagle"], written(llm, runs, range(24))
