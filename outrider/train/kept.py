@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.core.files import write_whole
 from outrider.train.answers import TrainingText
 from outrider.train.batches import batch_of
 from outrider.train.teacher import Taught, Teacher
@@ -27,17 +29,17 @@ class KeptTeacher:
     def __init__(self, teacher: Teacher, texts: Sequence[TrainingText], folder: Path) -> None:
         self._teacher, self._width = teacher, teacher.hidden * (1 + len(teacher.taps))
         self._block = math.gcd(BLOCK, teacher.hidden)
-        lengths = np.array([len(text.tokens) for text in texts])
+        lengths = [len(text.tokens) for text in texts]
         self._ends = np.cumsum(lengths)
         self._starts = self._ends - lengths
-        total, known = int(self._ends[-1]), folder / "lengths.npy"
-        mode = "r+" if known.exists() and np.array_equal(np.load(known), lengths) else "w+"
+        total, known, these = int(self._ends[-1]), folder / "lengths.json", json.dumps(lengths)
+        mode = "r+" if known.exists() and known.read_text() == these else "w+"
         known.unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
         self._numbers = np.memmap(folder / "numbers", np.int8, mode, shape=(total, self._width))
         self._scales = np.memmap(folder / "scales", np.float16, mode, shape=(total, self._width // self._block))
         self._whole = np.memmap(folder / "whole", np.bool_, mode, shape=(len(texts),))
-        np.save(known, lengths)
+        write_whole(known, these)
 
     def read(self, numbers: Sequence[int], texts: Sequence[TrainingText]) -> Taught:
         """What `Teacher.read` says of the texts with these numbers, to 8 bits; zeros after the end of a text."""

@@ -292,6 +292,7 @@ def test_the_child_stands_still_while_requests_run(
     written(llm, runs, range(24))
     wait(lambda: learns.running)
     assert learns._child is not None
+    assert learns._state["asked"]["settings"]["keep_features"]
     child = psutil.Process(learns._child.pid)
     wait(lambda: child.nice() == 19)
     monkeypatch.setattr(learning, "REST", 1.0)  # its credit would last a second

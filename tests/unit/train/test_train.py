@@ -251,6 +251,15 @@ def test_two_processes_cannot_train_in_one_folder(llm: LLM, tmp_path: Path) -> N
         train(SETTINGS, TrainingBudget(None, 2000), tmp_path / "head", llm)
 
 
+def test_a_run_from_before_a_setting_goes_on(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "head", SETTINGS)
+    file = tmp_path / "head" / "training" / "settings.json"
+    stored = json.loads(file.read_text())
+    del stored["keep_features"]
+    file.write_text(json.dumps(stored))
+    assert RunFolder(tmp_path / "head", SETTINGS).answers.tokens == 0
+
+
 def test_a_target_that_is_no_product_of_state_and_rows_is_refused(tmp_path: Path) -> None:
     model = chain_model()
     model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB) * 2)
