@@ -4,7 +4,7 @@ line."""
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from outrider.engine.llm import LLM
 from outrider.engine.request import Request
 from outrider.serve.learn.reservoir import kept_texts
 from outrider.train.prompts import Asked, Source
+
+Keep = Callable[[Mapping[int, Sequence[int]]], None]
 
 
 @dataclass(frozen=True)
@@ -104,13 +106,14 @@ def write_answers(
     seed: int,
     round_size: int,
     tokens: int | None = None,
+    keep: Keep = lambda _: None,
 ) -> Generator[int, None, None]:
     """Let the target answer prompts. Yields the number of answers that each step ended, so the caller can stop at any time.
 
     The sources take turns, and so do the temperatures of each source. An answer depends on its number and the seed alone,
     so a run that was killed goes on with what is missing. Prompts come in rounds of round_size. It ends after the round that
     makes `tokens` tokens of answers, and without `tokens` never. length: tokens of prompt and answer together; a prompt of
-    more than half of it is skipped.
+    more than half of it is skipped. keep: gets the texts that each step ended, by number, before they are in the file.
     """
     first, empty = 0, 0
     while True:
@@ -128,7 +131,7 @@ def write_answers(
         first = numbers.stop
         if known and max(known) >= numbers.stop + round_size:  # what is missing there could not be used
             continue
-        yield from _round(llm, sources, file, [n for n in numbers if n not in known], length, temperatures, seed)
+        yield from _round(llm, sources, file, [n for n in numbers if n not in known], length, temperatures, seed, keep)
 
 
 def _round(
@@ -139,6 +142,7 @@ def _round(
     length: int,
     temperatures: Sequence[float],
     seed: int,
+    keep: Keep,
 ) -> Iterator[int]:
     running: dict[int, tuple[int, str, float, bool]] = {}
     begun: list[Request] = []
@@ -157,6 +161,7 @@ def _round(
         begun.append(request)
     for _, moved in llm.scheduler.run(llm.scheduler.add(begun)):
         ended = [s for s in moved if s.finish]
+        keep({running[s.id][0]: s.tokens for s in ended})
         for sequence in ended:
             number, source, temperature, held = running[sequence.id]
             file.add(TrainingText(number, source, sequence.tokens, len(sequence.prompt), temperature, held))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider.drafters.heads.block.files import read_block, write_block
 from outrider.drafters.heads.block.module import BlockConfig, BlockModule
+from outrider.drafters.heads.config import default_taps
 from outrider.drafters.heads.eagle.files import read_eagle, write_eagle
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
 from outrider.drafters.heads.files import DFLASH, DSPARK, EAGLE3, MEDUSA, open_head
@@ -280,6 +281,15 @@ def head_to_begin_with(method: str, folder: str, target: Loaded) -> Any:
             f"{opened.kind if opened.kind in METHODS else EAGLE3}, or leave out --from"
         )
     return METHODS[method].read(opened, target)
+
+
+def taps_of(method: str, folder: str | None, target: Loaded) -> tuple[int, ...]:
+    """The layers that a head reads in training. folder: of the head to begin with, None for a new one."""
+    if method == MEDUSA:
+        return ()
+    if folder:
+        return head_to_begin_with(method, folder, target).config.taps
+    return default_taps(target.config.get_text_config().num_hidden_layers)
 
 
 def start_head(start: Beginning, given: Any = None) -> TrainedHead:

@@ -40,8 +40,8 @@ class TrainingSettings(Options):
     keep_features: bool = setting(
         False,
         "Training",
-        "Keep what the model says of each text on disk until the run ends, so that later passes do not run the model. For each "
-        "token four to six times the hidden size in bytes.",
+        "Keep what the model says of each text on disk until the run ends. It is kept while the model writes the text, so "
+        "training does not run the model. For each token four to six times the hidden size in bytes.",
     )
     seed: int = setting(0, "Training", "Of the answers, and of the head's beginning.")
     start: str | None = setting(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -15,9 +14,9 @@ from outrider.engine.llm import LLM
 from outrider.train.answers import TrainingText, parted, served_texts, write_answers
 from outrider.train.batches import batch_of, count_tokens, draw_anchors, epoch, positions
 from outrider.train.folder import Progress, RunFolder, point, verdict
-from outrider.train.kept import KeptTeacher
+from outrider.train.kept import FeatureRecorder, KeptFeatures, KeptTeacher
 from outrider.train.method import Beginning, TrainedHead, loss_of
-from outrider.train.methods import head_to_begin_with, start_head
+from outrider.train.methods import head_to_begin_with, start_head, taps_of
 from outrider.train.muon import Muon
 from outrider.train.prompts import sources
 from outrider.train.settings import TrainingSettings
@@ -82,12 +81,16 @@ def train(settings: TrainingSettings, budget: TrainingBudget, out: Path, llm: LL
     """
     folder = RunFolder(out, settings)
     with folder.alone():
-        write(folder, budget, llm, say)
-        return Training(folder, budget, llm, say).run()
+        features = None
+        if settings.keep_features:
+            taps = taps_of(settings.method, settings.start, llm.loaded)
+            features = KeptFeatures(folder.features, llm.loaded.config.get_text_config().hidden_size, taps)
+        write(folder, budget, llm, say, features)
+        return Training(folder, budget, llm, say, features).run()
 
 
-def write(folder: RunFolder, budget: TrainingBudget, llm: LLM, say: Say) -> None:
-    """Write the answers that are still missing."""
+def write(folder: RunFolder, budget: TrainingBudget, llm: LLM, say: Say, features: KeptFeatures | None = None) -> None:
+    """Write the answers that are still missing. features: gets what the model says of them meanwhile."""
     settings, file, wanted = folder.settings, folder.answers, budget.answer_tokens
     if settings.texts is not None:
         if not file.answers:
@@ -99,8 +102,9 @@ def write(folder: RunFolder, budget: TrainingBudget, llm: LLM, say: Say) -> None
         return
     found = sources(settings.prompts, llm, settings.seed, settings.length // 4)
     most = math.inf if wanted is None else math.ceil(wanted / settings.length)
+    recorder = FeatureRecorder(features) if features else None
     making = write_answers(
-        llm,
+        LLM(llm.loaded, drafter=recorder, max_num_seqs=SLOTS) if recorder else llm,
         found,
         file,
         length=settings.length,
@@ -108,6 +112,7 @@ def write(folder: RunFolder, budget: TrainingBudget, llm: LLM, say: Say) -> None
         seed=settings.seed,
         round_size=int(min(2 * SLOTS, max(8, most))),
         tokens=wanted,
+        keep=recorder.keep if recorder else lambda _: None,
     )
     begun = clock = told = saved = time.monotonic()
     before = file.tokens
@@ -132,7 +137,9 @@ def write(folder: RunFolder, budget: TrainingBudget, llm: LLM, say: Say) -> None
 class Training:
     """The second half of a run: a head learns from the answers of its folder."""
 
-    def __init__(self, folder: RunFolder, budget: TrainingBudget, llm: LLM, say: Say) -> None:
+    def __init__(
+        self, folder: RunFolder, budget: TrainingBudget, llm: LLM, say: Say, features: KeptFeatures | None = None
+    ) -> None:
         self._folder, self._budget, self._say = folder, budget, say
         settings, loaded, state = folder.settings, llm.loaded, folder.load()
         self._name = Path(settings.model).name if "/" in settings.model else settings.model
@@ -147,7 +154,7 @@ class Training:
         depth, device = self.head.depth, self.head.teacher.device
         self._answers = [a for a in self._answers if len(positions(batch_of([a]), depth)[0])]
         self._check(held)
-        self._kept = KeptTeacher(self.head.teacher, self._answers, folder.features) if settings.keep_features else None
+        self._kept = KeptTeacher(self.head.teacher, features) if features else None
         self._dtype = torch.bfloat16 if state and state["bfloat16"] else torch.float32
         if state is None:
             self._dtype = multiplying_dtype(device)
@@ -212,8 +219,8 @@ class Training:
                 self._save()
                 saved = now
         measured = measured or self._held.measure()
-        self._kept = None
-        shutil.rmtree(self._folder.features, ignore_errors=True)
+        if self._kept:
+            self._kept.kept.remove()
         for group in measured[1:]:
             self._say(f"{group.group}: {group.accepted_length:.2f} tokens a step at {group.places:,} held-out places")
         self._say(verdict(progress.curve, measured[0]))
@@ -233,7 +240,7 @@ class Training:
         generator = torch.Generator().manual_seed(self._folder.settings.seed * 1_000_003 + progress.step)
         anchors = draw_anchors(batch, self.head.depth, self.head.share, generator)
         progress.step_begins(batch.size)
-        taught = self._kept.read(numbers, answers) if self._kept else self.head.teacher.read(batch.tokens)
+        taught = self._kept.read(answers) if self._kept else self.head.teacher.read(batch.tokens)
         device = self.head.teacher.device
         with torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
             loss, accepted = loss_of(self.head, self._rows, batch, taught, anchors, weight=0.1 + 0.8 * min(done, 1.0))

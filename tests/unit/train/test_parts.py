@@ -19,7 +19,7 @@ from outrider.train import prompts
 from outrider.train.answers import AnswerFile, TrainingText, parted, write_answers
 from outrider.train.batches import batch_of, count_tokens, draw_anchors, epoch, positions
 from outrider.train.folder import verdict
-from outrider.train.kept import KeptTeacher
+from outrider.train.kept import FeatureRecorder, KeptFeatures, KeptTeacher
 from outrider.train.method import divergence, loss_of
 from outrider.train.methods import TrainedEagle, copy_last_layer_, mask_token, unrolled
 from outrider.train.prompts import sources
@@ -306,22 +306,54 @@ def test_texts_are_read_once_and_kept_in_eight_bits(tmp_path: Path) -> None:
             return super().read(tokens)
 
     teacher = Counting(load("builtin:code"), (0, 2, 4))
-    texts = [answer(2, 5), answer(3, 9), answer(1, 3)]
-    kept = KeptTeacher(teacher, texts, tmp_path / "features")
-    exact, found = Teacher.read(teacher, batch_of(texts[:2]).tokens), kept.read([0, 1], texts[:2])
+    texts = [answer(2, 5, number=4), answer(3, 9, number=0), answer(1, 3, number=9)]
+    kept = KeptTeacher(teacher, KeptFeatures(tmp_path / "features", teacher.hidden, teacher.taps))
+    exact, found = Teacher.read(teacher, batch_of(texts[:2]).tokens), kept.read(texts[:2])
     for whole, part in zip(exact, found, strict=True):
         for row, text in enumerate(texts[:2]):
-            block = whole[row, : len(text.tokens)].unflatten(-1, (-1, 32))
+            last = len(text.tokens) - 1
+            block = whole[row, :last].unflatten(-1, (-1, 32))
             step = block.abs().amax(-1, keepdim=True) / 127
-            error = (part[row, : len(text.tokens)].unflatten(-1, (-1, 32)) - block).abs()
+            error = (part[row, :last].unflatten(-1, (-1, 32)) - block).abs()
             assert (error <= 0.51 * step + 0.07 * step).all()  # half a step, and what a float16 rounds
-        assert not part[0, len(texts[0].tokens) :].any()
+            assert not part[row, last:].any()
     assert Counting.texts == 2
-    again = KeptTeacher(teacher, texts, tmp_path / "features")  # as a run that goes on
-    assert all(a.equal(b) for a, b in zip(again.read([0, 1], texts[:2]), found, strict=True))
+    for name in ("numbers", "scales", "index.jsonl"):  # as a kill leaves them
+        with (tmp_path / "features" / name).open("ab") as file:
+            file.write(b"[7")
+    again = KeptTeacher(teacher, KeptFeatures(tmp_path / "features", teacher.hidden, teacher.taps))
+    assert all(a.equal(b) for a, b in zip(again.read(texts[:2]), found, strict=True))
     assert Counting.texts == 2
-    again.read([1, 2], texts[1:])
+    third = again.read(texts[1:])
     assert Counting.texts == 3
-    other = KeptTeacher(teacher, texts[:2], tmp_path / "features")  # other texts: nothing of the old ones is right
-    other.read([0], texts[:1])
-    assert Counting.texts == 4
+    assert third.features[0, :12].equal(found.features[1, :12])
+    exact = Teacher.read(teacher, batch_of(texts[2:]).tokens).last[:, :3]
+    assert (again.read(texts[2:]).last[:, :3] - exact).abs().max() <= 0.01 * exact.abs().max()
+    again.kept.remove()
+    assert not (tmp_path / "features").exists()
+
+
+def test_what_the_target_says_while_it_writes_is_what_it_says_of_the_text(tmp_path: Path) -> None:
+    teacher = Teacher(load("builtin:code"), (0, 2, 4))
+    kept = KeptFeatures(tmp_path / "written", teacher.hidden, teacher.taps)
+    recorder = FeatureRecorder(kept)
+    file = AnswerFile(tmp_path / "answers.jsonl")
+    llm = LLM("builtin:code", drafter=recorder, max_num_seqs=3)
+    path, asked = tmp_path / "prompts.jsonl", ["def f(x):", "x = 1\n" * 60, "def f(x):", "import"]
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))  # one fills more than one chunk
+    made = write_answers(
+        llm,
+        sources([str(path)], llm, 0, 48),
+        file,
+        length=640,
+        temperatures=[0.0],
+        seed=0,
+        round_size=8,
+        tokens=1,
+        keep=recorder.keep,
+    )
+    assert sum(made) == len(file.answers) == 8
+    read = KeptTeacher(teacher, KeptFeatures(tmp_path / "read", teacher.hidden, teacher.taps))
+    for text in file.in_order():
+        features, last = read.read([text])
+        assert torch.cat([features, last], -1)[0, :-1].equal(kept.read(text.number))
