@@ -33,7 +33,8 @@ class Beginning:
     """What a head is made of.
 
     method: its kind. answers: the texts that train it. token_ids: its draft vocabulary, int64 ascending. verifier: the target's
-    name. kept: what `TrainedHead.kept` said before the run was stopped; None in a new run.
+    name. kept: what `TrainedHead.kept` said before the run was stopped; None in a new run. intermediate_size: of the MLP of a
+    new EAGLE head; 0 for the target's.
     """
 
     loaded: Loaded
@@ -43,6 +44,7 @@ class Beginning:
     token_ids: Tensor
     verifier: str
     kept: dict[str, Any] | None = None
+    intermediate_size: int = 0
 
 
 class TrainedHead:

@@ -24,7 +24,7 @@ from outrider.drafters.heads.reading import HeadWeights
 from outrider.models.load import Loaded, modules
 from outrider.models.matrix import dense, matrix_of
 from outrider.train.answers import TrainingText
-from outrider.train.batches import batch_of
+from outrider.train.batches import Batch, batch_of, draw_anchors
 from outrider.train.method import Beginning, TrainedHead
 from outrider.train.teacher import Taught, Teacher
 
@@ -143,9 +143,34 @@ def new_eagle(start: Beginning) -> TrainedEagle:
     teacher = Teacher(loaded, config.taps)
     torch.manual_seed(start.seed)
     head = Eagle(config, ids).initialise_(teacher.embedding().cpu(), teacher.output().cpu())
-    high = teacher.read(batch_of(start.answers[:4]).tokens).features[..., -config.target_hidden_size :]
+    batch = batch_of(start.answers[:4])
+    features = teacher.read(batch.tokens).features
+    high = features[..., -config.target_hidden_size :]
     copy_last_layer_(head, modules(loaded), float(high.pow(2).mean(-1).sqrt().median()))
+    if 0 < start.intermediate_size < config.intermediate_size:
+        head = narrowed(head, start.intermediate_size, batch, features.cpu())
     return TrainedEagle(head, teacher, ids)
+
+
+@torch.no_grad()
+def narrowed(head: Eagle, neurons: int, batch: Batch, features: Tensor) -> Eagle:
+    """A head with the neurons of the MLP whose outputs are largest on some texts: mean square, over the answers.
+
+    features: [batch, n, taps * hidden]. A head reads an MLP of 8,960 neurons for each draft token, and learns it.
+    """
+    mlp, outputs = head.layer.mlp, list[Tensor]()
+    hook = mlp.down_proj.register_forward_pre_hook(lambda _, given: outputs.append(given[0]))
+    anchors = draw_anchors(batch, 1, 1.0, torch.Generator())
+    list(unrolled(head, batch.tokens, features, anchors.at, 1))
+    hook.remove()
+    sizes = outputs[0][anchors.valid].pow(2).mean(0) * mlp.down_proj.weight.pow(2).sum(0)
+    best = sizes.topk(neurons).indices.sort().values
+    narrow = Eagle(replace(head.config, intermediate_size=neurons), head.token_ids)
+    own = head.state_dict()
+    rows = {name: own[name][best] for name in (f"layers.0.{plain}.weight" for plain in _PLAIN)}
+    down = "layers.0.mlp.down_proj.weight"
+    narrow.load_state_dict(own | rows | {down: own[down][:, best]})
+    return narrow
 
 
 def continued_eagle(given: HeadWeights[EagleConfig], start: Beginning) -> TrainedEagle:

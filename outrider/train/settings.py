@@ -30,6 +30,12 @@ class TrainingSettings(Options):
     draft_vocab_size: int = setting(
         8192, "Training", "Tokens that the head can propose, the most frequent ones; 0 for all.", ge=0
     )
+    intermediate_size: int = setting(
+        0,
+        "Training",
+        "Neurons of a new EAGLE head: those of the model's last layer that do most; 0 for all.",
+        ge=0,
+    )
     batch_tokens: int = setting(2048, "Training", "Tokens of a training step.", ge=32)
     texts: str | None = setting(
         None,

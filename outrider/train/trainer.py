@@ -149,7 +149,9 @@ class Training:
         size, most = settings.draft_vocab_size, loaded.model.vocab_size
         ids = state["token_ids"] if state else count_tokens(self._answers, size, most, loaded.end_ids)
         kept = state.get("kept", {}) if state else None
-        start = Beginning(loaded, settings.method, settings.seed, self._answers, ids, self._name, kept)
+        start = Beginning(
+            loaded, settings.method, settings.seed, self._answers, ids, self._name, kept, settings.intermediate_size
+        )
         self.head: TrainedHead = start_head(start, given)
         depth, device = self.head.depth, self.head.teacher.device
         self._answers = [a for a in self._answers if len(positions(batch_of([a]), depth)[0])]

@@ -158,8 +158,8 @@ OPTIONS = {
     "train": {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype",
         "Output": "--out/-o --debug",
-        "Training": "--minutes --tokens --prompts --temperature --length --draft-vocab-size --batch-tokens --texts "
-        "--keep-features --seed --from",
+        "Training": "--minutes --tokens --prompts --temperature --length --draft-vocab-size --intermediate-size "
+        "--batch-tokens --texts --keep-features --seed --from",
     },
     "certify": {
         "Subject": "--speculative-config --generate --plain-url --off-body --on-body --reference --served-model "

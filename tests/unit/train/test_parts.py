@@ -21,7 +21,7 @@ from outrider.train.batches import batch_of, count_tokens, draw_anchors, epoch, 
 from outrider.train.folder import verdict
 from outrider.train.kept import FeatureRecorder, KeptFeatures, KeptTeacher
 from outrider.train.method import divergence, loss_of
-from outrider.train.methods import TrainedEagle, copy_last_layer_, mask_token, unrolled
+from outrider.train.methods import TrainedEagle, copy_last_layer_, mask_token, narrowed, unrolled
 from outrider.train.prompts import sources
 from outrider.train.survival import Survival, noise_given
 from outrider.train.teacher import Taught, Teacher
@@ -117,6 +117,22 @@ def test_a_head_can_begin_as_its_targets_last_layer() -> None:
     assert torch.equal(head.layer.mlp.down_proj.weight, last.mlp.down_proj.weight.float())
     assert not copy_last_layer_(Eagle(EagleConfig.for_target(TARGET, fc_norm=True)), target, 1.0)
     assert not copy_last_layer_(Eagle(EagleConfig.for_target(loaded.config)), target, 1.0)
+
+
+def test_a_narrow_head_keeps_the_neurons_that_do_something() -> None:
+    torch.manual_seed(0)
+    head = Eagle(EagleConfig.for_target(TARGET))
+    for p in head.parameters():
+        p.data = torch.randn_like(p) * 0.2 if p.dim() == 2 else torch.rand_like(p) + 0.5
+    mlp, many = head.layer.mlp, head.config.intermediate_size
+    dead = torch.randperm(many)[: many // 3]
+    mlp.down_proj.weight.data[:, dead] *= 1e-6
+    batch, features = batch_of([answer(2, 9), answer(4, 8)]), torch.randn(2, 12, 96)
+    narrow = narrowed(head, many - len(dead), batch, features)
+    assert narrow.layer.mlp.up_proj.weight.shape == (many - len(dead), 32)
+    anchors = torch.tensor([[0, 3, 6], [1, 2, 6]])
+    for own, whole in zip(*(unrolled(h, batch.tokens, features, anchors, 3) for h in (narrow, head)), strict=True):
+        assert (own - whole).abs().max() < 1e-3 < whole.abs().max()
 
 
 def test_a_pass_reads_every_text_once_within_its_batches() -> None:

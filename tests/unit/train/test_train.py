@@ -150,7 +150,7 @@ def test_a_run_that_was_killed_gives_the_same_head_bit_for_bit(
     monkeypatch.setattr(trainer, "POINTS", 4)
     monkeypatch.setattr(trainer, "NEWS_SECONDS", 0.0)
     eagle = method == "eagle3"
-    settings = vary(method=method, batch_tokens=256, keep_features=eagle)
+    settings = vary(method=method, batch_tokens=256, keep_features=eagle, intermediate_size=12 * eagle)
     budget = TrainingBudget(tokens=8_000 if eagle else 3_000)
     train(settings, budget, tmp_path / "whole", llm, lambda _: None)
     monkeypatch.setattr(trainer, "SAVE_SECONDS", 0.0)
@@ -171,6 +171,8 @@ def test_a_run_that_was_killed_gives_the_same_head_bit_for_bit(
     texts = [AnswerFile(tmp_path / n / "training" / "answers.jsonl").in_order() for n in ("whole", "killed")]
     assert texts[0] == texts[1]
     assert not (tmp_path / "killed" / "training" / "features").exists()
+    if eagle:
+        assert read_eagle(tmp_path / "killed", llm.loaded).config.intermediate_size == 12
 
 
 def test_minutes_end_a_run_and_more_minutes_go_on(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
