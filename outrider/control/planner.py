@@ -33,7 +33,9 @@ _WAIT, _WAITED = 0.25, 6.0  # tokens of the answer to wait for, for each that re
 _SOON = 64  # tokens that a drafter may read before the first token, where the size of drafts is fixed
 _CHEAP = 0.5  # tokens; reading that costs less is part of the step
 _LOOKUPS = 0.8  # tokens a step that lookups add, where the end of an answer is estimated in steps
-_HOPE, _LOOKED, _PAUSE = 0.5, 0.1, 3  # tokens that lookups are worth at first; rate of their mean; steps without them
+_HOPE, _LOOKED = 0.5, 0.1  # tokens that lookups are worth at first, and the rate of their mean
+_WORTH = 1.5  # a lookup that is worth so many times its time found something: values are estimates
+_RARELY, _LONGEST = 75, 15  # steps in which a text begins to copy, and the most without lookups
 _REST = 8  # most steps without a plan, where nothing was worth it: a plan costs what its code costs to read from memory
 _NODES = 3  # nodes of a draft at which the cost of one more is taken
 _AGAIN = 512  # steps after which forecasts are made anew from corrected costs
@@ -183,13 +185,14 @@ class _Try:
 @dataclass
 class _Speed:
     """Tokens of a text, and the plain steps that they took. written: all of its tokens. looked: what lookups lately were worth.
-    pause: steps until they are asked again. rest: steps until anything is weighed again. calm: plans in a row with nothing in
-    them."""
+    misses: those in a row that found nothing. pause: steps until they are asked again. rest: steps until anything is weighed
+    again. calm: plans in a row with nothing in them."""
 
     tokens: float = 0.0
     steps: float = 0.0
     written: int = 0
     looked: float = _HOPE
+    misses: int = 0
     pause: int = 0
     rest: int = 0
     calm: int = 0
@@ -218,7 +221,7 @@ class Planner:
         self.answers = AnswerLengths()
         self.depths: dict[int, int] = {}  # by slot: the draft length that a request asked for
         self._speeds: dict[int, _Speed] = {}
-        self._looking = 0.0  # plain steps that asking the lookups takes
+        self._planning = self._looking = 0.0  # plain steps that the plans of a step take, and asking its lookups
         self._nodes = float(_NODES)  # that a sequence lately had
         self._forecasts: dict[tuple[str, int, int], DraftForecast] = {}
         self._steps = 0
@@ -248,9 +251,12 @@ class Planner:
         if self._steps % _AGAIN == 0:
             self._forecasts.clear()
         steps = max(taken - read, 0.0) / plain
-        if any(note and note.offers for note in notes):
-            beside = step.seconds["draft"] - sum(charge.seconds for charge in charges.values())
-            self._looking += 0.1 * (beside / plain - self._looking)
+        if any(notes):
+            beside = (step.seconds["draft"] - sum(charge.seconds for charge in charges.values())) / plain
+            if any(note and note.offers for note in notes):
+                self._looking += 0.1 * (max(beside - self._planning, 0.0) - self._looking)
+            else:
+                self._planning += 0.1 * (beside - self._planning)
         for slot, commit, note in zip(step.slots, step.commits, notes, strict=True):
             speed = self._speeds.setdefault(slot, _Speed())
             speed.tokens = _LATELY * speed.tokens + len(commit.tokens)
@@ -416,6 +422,7 @@ class Planner:
         forward = self.costs.forward
         deepest = levels * _harmonic(asked)
         seconds = self.costs.draft(name, asked, deepest) / asked + forward(around + max(nodes, 1.0)) - forward(around)
+        seconds += self._planning * forward(rows) / rows  # a step that rests has no plan
         hoped = tokens + OPTIMISM / sqrt(1 + weight)
         return Weighed(name, hoped, seconds, hoped - price * seconds, "", levels, nodes)
 
@@ -501,19 +508,28 @@ class Planner:
         if not note.offers:
             speed.pause = max(speed.pause - 1, 0)
             return
-        worth = max((w.value for w in note.plan.why if w.name in note.offers), default=0.0)
+        worth, cost = 0.0, self._looking + self._planning
+        for w in note.plan.why:
+            if w.name in note.offers:
+                worth = max(worth, w.value)
+            elif w.value > 0:
+                cost = self._looking  # there is a plan in any case
+        least = _WORTH * cost * max(speed.tokens / max(speed.steps, 1e-9), 1.0)
         speed.looked += _LOOKED * (worth - speed.looked)
-        speed.pause = _PAUSE if speed.looked < self._looking * max(speed.tokens / max(speed.steps, 1e-9), 1.0) else 0
+        speed.misses = speed.misses + 1 if worth < least else 0
+        speed.pause = min(2**speed.misses - 1, int(_RARELY * cost), _LONGEST) if speed.looked < least else 0
 
     def _rest(self, slot: int, speed: _Speed, note: PlanNote) -> int:
         """Steps without a plan, after one that verified nothing: more each time, but lookups are not kept waiting."""
         plan = note.plan
-        idle = not note.nodes and plan.read is None and all(w.verdict in ("not worth it", "chosen") for w in plan.why)
-        if not idle or self.lengths is not None or slot in self.depths or not (plan.why or speed.pause):
+        idle = plan.read is None and all(
+            w.verdict in ("not worth it", "chosen") or w.name in note.offers for w in plan.why
+        )
+        if note.nodes or not idle or self.lengths is not None or slot in self.depths or not (plan.why or speed.pause):
             speed.calm = 0
             return 0
         speed.calm += 1
-        return speed.pause if note.offers else min(2**speed.calm, _REST)
+        return speed.pause or (0 if note.offers else min(2**speed.calm, _REST))
 
     def _rested(self, slot: int, speed: _Speed) -> None:
         """A step without a plan has passed."""

@@ -87,9 +87,10 @@ def tree(rows: Sequence[Sequence[tuple[int, int]]]) -> tuple[Tensor, Tensor]:
                 f"row {b} has no node. To propose nothing, return the root alone: [(last_committed_token, -1)]"
             )
     n = max((len(row) for row in rows), default=1)
-    pad = (0, PADDING)
-    both = torch.tensor([[*row, *[pad] * (n - len(row))] for row in rows], dtype=torch.long).reshape(len(rows), n, 2)
-    return both[..., 0].contiguous(), both[..., 1].contiguous()
+    tokens = [[token for token, _ in row] + [0] * (n - len(row)) for row in rows]
+    parents = [[parent for _, parent in row] + [PADDING] * (n - len(row)) for row in rows]
+    shape = len(rows), n
+    return torch.tensor(tokens, dtype=torch.long).reshape(shape), torch.tensor(parents, dtype=torch.long).reshape(shape)
 
 
 def validate(draft: Draft, vocab_size: int) -> None:

@@ -7,6 +7,7 @@ An empty draft is a tree of one node. To verify it *is* plain decoding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
@@ -101,6 +102,12 @@ class Draft:
         """(token, parent) of the nodes of each tree without padding, read to the host once."""
         tokens, parents = cast("list[list[list[int]]]", torch.stack([self.tokens, self.parents]).tolist())  # pyright: ignore[reportUnknownMemberType]
         return [[n for n in zip(t, up, strict=True) if n[1] > PADDING] for t, up in zip(tokens, parents, strict=True)]
+
+    def noted(self, notes: Sequence[Any]) -> Draft:
+        """The same draft with these notes."""
+        copy = replace(self, notes=tuple(notes))
+        copy.__dict__["host"] = self.host
+        return copy
 
     def to(self, device: torch.device) -> Draft:
         """The same draft on a device."""

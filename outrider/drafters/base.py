@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import LogitsWarper
-from outrider.core.tree import chain, tree
+from outrider.core.tree import tree
 from outrider.core.types import Budget, Commit, Draft
 from outrider.models.cache import SlotCache
 
@@ -100,13 +100,13 @@ class Drafter(Protocol):
 
     taps: layers of the target whose output the drafter reads, as numbered by `LanguageModel.forward`. For a drafter with taps
     the loop passes the features of every committed position exactly once, in order: those that prefill reads to `start`,
-    those of each step to `update`.
+    those of each step to `update`. Those of steps that may not draft wait, and go to `start` before the next draft.
     """
 
     taps: tuple[int, ...]
 
     def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
-        """The target has read a chunk of a prompt. Called for drafters with taps only, chunk by chunk.
+        """The target has read a chunk of a prompt, or steps that may not draft. Called for drafters with taps only.
 
         For a longer prompt it is called after the first step, whose position is then in the last chunk. That step asks only
         drafters without taps, and its commit has no features. So drafting does not delay the first token.
@@ -123,7 +123,7 @@ class Drafter(Protocol):
         ...
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
-        """What the step committed. Called after each step with a draft; for drafters with taps, after every step.
+        """What the step committed. Called after each step that may draft.
 
         commits: one for each sequence. Their `nodes` are numbered as in this drafter's own proposal, and empty where it made
         none. context.tokens hold the new tokens already.
@@ -177,8 +177,8 @@ class BaseDrafter:
 def chains(context: DraftContext, proposals: Sequence[Sequence[int]]) -> Draft:
     """A draft of one chain for each sequence, cut to its budget. An empty list proposes nothing."""
     cut = [list(p)[: min(b.depth, b.max_nodes)] for p, b in zip(proposals, context.budgets, strict=True)]
-    tokens, parents = chain([[t[-1], *p] for t, p in zip(context.tokens, cut, strict=True)])
-    return Draft(tokens, parents)
+    rows = [[t[-1], *p] for t, p in zip(context.tokens, cut, strict=True)]
+    return draft_of([[(token, n - 1) for n, token in enumerate(row)] for row in rows])
 
 
 def draft_of(
@@ -194,11 +194,13 @@ def draft_of(
     for b, own in (confidence or {}).items():
         assert stated is not None
         stated[b, : len(own)] = own
-    return Draft(tokens, parents, confidence=stated, notes=tuple(notes))
+    draft = Draft(tokens, parents, confidence=stated, notes=tuple(notes))
+    draft.__dict__["host"] = [list(nodes) for nodes in trees]  # as they were given: not read back from the tensors
+    return draft
 
 
 class NoDraft(BaseDrafter):
     """Plain decoding: every draft is a tree of one node."""
 
     def propose(self, context: DraftContext) -> Draft:
-        return Draft(torch.tensor([[t[-1]] for t in context.tokens]), torch.full((len(context.tokens), 1), -1))
+        return draft_of([[(tokens[-1], -1)] for tokens in context.tokens])

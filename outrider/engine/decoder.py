@@ -33,7 +33,7 @@ from outrider.verify import VERIFIERS
 
 _NO_DRAFT = NoDraft()
 PREFILL_CHUNK = 256  # prompt tokens per forward; sequences that decode wait for one chunk at most
-_SOON = 64  # tokens of a prompt whose features a drafter reads before the first token; those of a longer one wait
+_SOON = 64  # tokens of a prompt whose features a drafter reads before the first token, and steps whose features wait
 _LATE = 1024  # features that wait at most: so many keep memory small
 
 
@@ -191,12 +191,12 @@ class Decoder:
     def round(self, live: list[Sequence]) -> Step:
         """One draft-verify round of some of the sequences that decode."""
         with native.one_torch_thread(self.target.device):
-            for sequence in [self.sequences[slot] for slot in self._unread]:
-                if sequence.output:
-                    self._hand_over(sequence)
-            before, times = [len(sequence.tokens) for sequence in live], [perf_counter()]
             context = self._context(live)
             asked = any(b.depth and b.max_nodes for b in context.budgets)  # a drafter that may not draft costs nothing
+            for slot in [slot for slot, unread in self._unread.items() if asked or len(unread.parts) > _SOON]:
+                if self.sequences[slot].output:
+                    self._hand_over(self.sequences[slot])
+            before, times = [len(sequence.tokens) for sequence in live], [perf_counter()]
             draft = (self.drafter if asked else _NO_DRAFT).propose(context).to(self.target.device)
             times.append(perf_counter())
             nodes = Nodes(draft.tokens, self.cache, context.slots, draft.parents)
@@ -205,8 +205,8 @@ class Decoder:
             target = LogitsDistribution(out.logits, draft, context.warp)
             verdict = self.verifier(target, draft, context.noise, context.positions)
             times.append(perf_counter())
-            commits = self._commit(live, draft, verdict, out)
-            if asked or self.drafter.taps:
+            commits = self._commit(live, draft, verdict, out, asked)
+            if asked:
                 self.drafter.update(context, commits, TargetPass(draft, out.logits))
             times.append(perf_counter())
             seconds = {part: end - start for part, (start, end) in zip(PHASES, pairwise(times), strict=True)}
@@ -302,8 +302,8 @@ class Decoder:
             clients=() if self.memory is None else [sequence.request.whose for sequence in live],
         )
 
-    def _commit(self, live: list[Sequence], draft: Draft, verdict: Verdict, out: Output) -> list[Commit]:
-        """Move what was accepted into cache and text, cut at the first thing that ends it."""
+    def _commit(self, live: list[Sequence], draft: Draft, verdict: Verdict, out: Output, asked: bool) -> list[Commit]:
+        """Move what was accepted into cache and text, cut at the first thing that ends it. asked: the drafter hears of it."""
         trees, paths = draft.host, verdict.path.tolist()
         commits: list[Commit] = []
         for b, (sequence, path, last) in enumerate(zip(live, paths, verdict.token.tolist(), strict=True)):
@@ -321,11 +321,12 @@ class Decoder:
             if (wanted := sequence.params.logprobs) is not None:
                 shown = [logprobs(out.logits[b, n], t, wanted) for n, t in zip(nodes, new, strict=False)]
             if out.features is not None:
-                features, first = out.features[b, held], len(sequence.tokens) - 1
+                whole = len(live) == 1 and len(held) == out.features.shape[1]
+                features, first = out.features[b] if whole else out.features[b, held], len(sequence.tokens) - 1
                 if self.prefixes is not None:
                     self.prefixes.add(sequence.slot, features, first)
-                if sequence.slot in self._unread:
-                    self._unread[sequence.slot].add(features, first)
+                if not asked or sequence.slot in self._unread:
+                    self._unread.setdefault(sequence.slot, Features()).add(features, first)
                     features = None
             commit = Commit(new, held, min(len(new), len(nodes) - 1), end.finish if end else None, features)
             sequence.step_done(len(trees[b]) - 1, commit, shown)

@@ -63,7 +63,7 @@ def accepted_path(nodes: NodeList, tokens: Sequence[int]) -> list[int]:
 def own_commit(commit: Commit, nodes: NodeList | None) -> Commit:
     """The commit with nodes numbered as in a drafter's own proposal. nodes: that proposal; without one the commit has none."""
     if nodes is None:
-        return replace(commit, nodes=[], num_accepted=0)
+        return Commit(commit.tokens, [], 0, commit.finish, commit.features)
     path = accepted_path(nodes, commit.tokens)
     # the last committed token is the next root. It is not in the cache, even if the proposal contained it
     return replace(commit, nodes=path[: len(commit.tokens)], num_accepted=len(path) - 1)
@@ -93,9 +93,9 @@ class SharedTaps:
 
     def commit(self, name: str, commit: Commit) -> Commit:
         """The commit with the drafter's own features, and with none for a drafter without taps."""
-        if commit.features is None:
-            return commit
-        return replace(commit, features=self.of_drafter(name, commit.features) if name in self.columns else None)
+        given = commit.features
+        own = None if given is None or name not in self.columns else self.of_drafter(name, given)
+        return commit if own is given else replace(commit, features=own)
 
 
 def join(context: DraftContext, proposals: Mapping[int, Proposal], notes: Sequence[object] = ()) -> Draft:
@@ -104,6 +104,8 @@ def join(context: DraftContext, proposals: Mapping[int, Proposal], notes: Sequen
     If some proposals declare distributions, a token that was chosen counts as drawn from a distribution with all its mass on it.
     Raises ValueError if proposals were drawn in different ways.
     """
+    if len(context.tokens) == 1 and 0 in proposals and (context.needs_probs or proposals[0].draft.probs is None):
+        return proposals[0].draft.noted(notes)
     nodes: list[NodeList] = [[(tokens[-1], -1)] for tokens in context.tokens]
     for b, one in proposals.items():
         nodes[b] = one.nodes

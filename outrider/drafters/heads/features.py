@@ -18,6 +18,7 @@ from outrider.models.native.step import NativeStep
 from outrider.models.nodes import Nodes
 
 READ = 64  # features that wait before they are read: a sequence that drafts nothing costs little
+FEW = 16  # those of a prompt or of steps without a draft that the next draft reads: a call of its own would cost more
 
 
 class HeadOutput(NamedTuple):
@@ -112,7 +113,8 @@ class FeatureReader(BaseDrafter):
         if first == 0:
             self.release(slot)
         self.add(slot, features, first)
-        self._read(slot, tokens)
+        if len(self.waiting.get(slot, ())) > FEW:
+            self._read(slot, tokens)
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
         super().update(context, commits, target)

@@ -51,6 +51,7 @@ class PendingAnswer:
         self.engine, self.body, self._loop = engine, body, loop
         self._deltas, self.results = asyncio.Queue[tuple[int, Delta | None]](), dict[int, Sequence]()
         self.on_end: Callable[[PendingAnswer], None] | None = None
+        self._ends_alone = False  # `whole` needs no other delta; each wakes the event loop, and the engine waits for it
         try:
             self.sequences = engine.submit(
                 [replace(request, sink=partial(self._hand_over, index)) for index, request in enumerate(requests)]
@@ -78,6 +79,7 @@ class PendingAnswer:
 
         A deadline that has passed is 408: another server would be as late. A server that stops is 503.
         """
+        self._ends_alone = True
         async for _ in self.deltas():
             pass
         results = self.sequences
@@ -169,7 +171,8 @@ class PendingAnswer:
 
     def _hand_over(self, index: int, delta: Delta) -> None:
         """For the engine's thread: hands a delta to the event loop."""
-        self._loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))
+        if delta.ended or not self._ends_alone:
+            self._loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))
 
 
 def one_by_one(delta: Delta, tokens: bool = True) -> list[Delta]:

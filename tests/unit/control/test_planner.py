@@ -299,13 +299,43 @@ def test_lookups_that_never_find_anything_rest_where_asking_costs() -> None:
         one = replace(one, offers={"suffix": offer(0)} if asking else {})
         [plan] = own.plan([one])
         own.observe(step([note(plan, one)], [0], 1.0, 0.15))
-    assert 40 < asks < 110
+    assert 12 < asks < 40
     free, asks = planner(level=2.0), 0
     for written in range(1, 200):
         asks += free.asks_lookups(0)
         one = replace(view(0, written, 300), offers={"suffix": offer(0)})
         free.observe(step([note(free.plan([one])[0], one)], [0], 1.0, 0.0))
     assert asks == 199, "they are asked in every step where that takes no time"
+
+
+def test_a_draft_that_gains_less_than_its_plan_takes_is_not_made() -> None:
+    """What is around a drafter's own call, Python above all, is time that a step without a plan does not take."""
+    asked = dict[float, int]()
+    for beside in (0.0, 0.3):
+        own = planner(level=0.05)
+        for text in range(60):
+            for written in range(1, 25):
+                if own.budgets([0])[0].depth == 0:
+                    own.observe(
+                        replace(
+                            step([note(Plan(None), view())], [0]), draft=Draft(torch.zeros(1, 1), -torch.ones(1, 1))
+                        )
+                    )
+                    continue
+                one = view(0, written, 25 - written)
+                [plan] = own.plan([one])
+                charges = (Charge("model", 1, 1, 0, 0.06),) if plan.drafter else ()
+                asked[beside] = asked.get(beside, 0) + (plan.drafter is not None and text >= 20)
+                right = int(
+                    plan.drafter is not None and written % 3 == 0
+                )  # 0.33 tokens for 0.13 seconds, and the plan's
+                made = note(plan, one, int(plan.drafter is not None), 0.33, charges)
+                own.observe(
+                    step([made], [right], 1.07 if plan.drafter else 1.0, beside + (0.06 if plan.drafter else 0.0))
+                )
+            own.release(0)
+    assert asked[0.0] > 600
+    assert asked[0.3] < 200
 
 
 def test_the_state_is_told_in_words() -> None:

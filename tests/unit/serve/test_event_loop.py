@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import json
 import threading
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from serving import Live, builtin, serving
 
 from outrider import LLM
+from outrider.core.outputs import Delta
 from outrider.serve.app import MAX_TOKENIZE
 from outrider.serve.bodies import MAX_PARTS, MAX_VALUES, check_body
 from outrider.serve.encoding import LONG, WIDE
@@ -250,3 +252,22 @@ def test_the_field_is_named_and_what_was_sent_is_cut(live: Live) -> None:
     digits = b'{"prompt": "x", "seed": ' + b"1" * 9000 + b"}"
     many = httpx.post(live.url + "/v1/completions", content=digits, headers={"content-type": "application/json"})
     assert "more digits than any field takes" in many.text
+
+
+def test_an_answer_that_is_sent_whole_wakes_the_event_loop_at_its_end(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each delta takes Python from the engine's thread, which waits for it before the next step."""
+    put, deltas = asyncio.Queue.put_nowait, list[Delta]()
+
+    def counted(queue: asyncio.Queue[Any], item: Any) -> None:
+        deltas.extend(part for part in item if isinstance(part, Delta)) if isinstance(item, tuple) else None
+        put(queue, item)
+
+    monkeypatch.setattr(asyncio.Queue, "put_nowait", counted)
+    found = dict[bool, int]()
+    for stream in (False, True):
+        deltas.clear()
+        post(live, "/v1/completions", prompt="def f(", max_tokens=60, ignore_eos=True, stream=stream)
+        found[stream] = len(deltas)
+    assert found[False] < 10 < found[True], found

@@ -270,10 +270,12 @@ def test_waiting_features_are_read_in_time() -> None:
     made = lucky()
     loop = Loop(TARGET.model, made, controller=Fixed(0), rows=1, max_length=256)
     asked = request(PROMPT, SamplingParams(max_tokens=180, temperature=0))
-    most = 0
+    most = read = 0
     for _ in loop.steps([asked]):
         most = max(most, *(len(w) for w in made.waiting.values()), 0)
-    assert 32 < most <= 65
+        read = max(read, made.cache.length[0])
+    assert most <= 65
+    assert read > len(PROMPT) + 180 - 2 * 65
 
 
 # -- planted faults -------------------------------------------------------------------------------------------------------
