@@ -16,7 +16,7 @@ from outrider.engine.request import Request
 from outrider.serve.learn.reservoir import kept_texts
 from outrider.train.prompts import Asked, Source
 
-Keep = Callable[[Mapping[int, Sequence[int]]], None]
+Keep = Callable[[Mapping[int, Sequence[int]], int], None]
 
 
 @dataclass(frozen=True)
@@ -106,14 +106,16 @@ def write_answers(
     seed: int,
     round_size: int,
     tokens: int | None = None,
-    keep: Keep = lambda _: None,
+    keep: Keep | None = None,
 ) -> Generator[int, None, None]:
     """Let the target answer prompts. Yields the number of answers that each step ended, so the caller can stop at any time.
 
     The sources take turns, and so do the temperatures of each source. An answer depends on its number and the seed alone,
     so a run that was killed goes on with what is missing. Prompts come in rounds of round_size. It ends after the round that
     makes `tokens` tokens of answers, and without `tokens` never. length: tokens of prompt and answer together; a prompt of
-    more than half of it is skipped. keep: gets the texts that each step ended, by number, before they are in the file.
+    more than half of it is skipped. keep: gets the texts that each step ended, by number, before they are in the file,
+    and the length. The step that writes the last token of a text cut by its length has no features for it. So such a text is
+    written one token further, and cut.
     """
     first, empty = 0, 0
     while True:
@@ -142,7 +144,7 @@ def _round(
     length: int,
     temperatures: Sequence[float],
     seed: int,
-    keep: Keep,
+    keep: Keep | None,
 ) -> Iterator[int]:
     running: dict[int, tuple[int, str, float, bool]] = {}
     begun: list[Request] = []
@@ -155,16 +157,19 @@ def _round(
             file.add(TrainingText(number, source, tokens, len(asked.tokens), temperature, asked.held_out))
             continue
         room = length - len(asked.tokens)
-        params = SamplingParams(temperature=temperature, max_tokens=room, seed=nth_seed(seed, number))
+        params = SamplingParams(
+            temperature=temperature, max_tokens=room + (keep is not None), seed=nth_seed(seed, number)
+        )
         [request] = llm.requests(asked.tokens, params)
         running[request.id] = number, source, temperature, asked.held_out
         begun.append(request)
     for _, moved in llm.scheduler.run(llm.scheduler.add(begun)):
         ended = [s for s in moved if s.finish]
-        keep({running[s.id][0]: s.tokens for s in ended})
+        if keep is not None:
+            keep({running[s.id][0]: s.tokens for s in ended}, length)
         for sequence in ended:
             number, source, temperature, held = running[sequence.id]
-            file.add(TrainingText(number, source, sequence.tokens, len(sequence.prompt), temperature, held))
+            file.add(TrainingText(number, source, sequence.tokens[:length], len(sequence.prompt), temperature, held))
         yield len(ended)
 
 

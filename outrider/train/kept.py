@@ -117,7 +117,10 @@ class KeptTeacher:
 
 
 class FeatureRecorder(NoDraft):
-    """A drafter that proposes nothing. It keeps what the target says while it writes, so that no text is read again."""
+    """A drafter that proposes nothing. It keeps what the target says while it writes, so that no text is read again.
+
+    It must be asked in each step (`Fixed(1)`): only steps that may draft hand their features over.
+    """
 
     def __init__(self, kept: KeptFeatures) -> None:
         self.taps, self._kept = kept.taps, kept
@@ -144,9 +147,9 @@ class FeatureRecorder(NoDraft):
             tokens, known = self._running.pop(slot)
             self._ended[tuple(tokens)] = known
 
-    def keep(self, texts: Mapping[int, Sequence[int]]) -> None:
-        """Keep texts that have just ended, by number; forget all others that have."""
+    def keep(self, texts: Mapping[int, Sequence[int]], length: int) -> None:
+        """Keep texts that have just ended, by number, up to so many tokens; forget all others that have."""
         for number, tokens in texts.items():
             parts = zip(*self._ended[tuple(tokens)], strict=True)
-            self._kept.add(number, EightBits(*(np.concatenate(part) for part in parts)))
+            self._kept.add(number, EightBits(*(np.concatenate(part)[: length - 1] for part in parts)))
         self._ended.clear()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from outrider.control import Fixed
 from outrider.engine.llm import LLM
 from outrider.train.answers import TrainingText, parted, served_texts, write_answers
 from outrider.train.batches import batch_of, count_tokens, draw_anchors, epoch, positions
@@ -104,7 +105,7 @@ def write(folder: RunFolder, budget: TrainingBudget, llm: LLM, say: Say, feature
     most = math.inf if wanted is None else math.ceil(wanted / settings.length)
     recorder = FeatureRecorder(features) if features else None
     making = write_answers(
-        LLM(llm.loaded, drafter=recorder, max_num_seqs=SLOTS) if recorder else llm,
+        LLM(llm.loaded, drafter=recorder, controller=Fixed(1), max_num_seqs=SLOTS) if recorder else llm,
         found,
         file,
         length=settings.length,
@@ -112,7 +113,7 @@ def write(folder: RunFolder, budget: TrainingBudget, llm: LLM, say: Say, feature
         seed=settings.seed,
         round_size=int(min(2 * SLOTS, max(8, most))),
         tokens=wanted,
-        keep=recorder.keep if recorder else lambda _: None,
+        keep=recorder.keep if recorder else None,
     )
     begun = clock = told = saved = time.monotonic()
     before = file.tokens

@@ -11,6 +11,7 @@ import torch
 from heads import causal, small_config
 from torch import Tensor
 
+from outrider.control import Fixed
 from outrider.core.params import SamplingParams
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
 from outrider.engine.llm import LLM
@@ -354,7 +355,7 @@ def test_what_the_target_says_while_it_writes_is_what_it_says_of_the_text(tmp_pa
     kept = KeptFeatures(tmp_path / "written", teacher.hidden, teacher.taps)
     recorder = FeatureRecorder(kept)
     file = AnswerFile(tmp_path / "answers.jsonl")
-    llm = LLM("builtin:code", drafter=recorder, max_num_seqs=3)
+    llm = LLM("builtin:code", drafter=recorder, controller=Fixed(1), max_num_seqs=3)
     path, asked = tmp_path / "prompts.jsonl", ["def f(x):", "x = 1\n" * 60, "def f(x):", "import"]
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))  # one fills more than one chunk
     made = write_answers(
