@@ -54,7 +54,12 @@ def readable(debug: bool) -> Iterator[None]:
         except Exception as error:
             if debug:
                 raise
-            message = " ".join(str(error).split()) or type(error).__name__
+            from pydantic import ValidationError
+
+            said = str(error)
+            if isinstance(error, ValidationError):  # its own text names classes and pages that users need not know
+                said = "; ".join(one["msg"].removeprefix("Value error, ") for one in error.errors())
+            message = " ".join(said.split()) or type(error).__name__
             if not isinstance(error, (ValueError, OSError, MemoryError)):
                 message = f"{type(error).__name__}: {message} (--debug shows where)"
             warn(f"error: {message}", RED)

@@ -99,8 +99,8 @@ class Drafter(Protocol):
     """Proposes draft tokens. Derive from `BaseDrafter` and write `propose`; the rest has defaults.
 
     taps: layers of the target whose output the drafter reads, as numbered by `LanguageModel.forward`. For a drafter with taps
-    the loop passes the features of every committed position exactly once, in order: those that prefill reads to `start`,
-    those of each step to `update`. Those of steps that may not draft wait, and go to `start` before the next draft.
+    the loop passes the features of committed positions once, in order: those that prefill reads to `start`, those of each step
+    that may draft to `update`. Those of other steps wait, and go to `start` before the next draft. Behind the last, none come.
     """
 
     taps: tuple[int, ...]

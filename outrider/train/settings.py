@@ -33,7 +33,7 @@ class TrainingSettings(Options):
     intermediate_size: int = setting(
         0,
         "Training",
-        "Neurons of a new EAGLE head: those of the model's last layer that do most; 0 for all.",
+        "Neurons of a new EAGLE head, at most: those of the model's last layer that do most; 0 for all.",
         ge=0,
     )
     batch_tokens: int = setting(2048, "Training", "Tokens of a training step.", ge=32)
@@ -53,6 +53,15 @@ class TrainingSettings(Options):
     start: str | None = setting(
         None, "Training", "A head to begin with, in place of a new one.", "--from", metavar="FOLDER"
     )
+
+    @model_validator(mode="after")
+    def _neurons_of_a_new_head(self) -> Self:
+        if self.intermediate_size and (self.method != "eagle3" or self.start is not None):
+            raise ValueError(
+                f"--intermediate-size {self.intermediate_size} is for a new eagle3 head, and this run trains "
+                f"{self.method if self.start is None else self.start}; leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -253,6 +253,12 @@ def test_two_processes_cannot_train_in_one_folder(llm: LLM, tmp_path: Path) -> N
         train(SETTINGS, TrainingBudget(None, 2000), tmp_path / "head", llm)
 
 
+@pytest.mark.parametrize("other", [{"method": "medusa"}, {"start": "head"}])
+def test_neurons_are_chosen_for_a_new_eagle_head_alone(other: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"--intermediate-size 12 is for a new eagle3 head"):
+        TrainingSettings(**{"method": "eagle3", "model": "tiny", "intermediate_size": 12, **other})
+
+
 def test_a_run_from_before_a_setting_goes_on(tmp_path: Path) -> None:
     RunFolder(tmp_path / "head", SETTINGS)
     file = tmp_path / "head" / "training" / "settings.json"
@@ -268,6 +274,13 @@ def test_a_target_that_is_no_product_of_state_and_rows_is_refused(tmp_path: Path
     biased = LLM(model, max_num_seqs=trainer.SLOTS)
     with pytest.raises(ValueError, match="bias"):
         train(SETTINGS, TrainingBudget(tokens=1000), tmp_path / "head", biased, lambda _: None)
+
+
+def test_the_command_says_what_is_wrong_in_one_sentence(tmp_path: Path) -> None:
+    given = ["train", "medusa", "-m", "builtin:code", "--intermediate-size", "12", "-o", str(tmp_path / "head")]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 2
+    assert " ".join(result.output.split()).endswith("and this run trains medusa; leave it out")
 
 
 def test_the_command(tmp_path: Path) -> None:
