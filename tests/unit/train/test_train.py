@@ -277,7 +277,18 @@ def test_a_target_that_is_no_product_of_state_and_rows_is_refused(tmp_path: Path
 
 
 def test_the_command_says_what_is_wrong_in_one_sentence(tmp_path: Path) -> None:
-    given = ["train", "medusa", "-m", "builtin:code", "--intermediate-size", "12", "-o", str(tmp_path / "head")]
+    given = [
+        "train",
+        "medusa",
+        "-m",
+        "builtin:code",
+        "--intermediate-size",
+        "12",
+        "--tokens",
+        "900",
+        "-o",
+        str(tmp_path / "head"),
+    ]
     result = CliRunner().invoke(app, given)
     assert result.exit_code == 2
     assert " ".join(result.output.split()).endswith("and this run trains medusa; leave it out")
