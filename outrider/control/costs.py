@@ -6,7 +6,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -40,17 +40,23 @@ class CostModel:
     """What `outrider.engine.calibrate` measured. key: what it was measured on; another key wants another measurement.
 
     target: seconds of a step without its draft, by the nodes of all its sequences, the roots counted. drafters: by name.
-    attention: what each node adds for each token of the text behind it.
+    attention: what each node adds for each token of the text behind it that a layer reads. windows: layers by the tokens that
+    they read at most; 0: the whole text.
     """
 
     key: dict[str, str]
     target: dict[int, float]
     drafters: dict[str, DraftCost] = field(default_factory=lambda: dict[str, DraftCost]())
     attention: float = 0.0
+    windows: dict[int, int] = field(default_factory=lambda: {0: 1})
 
     def forward(self, nodes: int) -> float:
         """Seconds of a step without its draft."""
         return interpolate(self.target, nodes)
+
+    def attending(self, behind: float) -> float:
+        """Seconds that so many tokens of text behind it add to a node."""
+        return self.attention * tokens_read(self.windows, behind)
 
     def draft(self, name: str, levels: int) -> float:
         """Seconds of a draft for one sequence; 0 without levels, and for a drafter that costs nothing."""
@@ -67,7 +73,7 @@ class CostModel:
             name: DraftCost(*map(min, astuple(cost), astuple(other.drafters.get(name, cost))))
             for name, cost in self.drafters.items()
         }
-        return CostModel(self.key, target, drafters, min(self.attention, other.attention))
+        return replace(self, target=target, drafters=drafters, attention=min(self.attention, other.attention))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -83,6 +89,12 @@ class CostModel:
         if not model.target or min(model.target.values()) <= 0:
             raise ValueError("this cost model has no seconds of the target; measure again: outrider calibrate MODEL")
         return model
+
+
+def tokens_read(windows: Mapping[int, int], behind: float) -> float:
+    """Tokens of a text that a layer reads, the mean of all layers. windows: as in `CostModel`. behind: tokens of the text."""
+    layers = sum(windows.values())
+    return sum(count * min(behind, window or behind) for window, count in windows.items()) / max(layers, 1)
 
 
 class Correction:
@@ -188,7 +200,7 @@ class Costs:
     @property
     def _attention(self) -> float:
         """Seconds that the text behind it adds to a node."""
-        return self.model.attention * self.behind
+        return self.model.attending(self.behind)
 
     def _corrected(self) -> CostModel:
         """A drafter that did not draft was measured beside the same program as the target."""
@@ -196,7 +208,7 @@ class Costs:
         drafters = {n: DraftCost(*(paces[n] * part for part in astuple(c))) for n, c in self.model.drafters.items()}
         pace = self.pace.factor
         target = {n: pace * self._without_text(n) for n in self.model.target}
-        return CostModel(self.model.key, target, drafters, pace * self.model.attention)
+        return replace(self.model, target=target, drafters=drafters, attention=pace * self.model.attention)
 
     def _pace(self, name: str) -> float:
         pace = self.paces.get(name)

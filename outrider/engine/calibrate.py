@@ -1,14 +1,15 @@
 """Calibration: measures once what steps cost, and keeps it in the user's cache. It makes the planner of a model.
 
-The result is a `CostModel`. It holds for one machine, these models, their precision and this number of threads. A second at load
-is enough: the planner corrects the costs by every step (`outrider.control.Costs`). `outrider calibrate` measures more sizes, more
-often, for reports.
+The result is a `CostModel`. It holds for one machine, this build of the kernels, these models, their precision and this number of
+threads. A second at load is enough: the planner corrects the costs by every step (`outrider.control.Costs`). `outrider calibrate`
+measures more sizes, more often, for reports.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from time import perf_counter
 import torch
 
 from outrider.control import Controller, CostModel, Costs, DraftCost, Fixed, Planner
-from outrider.control.costs import assumed
+from outrider.control.costs import assumed, tokens_read
 from outrider.core.files import cache_folder, written_whole
 from outrider.core.params import SamplingParams
 from outrider.core.types import Budget, Draft
@@ -27,6 +28,7 @@ from outrider.drafters.method import METHODS
 from outrider.drafters.registry import chain_kind, level_cost, lookup_names, method_of
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request
+from outrider.kernels import cpu as native
 from outrider.kernels.machine import machine
 from outrider.models.base import LanguageModel
 from outrider.models.checkpoint import fingerprint
@@ -34,7 +36,7 @@ from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
 from outrider.models.packs import store
 
-REVISION = "6"  # of this method of measurement; costs that an older one has stored are measured again
+REVISION = "7"  # of this method of measurement; costs that an older one has stored are measured again
 AT_LOAD, WHOLE = (1, 4, 16), (1, 2, 3, 4, 6, 8, 12, 16, 32)
 """Nodes of the forwards that are measured, at load and by `outrider calibrate`."""
 ROUNDS = 8
@@ -51,7 +53,8 @@ def conditions() -> dict[str, str]:
         "calibration": REVISION,
         "threads": str(torch.get_num_threads()),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        **{name: str(facts[name]) for name in ("outrider", "torch", "cpu", "cores", "kernels")},
+        "kernels": native.build(),
+        **{name: str(facts[name]) for name in ("outrider", "torch", "cpu", "cores")},
     }
 
 
@@ -152,12 +155,13 @@ def measure(
             seconds[few] = min(seconds[few], seconds[many])
     drafters = {name: _drafter(target, drafter, rounds - (rounds == 2)) for name, drafter in models.items()}
     known = {name: cost for name, cost in drafters.items() if cost is not None}
-    return CostModel(dict(key), seconds, known, _attention(target))
+    attention, windows = _attention(target), dict(Counter(target.windows))
+    return CostModel(dict(key), seconds, known, attention, windows)
 
 
 @torch.inference_mode()
 def _attention(target: LanguageModel) -> float:
-    """Seconds that each node of a step adds for each token behind it. What these tokens are does not matter."""
+    """Seconds that each node of a step adds for each token behind it that a layer reads. What these are does not matter."""
     nodes, taken = torch.tensor([[_token(n, target.vocab_size) for n in range(4)]]), list[float]()
     length = min(_BEHIND, target.max_length // 2)
     cache = target.new_cache(1, length + nodes.numel())
@@ -172,7 +176,8 @@ def _attention(target: LanguageModel) -> float:
             target.forward(Nodes(nodes, cache, [0])).logits.sum().item()
             times.append(perf_counter() - began)
         taken.append(min(times))
-    return max(taken[1] - taken[0], 0.0) / (length * nodes.numel())
+    read = tokens_read(Counter(target.windows), length) * nodes.numel()
+    return max(taken[1] - taken[0], 0.0) / read if read else 0.0
 
 
 def _drafter(target: LanguageModel, drafter: Drafter, rounds: int) -> DraftCost | None:

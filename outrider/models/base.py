@@ -80,6 +80,8 @@ class LanguageModel(ABC):
     weight_bytes: int = 0
     # Those of the output head. 0 if unknown.
     head_bytes: int = 0
+    # Tokens that each attention reads at most; 0: the whole text.
+    windows: tuple[int, ...] = (0,)
     # True if `draft_chains` can be called.
     has_draft_chains: bool = False
     # How `new_cache` keeps keys and values: a name of `outrider.models.cache.KV_CACHE_DTYPES`.

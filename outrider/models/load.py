@@ -76,6 +76,11 @@ class Loaded:
         return getattr(self.model, "program", None)
 
     @property
+    def hidden_size(self) -> int:
+        """Numbers of a hidden state."""
+        return int(self.config.get_text_config().hidden_size)
+
+    @property
     def has_mtp(self) -> bool:
         """Whether its files hold an MTP layer that can draft."""
         if self.program is not None:

@@ -427,13 +427,16 @@ def family(service: Service) -> str:
 def details(one: PooledModel) -> dict[str, Any]:
     """What Ollama's clients show beside a name. The kind and the precision are known of a model that is loaded."""
     service = one.assembly and one.assembly.service
-    source = str(service.llm.loaded.source) if service else one.settings.model
+    found = service and service.llm.loaded
+    weights = found.weights if found else ""
+    level = getattr(found.config, "quantization_level", weights) if found and weights == "gguf" else weights
+    gguf = weights == "gguf" or one.settings.model.endswith(".gguf")
     kind = family(service) if service else UNKNOWN
     return {
         "parent_model": "",
-        "format": "gguf" if source.endswith(".gguf") else "safetensors",
+        "format": "gguf" if gguf else "safetensors",
         "family": kind,
         "families": [kind],
         "parameter_size": "",
-        "quantization_level": service.llm.loaded.weights if service else "",
+        "quantization_level": level,
     }

@@ -60,7 +60,7 @@ def new_block(start: Beginning) -> TrainedBlock:
         mask = mask_token(start.answers, loaded.model.vocab_size, loaded.tokenizer, loaded.end_ids)
     else:
         mask = int(start.kept["mask_token_id"])
-    least, most, width = *MARKOV, loaded.config.get_text_config().hidden_size
+    least, most, width = *MARKOV, loaded.hidden_size
     config = BlockConfig.for_target(
         loaded.config,
         draft_vocab_size=len(ids),

@@ -85,19 +85,27 @@ def train(settings: TrainingSettings, budget: TrainingBudget, out: Path, llm: LL
         features = None
         if settings.keep_features:
             taps = taps_of(settings.method, settings.start, llm.loaded)
-            features = KeptFeatures(folder.features, llm.loaded.config.get_text_config().hidden_size, taps)
+            features = KeptFeatures(folder.features, llm.loaded.hidden_size, taps)
         write(folder, budget, llm, say, features)
         return Training(folder, budget, llm, say, features).run()
 
 
 def write(folder: RunFolder, budget: TrainingBudget, llm: LLM, say: Say, features: KeptFeatures | None = None) -> None:
-    """Write the answers that are still missing. features: gets what the model says of them meanwhile."""
+    """Write the answers that are still missing. features: gets what the model says of them meanwhile.
+
+    Raises ValueError for texts that are longer than the model's, and what `sources` raises."""
     settings, file, wanted = folder.settings, folder.answers, budget.answer_tokens
     if settings.texts is not None:
         if not file.answers:
             for text in served_texts(Path(settings.texts), settings.length):
                 file.add(text)
         return
+    longest = llm.decoder.max_length - bool(features)  # texts with features are written one token further
+    if settings.length > longest:
+        raise ValueError(
+            f"--length {settings.length} is more than fits: {settings.model} holds {llm.decoder.max_length} tokens"
+            f"{', one of them for what --keep-features keeps' if features else ''}; use --length {longest} or less"
+        )
     seconds = folder.writing_seconds
     if wanted is None and budget.written(file.tokens, seconds) >= 1:
         return

@@ -21,6 +21,7 @@ from outrider.kernels.cpu.packed import FORMATS, KINDS, Packed, Reserve, zeros_i
 from outrider.kernels.cpu.recurrence import delta_rule, selective
 from outrider.kernels.cpu.state import (
     available,
+    build,
     isa,
     isas,
     library,
@@ -41,6 +42,7 @@ __all__ = [
     "argmax_gumbel",
     "attention",
     "available",
+    "build",
     "delta_rule",
     "gumbel",
     "isa",

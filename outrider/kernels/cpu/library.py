@@ -206,7 +206,7 @@ class Library:
     """The loaded functions, as attributes without the `outrider_` prefix."""
 
     def __init__(self, path: Path) -> None:
-        self._dll = ctypes.CDLL(str(path))
+        self.path, self._dll = path, ctypes.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(self._dll, f"outrider_{name}")
             function.restype, function.argtypes = result, list(arguments)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -63,6 +65,16 @@ def library() -> Library:
     if found is None:
         raise RuntimeError(f"outrider's native kernels are not available: {reason}")
     return found
+
+
+def build() -> str:
+    """What the kernels' speed depends on: a digest of the compiled library, and the instruction set in use; "none" without."""
+    return f"{_digest(library().path)} {isa()}" if available() else "none"
+
+
+@cache
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def isas() -> tuple[str, ...]:

@@ -82,6 +82,7 @@ def config_of(file: GGUFFile) -> PretrainedConfig:
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": None,
+        "quantization_level": file.quantization_level,
     }
     if family.attends:
         given |= _attention(file, family)

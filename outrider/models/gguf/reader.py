@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 from torch import Tensor
 
 from outrider.kernels import cpu as native
@@ -56,6 +58,17 @@ class GGUFFile:
     def largest(self) -> int:
         """The rows or columns of the tensor that has most."""
         return max(max(t.shape) for t in self.tensors.values())
+
+    @cached_property
+    def quantization_level(self) -> str:
+        """What its maker calls its precision, such as Q4_K_M; the format of most of its weights if the file does not say it."""
+        with suppress(ValueError):
+            named = LlamaFileType(self.metadata.get("general.file_type")).name  # such as MOSTLY_Q4_K_M, ALL_F32
+            return named.removeprefix("MOSTLY_").removeprefix("ALL_")
+        weights = Counter[str]()
+        for tensor in self.tensors.values():
+            weights[tensor.format] += tensor.weights
+        return max(weights, key=weights.__getitem__)
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the architecture: `get("block_count")` is `llama.block_count` of a llama."""

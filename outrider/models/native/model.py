@@ -138,6 +138,7 @@ class NativeModel(LanguageModel):
 
     def _run(self, program: Program) -> None:
         self.program, self.num_layers, self._step = program, program.num_layers, NativeStep(program)
+        self.windows = program.windows
         # A chain runs on cells that nothing has committed, and a state has no cells.
         self.has_draft_chains = not program.recurrent
 

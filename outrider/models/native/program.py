@@ -166,6 +166,11 @@ class Program:
         return {op.i[0]: (op.kind, op.in_ and op.in_.width, *op.i) for op in self.ops if op.kind in ("conv", "scan")}
 
     @property
+    def windows(self) -> tuple[int, ...]:
+        """Tokens that each attention reads at most; 0: the whole text."""
+        return tuple(op.i[5] for op in self.ops if op.kind == "attend")
+
+    @property
     def matrices(self) -> list[native.Packed]:
         """Those that a forward multiplies with, if it is given no features."""
         return [m for op in self.ops if op.kind != "embed" and "fresh" not in op.flags for m in op.matrices]

@@ -42,7 +42,7 @@ LIMIT = "OUTRIDER_PACK_CACHE_GB"
 _DEFAULT_LIMIT = 20e9
 _SHARE = 0.25  # of the disk space that would be free without packs; the default limit is never more
 _PATIENCE = 0.5  # seconds that the end of the process is late without a word
-_CONTENT = 2  # of the packs of this cache; another number makes them all again
+_CONTENT = 3  # of the packs of this cache; another number makes them all again
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,16 @@ def test_a_text_costs_each_node_its_length() -> None:
     assert [costs.forward(1), costs.forward(6), costs.more(1, 3)[-1]] == pytest.approx(short)
 
 
+def test_layers_with_a_window_read_no_more_of_a_text_than_that() -> None:
+    """Three layers of four have a window of 1,000 tokens."""
+    costs = Costs(replace(MODEL, attention=1e-4, windows={1000: 3, 0: 1}))
+    short = costs.forward(1)
+    for behind, read in ((500.0, 500.0), (1000.0, 1000.0), (8000.0, 2750.0)):
+        costs.behind = behind
+        assert costs.forward(1) == pytest.approx(short + 1e-4 * read)
+    assert CostModel.from_json(costs.model.to_json()) == costs.model
+
+
 def test_faster_costs_are_kept_with_what_texts_add() -> None:
     kept = list[CostModel]()
     costs = Costs(replace(MODEL, attention=1e-4), kept.append)

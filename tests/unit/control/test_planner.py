@@ -81,6 +81,13 @@ def test_drafts_are_shorter_behind_a_long_text() -> None:
     assert own.costs.drift["target"] == pytest.approx(1.0, abs=0.02)
 
 
+def test_windows_keep_drafts_long_behind_a_long_text() -> None:
+    """A node behind 8,000 tokens then attends to no more than behind 500."""
+    own = planner()
+    own.costs.model = replace(own.costs.model, attention=1e-4, windows={500: 18})
+    assert own.plan([view(length=8000)]) == own.plan([view(length=500)])
+
+
 def test_what_is_cheap_and_good_is_asked_and_says_why() -> None:
     [plan] = planner().plan([view()])
     assert plan.drafter == "model"

@@ -18,8 +18,9 @@ from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.self_speculation import LayerSearch
 from outrider.engine import calibrate as module
 from outrider.engine import decoder
-from outrider.engine.calibrate import AT_LOAD, WHOLE, costs, costs_of, make_planner, measure
+from outrider.engine.calibrate import AT_LOAD, WHOLE, conditions, costs, costs_of, make_planner, measure
 from outrider.engine.llm import LLM
+from outrider.kernels import cpu as native
 from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.load import Loaded
 from outrider.testing.stubs import Wrong
@@ -93,18 +94,25 @@ def test_a_slow_draft_is_measured_as_slow(monkeypatch: pytest.MonkeyPatch) -> No
     assert cost.drafters["quick"].level < 1e-6
 
 
-def test_what_a_text_adds_to_a_node_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("windows", "read"), [((0,), 2048), ((512, 512, 512, 0), 896), ((), 0)])
+def test_what_a_text_adds_to_a_node_is_measured(
+    monkeypatch: pytest.MonkeyPatch, windows: tuple[int, ...], read: int
+) -> None:
+    """read: tokens of the 2,048 that a layer reads, in the mean."""
     clock, target = [1.0], toy(6000)
+    target.windows = windows
     for timed in (module, decoder):
         monkeypatch.setattr(timed, "perf_counter", lambda: clock[0])
     forward = target.forward
 
     def slow(nodes: Any, **more: Any) -> Any:
-        clock[0] += 0.01 + 1e-6 * nodes.tokens.shape[1] * nodes.lengths[0]
+        clock[0] += 0.01 + 1e-6 * nodes.tokens.shape[1] * nodes.lengths[0] * read / 2048
         return forward(nodes, **more)
 
     monkeypatch.setattr(target, "forward", slow)
-    assert measure(target, {}, {}).attention == pytest.approx(1e-6)
+    costs = measure(target, {}, {})
+    assert costs.attention == pytest.approx(1e-6 if read else 0)
+    assert costs.attending(2048) == pytest.approx(1e-6 * read)
 
 
 @pytest.mark.parametrize("length", [4, 12, 20, 40])
@@ -144,6 +152,22 @@ def test_it_is_measured_once_and_again_when_anything_differs(folder: Path, monke
     assert len(counted) == 5
     assert cache_folder() == folder
     assert len(list(folder.glob("cost-*.json"))) == 4
+
+
+def test_another_build_of_the_kernels_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so is another instruction set of the same build."""
+    if not native.available():
+        pytest.skip("there are no kernels")
+    best, found = native.isa(), [conditions()]
+    native.use_isa(native.isas()[0] if best != native.isas()[0] else native.isas()[-1])
+    found.append(conditions())
+    native.use_isa(best)
+    assert conditions() == found[0]
+    (tmp_path / "kernels").write_bytes(b"another build")
+    monkeypatch.setattr(native.library(), "path", tmp_path / "kernels")
+    found.append(conditions())
+    assert len({about["kernels"] for about in found}) == 3
+    assert len({tuple(value for name, value in about.items() if name != "kernels") for about in found}) == 1
 
 
 def files(folder: Path, part: str) -> tuple[Any, dict[str, Any]]:

@@ -83,6 +83,7 @@ def test_a_family_gives_the_logits_taps_and_texts_of_transformers(name: str) -> 
             assert right is not None
             torch.testing.assert_close(mine, right, atol=1e-4 * float(right.abs().max()), rtol=0)
     assert outputs(ours, texts) == outputs(reference, texts)
+    assert ours.windows == reference.windows
 
 
 @pytest.mark.parametrize("name", FAMILIES)

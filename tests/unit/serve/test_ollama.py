@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from architectures import tiny
+from gguf_files import write_gguf
 from serving import TEMPLATE, Live, builtin, serving
 
-from outrider.serve.ollama import OllamaOptions
+from outrider.models.load import load
+from outrider.serve.assembly import Assembly
+from outrider.serve.ollama import OllamaOptions, details
 from outrider.serve.options import ServeOptions
+from outrider.serve.pool import PooledModel
 
 HELLO = [{"role": "user", "content": "sort a list"}]
 FIXED = {"temperature": 0.9, "top_p": 1.0, "top_k": 0, "seed": 3, "num_predict": 24}
@@ -100,6 +107,23 @@ def test_schemas_tools_and_thoughts(live: Live) -> None:
     assert ask(live, "/api/chat", messages=turns, tools=tools, options={"num_predict": 4}, stream=False)["done"]
     begun = [*HELLO, {"role": "assistant", "content": "<think>hm</think> so"}]
     assert ask(live, "/api/chat", messages=begun, options={"num_predict": 4}, stream=False)["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("file", "quantization", "named"),
+    [("model.gguf", None, "Q4_K_M"), ("model.gguf", "int8", "int8"), (None, None, "bfloat16")],
+)
+def test_the_precision_is_called_as_the_file_calls_it(
+    tmp_path: Path, file: str | None, quantization: str | None, named: str
+) -> None:
+    if file:
+        write_gguf(tiny("llama"), tmp_path / file, "Q8_0", metadata={"general.file_type": 15})
+    model = str(tmp_path / file) if file else "builtin:code"
+    loaded = load(model, quantization=quantization, dtype="auto" if file else "bfloat16")
+    service: Any = SimpleNamespace(llm=SimpleNamespace(loaded=loaded))
+    found = details(PooledModel(ServeOptions(model=model), assembly=Assembly(service, [], True)))
+    assert found["quantization_level"] == named
+    assert found["format"] == ("gguf" if file else "safetensors")
 
 
 def test_the_model_is_described_and_stays(live: Live) -> None:

@@ -276,6 +276,19 @@ def test_a_target_that_is_no_product_of_state_and_rows_is_refused(tmp_path: Path
         train(SETTINGS, TrainingBudget(tokens=1000), tmp_path / "head", biased, lambda _: None)
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_texts_that_are_longer_than_the_model_are_refused(llm: LLM, tmp_path: Path, kept: bool) -> None:
+    """Texts of all its tokens are written. With their features they would lack those of the last place."""
+    longest = llm.decoder.max_length - kept
+    for length in (longest + 1, longest):
+        given = vary(length=length, keep_features=kept)
+        if length > longest:
+            with pytest.raises(ValueError, match=f"use --length {longest} or less"):
+                train(given, TrainingBudget(tokens=8), tmp_path / "long", llm, lambda _: None)
+        else:
+            train(given, TrainingBudget(tokens=8), tmp_path / "whole", llm, lambda _: None)
+
+
 def test_the_command_says_what_is_wrong_in_one_sentence(tmp_path: Path) -> None:
     given = [
         "train",
