@@ -112,13 +112,13 @@ def main() -> None:
     plain, viewed = np.array(turns[False]), np.array(turns[True])  # [turn, (seconds, processor seconds)]
     numbers: dict[str, object] = {"machine": facts()}
     ticks = np.array([(e["own"], e["processor"]) for e in seen if e.get("tokens")])
-    own = interval(ticks, lambda t: t[..., 0] / t[..., 1])
+    own = interval(ticks)
     numbers["share"] = {"share": own.value, "low": own.low, "high": own.high, "ticks": ticks.tolist()}
     print(f"a viewer's share of the server's processor time: {100 * own.value:.2f} % (95 % interval {100 * own.low:.2f} to "
           f"{100 * own.high:.2f} %), {len(ticks)} ticks")  # fmt: skip
     for column, name in enumerate(("seconds", "processor seconds")):
         pairs = np.stack([viewed[:, column], plain[:, column]], 1)
-        found = interval(pairs, lambda t: t[..., 0] / t[..., 1])
+        found = interval(pairs)
         numbers[name] = {"ratio": found.value, "low": found.low, "high": found.high, "pairs": pairs.tolist()}
         print(f"{name} of a token: {1e3 * median(plain[:, column]):.3f} ms without a viewer; with one over without: "
               f"{found.value:.4f} (95 % interval {found.low:.4f} to {found.high:.4f})")  # fmt: skip

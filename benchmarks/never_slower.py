@@ -74,7 +74,7 @@ def measure(
         whole += seconds.sum(0)
         after = seconds[FIRST // STRETCH :]
         groups += [after[n : n + 4].sum(0) for n in range(0, len(after), 4)]
-    found = interval(np.array(groups), lambda t: t[..., 0] / t[..., 1])
+    found = interval(np.array(groups))
     return {
         "after_256": round(found.value, 4), "low": round(found.low, 4), "high": round(min(found.high, 99.0), 4),
         "whole": round(float(whole[0] / whole[1]), 4), "texts": texts,

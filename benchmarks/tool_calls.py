@@ -84,7 +84,7 @@ def main() -> None:
         written += len(sides[1].output)
         steps += sides[1].counts.speculative.num_spec_steps
         print(f"{len(sides[1].output)} tokens, {plain / auto:.2f} of plain: {sides[1].text!r}", flush=True)
-    ratio = interval(np.array(rows), lambda sums: sums[..., 0] / sums[..., 1])
+    ratio = interval(np.array(rows))
     print(
         f"{len(rows)} calls: {ratio.value:.2f} times plain ({ratio.low:.2f} to {ratio.high:.2f}), "
         f"{written / steps:.2f} tokens a step, {differ} calls differ"

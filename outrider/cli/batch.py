@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options import CODE, Debug, Model, SpeculationOptions, option, validated
+from outrider.cli.options import CODE, Debug, Model, SpeculationOptions, option
 from outrider.cli.terminal import RED, loading, plain, readable, warn
 from outrider.core.extras import needs
 from outrider.serve.options import BatchOptions
@@ -54,7 +54,7 @@ def batch(
             with needs("serve", "outrider batch"):
                 import outrider.serve.batch.answer  # noqa: F401
             from outrider.serve.batch.lines import Journal, scan
-        options = validated(BatchOptions, model=model, speculative_config=config, **given)
+        options = BatchOptions(model=model, speculative_config=config, **given)
         if not input_file.is_file():
             raise FileNotFoundError(f"there is no file {input_file}; give a file of requests, one JSON object a line")
         if out.absolute() == input_file.absolute() or (out.exists() and out.samefile(input_file)):

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import Annotated, Any
 
-from outrider.cli.options import Debug, ModelFirst, ModelInstead, SpeculationOptions, one_model, option, validated
+from outrider.cli.options import Debug, ModelFirst, ModelInstead, SpeculationOptions, one_model, option
 from outrider.cli.serve import ready_lines
 from outrider.cli.terminal import loading, readable
 from outrider.core.extras import needs
@@ -47,7 +47,7 @@ def deploy(
                 "--ssl-certfile is for fronts of a local cluster; elsewhere Ray's proxies listen, without it"
             )
         given |= {"model": model, "speculative_config": config, "engines": f"{name}-engines"}
-        options = validated(DeployOptions, **given)
+        options = DeployOptions(**given)
         if write_config is not None:
             write_config.write_text(serve_config(options, name), encoding="utf-8")
             print(f"serve run {write_config}   # here; on a cluster: serve deploy {write_config}")

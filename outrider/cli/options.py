@@ -11,10 +11,9 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
-from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from outrider.drafters.method import AUTO, METHODS, owner
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from outrider.core.params import SamplingParams
     from outrider.engine.trace import Recorder
 
-Kind = TypeVar("Kind", bound=Options)
 CODE, CODE_DRAFT = "builtin:code", "builtin:code-draft"
 CHAT = "builtin:smollm2-135m"
 """A real model with a trained head, for the demo. builtin:code itself is too small for a speedup."""
@@ -90,15 +88,6 @@ def _parameter(name: str, field: FieldInfo) -> Parameter:
     names = extra["names"] or ([f"--{name.replace('_', '-')}"] if kind is bool else [])
     made = option(extra["panel"], field.description or "", *names, **extra["typer"])
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, made])
-
-
-def validated(kind: type[Kind], **given: Any) -> Kind:
-    """Options of this kind. Raises ValueError in words for what is wrong with them."""
-    try:
-        return kind(**given)
-    except ValidationError as error:
-        said = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}".removeprefix(": Value error, ") for e in error.errors()]
-        raise ValueError("; ".join(said)) from None
 
 
 # -- single options -------------------------------------------------------------------------------------------------------

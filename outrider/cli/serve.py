@@ -16,11 +16,11 @@ from outrider.cli.options import (
     TraceOptions,
     one_model,
     option,
-    validated,
 )
 from outrider.cli.terminal import DIM, loading, paint, readable
 from outrider.core.extras import needs
-from outrider.serve.options import ServeOptions, public_name, served_name
+from outrider.core.files import public_name
+from outrider.serve.options import ServeOptions, served_name
 
 if TYPE_CHECKING:
     from outrider.serve.pool import ModelPool
@@ -103,7 +103,7 @@ def _settings(models: list[str], speculation: ServedSpeculationOptions, given: d
             f"two models are called alike: {', '.join(models)}; give one of the files or folders another name"
         )
     configs = speculation.configs(named)
-    return [validated(ServeOptions, model=m, speculative_config=configs[name], **given) for name, m in named.items()]
+    return [ServeOptions(model=m, speculative_config=configs[name], **given) for name, m in named.items()]
 
 
 def _run(app: Any, pool: ModelPool, sockets: list[socket.socket], what: str, chats: bool) -> None:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
+from outrider.core.suggest import faults
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -56,9 +58,8 @@ def readable(debug: bool) -> Iterator[None]:
                 raise
             from pydantic import ValidationError
 
-            said = str(error)
-            if isinstance(error, ValidationError):  # its own text names classes and pages that users need not know
-                said = "; ".join(one["msg"].removeprefix("Value error, ") for one in error.errors())
+            # its own text names classes and pages that users need not know
+            said = "; ".join(faults(error)) if isinstance(error, ValidationError) else str(error)
             message = " ".join(said.split()) or type(error).__name__
             if not isinstance(error, (ValueError, OSError, MemoryError)):
                 message = f"{type(error).__name__}: {message} (--debug shows where)"

@@ -13,6 +13,7 @@ from itertools import accumulate
 from pydantic import TypeAdapter, ValidationError
 
 from outrider.core.interpolate import interpolate
+from outrider.core.suggest import faults
 
 # Nodes between which a forward's seconds are straight lines.
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -84,8 +85,9 @@ class CostModel:
         try:
             model = TypeAdapter(cls).validate_json(text)
         except ValidationError as error:
-            why = error.errors(include_url=False)[0]["msg"]
-            raise ValueError(f"this is no cost model ({why}); measure again: outrider calibrate MODEL") from None
+            raise ValueError(
+                f"this is no cost model ({faults(error)[0]}); measure again: outrider calibrate MODEL"
+            ) from None
         if not model.target or min(model.target.values()) <= 0:
             raise ValueError("this cost model has no seconds of the target; measure again: outrider calibrate MODEL")
         return model

@@ -31,6 +31,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
 
 
+def public_name(name: str) -> str:
+    """A model's name without the folders of this machine: what others may see."""
+    path = Path(name).expanduser()
+    return os.path.basename(os.path.abspath(path)) if path.is_absolute() or path.exists() else name
+
+
 def read_settings(file: Path) -> dict[str, Any]:
     """The object of a JSON file. Raises OSError, and ValueError with the file's name for anything else than an object."""
     try:

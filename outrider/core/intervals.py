@@ -34,7 +34,12 @@ class Interval:
         return ("faster" if self.value > 1 else "slower") if self.significant else "unclear"
 
 
-def interval(table: np.ndarray, ratio: Value, *, seed: int = 0) -> Interval:
+def per(sums: np.ndarray) -> np.ndarray:
+    """The ratio of two sums [..., 2]."""
+    return sums[..., 0] / sums[..., 1]
+
+
+def interval(table: np.ndarray, ratio: Value = per, *, seed: int = 0) -> Interval:
     """A ratio of sums over groups, with a bootstrap interval.
 
     table: float [group, column], the values to sum. ratio: sums [..., column] -> [...]. The standard error of the logarithm
@@ -44,7 +49,7 @@ def interval(table: np.ndarray, ratio: Value, *, seed: int = 0) -> Interval:
     return _interval([table], float(ratio(table.sum(0))), ratio, seed)
 
 
-def interval_unpaired(a: np.ndarray, b: np.ndarray, ratio: Value, *, seed: int = 0) -> Interval:
+def interval_unpaired(a: np.ndarray, b: np.ndarray, ratio: Value = per, *, seed: int = 0) -> Interval:
     """`interval` for ratio(b) / ratio(a) where the two have different groups."""
     return _interval([a, b], float(ratio(b.sum(0)) / ratio(a.sum(0))), ratio, seed)
 

@@ -50,6 +50,16 @@ class JsonLines:
             yield JsonLine(start, raw, value)
             start += len(raw)
 
+    def whole(self) -> Generator[JsonLine, None, None]:
+        """All lines. At the end, half of a line that a kill has left is cut off."""
+        end = 0
+        for line in self.lines():
+            if not line.whole:
+                break
+            yield line
+            end = line.end
+        self.cut(end)
+
     def cut(self, end: int) -> None:
         """Drop all bytes from `end` on."""
         self._file.truncate(end)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from outrider.core.suggest import did_you_mean
+from outrider.core.suggest import did_you_mean, faults
 from outrider.core.types import Budget
 from outrider.drafters.method import AUTO, METHODS, NONE, find, model_method, owner, plugins
 from outrider.verify import VERIFIERS
@@ -198,11 +198,7 @@ class SpeculativeConfig(BaseModel):
         try:
             return cls.model_validate({} if given is None else given)
         except ValidationError as error:
-            lines = [
-                f"{'.'.join(str(p) for p in e['loc']) + ': ' if e['loc'] else ''}{e['msg'].removeprefix('Value error, ')}"
-                for e in error.errors()
-            ]
-            raise ValueError("speculative_config: " + "; ".join(lines)) from None
+            raise ValueError("speculative_config: " + "; ".join(faults(error))) from None
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from outrider.core.files import write_whole
+from outrider.core.files import public_name, write_whole
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
+from outrider.core.suggest import faults
 from outrider.core.types import Guarantee
 from outrider.engine.decoder import Decoder
 from outrider.engine.llm import LLM
@@ -26,7 +27,7 @@ from outrider.engine.trace.recorder import describe, request_record
 from outrider.engine.trace.records import Count, Id, RequestRecord, TraceLine
 from outrider.kernels import ARITHMETIC
 from outrider.kernels.machine import machine
-from outrider.models.identity import public_name, sha256, weight_files
+from outrider.models.identity import sha256, weight_files
 
 FORMAT: Literal[1] = 1  # increased when a field changes its meaning
 _WORDS = {
@@ -147,10 +148,8 @@ def read_fingerprint(file: str | os.PathLike[str]) -> Fingerprint:
         else:
             found = Fingerprint.model_validate_json(raw)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
         raise ValueError(
-            f"{file} is no fingerprint that this outrider reads ({place}: {first['msg']}); write one with: outrider generate "
+            f"{file} is no fingerprint that this outrider reads ({faults(error)[0]}); write one with: outrider generate "
             'PROMPT --fingerprint FILE, or ask the server with "return_fingerprint": true'
         ) from None
     if (now := found.sealed().digest) != found.digest:

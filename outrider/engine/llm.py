@@ -8,7 +8,7 @@ import warnings
 from collections import abc
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from outrider.control import Controller
@@ -112,7 +112,7 @@ class LLM:
             drafters=None if drafter is None else {type(drafter).__name__: drafter},
             controller=controller,
             calibrate=calibrate,
-            tell=_warn,
+            tell=partial(warnings.warn, category=RuntimeWarning),
             prefix_folder=None if prefix_dir is None else ContentFolder(prefix_dir, byte_count(prefix_disk)),
             memory=memory,
         )
@@ -252,7 +252,3 @@ class LLM:
             ),
             prompt_logprobs=first.prompt_logprobs if first.params.prompt_logprobs is not None else None,
         )
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -103,7 +103,7 @@ class PrefixFiles:
         cells, began, fastest, found = _cells(cache, slot), perf_counter(), float("inf"), list[Tensor]()
         for at in range(0, len(known), READERS):
             some, last = known[at : at + READERS], perf_counter()
-            read = [*takewhile(_is_read, self._readers.map(partial(self._fill, cells), some))]
+            read = [*takewhile(lambda t: t is not None, self._readers.map(partial(self._fill, cells), some))]
             now, size = perf_counter(), cache.bytes_per_token * sum(one.end - one.start for one in some)
             found += [t for t in read if t is not None]
             fastest = min(fastest, (now - last) / max(size, 1))
@@ -250,10 +250,6 @@ def _parts(
         part = whole[:, segment.start : segment.end]
         yield part, content[at : at + part.size].reshape(part.shape)
         at += part.size
-
-
-def _is_read(features: Tensor | None) -> bool:
-    return features is not None
 
 
 def _bytes(t: Tensor) -> memoryview:

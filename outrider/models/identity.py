@@ -24,12 +24,6 @@ def weight_files(model: str) -> list[Path]:
     return sorted(path.glob("*.safetensors"))
 
 
-def public_name(model: str) -> str:
-    """A model's name without the folders of this machine."""
-    path = Path(model).expanduser()
-    return path.name if path.exists() else model
-
-
 def sha256(files: Sequence[Path]) -> str:
     """Of the contents of all files, one after the other."""
     digest = hashlib.sha256()

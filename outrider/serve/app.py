@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from outrider._version import __version__
+from outrider.core.files import public_name
 from outrider.engine.request import whose
 from outrider.serve import anthropic, errors, ollama
 from outrider.serve.dashboard import pages_route
@@ -23,7 +24,6 @@ from outrider.serve.metrics import CONTENT_TYPE
 from outrider.serve.openai import responses_route
 from outrider.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.serve.openai.translated import Answering
-from outrider.serve.options import public_name
 from outrider.serve.pool import ModelPool, PooledModel
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ are read with it, and the server reads it.
 from __future__ import annotations
 
 import hashlib
-import os
 import ssl
 from collections.abc import Sequence
 from functools import cached_property
@@ -18,7 +17,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from outrider.core.files import MEMORY_DAYS, MEMORY_DISK, PREFIX_DISK, byte_count
+from outrider.core.files import MEMORY_DAYS, MEMORY_DISK, PREFIX_DISK, byte_count, public_name
 from outrider.serve.openai.tools import PARSERS
 
 Seconds = float
@@ -325,12 +324,6 @@ def served_name(name: str) -> str:
     It has no colon. Ray Serve LLM and others read `base:adapter` in a name with one, and shells and addresses need care.
     """
     return public_name(name).rpartition(":")[2].removesuffix(".gguf")
-
-
-def public_name(name: str) -> str:
-    """A model's name without the folders of this machine: what clients may see."""
-    path = os.path.isabs(name) or os.path.exists(name)
-    return os.path.basename(os.path.abspath(name)) if path else name
 
 
 def answered_hosts(host: str, keys: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:

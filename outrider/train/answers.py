@@ -45,10 +45,8 @@ class AnswerFile:
         self.path = path
         self.answers: list[TrainingText] = []
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file, end = JsonLines(path), 0
-        for count, line in enumerate(self._file.lines(), 1):
-            if not line.whole:
-                break
+        self._file = JsonLines(path)
+        for count, line in enumerate(self._file.whole(), 1):
             try:
                 self.answers.append(TrainingText(**line.value))
             except TypeError as error:
@@ -56,8 +54,6 @@ class AnswerFile:
                     f"{path}, line {count} is no answer of a training run ({error}); move the file away, and it is "
                     "written again"
                 ) from None
-            end = line.end
-        self._file.cut(end)
 
     @property
     def tokens(self) -> int:

@@ -52,15 +52,10 @@ class KeptFeatures:
         self.taps, self.block, self._folder = (*taps, FINAL_NORM), math.gcd(BLOCK, hidden), folder
         self._width = hidden * len(self.taps)
         folder.mkdir(parents=True, exist_ok=True)
-        self._index, self._rows, end = JsonLines(folder / "index.jsonl"), dict[int, range](), 0
-        self._total = 0
-        for line in self._index.lines():
-            if not line.whole:
-                break
+        self._index, self._rows, self._total = JsonLines(folder / "index.jsonl"), dict[int, range](), 0
+        for line in self._index.whole():
             number, self._total, count = line.value
             self._rows[number] = range(self._total - count, self._total)
-            end = line.end
-        self._index.cut(end)
         self._files = [(folder / name).open("a+b") for name in ("numbers", "scales")]
         self._sizes = self._width, 2 * self._width // self.block
         for file, size in zip(self._files, self._sizes, strict=True):

@@ -17,6 +17,7 @@ from torch import Tensor
 from outrider.core.origins import letters
 from outrider.core.outputs import SpeculativeMetrics
 from outrider.core.params import SamplingParams
+from outrider.core.suggest import faults
 from outrider.core.types import PHASES
 
 FORMAT: Literal[1] = 1  # increased when a field changes its meaning
@@ -375,9 +376,7 @@ def _parse(raw: bytes) -> AnyLine:
     try:
         return _LINES.validate_json(raw)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{place}: {first['msg']}" if place else str(first["msg"])) from None
+        raise ValueError(faults(error)[0]) from None
 
 
 def _add(trace: Trace, line: AnyLine) -> None:

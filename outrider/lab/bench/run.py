@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from outrider.core.files import write_whole
+from outrider.core.suggest import faults
 from outrider.kernels.machine import machine
 from outrider.lab.bench.prompts import Prompt
 
@@ -174,10 +175,8 @@ class Run(RunPart):
         try:
             run = cls.model_validate_json(content)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
             raise ValueError(
-                f"{path} is not a measurement of this outrider version ({where}: {first['msg']}). "
+                f"{path} is not a measurement of this outrider version ({faults(error)[0]}). "
                 "Create one with: outrider bench --json RUN.json"
             ) from None
         if run.format != FORMAT:

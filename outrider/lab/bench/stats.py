@@ -63,7 +63,7 @@ def wall(samples: Iterable[Sample]) -> float:
 def rate(samples: Sequence[Sample]) -> Interval | None:
     """Output tokens per second, prefill included. None if there are no tokens or no time passed."""
     groups = grouped(costs(samples, speed)) if _timed(samples) else {}
-    return interval(np.array([*groups.values()]), per) if groups else None
+    return interval(np.array([*groups.values()])) if groups else None
 
 
 def ratio(ours: Sequence[Sample], base: Sequence[Sample]) -> Interval | None:
@@ -174,11 +174,6 @@ def speed(samples: list[Sample]) -> tuple[float, float]:
 def relative(t: np.ndarray) -> np.ndarray:
     """Ratio of two rates, from columns (tokens, seconds, tokens, seconds)."""
     return t[..., 0] / t[..., 1] * t[..., 3] / t[..., 2]
-
-
-def per(t: np.ndarray) -> np.ndarray:
-    """Ratio of two sums, from columns (tokens, seconds)."""
-    return t[..., 0] / t[..., 1]
 
 
 def _same(a: Sample, b: Sample) -> bool:

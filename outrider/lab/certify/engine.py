@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from outrider.control import Fixed
+from outrider.core.files import public_name
 from outrider.core.params import SamplingParams
 from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.types import Draft, Guarantee
@@ -27,7 +28,7 @@ from outrider.engine.scheduler import Scheduler
 from outrider.kernels.machine import machine
 from outrider.lab.certify.exact import VerifierFunction
 from outrider.models.base import LanguageModel
-from outrider.models.identity import public_name, sha256, weight_files
+from outrider.models.identity import sha256, weight_files
 from outrider.models.load import Loaded, files_of, load
 from outrider.models.nodes import Nodes
 from outrider.testing.stubs import Wrong

@@ -32,7 +32,7 @@ DEEPEST = 16
 class PlayedBack(BaseDrafter):
     """A drafter that proposes what was recorded. lookup: it costs nothing and reads nothing.
 
-    last: the levels that it drafted in this step for each slot, and the tokens that it read before. calls: drafts so far.
+    last: the levels that it drafted in this step for each slot. calls: drafts so far.
     """
 
     def __init__(self, name: str, lookup: bool, texts: Mapping[int, RecordedText]) -> None:
@@ -43,7 +43,6 @@ class PlayedBack(BaseDrafter):
         self.error = LogitError(FOR_HEADS if self.head else START)
         self.held: dict[int, int] = {}  # by slot: committed tokens that it has read
         self.last: dict[int, int] = {}
-        self.read_now = 0
         self.calls = 0
 
     def missing(self, slot: int, tokens: list[int]) -> int:
@@ -51,7 +50,6 @@ class PlayedBack(BaseDrafter):
 
     def read(self, slot: int, tokens: list[int], count: int) -> None:
         self.held[slot] = self.held.get(slot, 0) + count
-        self.read_now += count
 
     def propose(self, context: DraftContext) -> Draft:
         proposals, stated, notes = list[list[int]](), list[list[float]](), list[object]()
@@ -78,7 +76,6 @@ class PlayedBack(BaseDrafter):
                     break
             if not self.lookup and draft:
                 self.calls += 1
-                self.read_now += self.missing(slot, tokens)
                 self.last[slot] = len(draft)
                 self.held[slot] = len(tokens) - 1
                 logs = [0.0, *(math.log(max(c, 1e-9)) for c in chances)]
@@ -205,7 +202,7 @@ class Machine:
             left=left,
         )
         for drafter in self.played.values():
-            drafter.read_now, drafter.last = 0, {}
+            drafter.last = {}
         if self.drafter is not None and any(b.depth for b in budgets):
             draft = self.drafter.propose(context)
         else:

@@ -1,4 +1,4 @@
-"""The figures of the dashboard, from ticks. Imports nothing large."""
+"""The figures of the dashboard, from ticks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterable, Sequence
 from math import ceil, sqrt
 from typing import Any
 
+from outrider.core.intervals import student_quantile
+
 COUNTED = (
     "elapsed", "steps", "rows", "tokens", "drafted", "accepted", "depth", "drafts", "worth", "taken", "planned", "sigma", "own",
     "processor",
 )  # fmt: skip
 WINDOWS = {10: "10 seconds", 60: "minute", 300: "5 minutes"}
 RESTING = 0.9  # share of the steps without a draft: then drafting rests
-# 97.5 % quantile of Student's distribution, by the number of stretches that a window is cut into. Fewer say nothing.
-_REACH = {5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-_FEWEST, _STRETCHES = min(_REACH), max(_REACH)
+_FEWEST, _STRETCHES = 5, 10  # that a window is cut into; fewer say nothing
 
 
 def recent(ticks: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
@@ -142,7 +142,7 @@ def _between(pairs: Sequence[tuple[float, float]]) -> tuple[float, float] | None
     parts = [[sum(column) for column in zip(*busy[at : at + size], strict=True)] for at in range(0, len(busy), size)]
     over, under = (sum(column) for column in zip(*parts, strict=True))
     apart = sum((a - over / under * b) ** 2 for a, b in parts) * len(parts) / (len(parts) - 1)
-    reach = _REACH[len(parts)] * sqrt(apart) / under
+    reach = student_quantile(len(parts) - 1) * sqrt(apart) / under
     return max(over / under - reach, 0.0), over / under + reach
 
 

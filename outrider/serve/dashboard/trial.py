@@ -110,7 +110,7 @@ class Trial:
             found[f"rate_{arm}"] = float(table[:, 0].sum() / table[:, 1].sum()) if len(table) else None
         found |= {"ratio": None, "low": None, "high": None}
         if all(len(table) > 1 for table in tables.values()):
-            ratio = interval_unpaired(tables[OFF], tables[ON], _rate)
+            ratio = interval_unpaired(tables[OFF], tables[ON])
             if np.isfinite([ratio.value, ratio.low, ratio.high]).all():
                 found |= {"ratio": ratio.value, "low": ratio.low, "high": ratio.high}
         return found
@@ -147,8 +147,3 @@ class Trials:
         if self.latest.complete:
             self.stop()
         return {**self.latest.result(), "running": self.current is not None}
-
-
-def _rate(sums: np.ndarray) -> np.ndarray:
-    """Tokens per second of sums [..., (tokens, seconds)]."""
-    return sums[..., 0] / sums[..., 1]

@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 
 from outrider.core.files import read_settings, write_whole
-from outrider.core.intervals import Interval, interval
+from outrider.core.intervals import interval
 from outrider.core.types import Step
 from outrider.drafters.heads.files import head_of, open_head
 from outrider.drafters.method import TRAINED
@@ -319,9 +319,9 @@ def compared(before: Sequence[Sequence[Any]], after: Sequence[Sequence[Any]]) ->
     """
     groups = dict[str, list[tuple[int, int]]]()
     for (workload, _, one), (_, _, other) in zip(before, after, strict=True):
-        groups.setdefault(workload, []).append((one, other))
-    whole = _ratio([pair for group in groups.values() for pair in group])
-    each = {name: _ratio(group) for name, group in groups.items()}
+        groups.setdefault(workload, []).append((other, one))
+    whole = interval(np.array([pair for group in groups.values() for pair in group], dtype=float))
+    each = {name: interval(np.array(group, dtype=float)) for name, group in groups.items()}
     worse = [name for name, found in each.items() if found.high < 1]
     takes = whole.low > 1 and not worse
     said = f"{whole.value:.3f} times as many tokens a step on {whole.groups} held-out texts ({whole.low:.3f} to {whole.high:.3f})"
@@ -335,10 +335,6 @@ def compared(before: Sequence[Sequence[Any]], after: Sequence[Sequence[Any]]) ->
         "gain": gain,
         "workloads": {name: found.value for name, found in each.items()},
     }
-
-
-def _ratio(pairs: Sequence[tuple[int, int]]) -> Interval:
-    return interval(np.array(pairs, dtype=float), lambda sums: sums[..., 1] / sums[..., 0])
 
 
 def _head(llm: LLM) -> tuple[str, Path, str]:

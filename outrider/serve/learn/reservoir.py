@@ -107,13 +107,7 @@ class Reservoir:
                 f"another server learns in {self.path.parent} now; stop it, or give another folder: --learn {self.path.parent}-2"
             ) from None
         self.path.chmod(0o600)
-        end = 0
-        for line in self._file.lines():
-            if not line.whole:
-                break
-            end = line.end
-        self._file.cut(end)
-        self._bytes = end
+        self._bytes = max((line.end for line in self._file.whole()), default=0)
 
     def _keep(self, wanted: Callable[[ServedText], bool]) -> None:
         """Write the file again with the texts that are wanted, young enough, and fit."""

@@ -330,7 +330,7 @@ def test_speculation_has_the_same_options_wherever_a_model_runs(words, model, mo
 
     if words[0] == "deploy":
         pytest.importorskip("ray")
-    monkeypatch.setattr(f"outrider.cli.{words[0]}.validated", stop)
+    monkeypatch.setattr("outrider.serve.options.ModelOptions.__init__", stop)
     command = [words[0], *(["-m", "MODEL"] if words[0] == "batch" else model), *words[1:], *HEAD]
     assert "enough" in CliRunner().invoke(app, command).output
     assert asked == [("MODEL", {"model": "HEAD", "num_speculative_tokens": 4, "tree_width": 3, "tree_nodes": 8})]

@@ -12,10 +12,11 @@ import httpx
 import pytest
 from starlette.responses import JSONResponse
 
+from outrider.core.files import public_name
 from outrider.serve import logs
 from outrider.serve.guard import Guard
 from outrider.serve.metrics import Metrics
-from outrider.serve.options import ServeOptions, public_name, served_name
+from outrider.serve.options import ServeOptions, served_name
 
 LOCAL, ANY = ServeOptions(model="m"), ServeOptions(model="m", host="0.0.0.0")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from outrider.core.intervals import Interval, Value, interval, interval_unpaired
+from outrider.core.intervals import Interval, Value, interval, interval_unpaired, per
 from outrider.lab.bench import stats
 from outrider.lab.bench.report.format import amount, change, listing
 from outrider.lab.bench.run import Run, Setting
@@ -71,7 +71,7 @@ def compare(before: Run, after: Run) -> Comparison:
         answers = [stats.answered(run, name) for run in (before, after)]
         for measure, (cost, more_is_better) in _MEASURES.items():
             costs = [stats.grouped(stats.costs(samples, cost)) for samples in answers]
-            changes += _change(name, measure, costs, paired, stats.per, more_is_better)
+            changes += _change(name, measure, costs, paired, per, more_is_better)
         if name not in bases:
             theirs = [stats.answered(run, base) for run, base in zip((before, after), bases, strict=True)]
             costs = [
