@@ -86,11 +86,12 @@ def tree(rows: Sequence[Sequence[tuple[int, int]]]) -> tuple[Tensor, Tensor]:
             raise ValueError(
                 f"row {b} has no node. To propose nothing, return the root alone: [(last_committed_token, -1)]"
             )
-    n = max((len(row) for row in rows), default=1)
+    if not rows:
+        return torch.empty(0, 1, dtype=torch.long), torch.empty(0, 1, dtype=torch.long)
+    n = max(map(len, rows))
     tokens = [[token for token, _ in row] + [0] * (n - len(row)) for row in rows]
     parents = [[parent for _, parent in row] + [PADDING] * (n - len(row)) for row in rows]
-    shape = len(rows), n
-    return torch.tensor(tokens, dtype=torch.long).reshape(shape), torch.tensor(parents, dtype=torch.long).reshape(shape)
+    return torch.tensor(tokens), torch.tensor(parents)  # a reshape would cost more than both
 
 
 def validate(draft: Draft, vocab_size: int) -> None:

@@ -8,6 +8,7 @@ An empty draft is a tree of one node. To verify it *is* plain decoding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
@@ -103,11 +104,17 @@ class Draft:
         tokens, parents = cast("list[list[list[int]]]", torch.stack([self.tokens, self.parents]).tolist())  # pyright: ignore[reportUnknownMemberType]
         return [[n for n in zip(t, up, strict=True) if n[1] > PADDING] for t, up in zip(tokens, parents, strict=True)]
 
+    @cached_property
+    def stated(self) -> list[list[float]] | None:
+        """`confidence` of the nodes of each tree without padding, read to the host once."""
+        known = None if self.confidence is None else cast("list[list[float]]", self.confidence.tolist())  # pyright: ignore[reportUnknownMemberType]
+        return known and [own[: len(nodes)] for own, nodes in zip(known, self.host, strict=True)]
+
     def noted(self, notes: Sequence[Any]) -> Draft:
         """The same draft with these notes."""
-        copy = replace(self, notes=tuple(notes))
-        copy.__dict__["host"] = self.host
-        return copy
+        noted = copy(self)
+        noted.__dict__["notes"] = tuple(notes)
+        return noted
 
     def to(self, device: torch.device) -> Draft:
         """The same draft on a device."""

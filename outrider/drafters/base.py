@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -181,21 +182,40 @@ def chains(context: DraftContext, proposals: Sequence[Sequence[int]]) -> Draft:
     return draft_of([[(token, n - 1) for n, token in enumerate(row)] for row in rows])
 
 
+class ListedDraft(Draft):
+    """A draft as lists. Its tensors are made when they are asked for: those of a draft that is not verified never are."""
+
+    @cached_property
+    def _tree(self) -> tuple[Tensor, Tensor]:
+        return tree(self.host)
+
+    @cached_property
+    def tokens(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._tree[0]
+
+    @cached_property
+    def parents(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._tree[1]
+
+    @cached_property
+    def confidence(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        nodes = max(map(len, self.host), default=1)
+        return (
+            None if self.stated is None else torch.tensor([[*own, *[0.0] * (nodes - len(own))] for own in self.stated])
+        )
+
+
 def draft_of(
     trees: Sequence[Sequence[tuple[int, int]]],
-    confidence: Mapping[int, Tensor] | None = None,
+    confidence: Mapping[int, Sequence[float]] | None = None,
     notes: Sequence[object] = (),
 ) -> Draft:
     """One draft for a batch. trees: (token, parent) of the nodes of each entry, the root first.
 
     confidence: of each node, by entry. Other entries state 0, and the draft states none if there is no entry."""
-    tokens, parents = tree(trees)
-    stated = torch.zeros(tokens.shape) if confidence else None
-    for b, own in (confidence or {}).items():
-        assert stated is not None
-        stated[b, : len(own)] = own
-    draft = Draft(tokens, parents, confidence=stated, notes=tuple(notes))
-    draft.__dict__["host"] = [list(nodes) for nodes in trees]  # as they were given: not read back from the tensors
+    draft, known = ListedDraft.__new__(ListedDraft), confidence or {}
+    stated = [known.get(b) or [0.0] * len(nodes) for b, nodes in enumerate(trees)] if known else None
+    draft.__dict__.update(host=[*trees], stated=stated, notes=tuple(notes))
     return draft
 
 

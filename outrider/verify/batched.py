@@ -97,15 +97,15 @@ def match(target: TargetDistribution, draft: Draft, noise: Noise, position: Tens
 
 def _match_on_host(target: RowTargetDistribution, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
     """`match` row by row on lists. On the CPU one tensor operation on five numbers costs more than the whole walk."""
-    trees = zip(lists(draft.tokens), lists(draft.parents), noise.keys(Stream.TOKEN, position), strict=True)
+    trees = zip(draft.host, noise.keys(Stream.TOKEN, position), strict=True)
     paths: list[list[int]] = []
     last: list[int] = []
-    for row, (tokens, parents, (seed, stream, step, at)) in enumerate(trees):
+    for row, (nodes, (seed, stream, step, at)) in enumerate(trees):
         path = [0]
         while True:
             token = target.sample_row(row, path[-1], (seed, stream, step, at + len(path) - 1))
             here = path[-1]
-            child = next((n for n in range(here + 1, len(tokens)) if parents[n] == here and tokens[n] == token), 0)
+            child = next((n for n in range(here + 1, len(nodes)) if nodes[n] == (token, here)), 0)
             if not child:
                 break
             path.append(child)

@@ -33,11 +33,11 @@ class Proposal:
         """The level of each node, 0 for the root."""
         return levels([parent for _, parent in self.nodes])
 
-    @cached_property
-    def confidence(self) -> list[float] | None:
+    @property
+    def confidence(self) -> Sequence[float] | None:
         """Of each node; None if the draft states none."""
-        stated = self.draft.confidence
-        return None if stated is None else stated[self.entry, : len(self.nodes)].tolist()
+        stated = self.draft.stated
+        return None if stated is None else stated[self.entry]
 
     @property
     def offer(self) -> Offer:
@@ -109,7 +109,7 @@ def join(context: DraftContext, proposals: Mapping[int, Proposal], notes: Sequen
     nodes: list[NodeList] = [[(tokens[-1], -1)] for tokens in context.tokens]
     for b, one in proposals.items():
         nodes[b] = one.nodes
-    stated = {b: torch.tensor(known) for b, one in proposals.items() if (known := one.confidence) is not None}
+    stated = {b: known for b, one in proposals.items() if (known := one.confidence) is not None}
     out = draft_of(nodes, stated, notes)
     drawn = [one.draft for one in proposals.values() if one.draft.probs is not None]
     if not context.needs_probs or not drawn:

@@ -20,9 +20,9 @@ from torch import Tensor
 from outrider.control.beliefs import Offer
 from outrider.control.planner import Charge, Plan, Planner, PlanNote, View
 from outrider.core.params import BadParameter
-from outrider.core.tree import levels, lists, tree, validate
+from outrider.core.tree import levels, lists, validate
 from outrider.core.types import Budget, Commit, Draft, Siblings
-from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, TargetPass
+from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, TargetPass, draft_of
 from outrider.drafters.combine.merge import NodeList, Proposal, SharedTaps, join, own_commit
 from outrider.drafters.method import NONE, PREDICTION
 
@@ -272,7 +272,7 @@ class PlannedDrafter(BaseDrafter):
         for b, (slot, plan, view) in enumerate(zip(context.slots, plans, views, strict=True)):
             one, deep, shown, stated, line = made.get(b), 0, 0, True, list[float]()
             if one is not None:
-                depth, stated = one.levels, one.draft.confidence is not None
+                depth, stated = one.levels, one.confidence is not None
                 deep = max(depth)
                 for n, level in enumerate(depth[1:]):  # the likeliest node of each level
                     if level > len(line):
@@ -294,7 +294,7 @@ class PlannedDrafter(BaseDrafter):
         if plan.drafter in self.lookups:
             return list(plan.survival[1 : len(made.nodes)])
         if (stated := made.confidence) is not None:
-            return stated[1:]
+            return [*stated[1:]]
         chance = self.planner.models[plan.drafter].chance
         return [chance**level for level in made.levels[1:]]
 
@@ -305,7 +305,7 @@ class PlannedDrafter(BaseDrafter):
         some = [nodes[0], *((nodes[n][0], place[nodes[n][1]]) for n in kept)]
         if masked:  # taking back a drawn token would change the distribution
             some = legal(context, b, some)
-        return Proposal(Draft(*tree([some])), 0)
+        return Proposal(draft_of([some]), 0)
 
 
 class Broken(ValueError):

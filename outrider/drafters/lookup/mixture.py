@@ -18,8 +18,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from heapq import heappop, heappush, nlargest
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
 from outrider.control.beliefs import Offer
 from outrider.core.types import Budget, Draft
 from outrider.drafters.base import draft_of
@@ -46,8 +44,7 @@ class Context(NamedTuple):
 
 def drafted(offers: Sequence[Offer]) -> Draft:
     """One draft for a batch. Its confidences are the masses, its notes the offers."""
-    masses = {b: torch.tensor(offer.masses) for b, offer in enumerate(offers)}
-    return draft_of([offer.nodes for offer in offers], masses, offers)
+    return draft_of([offer.nodes for offer in offers], {b: offer.masses for b, offer in enumerate(offers)}, offers)
 
 
 def grow(root: int, contexts: Iterable[Context], budget: Budget, *, least: float = 0.0, doubt: float = 0.0) -> Offer:

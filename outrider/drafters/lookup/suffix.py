@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import nlargest
+from operator import is_not
 from typing import NamedTuple
 
+from outrider.control.beliefs import Offer
 from outrider.core.infill import Marks, gap_marks, in_order
-from outrider.core.types import Draft
+from outrider.core.types import Budget, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.config import DrafterSetup
-from outrider.drafters.lookup.corpus import REACH, Corpus, read_corpus
+from outrider.drafters.lookup.corpus import REACH, Corpus, Index, read_corpus
 from outrider.drafters.lookup.memory import TextMemory
 from outrider.drafters.lookup.mixture import WIDEST, Context, TextSource, drafted, grow
+from outrider.kernels.cpu import available
+from outrider.kernels.cpu.lookup import Lookup, SortedTexts
 
 _FEED = 256  # tokens of a running answer that are added to the shared store at a time
 _FORCED = 64  # length of match, in tokens, that what a grammar leaves no choice about counts as
@@ -89,6 +93,51 @@ class SuffixAutomaton:
         return total, nlargest(WIDEST, options, key=lambda option: option[1]) if len(options) > 1 else options
 
 
+class TextEnds:
+    """A growing text, and what followed its ends: here in native code. least, doubt: as of `SuffixDrafter`."""
+
+    def __init__(self, least: float, doubt: float) -> None:
+        self._lookup, self._segments = Lookup(least, doubt), list[list[Index]]()
+        self._sorted = SortedTexts(())
+
+    @property
+    def read(self) -> int:
+        """Tokens of the text."""
+        return self._lookup.read
+
+    def offer(self, new: Sequence[int], corpora: Sequence[Corpus], forced: Sequence[int], budget: Budget) -> Offer:
+        """Read more of the text and propose what follows it. forced: what a grammar leaves no choice about."""
+        segments = [corpus.segments for corpus in corpora]  # lists that do not change: another thread may give others
+        if len(segments) != len(self._segments) or any(map(is_not, segments, self._segments)):
+            self._segments, self._sorted = (
+                segments,
+                SortedTexts([[(s.tokens, s.order) for s in own] for own in segments]),
+            )
+        return Offer(*self._lookup.offer(new, self._sorted, forced, budget.depth, budget.width, budget.max_nodes))
+
+
+class PythonTextEnds:
+    """The same in Python: the reference, and what runs without native kernels."""
+
+    def __init__(self, least: float, doubt: float) -> None:
+        self.least, self.doubt = least, doubt
+        self.automaton, self._text = SuffixAutomaton(), list[int]()
+
+    @property
+    def read(self) -> int:
+        return self.automaton.read
+
+    def offer(self, new: Sequence[int], corpora: Sequence[Corpus], forced: Sequence[int], budget: Budget) -> Offer:
+        self._text += new
+        self.automaton.extend(self._text)
+        found = [Context(self.automaton, state, float(n) ** 2, n) for state, n in self.automaton.suffixes()[:3]]
+        for corpus in corpora if budget.max_nodes else ():
+            found += corpus.contexts(self._text[-REACH:])
+        if forced and budget.max_nodes:
+            found.append(Context(TextSource(forced), (0,), _FORCED**2, _FORCED))
+        return grow(self._text[-1], found, budget, least=self.least, doubt=self.doubt)
+
+
 class _Document(NamedTuple):
     """The text of a sequence as a document has it. tokens: as committed. head: the prompt in another order, where it has a gap.
     stored: how many are in the store."""
@@ -136,37 +185,33 @@ class SuffixDrafter(BaseDrafter):
         if self.store is not None:
             self.corpora.append(self.store)
         self.least, self.doubt, self.gap = least, doubt, gap
-        self._automata: dict[int, SuffixAutomaton] = {}
+        self._ends: dict[int, TextEnds | PythonTextEnds] = {}
         self._texts: dict[int, _Document] = {}
 
     def reset(self) -> None:
         """Empty the store of other requests' answers."""
         if self.store is not None:
-            self.store.segments.clear()
+            self.store.segments = []
 
     def release(self, slot: int) -> None:
-        self._automata.pop(slot, None)
+        self._ends.pop(slot, None)
         if slot in self._texts:
             self._feed(slot, 1)
             del self._texts[slot]
 
     def propose(self, context: DraftContext) -> Draft:
-        trees = []
+        offers = list[Offer]()
         for b, (slot, tokens, budget) in enumerate(zip(context.slots, context.tokens, context.budgets, strict=True)):
             text = self._text(slot, tokens, context.prompt_lengths[b])
             self._feed(slot, _FEED)
-            automaton = self._automata.setdefault(slot, SuffixAutomaton())
-            automaton.extend(text.head)
-            automaton.extend(tokens)
-            found = [Context(automaton, state, float(n) ** 2, n) for state, n in automaton.suffixes()[:3]]
-            for corpus in self._corpora(context, b) if budget.max_nodes else ():
-                found += corpus.contexts(text.since(len(tokens) - REACH))
-            history = context.warp.histories[b]
+            ends = self._ends.get(slot)
+            if ends is None:
+                ends = self._ends[slot] = (TextEnds if available() else PythonTextEnds)(self.least, self.doubt)
+            history, forced = context.warp.histories[b], list[int]()
             if budget.max_nodes and history.mask is not None:
-                likely = history.mask.expected(history.tokens, history.prompt_length)
-                found += [Context(TextSource(likely), (0,), _FORCED**2, _FORCED)] if likely else []
-            trees.append(grow(tokens[-1], found, budget, least=self.least, doubt=self.doubt))
-        return drafted(trees)
+                forced = history.mask.expected(history.tokens, history.prompt_length)
+            offers.append(ends.offer(text.since(ends.read), self._corpora(context, b), forced, budget))
+        return drafted(offers)
 
     def _corpora(self, context: DraftContext, b: int) -> list[Corpus]:
         """Where to look for an entry of the batch."""

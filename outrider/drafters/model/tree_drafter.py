@@ -178,7 +178,7 @@ class TreeDrafter(BaseDrafter):
     ) -> Draft:
         """The grown trees, cut to their budgets and renumbered. drawn_from: see `_grow`."""
         kept = {b: growth.kept() for b, growth in grown.items()}
-        trees, confidence = [[(tokens[-1], -1)] for tokens in context.tokens], dict[int, Tensor]()
+        trees, confidence = [[(tokens[-1], -1)] for tokens in context.tokens], dict[int, list[float]]()
         # an only child is taken, and its probability is computed for a threshold alone
         judged = any(g.budget.width > 1 or g.budget.min_probability for g in grown.values()) and not context.needs_probs
         for b, nodes in kept.items():
@@ -187,7 +187,7 @@ class TreeDrafter(BaseDrafter):
             self._placed(slot, [growth.places[n] for n in nodes])
             if judged:
                 weights = [growth.weights[n] for n in nodes]
-                confidence[b] = torch.tensor(weights).exp()
+                confidence[b] = [*map(exp, weights)]
                 if self.noise_aware and self.learns:
                     self.error.state(slot, [parent for _, parent in trees[b]], weights)
         draft = draft_of(trees, confidence)
@@ -320,7 +320,7 @@ class CachedTreeDrafter(TreeDrafter):
                     features,
                 )
             )
-        trees, confidence = [[(tokens[-1], -1)] for tokens in context.tokens], dict[int, Tensor]()
+        trees, confidence = [[(tokens[-1], -1)] for tokens in context.tokens], dict[int, list[float]]()
         for b, c, drawn in zip(depths, chains, self._chain_model.draft_chains(self.cache, chains), strict=True):
             self._ingested(c.slot, len(c.tokens))
             self._places[c.slot] = [*range(len(drawn.tokens)), -1]  # the last one drawn was not forwarded
@@ -328,7 +328,7 @@ class CachedTreeDrafter(TreeDrafter):
             if judged:
                 weights = [0.0, *accumulate(log(max(chance, 1e-9)) for chance in drawn.chances)]
                 self.error.state(c.slot, range(-1, len(drawn.tokens)), weights)
-                confidence[b] = torch.tensor(weights).exp()
+                confidence[b] = [*map(exp, weights)]
         return draft_of(trees, confidence)
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 
@@ -140,6 +140,24 @@ class ExpertsStruct(ctypes.Structure):
     ]
 
 
+class SegmentStruct(ctypes.Structure):
+    _fields_ = [("tokens", c_void_p), ("order", c_void_p), ("count", c_int64)]
+
+
+class SegmentsStruct(ctypes.Structure):
+    _fields_ = [("segments", c_void_p), ("count", c_int64)]
+
+
+class LookupStruct(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("unread", "corpora", "forced")),
+        *((name, c_int64) for name in ("unread_count", "corpora_count", "forced_count", "depth", "width", "nodes")),
+        *((name, c_double) for name in ("least", "doubt")),
+        *((name, c_void_p) for name in ("tokens", "parents", "masses")),
+        *((name, c_int64) for name in ("made", "match")),
+    ]
+
+
 STRUCTS: dict[str, type[ctypes.Structure]] = {  # by the names of src/abi.hpp
     "Rows": RowsStruct,
     "Packed": PackedStruct,
@@ -154,6 +172,9 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {  # by the names of src/abi.hpp
     "ScanJob": ScanStruct,
     "RouteJob": RouteStruct,
     "ExpertsJob": ExpertsStruct,
+    "Segment": SegmentStruct,
+    "Segments": SegmentsStruct,
+    "LookupJob": LookupStruct,
 }
 _NOISE = (c_uint64, c_uint32, c_uint32, c_uint32)  # seed, stream, step, position
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
@@ -199,16 +220,21 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "total": (None, (c_void_p, c_void_p, c_int64, c_int64)),
     "sine_cosine": (None, (c_void_p, c_void_p, c_void_p, c_int64)),
     "elementwise": (None, (c_int32, c_void_p, c_void_p, c_int64)),
+    "lookup_new": (c_void_p, ()),
+    "lookup_free": (None, (c_void_p,)),
+    "lookup": (None, (c_void_p, POINTER(LookupStruct))),
 }
+# These take less time than to let other threads have Python and to get it back.
+_BRIEF = {"lookup"}
 
 
 class Library:
     """The loaded functions, as attributes without the `outrider_` prefix."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._dll = path, ctypes.CDLL(str(path))
+        self.path, self._dll, held = path, ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(self._dll, f"outrider_{name}")
+            function = getattr(held if name in _BRIEF else self._dll, f"outrider_{name}")
             function.restype, function.argtypes = result, list(arguments)
             setattr(self, name, function)
 

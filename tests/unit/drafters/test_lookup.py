@@ -19,7 +19,8 @@ from outrider.core.types import Budget
 from outrider.drafters import Drafter, NgramDrafter, SuffixDrafter, TokenRecyclingDrafter
 from outrider.drafters.lookup.corpus import Corpus
 from outrider.drafters.lookup.mixture import Context, TextSource, grow
-from outrider.drafters.lookup.suffix import SuffixAutomaton
+from outrider.drafters.lookup.suffix import PythonTextEnds, SuffixAutomaton, TextEnds
+from outrider.kernels import cpu as native
 from outrider.models.nodes import Nodes
 from outrider.testing.contract import check_drafter, context
 from outrider.testing.toy import ToyModel
@@ -98,6 +99,36 @@ def test_grown_trees_keep_the_budget_and_come_best_first(
     assert len(set(grown)) == len(grown), "siblings differ"
     order = [_mass(tokens, found, grown, n, doubt) for n in range(1, len(grown))]
     assert order == pytest.approx(_best(tokens, found, budget, least, doubt))
+
+
+@pytest.mark.skipif(not native.available(), reason="no native kernels")
+@given(st.integers(0, 2**32))
+@settings(max_examples=150, deadline=None)
+def test_native_lookups_grow_the_trees_of_the_reference(seed: int) -> None:
+    rnd = random.Random(seed)
+    words, least, doubt = rnd.choice([1, 2, 12, 40]), rnd.choice([0.0, 0.02, 0.1, 0.3]), rnd.choice([0.5, 2.0])
+
+    def text(most: int) -> list[int]:
+        length = rnd.choice([1, 3, 20, most])
+        piece = [rnd.randrange(words) for _ in range(length)]
+        return [t if rnd.random() < 0.97 else rnd.randrange(words) for t in piece * (most // length + 1)][:most]
+
+    corpora, corpus = list[Corpus](), Corpus(rnd.choice([60, 4000]))
+    fast, slow = TextEnds(least, doubt), PythonTextEnds(least, doubt)
+    for _ in range(8):
+        if rnd.random() < 0.4:
+            corpus.add(*(text(rnd.choice([2, 90, 300])) for _ in range(rnd.randrange(3))))
+            corpora = rnd.choice([[corpus], [corpus, Corpus(50)], [Corpus(9), corpus]])
+        new = text(rnd.choice([1, 2, 80])) if rnd.random() < 0.8 or not slow.read else []
+        if rnd.random() < 0.3 and len(corpus):
+            held = rnd.choice(corpus.segments).tokens.tolist()
+            at = rnd.randrange(len(held))
+            new += [t for t in held[at : at + rnd.choice([2, 9, 90])] if t < words]
+        forced = text(rnd.randrange(1, 9)) if rnd.random() < 0.2 else []
+        budget = Budget(rnd.choice([0, 1, 3, 16]), rnd.choice([0, 1, 2, 9]), rnd.choice([None, 0, 1, 7, 40]))
+        mine, expected = fast.offer(new, corpora, forced, budget), slow.offer(new, corpora, forced, budget)
+        assert (mine.nodes, mine.match, fast.read) == (expected.nodes, expected.match, slow.read)
+        assert mine.masses == expected.masses, "the same bits"
 
 
 def _best(tokens: list[int], found: list[Context], budget: Budget, least: float, doubt: float) -> list[float]:
@@ -199,6 +230,7 @@ def test_suffix_drafts_from_a_corpus() -> None:
     corpus.add([*range(50, 90)], [7, 7, 60, 61, 62, 1])
     drafter = SuffixDrafter(corpus, shared=0)
     assert chain_of(drafter, [2, *range(50, 60)], 5) == [60, 61, 62, 63, 64]
+    drafter.release(0)
     both = proposed(drafter, [2, 60, 61, 62], Budget(2, 2, 4))
     assert {t for t, p in both if p == 0} == {63, 1}
     for seed in range(2):

@@ -173,6 +173,30 @@ struct ChainsJob {  // one forward per level for all chains
     int32_t cache_format;
 };
 
+// A sorted text: its places in the order of the tokens before them. `order` counts them from the end.
+struct Segment {
+    const int32_t* tokens;
+    const int32_t* order;
+    int64_t count;
+};
+
+struct Segments {  // of a corpus
+    const Segment* segments;
+    int64_t count;
+};
+
+struct LookupJob {  // read more of a text, and propose what follows: a tree, its root first
+    const int32_t* unread;
+    const Segments* corpora;  // where else to look
+    const int32_t* forced;    // what a grammar leaves no choice about
+    int64_t unread_count, corpora_count, forced_count;
+    int64_t depth, width, nodes;  // of the tree, at most; the root does not count
+    double least, doubt;
+    int32_t *tokens, *parents;  // [nodes + 1] out, and `masses`
+    double* masses;
+    int64_t made, match;  // out: nodes, and tokens of the longest end that was found
+};
+
 enum Recurrence : int32_t { DELTA_RULE = 0, SELECTIVE = 1 };
 // Of a head's state that one unit of work moves on. Where they are all, the state is read in order, and fetched ahead.
 constexpr int64_t SCAN_COLUMNS = 128;

@@ -1,0 +1,66 @@
+"""What followed the ends of a text, in native code. `outrider/drafters/lookup` explains lookups, and has the twin in Python."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+
+from outrider.kernels.cpu.library import LookupStruct, SegmentsStruct, SegmentStruct
+from outrider.kernels.cpu.state import library
+
+Sorted = tuple[np.ndarray, np.ndarray]
+"""int32: the tokens of a text, and its places, counted from its end, in the order of the tokens before them."""
+
+
+class SortedTexts:
+    """Corpora, each of some sorted texts, as native code reads them. They must not change."""
+
+    def __init__(self, corpora: Sequence[Sequence[Sorted]]) -> None:
+        self._keep = (
+            [
+                (SegmentStruct * len(texts))(*((t.ctypes.data, order.ctypes.data, len(t)) for t, order in texts))
+                for texts in corpora
+            ],
+            corpora,
+        )
+        given = [(ctypes.addressof(made), len(made)) for made in self._keep[0]]
+        self._made, self.count = (SegmentsStruct * len(given))(*given), len(given)
+        self.address = ctypes.addressof(self._made)
+
+
+class Lookup:
+    """A growing text and what followed its ends, in itself and in corpora.
+
+    least: a path ends where its mass falls below this. doubt: match length at which a continuation seen once has mass 1/2.
+    """
+
+    def __init__(self, least: float, doubt: float) -> None:
+        self._call, self._handle = library().lookup, ctypes.c_void_p(library().lookup_new())
+        weakref.finalize(self, library().lookup_free, self._handle)
+        self._job, self._room = LookupStruct(least=least, doubt=doubt), -1
+        self.read = 0  # tokens of the text
+
+    def offer(
+        self, new: Sequence[int], texts: SortedTexts, forced: Sequence[int], depth: int, width: int, nodes: int
+    ) -> tuple[list[tuple[int, int]], list[float], int]:
+        """Read more of the text, and grow a tree within these bounds: (token, parent) of its nodes, the root first, their masses,
+        and the length of the longest match. forced: what a grammar leaves no choice about."""
+        job = self._job
+        if nodes > self._room:
+            self._room = nodes
+            ints = ctypes.c_int32 * (nodes + 1)
+            self._out = ints(), ints(), (ctypes.c_double * (nodes + 1))()
+            job.tokens, job.parents, job.masses = map(ctypes.addressof, self._out)
+        own = (ctypes.c_int32 * (len(new) + len(forced)))(*new, *forced)
+        job.unread, job.unread_count = ctypes.addressof(own), len(new)
+        job.forced, job.forced_count = ctypes.addressof(own) + 4 * len(new), len(forced)
+        job.corpora, job.corpora_count = texts.address, texts.count
+        job.depth, job.width, job.nodes = depth, width, nodes
+        self._call(self._handle, job)
+        self.read += len(new)
+        tokens, parents, masses = self._out
+        made = job.made
+        return list(zip(tokens[:made], parents[:made], strict=True)), masses[:made], job.match
