@@ -103,7 +103,7 @@ def test_grown_trees_keep_the_budget_and_come_best_first(
 
 @pytest.mark.skipif(not native.available(), reason="no native kernels")
 @given(st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_native_lookups_grow_the_trees_of_the_reference(seed: int) -> None:
     rnd = random.Random(seed)
     words, least, doubt = rnd.choice([1, 2, 12, 40]), rnd.choice([0.0, 0.02, 0.1, 0.3]), rnd.choice([0.5, 2.0])
