@@ -6,7 +6,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -247,7 +247,8 @@ class ModelBelief:
         """The budget of a chain that ends where its survival falls below `least`, as its drafter says or as its record says."""
         if self.states is False:
             return budget.clipped(max(int(math.log(least) / math.log(self.chance)), 1))
-        return replace(budget if self.states else budget.clipped(_TRY), min_probability=least)
+        depth, width, nodes = (budget if self.states else budget.clipped(_TRY)).parts
+        return Budget(depth, width, nodes, least)
 
     def learn(
         self,

@@ -119,19 +119,27 @@ class Costs:
 
     The target has a pace, which all its steps share, and a curve over nodes. Each drafter has a pace of its own.
 
-    behind: tokens of the text behind a node of the step that is weighed now. Attention over them takes time in proportion.
-
     keep: is called once with the corrected costs if the steps are much faster than the measurement: another program ran then. A
     machine that is slow now is no reason to forget what it can do.
     """
 
     def __init__(self, model: CostModel, keep: Callable[[CostModel], None] | None = None) -> None:
-        self.model, self._keep, self._steps, self.behind = model, keep, 0, 0.0
+        self.model, self._keep, self._steps = model, keep, 0
+        self._behind = self._attention = 0.0  # seconds that the text behind it adds to a node
         self._base = [model.forward(n) for n in SIZES]
         self._curve = list(self._base)
         self._logs, self._seen = [0.0] * 5, [0.0] * 5  # corrections at 1, 4, 16, 64 and 256 nodes
         self.pace = Correction()
         self.paces: dict[str, Correction] = {}
+
+    @property
+    def behind(self) -> float:
+        """Tokens of the text behind a node of the step that is weighed now. Attention over them takes time in proportion."""
+        return self._behind
+
+    @behind.setter
+    def behind(self, tokens: float) -> None:
+        self._behind, self._attention = tokens, self.model.attending(tokens)
 
     def forward(self, nodes: float) -> float:
         """Seconds of a step without its draft, over so many nodes of all its sequences."""
@@ -179,8 +187,10 @@ class Costs:
             if place and part > 0:
                 self._seen[place] = min(self._seen[place] + part, _SHAPE)
                 self._logs[place] += part * log / (self._seen[place] + _DOUBT)
-        for n, (seconds, (at, share)) in enumerate(zip(self._base, _PLACES, strict=True)):
-            self._curve[n] = seconds * math.exp(self._logs[at] + share * (self._logs[at + 1] - self._logs[at]))
+        for n, (place, share) in enumerate(_PLACES):
+            if at - 1 <= place <= at + 1:  # others have not changed
+                log = self._logs[place] + share * (self._logs[place + 1] - self._logs[place])
+                self._curve[n] = self._base[n] * math.exp(log)
 
     def observe_draft(self, name: str, rows: int, levels: int, read: int, seconds: float) -> None:
         """A draft of so many levels took so long, with the reading of so many missed tokens before it."""
@@ -198,11 +208,6 @@ class Costs:
         at, share = _between(nodes)
         low = self._curve[at]
         return low + share * (self._curve[at + 1] - low)
-
-    @property
-    def _attention(self) -> float:
-        """Seconds that the text behind it adds to a node."""
-        return self.model.attending(self.behind)
 
     def _corrected(self) -> CostModel:
         """A drafter that did not draft was measured beside the same program as the target."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -91,7 +92,12 @@ class Noise:
         every = -torch.log(-torch.log1p(-self.uniform(stream, position, n)))
         return every if ids is None else every[:, ids]
 
-    def keys(self, stream: Stream, position: Tensor) -> list[tuple[int, int, int, int]]:
+    @cached_property
+    def host(self) -> list[tuple[int, int]]:
+        """(seed, step) of each row, read to the host once."""
+        return [*zip(ints(self.seed), ints(self.step), strict=True)]
+
+    def keys(self, stream: Stream, position: Tensor | Sequence[int]) -> list[tuple[int, int, int, int]]:
         """(seed, stream, step, position) of each row, as the native kernels take them."""
-        rows = zip(ints(self.seed), ints(self.step), ints(position), strict=True)
-        return [(seed, stream.value, 0 if stream is Stream.TOKEN else step, at) for seed, step, at in rows]
+        rows = zip(self.host, ints(position) if isinstance(position, Tensor) else position, strict=True)
+        return [(seed, stream.value, 0 if stream is Stream.TOKEN else step, at) for (seed, step), at in rows]

@@ -69,7 +69,7 @@ class Budget:
 
     def clipped(self, depth: int) -> Budget:
         """The same budget, at most `depth` levels deep."""
-        return self if depth >= self.depth else replace(self, depth=max(depth, 0))
+        return self if depth >= self.depth else Budget(max(depth, 0), self.width, self.nodes, self.min_probability)
 
 
 @dataclass(frozen=True, eq=False)

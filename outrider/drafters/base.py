@@ -58,6 +58,12 @@ class DraftContext:
         """int64 [batch]: the position of the first draft token, on the noise's device."""
         return torch.tensor([len(t) for t in self.tokens], device=self.noise.seed.device)
 
+    def within(self, budgets: list[Budget]) -> DraftContext:
+        """The same with other budgets."""
+        own = DraftContext.__new__(DraftContext)  # `replace` would take all fields apart
+        own.__dict__.update(self.__dict__, budgets=budgets)
+        return own
+
     def select(self, some: Sequence[int]) -> DraftContext:
         """Some entries of the batch."""
         if len(some) == len(self.slots):

@@ -72,7 +72,7 @@ class Decoder:
         self.sequences: dict[int, Sequence] = {}
         self.waiting: list[Sequence] = []
         self._unread: dict[int, Features] = {}  # by slot: of tokens that the drafter has not read
-        self._batch: tuple[tuple[int, ...], LogitsWarper, torch.Tensor] | None = None
+        self._batch: tuple[tuple[int, ...], LogitsWarper, list[int], torch.Tensor] | None = None
 
     def sibling(self, drafter: Drafter, controller: Controller, **other: Any) -> Decoder:
         """Another decoder of this target, with a cache of its own. other: what else is not the same, as of `Decoder`.
@@ -282,9 +282,13 @@ class Decoder:
         """What the drafter sees of this step. The compiled parameters live as long as the batch stays the same."""
         key = tuple(id(sequence.state) for sequence in live)  # the warper keeps them alive: no id is used twice
         if self._batch is None or self._batch[0] != key:
-            seeds = torch.tensor([signed(sequence.request.seed) for sequence in live], device=self.target.device)
-            self._batch = (key, LogitsWarper([sequence.state for sequence in live], self.target.device), seeds)
-        _, warp, seeds = self._batch
+            warp = LogitsWarper([sequence.state for sequence in live], self.target.device)
+            seeds = [signed(sequence.request.seed) for sequence in live]
+            self._batch = key, warp, seeds, torch.tensor(seeds, device=self.target.device)
+        _, warp, seeds, held = self._batch
+        steps = [sequence.steps for sequence in live]
+        noise = Noise(held, torch.tensor(steps, device=held.device))
+        noise.__dict__["host"] = [*zip(seeds, steps, strict=True)]  # not read back from the tensors
         slots, left = [sequence.slot for sequence in live], [sequence.left for sequence in live]
         budgets = zip(self.controller.budgets(slots), left, strict=True)
         return DraftContext(
@@ -292,7 +296,7 @@ class Decoder:
             tokens=[sequence.tokens for sequence in live],
             budgets=[budget.clipped(most - 1) for budget, most in budgets],
             warp=warp,
-            noise=Noise(seeds, torch.tensor([sequence.steps for sequence in live], device=seeds.device)),
+            noise=noise,
             stream=self.verifier.draft_stream,
             needs_probs=self.verifier.needs_probs,
             prompt_lengths=[len(sequence.prompt) for sequence in live],
@@ -321,8 +325,11 @@ class Decoder:
             if (wanted := sequence.params.logprobs) is not None:
                 shown = [logprobs(out.logits[b, n], t, wanted) for n, t in zip(nodes, new, strict=False)]
             if out.features is not None:
-                whole = len(live) == 1 and len(held) == out.features.shape[1]
-                features, first = out.features[b] if whole else out.features[b, held], len(sequence.tokens) - 1
+                line = len(live) == 1 and held == [*range(len(held))]  # as a slice: nothing is copied
+                features, first = (
+                    out.features[b, : len(held)] if line else out.features[b, held],
+                    len(sequence.tokens) - 1,
+                )
                 if self.prefixes is not None:
                     self.prefixes.add(sequence.slot, features, first)
                 if not asked or sequence.slot in self._unread:

@@ -17,7 +17,7 @@ from outrider.drafters.base import DraftContext, Drafter, draft_of
 NodeList = list[tuple[int, int]]  # (token, parent) of one tree, the root first
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Proposal:
     """What a drafter proposes for one sequence: an entry of its draft. What is read of it is computed once."""
 
@@ -66,7 +66,7 @@ def own_commit(commit: Commit, nodes: NodeList | None) -> Commit:
         return Commit(commit.tokens, [], 0, commit.finish, commit.features)
     path = accepted_path(nodes, commit.tokens)
     # the last committed token is the next root. It is not in the cache, even if the proposal contained it
-    return replace(commit, nodes=path[: len(commit.tokens)], num_accepted=len(path) - 1)
+    return Commit(commit.tokens, path[: len(commit.tokens)], len(path) - 1, commit.finish, commit.features)
 
 
 @dataclass(frozen=True)

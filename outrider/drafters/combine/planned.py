@@ -233,7 +233,7 @@ class PlannedDrafter(BaseDrafter):
         """
         drafter, own = self.drafters[name], context.select([*budgets])
         if own.budgets != [*budgets.values()]:
-            own = replace(own, budgets=[*budgets.values()])
+            own = own.within([*budgets.values()])
         try:
             began = perf_counter()
             draft = lend(drafter.propose, own) if name in self._foreign else drafter.propose(own)
@@ -266,7 +266,8 @@ class PlannedDrafter(BaseDrafter):
         """One draft for the batch, with the nodes that are worth it, and notes."""
         survival = [self._survival(plan, made.get(b)) for b, plan in enumerate(plans)]
         drawn = [b in made and made[b].draft.probs is not None for b in range(len(plans))]
-        views = [replace(view, drawn=True) if d else view for view, d in zip(views, drawn, strict=True)]
+        if any(drawn):
+            views = [replace(view, drawn=d) for view, d in zip(views, drawn, strict=True)]
         kept = self.planner.verified(views, plans, survival)
         verified, notes = dict[int, Proposal](), list[PlanNote]()
         for b, (slot, plan, view) in enumerate(zip(context.slots, plans, views, strict=True)):

@@ -100,14 +100,35 @@ def last_nodes(nodes: Nodes, count: int) -> tuple[Tensor, Tensor]:
     return torch.arange(len(nodes.slots))[:, None], torch.tensor(nodes.last)[:, None] + torch.arange(1 - count, 1)
 
 
+class Waiting:
+    """Features of positions that follow each other: joined when they are read, because most steps only add one."""
+
+    def __init__(self, *parts: Tensor) -> None:
+        """parts: float [position, feature]. They must not change."""
+        self._parts, self._count = list(parts), sum(map(len, parts))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, part: Tensor) -> None:
+        self._parts.append(part)
+        self._count += len(part)
+
+    def joined(self) -> Tensor:
+        """float32 [position, feature], contiguous."""
+        one = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
+        self._parts = [one.float().contiguous()]
+        return self._parts[0]
+
+
 class FeatureReader(BaseDrafter):
     """A drafter with a cache over the committed text, which reads features of the target. Write `_read`.
 
-    waiting: by slot, the features that follow those in the cache: float32 [position, feature].
+    waiting: by slot, the features that follow those in the cache.
     """
 
     cache: SlotCache
-    waiting: dict[int, Tensor]
+    waiting: dict[int, Waiting]
 
     def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
         if first == 0:
@@ -136,9 +157,9 @@ class FeatureReader(BaseDrafter):
         if first != known or known + len(features) > self.cache.max_length:
             self.waiting.pop(slot, None)
             return
-        held = self.waiting.get(slot)
-        new = features.to(torch.float32, copy=held is None)
-        self.waiting[slot] = new.contiguous() if held is None else torch.cat([held, new])
+        if (held := self.waiting.get(slot)) is None:
+            held = self.waiting[slot] = Waiting()
+        held.add(features)
 
     def _read(self, slot: int, tokens: Sequence[int]) -> None:
         """Commit what waits. tokens: the committed ones of the sequence."""
@@ -164,7 +185,7 @@ class PairReader(FeatureReader):
             return
         count = len(waiting) - 1
         nodes = Nodes(torch.tensor([self._pair_tokens(slot, tokens)[:count]]), self.cache, [slot])
-        self.model.forward(nodes, waiting[None, :-1], want="none")
+        self.model.forward(nodes, waiting.joined()[None, :-1], want="none")
         self._ingested(slot, count + 1)
 
     def _pair_tokens(self, slot: int, tokens: Sequence[int]) -> list[int]:
@@ -173,8 +194,9 @@ class PairReader(FeatureReader):
 
     def _ingested(self, slot: int, count: int) -> None:
         """Commit the first pairs of the scratch, all but the root's. It is read again with the next draft."""
-        self.cache.commit([slot], [range(count - 1)])
-        self.waiting[slot] = self.waiting[slot][-1:].clone()
+        if count > 1:
+            self.cache.commit([slot], [range(count - 1)])
+            self.waiting[slot] = Waiting(self.waiting[slot].joined()[-1:].clone())
 
     def _left(self, slot: int, tokens: Sequence[int]) -> int:
         # a prompt of one token has no pair yet

@@ -62,8 +62,10 @@ class LogitError:
         for chance, right in zip(chances, accepted, strict=True):
             chance = min(max(chance, _CERTAIN), 1 - _CERTAIN)
             margin = self.scale * log(chance / (1 - chance)) * (1 if right else -1)
-            for n, scale in enumerate(SCALES):
-                self._losses[n] = _KEEP * self._losses[n] + _softplus(-margin / scale)
+            each = [-margin / scale for scale in SCALES]
+            # log(1 + exp(x)), without an overflow
+            lost = [max(x, 0.0) + log1p(exp(-abs(x))) for x in each]
+            self._losses = [_KEEP * before + new for before, new in zip(self._losses, lost, strict=True)]
         self.scale = SCALES[min(range(len(SCALES)), key=self._losses.__getitem__)]
 
     def likeliest(
@@ -96,7 +98,3 @@ class LogitError:
         """
         factor = keys.new_tensor([t or 1.0 for t in temperature])[:, None] / self.scale
         return log_softmax(keys * factor)
-
-
-def _softplus(x: float) -> float:
-    return max(x, 0.0) + log1p(exp(-abs(x)))

@@ -304,7 +304,7 @@ class CachedTreeDrafter(TreeDrafter):
         """Chains for `match`, in one call of a model that offers it: it saves the Python between a small model's tokens."""
         budgets = [context.budgets[b] for b in depths]
         judged = any(budget.min_probability for budget in budgets)
-        noise = context.noise.keys(context.stream, context.positions)
+        noise = context.noise.keys(context.stream, [*map(len, context.tokens)])
         chains: list[Chain] = []
         for (b, depth), budget in zip(depths.items(), budgets, strict=True):
             tokens, features = self._unread(context.slots[b], context.tokens[b])

@@ -219,7 +219,7 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
     def _read(self, slot: int, tokens: Sequence[int] = ()) -> None:
         waiting = self.waiting.pop(slot, None)
         if waiting is not None:
-            self.model.read(self.cache, slot, waiting)
+            self.model.read(self.cache, slot, waiting.joined())
 
     def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
         for slot in slots:
