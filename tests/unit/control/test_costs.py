@@ -81,6 +81,17 @@ def test_the_shape_of_the_curve_is_learned() -> None:
         assert costs.forward(nodes) / costs.forward(1) == pytest.approx(seconds, rel=0.2)
 
 
+def test_a_correction_reaches_the_sizes_on_both_sides() -> None:
+    costs = Costs(CostModel({}, {n: 1.0 + 0.1 * n for n in (1, 256)}))
+    before = {n: costs.forward(n) / costs.forward(1) for n in (3, 6, 32, 128)}
+    for _ in range(40):
+        costs.observe_forward(8, 3 * costs.forward(8))
+    grown = {n: costs.forward(n) / costs.forward(1) / was for n, was in before.items()}
+    assert 1.1 < grown[3] < grown[6]
+    assert grown[32] > 1.1
+    assert grown[128] == pytest.approx(1)
+
+
 def test_a_text_costs_each_node_its_length() -> None:
     """So what is learned behind a long text does not mislead a short one."""
     costs = Costs(replace(MODEL, attention=1e-4))
