@@ -95,14 +95,12 @@ def main(
     machine = f"{run.machine['cores']} CPU cores, measured with the built-in run"
     run = replace(
         run,
-        builtin=True,
         title="The built-in run",
         model=name,
         drafter=draft_name,
         requests=requests,
         texts=dict(sorted((run.texts | noisy.texts | bad.texts).items())),
         plain_seconds=median(sum(step.seconds) for step in plain.requests[0].steps),
-        speculative_config={**run.speculative_config, "model": draft_name},
         size=None if run.size is None else replace(run.size, name=name),
         costs=[curve(costs, f"{name} with {draft_name}", machine), *rooflines()],
         notes=[],

@@ -62,9 +62,8 @@ def explained(trace: Trace, tokenizer: Any | None = None) -> ExplainedRun:
     plain = [sum(s.seconds) for s in steps if not s.drafted and s.rows == 1]
     return ExplainedRun(
         title=trace.path.name,
-        builtin=False,
         detail=header.detail.value,
-        **_same(header, "model drafter verifier guarantee device date machine speculative_config"),
+        **_same(header, "model drafter verifier guarantee date machine"),
         requests=requests,
         texts={} if tokenizer is None else _texts(requests, tokenizer),
         plain_seconds=median(plain) if len(plain) > 2 else None,
@@ -221,11 +220,8 @@ def _request(text: TracedText, detail: Detail) -> ExplainedRequest:
     asked = text.request
     return ExplainedRequest(
         id=text.id,
-        prompt_tokens=asked.prompt_tokens,
         seed=str(asked.seed),
         temperature=asked.sampling.temperature,
-        params={k: v for k, v in asked.params.items() if isinstance(v, int | float)},
-        finish=text.finish,
         steps=[_step(step) for step in text.steps],
         prompt=asked.prompt,
     )

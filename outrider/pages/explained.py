@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import PlainSerializer, TypeAdapter
 
@@ -61,11 +61,8 @@ class ExplainedRequest:
     title, about: what the page calls it, and a line on it; without a title it has its number."""
 
     id: int
-    prompt_tokens: int
     seed: str
     temperature: Number
-    params: dict[str, Any]
-    finish: str | None
     steps: list[ExplainedStep]
     prompt: list[int] | None = None
     title: str | None = None
@@ -128,22 +125,19 @@ class CostCurve:
 class ExplainedRun:
     """A run for the page.
 
-    title: what the page calls it. builtin: whether it came with outrider. model, drafter, verifier, ...: of the trace's header.
+    title: what the page calls it. model, drafter, verifier, ...: of the trace's header.
     texts: token id -> text. plain_seconds: of a plain step, if some were measured. compared: drafts of several shapes at
     positions of the first request. notes: what is missing and why, in sentences.
     """
 
     title: str
-    builtin: bool
     model: str
-    device: str
     drafter: str
     verifier: str
     guarantee: str
     detail: str
     date: str
     machine: dict[str, str]
-    speculative_config: dict[str, Any]
     requests: list[ExplainedRequest]
     texts: dict[int, str]
     plain_seconds: Number | None = None

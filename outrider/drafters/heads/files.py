@@ -243,8 +243,3 @@ def store_head(
     with written_whole(out / "config.json") as partial:
         partial.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     return out
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """As a config.json says it."""
-    return str(dtype).removeprefix("torch.")

@@ -51,7 +51,6 @@ from outrider.models.hf.linear import pack_linears_
 from outrider.models.hf.recomputed import WholeText, longest
 from outrider.models.hf.recurrent import Recurrences, StateView, attends, stores_state
 from outrider.models.matrix import float_rows, give_matrix_, matrix_of, rows_of
-from outrider.models.native.parts import window_of
 from outrider.models.nodes import Nodes
 from outrider.models.states import LayerStates
 
@@ -113,7 +112,6 @@ class HFModel(LanguageModel):
         length: int = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", 2048)
         self.max_length: int = length if length > 0 else 2048  # XLNet has -1: no limit
         self.num_layers: int = text.num_hidden_layers
-        self.windows = tuple(window_of(text, layer) for layer in range(self.num_layers))
         self.stack = LayerStack(self.model, self.num_layers)
         parameters = inspect.signature(self.model.forward).parameters
         self._keeps = "logits_to_keep" in parameters
@@ -135,6 +133,7 @@ class HFModel(LanguageModel):
         self.slow = ""
         # On other devices the matrix kernels change with the batch.
         self.batch_invariant = self._find_route() and self.device.type == "cpu"
+        self.windows = tuple(self._call.windows.get(layer) or 0 for layer in range(self.num_layers))
         if self._whole is None:
             self.kv_cache_dtype = kv_cache_dtype  # the routes were tried without rounding
         self._careful &= self._stable.needed > 0 or self._route is AttentionRoute.SDPA

@@ -25,6 +25,7 @@ from transformers.core_model_loading import dot_natural_key
 from outrider.kernels.blocks import Blocks
 from outrider.models import checkpoint
 from outrider.models.checkpoint import Sizes, StoredTensor
+from outrider.models.dtypes import dtype_name
 from outrider.models.hf.experts import gated, give_expert_blocks_, is_mixture
 from outrider.models.hf.hooks import UnsupportedModel
 from outrider.models.matrix import give_matrix_
@@ -284,7 +285,7 @@ def _build(
     if grown and keep and not held:
         warnings.warn(
             f"{len(grown)} matrices of {stored.name} ({stored.method}) have no equal among the kernels' block formats; outrider "
-            f"keeps their exact values as {str(dtype).removeprefix('torch.')}, in {sum(grown) * dtype.itemsize / 2**30:.2f} GiB",
+            f"keeps their exact values as {dtype_name(dtype)}, in {sum(grown) * dtype.itemsize / 2**30:.2f} GiB",
             RuntimeWarning,
             stacklevel=6,
         )

@@ -21,11 +21,11 @@ from outrider.drafters.heads.files import (
     DSPARK,
     LILICORR,
     HeadFolder,
-    name_of,
     settings_named,
     store_head,
 )
 from outrider.drafters.heads.reading import EMBED, OUTPUT, HeadReader, HeadWeights
+from outrider.models.dtypes import dtype_name
 from outrider.models.load import Loaded
 
 _BLOCK = (Field("block_size", int, 0, layer=False), Field("from_anchor", bool, key="sample_from_anchor", layer=False))
@@ -131,7 +131,7 @@ def write_block(folder: str | Path, head: HeadWeights[BlockConfig], *, dtype: to
     settings |= settings_of(config, _BLOCK, layer=False) | {
         "architectures": ["DSparkDraftModel" if dspark else "DFlashDraftModel"],
         "aux_hidden_state_layer_ids": config.layer_ids,
-        "dtype": name_of(dtype),
+        "dtype": dtype_name(dtype),
         "mask_token_id": config.mask_token_id,
         # vLLM reads False as "causal in all layers", whatever the layers are; speculators ignores it without sliding layers
         "sliding_window_non_causal": True,

@@ -17,9 +17,10 @@ from outrider.drafters.heads.config import (
     wider,
 )
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
-from outrider.drafters.heads.files import EAGLE1, EAGLE3, PEAGLE, HeadFolder, name_of, settings_named, store_head
+from outrider.drafters.heads.files import EAGLE1, EAGLE3, PEAGLE, HeadFolder, settings_named, store_head
 from outrider.drafters.heads.reading import EMBED, OUTPUT, HeadReader, HeadWeights, log
 from outrider.models.base import FINAL_NORM
+from outrider.models.dtypes import dtype_name
 from outrider.models.load import Loaded
 
 LAYOUTS = ("speculators", "flat")
@@ -134,10 +135,10 @@ def write_eagle(
     if layout == "speculators":
         settings |= speculators_settings(config, EAGLE3, DRAFTS, **own)
         settings |= {"architectures": ["Eagle3DraftModel"], _LAYER_IDS: config.layer_ids, "embed_requires_grad": False}
-        settings |= settings_of(config, (_RESIDUAL,), layer=False) | {"dtype": name_of(dtype)}
+        settings |= settings_of(config, (_RESIDUAL,), layer=False) | {"dtype": dtype_name(dtype)}
     else:
         settings = {n: said for n, said in settings.items() if said} | layer_settings(config, **own) | _flat(config)
-        settings["torch_dtype"] = name_of(dtype)
+        settings["torch_dtype"] = dtype_name(dtype)
         tensors = {n.replace("layers.0.", "midlayer."): t for n, t in tensors.items()}
     return store_head(folder, settings, tensors, dtype)
 

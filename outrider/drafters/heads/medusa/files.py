@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.heads.files import MEDUSA, HeadFolder, name_of, settings_named, store_head
+from outrider.drafters.heads.files import MEDUSA, HeadFolder, settings_named, store_head
 from outrider.drafters.heads.reading import OUTPUT, HeadReader, log
+from outrider.models.dtypes import dtype_name
 from outrider.models.load import Loaded
 
 LAYOUTS = ("vllm", "tgi")
@@ -121,7 +122,7 @@ def write_medusa(
         for j, (weight, bias) in enumerate(blocks):
             name = block.format(i, j)
             tensors |= {f"{name}.weight": weight} | ({} if bias is None else {f"{name}.bias": bias})
-    settings: dict[str, Any] = {"model_type": MEDUSA, "torch_dtype": name_of(dtype)}
+    settings: dict[str, Any] = {"model_type": MEDUSA, "torch_dtype": dtype_name(dtype)}
     if verifier:
         settings["base_model_name_or_path"] = verifier
     if tgi:

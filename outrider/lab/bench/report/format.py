@@ -37,10 +37,6 @@ def duration(seconds: float) -> str:
     return f"{amount(1000 * seconds)} ms" if seconds >= 0.001 else f"{amount(1e6 * seconds)} µs"
 
 
-def size(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
-
-
 def bounds(found: Interval, shown: Callable[[float], str] = amount) -> str:
     """The two ends of an interval."""
     return f"{shown(found.low)} to {shown(found.high)}" if math.isfinite(found.high) else "one prompt"

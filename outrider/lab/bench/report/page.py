@@ -16,7 +16,7 @@ from outrider.lab.bench.report import charts
 from outrider.lab.bench.report.analysis import PHASES, SettingResult, analyse, by_category, drift
 from outrider.lab.bench.report.charts import environment
 from outrider.lab.bench.report.compare import compare_runs, versions
-from outrider.lab.bench.report.format import amount, bounds, count, duration, factor, percent, size
+from outrider.lab.bench.report.format import amount, bounds, count, duration, factor, percent
 from outrider.lab.bench.report.recommend import Recommendation, no_answers, recommend
 from outrider.lab.bench.run import PromptRecord, Run, Sample
 
@@ -90,7 +90,7 @@ def render(run: Run, *, other: Run | None = None) -> tuple[str, Recommendation]:
     }
     env = environment()
     env.filters |= {"amount": amount, "factor": factor, "percent": percent, "of": count}
-    env.filters |= {"duration": duration, "bytes": size, "json": json.dumps, "bounds": bounds}
+    env.filters |= {"duration": duration, "json": json.dumps, "bounds": bounds}
     env.filters |= {"factors": lambda found: bounds(found, factor)}
     html = env.get_template("report.html").render(values)
     return visible(html), recommendation
