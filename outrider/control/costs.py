@@ -143,7 +143,9 @@ class Costs:
 
     def forward(self, nodes: float) -> float:
         """Seconds of a step without its draft, over so many nodes of all its sequences."""
-        return self.pace.factor * (self._without_text(nodes) + self._attention * nodes)
+        at, share = _between(nodes)
+        low = self._curve[at]
+        return self.pace.factor * (low + share * (self._curve[at + 1] - low) + self._attention * nodes)
 
     def more(self, nodes: float, count: int) -> list[float]:
         """Seconds that 1, 2, ... `count` further nodes add to a step over `nodes`."""
@@ -187,10 +189,11 @@ class Costs:
             if place and part > 0:
                 self._seen[place] = min(self._seen[place] + part, _SHAPE)
                 self._logs[place] += part * log / (self._seen[place] + _DOUBT)
-        for n, (place, share) in enumerate(_PLACES):
-            if at - 1 <= place <= at + 1:  # others have not changed
-                log = self._logs[place] + share * (self._logs[place + 1] - self._logs[place])
-                self._curve[n] = self._base[n] * math.exp(log)
+        logs = self._logs
+        self._curve = [
+            seconds * math.exp(logs[at] + share * (logs[at + 1] - logs[at]))
+            for seconds, (at, share) in zip(self._base, _PLACES, strict=True)
+        ]
 
     def observe_draft(self, name: str, rows: int, levels: int, read: int, seconds: float) -> None:
         """A draft of so many levels took so long, with the reading of so many missed tokens before it."""
@@ -203,18 +206,12 @@ class Costs:
         """Seconds taken over seconds measured: of a plain step, and of each drafter."""
         return {"target": self.pace.factor, **{name: pace.factor for name, pace in self.paces.items()}}
 
-    def _without_text(self, nodes: float) -> float:
-        """Seconds of such a step with nothing behind its nodes, at the pace that was measured."""
-        at, share = _between(nodes)
-        low = self._curve[at]
-        return low + share * (self._curve[at + 1] - low)
-
     def _corrected(self) -> CostModel:
         """A drafter that did not draft was measured beside the same program as the target."""
         paces = {name: self.paces.get(name, self.pace).factor for name in self.model.drafters}
         drafters = {n: DraftCost(*(paces[n] * part for part in astuple(c))) for n, c in self.model.drafters.items()}
         pace = self.pace.factor
-        target = {n: pace * self._without_text(n) for n in self.model.target}
+        target = {n: self.forward(n) - pace * self._attention * n for n in self.model.target}
         return replace(self.model, target=target, drafters=drafters, attention=pace * self.model.attention)
 
     def _pace(self, name: str) -> float:

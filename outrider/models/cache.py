@@ -119,8 +119,8 @@ class SlotCache:
                 )
             for states in self.states.values():
                 states.commit(slot, path)
-            first = next((i for i, node in enumerate(path) if i != node), len(path))  # nodes in place already
-            if first < len(path):
+            if [*path] != [*range(len(path))]:
+                first = next(i for i, node in enumerate(path) if i != node)  # those before it are in place
                 for tensors in self.layers:
                     for t in tensors:
                         source = torch.as_tensor(path[first:], device=t.device) + start
