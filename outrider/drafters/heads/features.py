@@ -117,8 +117,12 @@ class Waiting:
     def joined(self) -> Tensor:
         """float32 [position, feature], contiguous."""
         one = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
-        self._parts = [one.float().contiguous()]
-        return self._parts[0]
+        return one.float().contiguous()
+
+    def last(self) -> Waiting:
+        """The last position alone. Not copied, unless much would be kept with it."""
+        part = self._parts[-1]
+        return Waiting(part if len(part) == 1 else part[-1:] if len(part) <= FEW else part[-1:].clone())
 
 
 class FeatureReader(BaseDrafter):
@@ -196,7 +200,7 @@ class PairReader(FeatureReader):
         """Commit the first pairs of the scratch, all but the root's. It is read again with the next draft."""
         if count > 1:
             self.cache.commit([slot], [range(count - 1)])
-            self.waiting[slot] = Waiting(self.waiting[slot].joined()[-1:].clone())
+            self.waiting[slot] = self.waiting[slot].last()
 
     def _left(self, slot: int, tokens: Sequence[int]) -> int:
         # a prompt of one token has no pair yet

@@ -187,31 +187,17 @@ class NativeStep:
         table = self._cache_table(
             cache, [chains[i].slot for i in asked], max(len(c.tokens) + c.depth - 1 for c in chains)
         )
-        made, keep = list[ChainStruct](), []
-        for c in (chains[i] for i in asked):
-            given, out = (ctypes.c_int64 * len(c.tokens))(*c.tokens), (ctypes.c_int64 * c.depth)()
-            chances = (ctypes.c_float * c.depth)()
-            keep.append((given, out, chances))
-            seed, stream, step, position = c.noise
-            one = ChainStruct(
-                tokens=ctypes.addressof(given),
-                features=None if c.features is None else c.features.data_ptr(),
-                drafted=ctypes.addressof(out),
-                count=len(c.tokens),
-                depth=c.depth,
-                chances=ctypes.addressof(chances),
-                seed=seed & (2**64 - 1),
-                row=c.slot,
-                length=cache.length[c.slot],
-                stream=stream,
-                step=step & (2**32 - 1),
-                position=position & (2**32 - 1),
-                temperature=c.temperature,
-                error=c.error,
-                min_probability=c.min_probability,
-            )
-            made.append(one)
-        structs = (ChainStruct * len(asked))(*made)
+        structs, keep = (ChainStruct * len(asked))(), []
+        for i, struct in zip(asked, structs, strict=True):
+            c, count = chains[i], len(chains[i].tokens)
+            given, chances = (ctypes.c_int64 * (count + c.depth))(*c.tokens), (ctypes.c_float * c.depth)()
+            keep.append((given, chances))
+            struct.tokens, struct.count, struct.depth = ctypes.addressof(given), count, c.depth
+            struct.drafted, struct.chances = struct.tokens + 8 * count, ctypes.addressof(chances)
+            struct.features = None if c.features is None else c.features.data_ptr()
+            struct.row, struct.length = c.slot, cache.length[c.slot]
+            struct.seed, struct.stream, struct.step, struct.position = c.noise  # ctypes keeps the lower bits
+            struct.temperature, struct.error, struct.min_probability = c.temperature, c.error, c.min_probability
         job = ChainsStruct(
             ctypes.addressof(structs), ctypes.addressof(table), len(asked), cache.capacity, _cell_format(cache)
         )
@@ -224,8 +210,9 @@ class NativeStep:
                 None,
                 self.program.vocab_size,
             )
-        for struct, i, (_, out, chances) in zip(structs, asked, keep, strict=True):
-            drawn[i] = DrawnChain(out[: struct.made], chances[: struct.made] if chains[i].error else [])
+        for struct, i, (given, chances) in zip(structs, asked, keep, strict=True):
+            made, count = struct.made, struct.count
+            drawn[i] = DrawnChain(given[count : count + made], chances[:made] if chains[i].error else [])
         return drawn
 
     def _states_of(self, cache: SlotCache) -> int | None:
