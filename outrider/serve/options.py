@@ -163,10 +163,7 @@ class ServeOptions(ModelOptions):
 
     Those without help are not on the command line. body_timeout: for a client to send its request. send_timeout: for a client to
     receive a part of the response. stall_timeout: for one step of the engine; after it `/health` reports that the engine hangs.
-    max_choices: prompts times n of one request. max_stop_length: characters. max_logprobs: of one token, for prompt and output.
-    max_bias: entries of logit_bias, bad_words, allowed_token_ids and stop_token_ids. max_speculative_tokens: that a request may
-    ask for. max_responses, max_response_bytes: that are kept to go on from, see `ResponseStore`. replica_name: of this server
-    among others; the ids of its responses end with it.
+    replica_name: of this server among others; the ids of its responses end with it.
     """
 
     tool_call_parser: str = setting(
@@ -230,14 +227,6 @@ class ServeOptions(ModelOptions):
     body_timeout: Seconds = 30.0
     send_timeout: Seconds = 60.0
     stall_timeout: Seconds = 120.0
-    max_choices: int = 16
-    max_stops: int = 16
-    max_stop_length: int = 256
-    max_logprobs: int = 20
-    max_bias: int = 1024
-    max_speculative_tokens: int = 16
-    max_responses: int = 256
-    max_response_bytes: Bytes = 32 << 20
     replica_name: str = ""
 
     @model_validator(mode="before")

@@ -69,7 +69,7 @@ class Service:
         """
         with refusing():
             offer, reader, special = self._tools(body)
-            params = body.params(self.settings)
+            params = body.params()
         forced = offer if offer and offer.forced else None
         mask = await self._grammar(body, forced) if body.form or body.structured_outputs or forced else None
         if special:

@@ -17,7 +17,7 @@ from outrider.serve.assembly import load_llm
 from outrider.serve.batch.lines import BatchRequest
 from outrider.serve.bodies import check_body
 from outrider.serve.errors import Refused, invalid_body, no_model, refusing
-from outrider.serve.openai.protocol import ChatRequest, CompletionRequest
+from outrider.serve.openai.protocol import MAX_CHOICES, ChatRequest, CompletionRequest
 from outrider.serve.openai.responses_api import ResponsesRequest, ResponsesWriter
 from outrider.serve.options import BatchOptions, ServeOptions
 from outrider.serve.service import Service
@@ -39,9 +39,7 @@ class BatchAnswerer:
         # a line may wait for as long as the batch takes
         settings = ServeOptions(**options.model_dump(exclude={"seed"}), request_timeout=math.inf)
         self.window = 2 * options.max_num_seqs  # lines in work: as many wait as there are slots, so no slot waits
-        self.service = Service(
-            self.llm, Engine(self.llm.runtime, max_queue=self.window * settings.max_choices), settings
-        )
+        self.service = Service(self.llm, Engine(self.llm.runtime, max_queue=self.window * MAX_CHOICES), settings)
         self._loop = asyncio.new_event_loop()
 
     def __enter__(self) -> BatchAnswerer:

@@ -25,13 +25,17 @@ from pydantic import (
 
 from outrider.core.params import BadParameter, SamplingParams
 from outrider.serve.openai.tools import ToolOffer, offered, text_of
-from outrider.serve.options import ServeOptions
 
 # Validation stops at the first wrong item. An error for each of a million items would take minutes.
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 MAX_UNKNOWN = 100  # keys that no field has
+MAX_CHOICES = 16  # prompts times n
+MAX_DEPTH = 16  # draft tokens that a request may ask for
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # characters, also of a bad word
+MAX_LOGPROBS = 20  # of one token
+MAX_ENTRIES = 1024  # of logit_bias, and of each list of tokens
 _NUMBER = re.compile(r"-?(0|[1-9]\d{0,39})(\.\d{1,40})?([eE][+-]?\d{1,3})?")  # of JSON, and not a long one
 
 
@@ -256,22 +260,22 @@ class CommonRequest(JsonObject):
         """The first chunk of a choice has to wait for the log-probabilities of its prompt."""
         return self.echoes and self.alternatives is not None
 
-    def params(self, settings: ServeOptions) -> SamplingParams:
+    def params(self) -> SamplingParams:
         """The sampling parameters. Raises ValueError for invalid values, and for more than a limit of the server."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        longest, echoed = settings.max_stop_length, self.alternatives if self.echoes else None
+        echoed = self.alternatives if self.echoes else None
         for count, limit, what, name in (
-            ((self.n or 1) * self.count, settings.max_choices, "texts of one request", "n"),
-            (self.depth or 0, settings.max_speculative_tokens, "draft tokens a step", "num_speculative_tokens"),
-            (len(stops), settings.max_stops, "stop strings", "stop"),
-            (max(map(len, stops), default=0), longest, "characters in a stop string", "stop"),
-            (self.alternatives or 0, settings.max_logprobs, "logprobs of one token", "logprobs"),
-            (self.prompt_alternatives or 0, settings.max_logprobs, "prompt_logprobs of one token", "prompt_logprobs"),
+            ((self.n or 1) * self.count, MAX_CHOICES, "texts of one request", "n"),
+            (self.depth or 0, MAX_DEPTH, "draft tokens a step", "num_speculative_tokens"),
+            (len(stops), MAX_STOPS, "stop strings", "stop"),
+            (max(map(len, stops), default=0), MAX_STOP_LENGTH, "characters in a stop string", "stop"),
+            (self.alternatives or 0, MAX_LOGPROBS, "logprobs of one token", "logprobs"),
+            (self.prompt_alternatives or 0, MAX_LOGPROBS, "prompt_logprobs of one token", "prompt_logprobs"),
             *(
-                (len(getattr(self, name) or ()), settings.max_bias, f"entries in {name}", name)
+                (len(getattr(self, name) or ()), MAX_ENTRIES, f"entries in {name}", name)
                 for name in ("logit_bias", "bad_words", "allowed_token_ids", "stop_token_ids")
             ),
-            (max(map(len, self.bad_words or ()), default=0), longest, "characters in a bad word", "bad_words"),
+            (max(map(len, self.bad_words or ()), default=0), MAX_STOP_LENGTH, "characters in a bad word", "bad_words"),
         ):
             if count > limit:
                 raise BadParameter(f"{str(count)[:20]} {what} are too many; this server takes {limit}", name)

@@ -31,7 +31,7 @@ class StoredResponse:
 class ResponseStore:
     """The responses that were used last. limit: how many. limit_bytes: of all, as JSON; one that is larger is not kept."""
 
-    def __init__(self, limit: int, limit_bytes: int) -> None:
+    def __init__(self, limit: int = 256, limit_bytes: int = 32 << 20) -> None:
         self.limit, self.limit_bytes, self.bytes = limit, limit_bytes, 0
         self._kept = OrderedDict[str, StoredResponse]()
 
@@ -66,10 +66,9 @@ class ResponseStore:
         del self._kept[name]
 
 
-def install(app: FastAPI, answering: Answering, answer: dict[int | str, dict[str, Any]]) -> ResponseStore:
-    """Add the routes. answer: documents what is answered. Returns the store."""
-    settings = answering.pool.settings
-    store = ResponseStore(settings.max_responses, settings.max_response_bytes)
+def install(app: FastAPI, answering: Answering, answer: dict[int | str, dict[str, Any]]) -> None:
+    """Add the routes. answer: documents what is answered."""
+    store = ResponseStore()
 
     @app.post("/v1/responses", responses=answer)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
@@ -82,7 +81,7 @@ def install(app: FastAPI, answering: Answering, answer: dict[int | str, dict[str
         def keep(response: dict[str, Any]) -> None:
             store.put(response, [*before, *body.items, *response["output"]])
 
-        name = response_id(settings.replica_name)
+        name = response_id(answering.pool.settings.replica_name)
         with renamed("messages", "input"):
             called = service.settings.model_name
             return await answering.answer(
@@ -99,8 +98,6 @@ def install(app: FastAPI, answering: Answering, answer: dict[int | str, dict[str
         """Forget a response."""
         store.drop(name)
         return json_response({"id": name, "object": "response", "deleted": True})
-
-    return store
 
 
 def response_id(replica: str = "") -> str:

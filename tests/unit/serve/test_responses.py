@@ -39,7 +39,7 @@ def live() -> Iterator[Live]:
     calls = "{% for m in messages %}{% for c in m.tool_calls or [] %}# calls {{ c.function.name }}\n{% endfor %}{% endfor %}"
     llm = builtin(2)
     llm.tokenizer.chat_template = calls + TEMPLATE  # type: ignore[union-attr]
-    with serving(llm, ServeOptions(model="code", max_responses=20)) as live:
+    with serving(llm, ServeOptions(model="code")) as live:
         yield live
 
 
@@ -266,7 +266,7 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "schema is missing", "text"),
     ({"input": "x", "instrutions": "y"}, "did you mean 'instructions'", "instrutions"),
     ({"input": "x", "temperature": -1}, "greater than or equal to 0", "temperature"),
-    ({"input": "x", "previous_response_id": "resp_1"}, "the last 20 in memory", "previous_response_id"),
+    ({"input": "x", "previous_response_id": "resp_1"}, "the last 256 in memory", "previous_response_id"),
 ]
 
 
