@@ -3,6 +3,7 @@
 // that it has alone, on any instruction set, for any number of threads. Ends with 1 and names what differs.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <thread>
 
@@ -29,6 +30,48 @@ void check_matrix(const Packed& w, const std::string& name, Random& random) {
 }
 
 // Several callers need a matrix that is not packed yet. Its pages have zeros once they are given back, so it must not be read twice.
+// What is proposed after a text does not depend on how it was read. Few kinds of tokens, so that there are many matches.
+void check_lookup(Random& random) {
+    auto text = [&](size_t most) {
+        std::vector<int32_t> out(2 + random.next() % most);
+        for (int32_t& token : out) token = static_cast<int32_t>(random.next() >> 40) % 20;
+        return out;
+    };
+    std::vector<int32_t> tokens = text(300), all = text(400), order(tokens.size());
+    tokens.back() = 0x7fffffff;
+    for (size_t i = 0; i < order.size(); i++) order[i] = static_cast<int32_t>(i);
+    std::vector<int32_t> back(tokens.rbegin(), tokens.rend());
+    std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+        return std::lexicographical_compare(back.begin() + a, back.end(), back.begin() + b, back.end());
+    });
+    Segment segment{tokens.data(), order.data(), static_cast<int64_t>(tokens.size())};
+    Segments corpus{&segment, 1};
+    constexpr int64_t NODES = 12;
+    struct Tree {
+        std::vector<int32_t> tokens = std::vector<int32_t>(NODES + 1), parents = tokens;
+        std::vector<double> masses = std::vector<double>(NODES + 1);
+        bool operator==(const Tree&) const = default;
+    };
+    auto read = [&](size_t piece) {
+        Tree tree;
+        void* lookup = outrider_lookup_new();
+        for (size_t at = 0; at < all.size(); at += piece) {
+            std::vector<int32_t> some(all.begin() + at, all.begin() + std::min(at + piece, all.size()));
+            LookupJob job{};
+            job.unread = some.data(), job.unread_count = static_cast<int64_t>(some.size());
+            job.corpora = &corpus, job.corpora_count = 1, job.forced = tokens.data(), job.forced_count = 2;
+            job.depth = 6, job.width = 3, job.nodes = NODES, job.least = 0.01, job.doubt = 2;
+            tree = {};
+            job.tokens = tree.tokens.data(), job.parents = tree.parents.data(), job.masses = tree.masses.data();
+            outrider_lookup(lookup, &job);
+            expect(job.made > 1, "something is proposed");
+        }
+        outrider_lookup_free(lookup);
+        return tree;
+    };
+    expect(read(1) == read(all.size()) && read(7) == read(1), "a lookup depends on how its text was read");
+}
+
 void check_unread(Random& random) {
     constexpr int64_t N = 48, K = 512, ROWS = 3;
     std::vector<uint8_t> raw = random_blocks(Q4_K, N, K, random);
@@ -119,6 +162,7 @@ int main() {
     expect(wrong == 0, "callers at the same time disturb each other");
 
     check_unread(random);
+    for (int i = 0; i < 20; i++) check_lookup(random);
 
     std::vector<float> noise(101);
     outrider_gumbel(7, 0, 3, 11, 101, noise.data());

@@ -30,6 +30,9 @@ int64_t outrider_draft_chains(void*, const ChainsJob*);
 int64_t outrider_plan(int64_t batch, int64_t held, int64_t nodes, const int64_t* parents, const int32_t* lengths, Plan* plan);
 void outrider_pack_vectors(int32_t format, const float* from, uint8_t* to, int64_t count, int64_t dim);
 void outrider_attention(AttentionJob* job);
+void* outrider_lookup_new();
+void outrider_lookup_free(void*);
+void outrider_lookup(void*, LookupJob* job);
 void outrider_gumbel(uint64_t seed, uint32_t stream, uint32_t step, uint32_t position, int64_t n, float* out);
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -19,14 +20,13 @@ class SortedTexts:
     """Corpora, each of some sorted texts, as native code reads them. They must not change."""
 
     def __init__(self, corpora: Sequence[Sequence[Sorted]]) -> None:
-        self._keep = (
-            [
-                (SegmentStruct * len(texts))(*((t.ctypes.data, order.ctypes.data, len(t)) for t, order in texts))
-                for texts in corpora
-            ],
-            corpora,
-        )
-        given = [(ctypes.addressof(made), len(made)) for made in self._keep[0]]
+        plain = partial(np.ascontiguousarray, dtype=np.int32)  # a view, where they are already
+        self._texts = [[(plain(t), plain(order)) for t, order in texts] for texts in corpora]
+        self._segments = [
+            (SegmentStruct * len(texts))(*((t.ctypes.data, order.ctypes.data, len(t)) for t, order in texts))
+            for texts in self._texts
+        ]
+        given = [(ctypes.addressof(made), len(made)) for made in self._segments]
         self._made, self.count = (SegmentsStruct * len(given))(*given), len(given)
         self.address = ctypes.addressof(self._made)
 
