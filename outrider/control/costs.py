@@ -102,15 +102,18 @@ def tokens_read(windows: Mapping[int, int], behind: float) -> float:
 class Correction:
     """A running mean of logarithms: seconds taken over seconds believed."""
 
-    def __init__(self) -> None:
-        self.log, self.factor, self.weight = 0.0, 1.0, _DOUBT
+    def __init__(self, log: float = 0.0) -> None:
+        self.log, self.factor, self.weight = log, math.exp(log), _DOUBT
 
     def learn(self, ratio: float, sure: bool = True) -> None:
-        """ratio: seconds taken over seconds believed, this correction included. sure: nothing else can explain it."""
+        """ratio: seconds taken over seconds believed, this correction included. sure: nothing else can explain it.
+
+        What is far too fast for a belief refutes it at once: other programs can only slow a step down."""
+        log = math.log(max(ratio, 1e-9))
         if sure:
             self.weight = min(self.weight + 1, _WEIGHT)
-        rate = 1 / self.weight if sure else _PART / _WEIGHT
-        self.log += rate * min(max(math.log(max(ratio, 1e-9)), -_GROSS), _GROSS)
+        rate = 1.0 if sure and log < -_GROSS else 1 / self.weight if sure else _PART / _WEIGHT
+        self.log += rate * (log if rate == 1.0 else min(max(log, -_GROSS), _GROSS))
         self.factor = math.exp(self.log)
 
 
@@ -119,8 +122,8 @@ class Costs:
 
     The target has a pace, which all its steps share, and a curve over nodes. Each drafter has a pace of its own.
 
-    keep: is called once with the corrected costs if the steps are much faster than the measurement: another program ran then. A
-    machine that is slow now is no reason to forget what it can do.
+    keep: is called once with the corrected costs if steps or drafts are much faster than the measurement: another program ran
+    then. A machine that is slow now is no reason to forget what it can do.
     """
 
     def __init__(self, model: CostModel, keep: Callable[[CostModel], None] | None = None) -> None:
@@ -177,8 +180,8 @@ class Costs:
         if seconds <= 0:
             return
         self._steps += 1
-        if self._keep is not None and self._steps % _ENOUGH == 0 and self.pace.factor < _FASTER:
-            self._keep(self._corrected())
+        if self._keep is not None and self._steps % _ENOUGH == 0 and min(self.drift.values()) < _FASTER:
+            self._keep(self._corrected().faster(self.model))
             self._keep = None
         ratio = seconds / self.forward(nodes)
         self.pace.learn(ratio, nodes == 1)
@@ -199,7 +202,13 @@ class Costs:
         """A draft of so many levels took so long, with the reading of so many missed tokens before it."""
         believed = self.draft(name, rows, levels) + self.reading(name, read)
         if believed > 0 and seconds > 0:
-            self.paces.setdefault(name, Correction()).learn(seconds / believed)
+            if self.untried(name):
+                self.paces[name] = Correction(self.pace.log)
+            self.paces[name].learn(seconds / believed)
+
+    def untried(self, name: str) -> bool:
+        """Whether this drafter has not drafted yet. Its cost may have been measured beside other programs."""
+        return name not in self.paces
 
     @property
     def drift(self) -> dict[str, float]:
@@ -207,16 +216,15 @@ class Costs:
         return {"target": self.pace.factor, **{name: pace.factor for name, pace in self.paces.items()}}
 
     def _corrected(self) -> CostModel:
-        """A drafter that did not draft was measured beside the same program as the target."""
-        paces = {name: self.paces.get(name, self.pace).factor for name in self.model.drafters}
+        paces = {name: self._pace(name) for name in self.model.drafters}
         drafters = {n: DraftCost(*(paces[n] * part for part in astuple(c))) for n, c in self.model.drafters.items()}
         pace = self.pace.factor
         target = {n: self.forward(n) - pace * self._attention * n for n in self.model.target}
         return replace(self.model, target=target, drafters=drafters, attention=pace * self.model.attention)
 
     def _pace(self, name: str) -> float:
-        pace = self.paces.get(name)
-        return 1.0 if pace is None else pace.factor
+        """One that has not drafted was measured beside the same programs as the target."""
+        return self.paces.get(name, self.pace).factor
 
     def _cost(self, name: str) -> DraftCost:
         cost = self.model.drafters.get(name)

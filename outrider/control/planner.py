@@ -393,7 +393,7 @@ class Planner:
             levels, nodes = levels + ask.levels, nodes + ask.nodes
             deepest = levels / n * _harmonic(n)
             value = gain - price * (costs.draft(name, n, deepest) + costs.forward(rows + nodes) - plain)
-            if value > best or one.view.fixed:
+            if value > best or one.view.fixed or costs.untried(name):
                 count, best = n, max(value, 0.0)
         return {one.view.slot for one in some[:count]}
 
@@ -417,12 +417,14 @@ class Planner:
 
     def _ask(self, name: str, slot: int, price: float, around: float, rows: int, asked: int) -> Weighed:
         """What asking a drafter that costs something is worth, for a sequence among `asked`. One node at least is charged: a
-        draft of which nothing is verified shows nothing."""
+        draft of which nothing is verified shows nothing. The first draft of all is free: it shows whether the costs are right."""
         tokens, levels, nodes, weight = self._belief(name).means(slot, self._forecast(name, rows))
         forward = self.costs.forward
         deepest = levels * _harmonic(asked)
         seconds = self.costs.draft(name, asked, deepest) / asked + forward(around + max(nodes, 1.0)) - forward(around)
         seconds += self._planning * forward(rows) / rows  # a step that rests has no plan
+        if self.costs.untried(name):
+            seconds = 0.0
         hoped = tokens + OPTIMISM / sqrt(1 + weight)
         return Weighed(name, hoped, seconds, hoped - price * seconds, "", levels, nodes)
 
