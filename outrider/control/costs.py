@@ -112,8 +112,10 @@ class Correction:
         log = math.log(max(ratio, 1e-9))
         if sure:
             self.weight = min(self.weight + 1, _WEIGHT)
-        rate = 1.0 if sure and log < -_GROSS else 1 / self.weight if sure else _PART / _WEIGHT
-        self.log += rate * (log if rate == 1.0 else min(max(log, -_GROSS), _GROSS))
+        if sure and log < -_GROSS:
+            self.log += log
+        else:
+            self.log += min(max(log, -_GROSS), _GROSS) * (1 / self.weight if sure else _PART / _WEIGHT)
         self.factor = math.exp(self.log)
 
 

@@ -134,6 +134,9 @@ def test_a_drafter_that_was_measured_beside_other_programs_drafts_once_and_is_be
         notes = [note(plan, one, 3, 0.8, charge)] if drafts else [note(plan, one)]
         own.observe(step(notes, [3 * drafts], 1.21 if drafts else 1.0, truth * 4.0 * drafts))
     assert len(asked) > 30 if truth < 1 else asked == [1]
+    fresh = Planner(Budget(16), Costs(costs.model), {"model": "sibling"})
+    assert fresh.plan([view(0, 10, 90, missing=500)])[0].drafter is None, "a long text is not read for a try"
+    assert fresh.plan([view(0, 10, 90, missing=500)])[0].read is None
 
 
 def test_a_draft_that_is_always_wrong_is_given_up_and_asked_again() -> None:
