@@ -102,20 +102,15 @@ def tokens_read(windows: Mapping[int, int], behind: float) -> float:
 class Correction:
     """A running mean of logarithms: seconds taken over seconds believed."""
 
-    def __init__(self, log: float = 0.0) -> None:
-        self.log, self.factor, self.weight = log, math.exp(log), _DOUBT
+    def __init__(self) -> None:
+        self.log, self.factor, self.weight = 0.0, 1.0, _DOUBT
 
     def learn(self, ratio: float, sure: bool = True) -> None:
-        """ratio: seconds taken over seconds believed, this correction included. sure: nothing else can explain it.
-
-        What is far too fast for a belief refutes it at once: other programs can only slow a step down."""
-        log = math.log(max(ratio, 1e-9))
+        """ratio: seconds taken over seconds believed, this correction included. sure: nothing else can explain it."""
         if sure:
             self.weight = min(self.weight + 1, _WEIGHT)
-        if sure and log < -_GROSS:
-            self.log += log
-        else:
-            self.log += min(max(log, -_GROSS), _GROSS) * (1 / self.weight if sure else _PART / _WEIGHT)
+        rate = 1 / self.weight if sure else _PART / _WEIGHT
+        self.log += rate * min(max(math.log(max(ratio, 1e-9)), -_GROSS), _GROSS)
         self.factor = math.exp(self.log)
 
 
@@ -204,13 +199,7 @@ class Costs:
         """A draft of so many levels took so long, with the reading of so many missed tokens before it."""
         believed = self.draft(name, rows, levels) + self.reading(name, read)
         if believed > 0 and seconds > 0:
-            if self.untried(name):
-                self.paces[name] = Correction(self.pace.log)
-            self.paces[name].learn(seconds / believed)
-
-    def untried(self, name: str) -> bool:
-        """Whether this drafter has not drafted yet. Its cost may have been measured beside other programs."""
-        return name not in self.paces
+            self.paces.setdefault(name, Correction()).learn(seconds / believed)
 
     @property
     def drift(self) -> dict[str, float]:
@@ -218,15 +207,16 @@ class Costs:
         return {"target": self.pace.factor, **{name: pace.factor for name, pace in self.paces.items()}}
 
     def _corrected(self) -> CostModel:
-        paces = {name: self._pace(name) for name in self.model.drafters}
+        """A drafter that did not draft was measured beside the same program as the target."""
+        paces = {name: self.paces.get(name, self.pace).factor for name in self.model.drafters}
         drafters = {n: DraftCost(*(paces[n] * part for part in astuple(c))) for n, c in self.model.drafters.items()}
         pace = self.pace.factor
         target = {n: self.forward(n) - pace * self._attention * n for n in self.model.target}
         return replace(self.model, target=target, drafters=drafters, attention=pace * self.model.attention)
 
     def _pace(self, name: str) -> float:
-        """One that has not drafted was measured beside the same programs as the target."""
-        return self.paces.get(name, self.pace).factor
+        pace = self.paces.get(name)
+        return 1.0 if pace is None else pace.factor
 
     def _cost(self, name: str) -> DraftCost:
         cost = self.model.drafters.get(name)

@@ -30,7 +30,7 @@ _LATELY = 1 - 1 / 24  # weight of the past in a text's speed
 _SPEED_PRIOR = 24.0  # steps that the expected speed counts for
 _COVER = 2.0  # reading must promise so many times what it costs: gain and length are both estimates
 _WAIT, _WAITED = 0.25, 6.0  # tokens of the answer to wait for, for each that reading costs, and at most: it may copy
-_SOON = 64  # tokens that a drafter may read before its first draft, or before the first token where the size is fixed
+_SOON = 64  # tokens that a drafter may read before the first token, where the size of drafts is fixed
 _CHEAP = 0.5  # tokens; reading that costs less is part of the step
 _LOOKUPS = 0.8  # tokens a step that lookups add, where the end of an answer is estimated in steps
 _HOPE, _LOOKED = 0.5, 0.1  # tokens that lookups are worth at first, and the rate of their mean
@@ -371,8 +371,6 @@ class Planner:
         best, ask = 0.0, None
         for name, missing in view.missing.items():
             one = self._ask(name, view.slot, price, around, rows, asked[name])
-            if self.costs.untried(name) and missing - 1 <= _SOON:
-                one = one._replace(seconds=0.0, value=one.tokens)  # its first draft shows whether its costs are right
             verdict = self._refused(name, view, price, missing, one.value)
             if not verdict and (one.value > best if one.value >= found.value else view.fixed and not found.name):
                 best, ask = one.value, one
@@ -395,7 +393,7 @@ class Planner:
             levels, nodes = levels + ask.levels, nodes + ask.nodes
             deepest = levels / n * _harmonic(n)
             value = gain - price * (costs.draft(name, n, deepest) + costs.forward(rows + nodes) - plain)
-            if value > best or one.view.fixed or not ask.seconds:
+            if value > best or one.view.fixed:
                 count, best = n, max(value, 0.0)
         return {one.view.slot for one in some[:count]}
 

