@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.control import Fixed
 from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import LogitsDistribution, TokenMask
-from outrider.core.tree import levels
+from outrider.core.tree import levels, validate
 from outrider.core.types import Draft, Siblings, Step, ints
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter
 from outrider.engine.decoder import Decoder, signed
@@ -102,8 +102,9 @@ def replay(
     text = trace.text(request)
     recorded = text.step(step)
     _check(trace, text, decoder, mask)
-    assert recorded.tokens is not None
-    assert recorded.budget is not None
+    if recorded.tokens is None or recorded.budget is None:
+        raise ValueError(f"{trace.path}: {NO_TOKENS}")
+    validate(Draft(torch.tensor([recorded.tokens]), torch.tensor([recorded.parents])), decoder.target.vocab_size)
     verifier = VERIFIERS[trace.header.verifier]
     drawn = verifier.needs_probs and recorded.drafted and recorded.siblings != Siblings.POINT.name
     drafter = _Recorded(recorded, decoder.drafter if drawn else None)
