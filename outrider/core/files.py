@@ -33,8 +33,8 @@ def cache_folder() -> Path:
 
 def public_name(name: str) -> str:
     """A model's name without the folders of this machine: what others may see."""
-    path = Path(name).expanduser()
-    return os.path.basename(os.path.abspath(path)) if path.is_absolute() or path.exists() else name
+    path = os.path.expanduser(name)
+    return os.path.basename(os.path.abspath(path)) if os.path.isabs(path) or os.path.exists(path) else name
 
 
 def read_settings(file: Path) -> dict[str, Any]:

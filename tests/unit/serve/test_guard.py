@@ -178,3 +178,5 @@ def test_the_name_of_a_file_has_no_folder(tmp_path: Path, monkeypatch: pytest.Mo
         assert settings.model_name == "small.Q8_0"
         assert public_name(name) == "small.Q8_0.gguf"
     assert served_name(str(tmp_path / "secret")) == served_name(".") == "secret"
+    for odd in ("a" * 300, "~no_such_user/model", "a\0b"):
+        assert public_name(odd) == odd, "no file can have this name, and it is no error"
