@@ -21,12 +21,12 @@ from typing import Any
 import httpx
 
 from benchmarks import RESULTS, headline
+from benchmarks.engine_server import EngineServer, ServerFailed, engine_counters, free_port
 from benchmarks.handover.cases import DRAFT
 from outrider import LLM, SamplingParams
 from outrider.drafters.heads.files import open_head
 from outrider.integrations.engines.handover import hand_over, write_files, write_head
 from outrider.lab.bench.prompts import read
-from outrider.lab.tune.engine import EngineServer, ServerFailed, engine_counters, free_port
 from outrider.models.load import load
 
 TARGET = "builtin:code"

@@ -208,8 +208,7 @@ add(
     "outrider tune",
     "outrider tune my-prompts.jsonl -m ./my-model -d ./my-small-model",
     "outrider tune code -m builtin:code --method suffix --method draft_model --seconds 30",
-    "outrider tune my-prompts.jsonl --engine vllm --command 'vllm serve ./my-model' -d ./my-small-model",
-    usual="-m -d --method --seconds --num-prompts -n -t -c --engine --command --out --json",
+    usual="-m -d --method --seconds --num-prompts -n -t --out --json",
 )
 add(
     export,

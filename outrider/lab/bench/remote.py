@@ -57,8 +57,6 @@ class Remote:
         self.models: dict[str, str] = {}
         # Warnings for the user, in order, each once.
         self.notes: dict[str, None] = {}
-        # Draft tokens and accepted ones of each answer, from servers that tell no more (llama.cpp).
-        self.draft_totals: list[tuple[int, int]] = []
         # Servers that reject the additional fields.
         self._no_extras: set[str] = set()
         for setting in settings:
@@ -165,8 +163,6 @@ class Remote:
                 received, written = received + tokens, written + text
                 came.add(now, tokens)
             setting.guarantee = event.get("guarantee") or setting.guarantee
-            if "draft_n" in (timings := event.get("timings") or {}):
-                self.draft_totals.append((int(timings["draft_n"]), int(timings.get("draft_n_accepted") or 0)))
             found |= _steps((event.get("metrics") or {}).get("speculative_decoding"))
         if finish is None:
             raise RequestFailed("the stream ended before the answer did" if written else "the stream had no text")

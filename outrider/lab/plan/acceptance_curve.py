@@ -119,8 +119,7 @@ def _by_position(rates: abc.Sequence[float], source: str) -> AcceptanceCurve:
 
 def _of_run(run: Run, path: Path, wanted: str | None) -> AcceptanceCurve:
     every = {s.name: s.speculative_config or {} for s in run.settings}
-    told = {name: fields[_RATES] for name, fields in run.summary.items() if fields.get(_RATES)}
-    drafted = [name for name in every if name in told or stats.acceptance(stats.answered(run, name)) is not None]
+    drafted = [name for name in every if stats.acceptance(stats.answered(run, name)) is not None]
     if wanted is not None and wanted not in drafted:
         raise ValueError(
             f"{path} has no drafts of a setting {wanted!r}; settings with drafts: {', '.join(drafted) or 'none'}"
@@ -134,10 +133,7 @@ def _of_run(run: Run, path: Path, wanted: str | None) -> AcceptanceCurve:
         raise ValueError(
             f"{path} has several settings that draft; name one: --setting {drafted[0]!r} (or {', '.join(drafted[1:])})"
         )
-    samples = stats.answered(run, name)
-    if name in told and stats.acceptance(samples) is None:  # another engine's server, which counts and does not list
-        return _by_position(told[name], f"{path}, setting {name}")
-    answers = [stats.steps([s]) for s in samples]
+    answers = [stats.steps([s]) for s in stats.answered(run, name)]
     return _measured(answers, every[name], f"{path}, setting {name}")
 
 

@@ -102,11 +102,6 @@ class Candidate:
         """Its speed over that of another. None without a common prompt."""
         return stats.ratio(self.answered, base.answered)
 
-    @property
-    def told(self) -> dict[str, Any]:
-        """What is known of its drafts beside the samples, in the field names of `vllm bench serve`."""
-        return {}
-
 
 class Racer:
     """Measures candidates with one target. sampling: fields of `SamplingParams`."""
@@ -156,20 +151,13 @@ def as_run(
     candidates: abc.Sequence[Candidate],
     sampling: dict[str, Any],
     complete: bool,
-    concurrency: int = 1,
 ) -> Run:
-    """The candidates that were measured, as a run of `outrider bench`: for `outrider report` and `outrider plan --acceptance`.
-
-    An engine tells of draft tokens in sums, so these are in the summary only.
-    """
+    """The candidates that were measured, as a run of `outrider bench`: for `outrider report` and `outrider plan --acceptance`."""
     measured = [c for c in candidates if c.answered]
     configs = [None if c.config["method"] == "none" else c.config for c in measured]
     settings = [Setting(name=c.name, speculative_config=config) for c, config in zip(measured, configs, strict=True)]
     samples = [sample for c in measured for sample in c.samples]
     repeats = 1 + max(sample.repeat for sample in samples)
-    more: dict[str, Any] = {"repeats": repeats, "concurrency": concurrency, "samples": samples, "complete": complete}
-    run = Run.begun(model, settings, prompts, sampling, **more)
+    run = Run.begun(model, settings, prompts, sampling, repeats=repeats, samples=samples, complete=complete)
     run.summary = summary(run)
-    for candidate in measured:
-        run.summary[candidate.name] |= candidate.told
     return run

@@ -134,7 +134,6 @@ OPTIONS = {
         "What": "--method --layers --verifier",
         "Speculation": "--draft-model/-d",
         "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --seconds",
-        "Engine": "--engine --command --concurrency/-c --logs --ready-timeout",
         "Output": "--out --json --debug",
     },
     "export": {
