@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -44,6 +45,10 @@ ROUNDS = 8
 _PROMPT, _FEW, _MANY = 33, 2, 6  # tokens that are read, and the levels of two chains
 _BEHIND = 2048  # tokens behind the nodes whose attention is timed
 _SLOW = 0.15  # seconds of a plain step from which on everything is measured once at load
+_DEAR, _TURNS = (
+    3.0,
+    8,
+)  # a drafter that takes so many times what its bytes say is measured again, in so many rounds at most
 
 
 def conditions() -> dict[str, str]:
@@ -99,15 +104,23 @@ def make_planner(
 def costs(config: SpeculativeConfig, target: Loaded, models: Mapping[str, Drafter], whole: bool = False) -> CostModel:
     """The stored costs of a target and its drafters. If there are none, they are measured and stored.
 
-    Of two measurements of one thing the faster one is stored. The steps of the model correct it, see `Costs`.
+    Of two measurements of one thing the faster one is stored. The steps of the model correct it, see `Costs`. No step corrects a
+    drafter that looks too dear to be asked, so one that costs far more than its bytes say is measured again.
     models: the drafters that cost something, by name. whole: as for `make_planner`.
     """
     key = {**conditions(), **costs_of(config, target), "drafters": ",".join(sorted(models))}
     before = _stored(_place(key))
     before = before if before is not None and before.key == key else None
-    if before is not None and not whole:
-        return before
-    found = measure(target.model, models, key, WHOLE if whole else AT_LOAD, ROUNDS if whole else 2)
+    if before is None or whole:
+        found = measure(target.model, models, key, WHOLE if whole else AT_LOAD, ROUNDS if whole else 2)
+    else:
+        plain, dear = before.forward(1), dict[str, Drafter]()
+        for name, cost in before.drafters.items():
+            if cost.first + _FEW * cost.level > _most(name, models[name], target.model, plain):
+                dear[name] = models[name]
+        if not dear:
+            return before
+        found = replace(before, drafters=before.drafters | _drafters(target.model, dear, plain, 1))
     found = found if before is None else found.faster(before)
     _store(found)
     return found
@@ -153,10 +166,8 @@ def measure(
         seconds = {n: min(bench.seconds(n)[1] for _ in range(rounds + (n == 1))) for n in sizes}
         for few, many in zip(sizes[-2::-1], sizes[:0:-1], strict=True):  # more nodes never take less
             seconds[few] = min(seconds[few], seconds[many])
-    drafters = {name: _drafter(target, drafter, rounds - (rounds == 2)) for name, drafter in models.items()}
-    known = {name: cost for name, cost in drafters.items() if cost is not None}
-    attention, windows = _attention(target), dict(Counter(target.windows))
-    return CostModel(dict(key), seconds, known, attention, windows)
+    drafters = _drafters(target, models, seconds[1], rounds - (rounds == 2))
+    return CostModel(dict(key), seconds, drafters, _attention(target), dict(Counter(target.windows)))
 
 
 @torch.inference_mode()
@@ -180,12 +191,28 @@ def _attention(target: LanguageModel) -> float:
     return max(taken[1] - taken[0], 0.0) / read if read else 0.0
 
 
-def _drafter(target: LanguageModel, drafter: Drafter, rounds: int) -> DraftCost | None:
-    """What a drafter costs; None if it cannot draft here, as on a target with a very short context."""
+def _drafters(target: LanguageModel, models: Mapping[str, Drafter], plain: float, rounds: int) -> dict[str, DraftCost]:
+    """What drafters cost, without those that cannot draft here. plain: seconds of a plain step."""
+    costs = {n: _drafter(target, drafter, rounds, _most(n, drafter, target, plain)) for n, drafter in models.items()}
+    return {name: cost for name, cost in costs.items() if cost is not None}
+
+
+def _most(name: str, drafter: Drafter, target: LanguageModel, plain: float) -> float:
+    """Seconds that a draft of `_FEW` tokens takes at most, by the drafter's bytes. More mean another program, or slow Python."""
+    return _DEAR * _FEW * level_cost(name, drafter, target) * plain
+
+
+def _drafter(target: LanguageModel, drafter: Drafter, rounds: int, most: float) -> DraftCost | None:
+    """What a drafter costs; None if it cannot draft here, as on a target with a very short context.
+
+    rounds: at least so many; more while a draft of `_FEW` tokens takes longer than `most` seconds.
+    """
     error = getattr(drafter, "error", None)
     few = many = whole = float("inf")
     read = 1
-    for turn in range(rounds + 1):
+    for turn in range(_TURNS + 1):
+        if turn > rounds and few <= most:
+            break
         with Workbench(target, drafter) as bench:
             if bench.room <= _FEW + 2 * _MANY:
                 return None

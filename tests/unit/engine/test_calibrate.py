@@ -94,6 +94,38 @@ def test_a_slow_draft_is_measured_as_slow(monkeypatch: pytest.MonkeyPatch) -> No
     assert cost.drafters["quick"].level < 1e-6
 
 
+@pytest.mark.parametrize(("busy", "right"), [(9, (True, True)), (40, (False, True)), (999, (False, False))])
+def test_a_drafter_that_another_program_slows_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch, busy: int, right: tuple[bool, bool]
+) -> None:
+    """At this start or at the next one. No step corrects it: what looks too dear is never asked."""
+    clock, calls = [1.0], [0]
+    for timed in (module, decoder):
+        monkeypatch.setattr(timed, "perf_counter", lambda: clock[0])
+
+    class Head(Wrong):
+        def propose(self, context: Any) -> Any:
+            calls[0] += 1
+            clock[0] += (0.02 if calls[0] <= busy else 0.001) * context.budgets[0].depth
+            return super().propose(context)
+
+    target = loaded()
+    forward = target.model.forward
+
+    def timed_forward(nodes: Any, **more: Any) -> Any:
+        clock[0] += 0.01
+        return forward(nodes, **more)
+
+    monkeypatch.setattr(target.model, "forward", timed_forward)
+    config = SpeculativeConfig.model_validate({})
+    for well in right:
+        level = costs(config, target, {"head": Head()}).drafters["head"].level
+        assert level == pytest.approx(0.001 if well else 0.02), f"{calls[0]} drafts"
+    asked = calls[0]
+    costs(config, target, {"head": Head()})
+    assert (calls[0] > asked) is not right[1], "what is plausible is not measured again"
+
+
 @pytest.mark.parametrize(("windows", "read"), [((0,), 2048), ((512, 512, 512, 0), 896), ((), 0)])
 def test_what_a_text_adds_to_a_node_is_measured(
     monkeypatch: pytest.MonkeyPatch, windows: tuple[int, ...], read: int
