@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from outrider.control import Controller, Fixed
+from outrider.core.features import Features
 from outrider.core.noise import Noise
 from outrider.core.params import BadParameter
 from outrider.core.sampling import LogitsDistribution, LogitsWarper
@@ -23,7 +24,7 @@ from outrider.core.types import PHASES, Commit, Draft, Guarantee, Step, Verdict
 from outrider.drafters.base import DraftContext, Drafter, NoDraft, TargetPass
 from outrider.drafters.lookup.memory import TextMemory
 from outrider.drafters.method import NONE
-from outrider.engine.prefix_cache import Features, PrefixCache
+from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.request import Request, Sequence
 from outrider.kernels import cpu as native
 from outrider.kernels.probabilities import log_softmax
@@ -268,15 +269,15 @@ class Decoder:
         slot = sequence.slot
         if self.prefixes is not None:
             self.prefixes.add(slot, features, first)
-        unread = self._unread.setdefault(slot, Features())
-        unread.add(features, first)
-        if sequence.output or len(sequence.tokens) <= _SOON or sum(map(len, unread.parts)) > _LATE:
+        unread = self._unread.setdefault(slot, Features(first))
+        unread.add(features)
+        if sequence.output or len(sequence.tokens) <= _SOON or len(unread) > _LATE:
             self._hand_over(sequence)
 
     def _hand_over(self, sequence: Sequence) -> None:
         """Let the drafter have the features that wait."""
         unread = self._unread.pop(sequence.slot)
-        self.drafter.start(sequence.slot, sequence.tokens, unread.first, torch.cat(unread.parts))
+        self.drafter.start(sequence.slot, sequence.tokens, unread.first, unread.joined())
 
     def _context(self, live: list[Sequence]) -> DraftContext:
         """What the drafter sees of this step. The compiled parameters live as long as the batch stays the same."""
@@ -333,7 +334,7 @@ class Decoder:
                 if self.prefixes is not None:
                     self.prefixes.add(sequence.slot, features, first)
                 if not asked or sequence.slot in self._unread:
-                    self._unread.setdefault(sequence.slot, Features()).add(features, first)
+                    self._unread.setdefault(sequence.slot, Features(first)).add(features)
                     features = None
             commit = Commit(new, held, min(len(new), len(nodes) - 1), end.finish if end else None, features)
             sequence.step_done(len(trees[b]) - 1, commit, shown)

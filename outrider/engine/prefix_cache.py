@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outrider.core.features import Features
 from outrider.engine.prefix_files import PrefixFiles
 from outrider.models.cache import SlotCache
 
@@ -44,19 +45,6 @@ class _Block:
         self.states: list[list[Tensor]] | None = None
         held = [t for pair in layers for t in pair] + ([] if features is None else [features])
         self.bytes = sum(t.numel() * t.element_size() for t in held)
-
-
-class Features:
-    """Features of tokens that follow each other, from the token `first` on: float [token, feature] of each chunk and step."""
-
-    def __init__(self) -> None:
-        self.first, self.parts = 0, list[Tensor]()
-
-    def add(self, features: Tensor, first: int) -> None:
-        """Keep features behind the others. first: their first token."""
-        if not self.parts:
-            self.first = first
-        self.parts.append(features)
 
 
 class PrefixCache:
@@ -103,7 +91,7 @@ class PrefixCache:
 
     def add(self, slot: int, features: Tensor, first: int) -> None:
         """Features [token, feature] of a slot's tokens from `first` on, for `keep`."""
-        self._features.setdefault(slot, Features()).add(features, first)
+        self._features.setdefault(slot, Features(first)).add(features)
 
     def release(self, slot: int) -> None:
         """The sequence in this slot has left. Another one may take the slot."""
@@ -114,7 +102,7 @@ class PrefixCache:
         ended: a prompt or a text ends here, so that files keep its end, too.
         """
         new = self._features.pop(slot, None)
-        first, features = (0, None) if new is None else (new.first, torch.cat(new.parts))
+        first, features = (0, None) if new is None else (new.first, new.joined())
         if slot not in self._filed:
             self._remember(cache, slot, tokens, features, first)
         if self.files is not None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.core.features import Features
 from outrider.core.sampling import TokenSubset
 from outrider.core.types import Commit
 from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass
@@ -100,31 +101,6 @@ def last_nodes(nodes: Nodes, count: int) -> tuple[Tensor, Tensor]:
     return torch.arange(len(nodes.slots))[:, None], torch.tensor(nodes.last)[:, None] + torch.arange(1 - count, 1)
 
 
-class Waiting:
-    """Features of positions that follow each other: joined when they are read, because most steps only add one."""
-
-    def __init__(self, *parts: Tensor) -> None:
-        """parts: float [position, feature]. They must not change."""
-        self._parts, self._count = list(parts), sum(map(len, parts))
-
-    def __len__(self) -> int:
-        return self._count
-
-    def add(self, part: Tensor) -> None:
-        self._parts.append(part)
-        self._count += len(part)
-
-    def joined(self) -> Tensor:
-        """float32 [position, feature], contiguous."""
-        one = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
-        return one.float().contiguous()
-
-    def last(self) -> Waiting:
-        """The last position alone. Not copied, unless much would be kept with it."""
-        part = self._parts[-1]
-        return Waiting(part if len(part) == 1 else part[-1:] if len(part) <= FEW else part[-1:].clone())
-
-
 class FeatureReader(BaseDrafter):
     """A drafter with a cache over the committed text, which reads features of the target. Write `_read`.
 
@@ -132,7 +108,7 @@ class FeatureReader(BaseDrafter):
     """
 
     cache: SlotCache
-    waiting: dict[int, Waiting]
+    waiting: dict[int, Features]
 
     def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
         if first == 0:
@@ -162,12 +138,16 @@ class FeatureReader(BaseDrafter):
             self.waiting.pop(slot, None)
             return
         if (held := self.waiting.get(slot)) is None:
-            held = self.waiting[slot] = Waiting()
+            held = self.waiting[slot] = Features(first)
         held.add(features)
 
     def _read(self, slot: int, tokens: Sequence[int]) -> None:
         """Commit what waits. tokens: the committed ones of the sequence."""
         raise NotImplementedError
+
+    def _features(self, slot: int) -> Tensor:
+        """What waits: float32 [position, feature], contiguous."""
+        return self.waiting[slot].joined().float().contiguous()
 
     def _known(self, slot: int) -> int:
         """Positions that are in the cache or wait."""
@@ -189,7 +169,7 @@ class PairReader(FeatureReader):
             return
         count = len(waiting) - 1
         nodes = Nodes(torch.tensor([self._pair_tokens(slot, tokens)[:count]]), self.cache, [slot])
-        self.model.forward(nodes, waiting.joined()[None, :-1], want="none")
+        self.model.forward(nodes, self._features(slot)[None, :-1], want="none")
         self._ingested(slot, count + 1)
 
     def _pair_tokens(self, slot: int, tokens: Sequence[int]) -> list[int]:

@@ -217,9 +217,9 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
         return min(self.model.config.drafts, self._left(slot, tokens))
 
     def _read(self, slot: int, tokens: Sequence[int] = ()) -> None:
-        waiting = self.waiting.pop(slot, None)
-        if waiting is not None:
-            self.model.read(self.cache, slot, waiting.joined())
+        if slot in self.waiting:
+            self.model.read(self.cache, slot, self._features(slot))
+            del self.waiting[slot]
 
     def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
         for slot in slots:

@@ -215,7 +215,7 @@ class EagleDrafter(PairReader, CachedTreeDrafter):
         return self._left(slot, tokens)
 
     def _unread(self, slot: int, tokens: list[int]) -> tuple[list[int], Tensor | None]:
-        return self._pair_tokens(slot, tokens), self.waiting[slot].joined()
+        return self._pair_tokens(slot, tokens), self._features(slot)
 
     def _forward(self, nodes: Nodes, features: Tensor | None, want: Want) -> Tensor:
         if features is not None:
@@ -261,7 +261,7 @@ class PEagleDrafter(PairReader, ParallelDrafter):
         return min(self._drafts, self._left(slot, tokens))
 
     def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
-        waiting = [self.waiting[slot].joined() for slot in slots]
+        waiting = [self._features(slot) for slot in slots]
         masked = [self._mask] * (depth - 1)
         feeds = [[*self._pair_tokens(slot, t), *masked] for slot, t in zip(slots, texts, strict=True)]
         tokens, parents = chain(feeds)

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.control import Fixed
+from outrider.core.features import Features
 from outrider.core.types import Budget, Draft
 from outrider.drafters.base import DraftContext
 from outrider.drafters.heads.eagle.drafter import EagleDrafter, eagle_model
 from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
-from outrider.drafters.heads.features import Waiting
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.engine import Engine
 from outrider.models.base import FINAL_NORM
@@ -302,7 +302,7 @@ def _feedback_kept(made: EagleDrafter) -> None:
                 made._places.pop(slot)
                 made.waiting.pop(slot)
                 made.cache.commit([slot], [range(len(forwarded))])
-                made.waiting[slot] = Waiting(commit.features[len(forwarded) - 1 :])
+                made.waiting[slot] = Features(0, commit.features[len(forwarded) - 1 :])
                 kept.add(slot)
         rest = [replace(c, features=None) if s in kept else c for s, c in zip(context_.slots, commits, strict=True)]
         kept.clear()
