@@ -45,7 +45,7 @@ ROUNDS = 8
 _PROMPT, _FEW, _MANY = 33, 2, 6  # tokens that are read, and the levels of two chains
 _BEHIND = 2048  # tokens behind the nodes whose attention is timed
 _SLOW = 0.15  # seconds of a plain step from which on everything is measured once at load
-_DEAR, _TURNS = (
+_EXPENSIVE, _TURNS = (
     3.0,
     8,
 )  # a drafter that takes so many times what its bytes say is measured again, in so many rounds at most
@@ -105,7 +105,7 @@ def costs(config: SpeculativeConfig, target: Loaded, models: Mapping[str, Drafte
     """The stored costs of a target and its drafters. If there are none, they are measured and stored.
 
     Of two measurements of one thing the faster one is stored. The steps of the model correct it, see `Costs`. No step corrects a
-    drafter that looks too dear to be asked, so one that costs far more than its bytes say is measured again.
+    drafter that looks too expensive to be asked, so one that costs far more than its bytes say is measured again.
     models: the drafters that cost something, by name. whole: as for `make_planner`.
     """
     key = {**conditions(), **costs_of(config, target), "drafters": ",".join(sorted(models))}
@@ -114,13 +114,13 @@ def costs(config: SpeculativeConfig, target: Loaded, models: Mapping[str, Drafte
     if before is None or whole:
         found = measure(target.model, models, key, WHOLE if whole else AT_LOAD, ROUNDS if whole else 2)
     else:
-        plain, dear = before.forward(1), dict[str, Drafter]()
+        plain, expensive = before.forward(1), dict[str, Drafter]()
         for name, cost in before.drafters.items():
             if cost.first + _FEW * cost.level > _most(name, models[name], target.model, plain):
-                dear[name] = models[name]
-        if not dear:
+                expensive[name] = models[name]
+        if not expensive:
             return before
-        found = replace(before, drafters=before.drafters | _drafters(target.model, dear, plain, 1))
+        found = replace(before, drafters=before.drafters | _drafters(target.model, expensive, plain, 1))
     found = found if before is None else found.faster(before)
     _store(found)
     return found
@@ -199,7 +199,7 @@ def _drafters(target: LanguageModel, models: Mapping[str, Drafter], plain: float
 
 def _most(name: str, drafter: Drafter, target: LanguageModel, plain: float) -> float:
     """Seconds that a draft of `_FEW` tokens takes at most, by the drafter's bytes. More mean another program, or slow Python."""
-    return _DEAR * _FEW * level_cost(name, drafter, target) * plain
+    return _EXPENSIVE * _FEW * level_cost(name, drafter, target) * plain
 
 
 def _drafter(target: LanguageModel, drafter: Drafter, rounds: int, most: float) -> DraftCost | None:
