@@ -40,16 +40,9 @@ class AcceptanceStats:
         return self.accepted / self.drafted if self.drafted else None
 
 
-def answered(run: Run, setting: str, category: str | None = None) -> list[Sample]:
+def answered(run: Run, setting: str) -> list[Sample]:
     """The answers of a setting, without failed requests."""
-    wanted = None if category is None else {p.id for p in run.prompts if p.category == category}
-    samples = [s for s in run.samples if s.setting == setting and s.error is None]
-    return samples if wanted is None else [s for s in samples if s.prompt in wanted]
-
-
-def categories(run: Run) -> list[str]:
-    """In the order of the prompts."""
-    return list(dict.fromkeys(p.category for p in run.prompts))
+    return [s for s in run.samples if s.setting == setting and s.error is None]
 
 
 def wall(samples: Iterable[Sample]) -> float:

@@ -98,34 +98,14 @@ def analyse(run: Run) -> list[SettingResult]:
     return results
 
 
-@dataclass(frozen=True)
-class CategoryResult:
-    """A setting on one category of prompts. ratio: over the baseline, None for the baseline itself and without a common prompt.
-    prompts: their number. ratios: one for each prompt."""
-
-    category: str
-    prompts: int
-    setting: str
-    answers: list[Sample]
-    ratio: Interval | None
-    ratios: list[float]
-
-    @property
-    def acceptance(self) -> AcceptanceStats | None:
-        return stats.acceptance(self.answers)
-
-
-def by_category(run: Run, results: Sequence[SettingResult]) -> list[CategoryResult]:
-    """One for each category and setting, in the run's order. Empty where all prompts are of one category."""
-    names = stats.categories(run)
-    found = list[CategoryResult]()
-    for name in names if len(names) > 1 else []:
-        wanted = {p.id for p in run.prompts if p.category == name}
-        base, *_ = answers = [[s for s in r.answers if s.prompt in wanted] for r in results]
-        for r, ours in zip(results, answers, strict=True):
-            ratio = stats.ratio(ours, base) if ours is not base else None
-            ratios = [v for p, v in r.prompts.items() if p in wanted]
-            found.append(CategoryResult(name, len(wanted), r.name, ours, ratio, ratios))
+def by_category(run: Run) -> dict[str, tuple[int, list[SettingResult]]]:
+    """For each category, in the run's order: its number of prompts, and the results on them. Empty for a single category."""
+    names, found = dict.fromkeys(p.category for p in run.prompts), dict[str, tuple[int, list[SettingResult]]]()
+    for name in names if len(names) > 1 else ():
+        prompts = [p for p in run.prompts if p.category == name]
+        wanted = {p.id for p in prompts}
+        samples = [s for s in run.samples if s.prompt in wanted]
+        found[name] = len(prompts), analyse(run.model_copy(update={"prompts": prompts, "samples": samples}))
     return found
 
 
@@ -200,9 +180,8 @@ def summary(run: Run) -> dict[str, Any]:
     `speedup` is over the first setting, with its 95 % interval. The bounds are null if there are too few prompts.
     `over_before`, of the setting `after`: the ratio of each measure, prompt by prompt.
     """
-    results = analyse(run)
-    categories, out = by_category(run, results), dict[str, dict[str, Any]]()
-    for r in results:
+    categories, out = by_category(run), dict[str, dict[str, Any]]()
+    for r in analyse(run):
         fields = throughput_fields(r.answers, len(r.answers) + len(r.failed))
         if r.texts is not None:
             fields |= {
@@ -211,8 +190,9 @@ def summary(run: Run) -> dict[str, Any]:
                 "texts_differing": r.texts.differing,
                 "identity_promised": r.texts.promised,
             }
-        if own := {c.category: _category(c, r.texts is not None) for c in categories if c.setting == r.name}:
-            fields["by_category"] = own
+        if categories:
+            own = {name: next(x for x in some if x.name == r.name) for name, (_, some) in categories.items()}
+            fields["by_category"] = {name: _of_category(result) for name, result in own.items()}
         out[r.name] = fields
     if (found := versions(run)) is not None:
         different, compared = found.differing["after"]
@@ -224,15 +204,13 @@ def summary(run: Run) -> dict[str, Any]:
     return out
 
 
-def _category(result: CategoryResult, compared: bool) -> dict[str, Any]:
-    """compared: with the baseline."""
-    rate, found = stats.rate(result.answers), stats.acceptance(result.answers)
-    out: dict[str, Any] = {"output_throughput": None if rate is None else rate.value}
-    if compared:
-        out["speedup"] = bounds(result.ratio)
-    if found is not None:
-        out["spec_decode_acceptance_length"] = found.length
-    return out
+def _of_category(r: SettingResult) -> dict[str, Any]:
+    fields: dict[str, Any] = {"output_throughput": r.rate and r.rate.value}
+    if r.texts is not None:
+        fields["speedup"] = bounds(r.ratio)
+    if r.acceptance is not None:
+        fields["spec_decode_acceptance_length"] = r.acceptance.length
+    return fields
 
 
 def throughput_fields(samples: list[Sample], num_requests: int) -> dict[str, Any]:

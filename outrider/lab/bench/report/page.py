@@ -63,7 +63,6 @@ def render(run: Run, *, other: Run | None = None) -> tuple[str, Recommendation]:
         raise ValueError(f"the earlier run is empty: {no_answers(other)}")
     results = analyse(run)
     recommendation = recommend(run, results)
-    categories = by_category(run, results)
     best = next((r for r in results if r.name == recommendation.setting), results[0])
     values: dict[str, Any] = {
         "run": run,
@@ -73,15 +72,11 @@ def render(run: Run, *, other: Run | None = None) -> tuple[str, Recommendation]:
         "best": best,
         "comparison": compare_runs(other, run, recommendation.setting) if other is not None else versions(run),
         "other": other,
-        "speeds": charts.speeds(results),
         "speedups": charts.speedups(results),
         "latencies": charts.latencies(results),
-        "acceptance": charts.acceptance(results),
         "deepest": min(max(len(r.by_depth) for r in results), DEEPEST),
-        "by_category": charts.by_category(categories, results[0].name),
-        "categories": categories,
+        "categories": by_category(run),
         "phases": PHASES,
-        "time_by_phase": charts.time_by_phase(results),
         "extremes": extremes(run, best),
         "origins": MEANINGS,
         "drift": drift(run),

@@ -75,7 +75,7 @@ def recommend(run: Run, results: list[SettingResult] | None = None) -> Recommend
         *_outside_steps(best),
         *_other_settings(best, compared),
     ]
-    advice = [*_categories(run, best, base), *_drafting(best)]
+    advice = [*_categories(run, best), *_drafting(best)]
     if kind in (DROP, OPEN) and advice:
         kind = CHANGE
     if broken:
@@ -172,8 +172,9 @@ def _acceptance(best: SettingResult) -> list[str]:
     return [f"A step of {best.name} commits {found.length:.2f} tokens. {rate} of its draft tokens are accepted."]
 
 
-def _categories(run: Run, best: SettingResult, base: SettingResult) -> list[str]:
-    each = {c.category: c.ratio for c in by_category(run, [base, best]) if c.ratio is not None}
+def _categories(run: Run, best: SettingResult) -> list[str]:
+    results = {name: next(r for r in some if r.name == best.name) for name, (_, some) in by_category(run).items()}
+    each = {name: r.ratio for name, r in results.items() if r.ratio is not None}
     slower = [f"{n} ({factor(r.value)})" for n, r in each.items() if r.high < 1]
     faster = [f"{n} ({factor(r.value)})" for n, r in each.items() if r.low > 1]
     if not slower or not faster:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -13,7 +12,7 @@ from rich.table import Table
 
 from outrider.core.intervals import Interval
 from outrider.lab.bench import stats
-from outrider.lab.bench.report.analysis import CategoryResult, SettingResult, analyse, by_category
+from outrider.lab.bench.report.analysis import SettingResult, analyse, by_category
 from outrider.lab.bench.report.compare import versions
 from outrider.lab.bench.report.recommend import BROKEN, CHANGE, DROP, KEEP, OPEN, recommend
 from outrider.lab.bench.run import Run
@@ -31,8 +30,8 @@ def show(run: Run, console: Console) -> None:
     """Print the tables and sentences of a run that holds answers."""
     results = analyse(run)
     console.print(speeds(run, results))
-    if (categories := by_category(run, results)) and len(results) > 1:
-        console.print(category_table(categories, results[0].name))
+    if (categories := by_category(run)) and len(results) > 1:
+        console.print(category_table(categories))
     console.print(latencies(results))
     for line in sentences(run, results):
         console.print(line, highlight=False)
@@ -58,15 +57,14 @@ def speeds(run: Run, results: list[SettingResult]) -> Table:
     return table
 
 
-def category_table(categories: list[CategoryResult], baseline: str) -> Table:
-    """A row for each category and setting: the speedup."""
+def category_table(categories: dict[str, tuple[int, list[SettingResult]]]) -> Table:
+    """A row for each category and setting: the speedup over the first setting."""
     table = _table("By category", ["category", "prompts", "setting"], ("times as\nfast", "95 %\ninterval"))
-    for name, group in groupby((c for c in categories if c.setting != baseline), key=lambda c: c.category):
-        some = list(group)
-        for c in some:
-            start = (escape(name), str(c.prompts)) if c is some[0] else ("", "")
-            table.add_row(*start, escape(c.setting), _ratio(c.ratio), _bounds(c.ratio))
-        if len(some) > 1:
+    for name, (prompts, [_, *others]) in categories.items():
+        for r in others:
+            start = (escape(name), str(prompts)) if r is others[0] else ("", "")
+            table.add_row(*start, escape(r.name), _ratio(r.ratio), _bounds(r.ratio))
+        if len(others) > 1:
             table.add_section()
     return table
 
