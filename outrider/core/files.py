@@ -37,14 +37,17 @@ def public_name(name: str) -> str:
     return os.path.basename(os.path.abspath(path)) if os.path.isabs(path) or os.path.exists(path) else name
 
 
-def read_settings(file: Path) -> dict[str, Any]:
-    """The object of a JSON file. Raises OSError, and ValueError with the file's name for anything else than an object."""
+def read_settings(file: Path, instead: str = "download it again") -> dict[str, Any]:
+    """The object of a JSON file. Raises OSError, and ValueError with the file's name for anything else than an object.
+
+    instead: what to do then.
+    """
     try:
         given: Any = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON ({error}); download it again") from error
+        raise ValueError(f"{file} is not JSON ({error}); {instead}") from error
     if not isinstance(given, dict):
-        raise ValueError(f"{file} holds a {type(given).__name__}, and it must hold settings by name; download it again")
+        raise ValueError(f"{file} holds a {type(given).__name__}, and it must hold settings by name; {instead}")
     return cast("dict[str, Any]", given)
 
 

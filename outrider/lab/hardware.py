@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated
 
-from outrider.core.suggest import did_you_mean
+from pydantic import Field, ValidationError
+from pydantic.dataclasses import dataclass
+
+from outrider.core.files import read_settings
+from outrider.core.suggest import did_you_mean, faults
+
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Cost = Annotated[float, Field(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -21,11 +27,11 @@ class Accelerator:
     """
 
     name: str
-    memory: float
-    bandwidth: float
-    half: float
+    memory: Positive
+    bandwidth: Positive
+    half: Positive
     fp8: float | None
-    link: float
+    link: Positive
     source: str
 
 
@@ -74,28 +80,13 @@ class Hardware:
     """
 
     device: Accelerator
-    count: int = 1
-    bandwidth_share: float = 0.75
-    arithmetic_share: float = 0.5
-    memory_share: float = 0.9
-    sync_seconds: float = 10e-6
-    step_seconds: float = 1e-3
-    price: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"a replica has at least one device, got {self.count}")
-        for name in ("bandwidth_share", "arithmetic_share", "memory_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(
-                    f"{name} is a share of the data sheet's figure, above 0 and at most 1, got {getattr(self, name)}"
-                )
-        for name in ("sync_seconds", "step_seconds", "price"):
-            if (getattr(self, name) or 0.0) < 0:
-                raise ValueError(f"{name} cannot be negative, got {getattr(self, name)}")
-        for name in ("memory", "bandwidth", "half", "link"):
-            if getattr(self.device, name) <= 0:
-                raise ValueError(f"{name} of {self.device.name} must be more than 0, got {getattr(self.device, name)}")
+    count: Annotated[int, Field(ge=1)] = 1
+    bandwidth_share: Share = 0.75
+    arithmetic_share: Share = 0.5
+    memory_share: Share = 0.9
+    sync_seconds: Cost = 10e-6
+    step_seconds: Cost = 1e-3
+    price: Cost | None = None
 
     @property
     def name(self) -> str:
@@ -131,7 +122,10 @@ def find_hardware(text: str) -> Hardware:
     A file names its figures as in the example of the error, or a known device as "base" with changes to it.
     """
     if text.endswith(".json"):
-        return _of_file(Path(text))
+        try:
+            return _of_file(Path(text))
+        except ValidationError as error:
+            raise ValueError(f"{text}: {'; '.join(faults(error))}") from None
     found = re.fullmatch(r"([a-z][a-z0-9]*?)(?:x(\d+))?", text.lower())
     if found is None or found[1] not in ACCELERATORS:
         near = did_you_mean(found[1] if found else text, ACCELERATORS)
@@ -143,13 +137,7 @@ def find_hardware(text: str) -> Hardware:
 
 
 def _of_file(path: Path) -> Hardware:
-    try:
-        given: Any = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON ({error}); a hardware file is {_EXAMPLE}") from None
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{path} holds no object; a hardware file is {_EXAMPLE}")
-    values = dict(cast("Mapping[str, Any]", given))
+    values = read_settings(path, f"a hardware file is {_EXAMPLE}")
     base, name, source = values.pop("base", None), values.pop("name", None), values.pop("source", str(path))
     figures = {_UNITS[key][0]: float(values.pop(key)) * _UNITS[key][1] for key in list(values) if key in _UNITS}
     shares = {f.name for f in fields(Hardware)} - {"device"}

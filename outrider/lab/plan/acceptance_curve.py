@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import abc
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import isfinite
 from operator import mul
 from pathlib import Path
-from typing import Any
 
+from outrider.core.files import read_settings
 from outrider.drafters.method import METHODS
 from outrider.engine.trace import read
 from outrider.lab.bench import stats
@@ -96,13 +95,10 @@ def find_curve(text: str, setting: str | None = None) -> AcceptanceCurve:
         trace = read(path)
         every = [[(step.depth, step.accepted) for step in text.steps] for text in trace.texts.values()]
         return _measured(every, trace.header.speculative_config, str(path))
-    try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON ({error})") from None
-    if isinstance(found, dict) and (rates := found.get(_RATES)):
+    found = read_settings(path, "measure it: outrider bench --json report.json")
+    if rates := found.get(_RATES):
         return _by_position(rates, str(path))
-    if isinstance(found, dict) and "method" in found:
+    if "method" in found:
         raise ValueError(
             f"{path} is a setting and holds no acceptance; measure it: "
             f"outrider bench --speculative-config {path} --json report.json (outrider tune has --json, too)"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+
+from outrider.core.files import read_settings
 
 BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
 
@@ -100,14 +100,14 @@ def planned(
 
 def _of_config(path: Path, name: str, count: float) -> PlannedModel:
     try:
-        whole: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        whole = read_settings(path)
         found = whole.get("text_config") or whole
         heads, hidden = int(found["num_attention_heads"]), int(found["hidden_size"])
         return PlannedModel(
             name, count, count, int(found["num_hidden_layers"]), heads, int(found.get("num_key_value_heads") or heads),
             int(found.get("head_dim") or hidden // heads), hidden, source=str(path),
         )  # fmt: skip
-    except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is no config.json of a decoder ({error!r}); leave out --model-config to take a known shape"
         ) from None

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 
+from outrider.core.files import read_settings
 from outrider.core.interpolate import through
 from outrider.lab.hardware import Hardware
 from outrider.lab.plan.acceptance_curve import AcceptanceCurve
@@ -144,11 +145,8 @@ tokens of one prompt, after `context` others. reading: the drafter's. terms: the
 def measured_costs(path: Path) -> MeasuredCosts | None:
     """The costs of a file that `benchmarks.simulated calibrate` wrote, which also says how they were measured; None for another
     JSON file. Raises ValueError."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON ({error})") from None
-    if not isinstance(found, dict) or found.pop("kind", None) != "outrider-serving-costs":
+    found = read_settings(path, "write it again: python -m benchmarks.simulated calibrate")
+    if found.pop("kind", None) != "outrider-serving-costs":
         return None
     names = [field.name for field in fields(MeasuredCosts)]
     if missing := [name for name in ("rounds", "prefills") if not found.get(name)]:

@@ -135,9 +135,9 @@ def test_a_hardware_file(tmp_path: Path):
         ('{"memory_gb": 32}', "lacks bandwidth_gb_s, half_tflops"),
         ('{"base": "h100", "speed": 2}', "has 'speed', which is none of"),
         ('{"base": "h1000"}', "did you mean 'h100'"),
-        ("[1]", "holds no object"),
-        ("{", "is no JSON"),
-        ('{"base": "h100", "bandwidth_share": 1.5}', "is a share of the data sheet's figure"),
+        ("[1]", "holds a list"),
+        ("{", "is not JSON"),
+        ('{"base": "h100", "bandwidth_share": 1.5}', "bandwidth_share: Input should be less than or equal to 1"),
     ],
 )
 def test_a_bad_hardware_file(text, says, tmp_path: Path):
