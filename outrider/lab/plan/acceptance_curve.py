@@ -8,6 +8,7 @@ from itertools import accumulate
 from math import isfinite
 from operator import mul
 from pathlib import Path
+from typing import Any
 
 from outrider.core.files import read_settings
 from outrider.drafters.method import METHODS

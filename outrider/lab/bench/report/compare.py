@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from outrider.core.intervals import Interval, Value, interval, interval_unpaired, per
 from outrider.lab.bench import stats
 from outrider.lab.bench.report.format import amount, change, listing
-from outrider.lab.bench.run import Run, Setting
+from outrider.lab.bench.run import Run, Sample, Setting
 from outrider.lab.bench.stats import Cost, Group
 
 EFFECTS = {"better": "better", "worse": "worse", "noise": "within noise"}
@@ -40,72 +40,51 @@ class Comparison:
     """Two runs.
 
     changes: of the settings that both runs have. The speedup over the run's own baseline is one of the measures; it does not
-    change with the speed of the machine. paired: both runs have the same prompts. differing: by setting, the number of
-    different texts, and of texts compared. only_before, only_after: settings of one run. differences: what else differs: model,
-    machine, sampling, prompts.
+    change with the speed of the machine. differing: by setting, the number of different texts, and of texts compared.
     effect: better, worse or noise, of the headline. headline: one sentence. notes: what the reader should know first.
     """
 
     changes: list[Change]
-    paired: bool
     differing: dict[str, tuple[int, int]]
-    only_before: list[str]
-    only_after: list[str]
-    differences: list[str]
-    effect: str = "noise"
-    headline: str = ""
-    notes: list[str] = field(default_factory=list)
+    effect: str
+    headline: str
+    notes: list[str]
 
     def rows(self) -> list[tuple[Change, str, str, str, str]]:
         """Of a table: the change, before, after, the difference, its effect."""
         return [(c, amount(c.before), amount(c.after), change(c.ratio), EFFECTS[c.effect]) for c in self.changes]
 
 
-def compare(before: Run, after: Run) -> Comparison:
-    """What changed between two runs, and whether it is more than noise. Settings are matched by name."""
-    names, bases = [s.name for s in before.settings], (before.settings[0].name, after.settings[0].name)
-    both = [s.name for s in after.settings if s.name in names]
-    paired = {p.id for p in before.prompts} == {p.id for p in after.prompts}
-    changes, differ = list[Change](), dict[str, tuple[int, int]]()
-    for name in both:
-        answers = [stats.answered(run, name) for run in (before, after)]
-        for measure, (cost, more_is_better) in _MEASURES.items():
-            costs = [stats.grouped(stats.costs(samples, cost)) for samples in answers]
-            changes += _change(name, measure, costs, paired, per, more_is_better)
-        if name not in bases:
-            theirs = [stats.answered(run, base) for run, base in zip((before, after), bases, strict=True)]
-            costs = [
-                stats.grouped(stats.costs(a, stats.speed), stats.costs(b, stats.speed))
-                for a, b in zip(answers, theirs, strict=True)
-            ]
-            changes += _change(name, SPEEDUP, costs, paired, stats.relative, True)
-        different, compared = stats.differing(answers[1], answers[0])
-        differ[name] = len(different), compared
-    what = {
-        "model": (before.model, after.model),
-        "machine": (before.machine, after.machine),
-        "sampling": (before.sampling, after.sampling),
-        "prompts": ([(p.id, p.text) for p in before.prompts], [(p.id, p.text) for p in after.prompts]),
-    }
-    gone = [n for n in names if n not in both]
-    new = [s.name for s in after.settings if s.name not in both]
-    return Comparison(changes, paired, differ, gone, new, [name for name, (a, b) in what.items() if a != b])
-
-
 def compare_runs(before: Run, after: Run, about: str | None = None) -> Comparison:
-    """about: the setting of the headline, if both runs have it.
+    """What changed between two runs, and whether it is more than noise. Settings are matched by name.
 
-    If exactly one setting in each run has no counterpart of the same name, the two are compared with each other.
+    about: the setting of the headline, if both runs have it. If exactly one setting in each run has no counterpart of the same
+    name, the two are compared with each other.
     """
     before, notes = _rename_odd_setting(before, after)
-    found = compare(before, after)
-    speed = {c.setting: c for c in found.changes if c.measure == "tokens/s"}
-    speedup = {c.setting: c for c in found.changes if c.measure == SPEEDUP}
+    old, new = ([s.name for s in run.settings] for run in (before, after))
+    paired = {p.id for p in before.prompts} == {p.id for p in after.prompts}
+    changes, differing = list[Change](), dict[str, tuple[int, int]]()
+    for name in new:
+        if name in old:
+            answers = [stats.answered(run, name) for run in (before, after)]
+            different, compared = stats.differing(answers[1], answers[0])
+            differing[name] = len(different), compared
+            changes += _changes(name, answers, paired)
+            if name not in (old[0], new[0]):
+                bases = stats.answered(before, old[0]), stats.answered(after, new[0])
+                costs = [
+                    stats.grouped(stats.costs(a, stats.speed), stats.costs(b, stats.speed))
+                    for a, b in zip(answers, bases, strict=True)
+                ]
+                changes += _change(name, SPEEDUP, costs, paired, stats.relative, True)
+    speed = {c.setting: c for c in changes if c.measure == "tokens/s"}
+    speedup = {c.setting: c for c in changes if c.measure == SPEEDUP}
     names = [n for n in (about, *speedup, *speed) if n in speed]
     if not names:
         said = "The two runs have no setting with answers in common. Give the settings to compare the same name."
-        return replace(found, headline=said, notes=notes)
-    name, baseline = names[0], after.settings[0].name
+        return Comparison(changes, differing, "noise", said, notes)
+    name, baseline = names[0], new[0]
     first = speedup.get(name, speed[name])
     what = f"speedup over {baseline}" if name in speedup else "tokens per second"
     headline = f"{name}, {what}: {amount(first.before)} before, {amount(first.after)} after, {change(first.ratio)}. "
@@ -116,20 +95,26 @@ def compare_runs(before: Run, after: Run, about: str | None = None) -> Compariso
             f"{baseline} itself changed by {change(plain.ratio)}, so the machine, the model or the prompts changed. "
             "Compare speedups instead of tokens per second."
         )
-    if found.differences:
-        notes.append(f"The runs differ in {listing(found.differences)}. The change may come from that.")
-    if not found.paired:
+    what_else = {
+        "model": (before.model, after.model),
+        "machine": (before.machine, after.machine),
+        "sampling": (before.sampling, after.sampling),
+        "prompts": ([(p.id, p.text) for p in before.prompts], [(p.id, p.text) for p in after.prompts]),
+    }
+    if differences := [name for name, (a, b) in what_else.items() if a != b]:
+        notes.append(f"The runs differ in {listing(differences)}. The change may come from that.")
+    if not paired:
         notes.append("The prompts of the runs are not the same. Intervals are therefore wider.")
     notes += [
         f"{name}: {n} of {compared} texts are not the same in both runs."
-        for name, (n, compared) in found.differing.items()
+        for name, (n, compared) in differing.items()
         if n
     ]
-    notes += [f"Only before: {listing(found.only_before)}."] if found.only_before else []
-    notes += [f"Only after: {listing(found.only_after)}."] if found.only_after else []
-    if len(found.changes) > 8:
-        notes.append(f"{len(found.changes)} numbers are compared. By chance alone, one in twenty looks different.")
-    return replace(found, effect=first.effect, headline=headline, notes=notes)
+    for when, only in (("before", [n for n in old if n not in new]), ("after", [n for n in new if n not in old])):
+        notes += [f"Only {when}: {listing(only)}."] if only else []
+    if len(changes) > 8:
+        notes.append(f"{len(changes)} numbers are compared. By chance alone, one in twenty looks different.")
+    return Comparison(changes, differing, first.effect, headline, notes)
 
 
 def versions(run: Run) -> Comparison | None:
@@ -167,6 +152,15 @@ def _rename_odd_setting(before: Run, after: Run) -> tuple[Run, list[str]]:
     samples = [s.model_copy(update={"setting": names.get(s.setting, s.setting)}) for s in before.samples]
     note = f"{added[0]} is compared with {gone[0]}: each is the only setting of its run without a counterpart."
     return before.model_copy(update={"settings": settings, "samples": samples}), [note]
+
+
+def _changes(setting: str, answers: Sequence[list[Sample]], paired: bool) -> list[Change]:
+    """The changes of a setting's own measures."""
+    found = list[Change]()
+    for measure, (cost, more_is_better) in _MEASURES.items():
+        costs = [stats.grouped(stats.costs(samples, cost)) for samples in answers]
+        found += _change(setting, measure, costs, paired, per, more_is_better)
+    return found
 
 
 def _change(
