@@ -27,7 +27,7 @@ from outrider.control import CostModel, DraftCost, Planner
 from outrider.drafters.method import METHODS
 from outrider.drafters.registry import chain_kind
 from outrider.lab.tune.recorded import RecordedText
-from outrider.lab.tune.replay import Machine, Played, auto, by_kind, fixed, oracle_texts, plain_seconds
+from outrider.lab.tune.replay import Machine, Played, auto, fixed, plain_seconds
 
 TRACES = Path(__file__).resolve().parents[1] / "tests" / "data" / "traces"
 LOOKUP = 3e-4
@@ -91,6 +91,51 @@ class Replays:
         for order, texts in (("", self.texts), (", reversed", self.texts[::-1]), (", mixed", mixed)):
             found[f"auto, server{order}"] = self.server(self.names, self.planner(), texts)
         return {**found, "oracle": oracle_texts(self.texts, self.costs, self.models, self.lookups)}
+
+
+def oracle(text: RecordedText, costs: CostModel, models: Sequence[str], lookups: Sequence[str]) -> float:
+    """Seconds of decoding by a policy that knows what will be accepted: no policy is faster with these drafters."""
+    end, best = len(text.output), dict[tuple[int, str], float]()
+    plain, names = costs.forward(1), (*models, "")
+    reads = {name: costs.drafters[name].read for name in models}
+    for name in names:
+        best[end, name] = 0.0
+    for at in range(end - 1, -1, -1):
+        for on in names:  # the model that has read the text, "" for none
+            behind = reads[on] if on else 0.0
+            found = plain + behind + best[at + 1, on]
+            for name in lookups:
+                n = text.drafts[name][at].accepted
+                if n:
+                    to = min(at + n + 1, end)
+                    found = min(found, costs.forward(n + 1) + behind * (to - at) + best[to, on])
+            for name in models:
+                cost = costs.drafters[name]
+                first = 0.0 if name == on else cost.read * (len(text.prompt) + at)
+                for n in range(1, text.drafts[name][at].accepted + 1):
+                    to = min(at + n + 1, end)
+                    taken = cost.first + cost.level * n + cost.read + costs.forward(n + 1)
+                    found = min(found, first + taken + best[to, name])
+            best[at, on] = found
+    return best[0, ""]
+
+
+def oracle_texts(
+    texts: Sequence[RecordedText], costs: CostModel, models: Sequence[str], lookups: Sequence[str]
+) -> list[Played]:
+    """What the oracle does with each text."""
+    return [Played(text, oracle(text, costs, models, lookups)) for text in texts]
+
+
+def by_kind(played: Sequence[Played], costs: CostModel) -> dict[str, float]:
+    """Speed over plain decoding of each kind of text, and of all."""
+    total: dict[str, list[float]] = {}
+    for one in played:
+        for kind in (one.text.kind, "all"):
+            sums = total.setdefault(kind, [0.0, 0.0])
+            sums[0] += plain_seconds(one.text, costs)
+            sums[1] += one.seconds
+    return {kind: plain / taken for kind, (plain, taken) in total.items()}
 
 
 def measure(costs: CostModel, texts: Sequence[RecordedText], jitter: float) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,7 +36,6 @@ from outrider.cli.terminal import (
     readable,
     say,
     warn,
-    working,
 )
 from outrider.drafters.method import AUTO, model_method
 
@@ -175,9 +173,6 @@ def bench(
         option("How", "Measurements of each prompt and setting; 3, for servers 1.", "--repeats", "-r", min=1),
     ] = None,
     concurrency: Annotated[int, option("How", "Prompts to send at the same time.", "--concurrency", "-c", min=1)] = 1,
-    hindsight: Annotated[
-        bool, option("How", "Also say what share of an oracle's speed a setting reached. A pass over the prompts.")
-    ] = False,
     loading_options: LoadOptions,
     files: FileOptions,
     debug: Debug = False,
@@ -191,8 +186,6 @@ def bench(
     """
     with readable(debug):
         files.check()
-        if server.urls and hindsight:
-            raise ValueError("--hindsight replays drafts of this process; leave it out with --base-url")
         configs = what.configs(bool(server.urls))
         sampling = workload.sampling(top_p=top_p, top_k=top_k)
         from outrider.lab.bench.prompts import read
@@ -233,8 +226,6 @@ def bench(
         code = run_and_report(run, backend, read_prompts, notes, files)
         if code == 130:
             _report_interrupt(run, files.json_file)
-        if hindsight and run.complete:
-            _tell_hindsight(backend, read_prompts, sampling)
         raise typer.Exit(code)
 
 
@@ -277,12 +268,12 @@ def run_and_report(run: Run, backend: Any, prompts: list[Prompt], notes: list[st
     """Measure with a progress bar, save, show. Returns the exit code, 130 after ctrl-C."""
     file = files.json_file
     from outrider.lab.bench.report.analysis import summary
+    from outrider.lab.bench.report.page import write
     from outrider.lab.bench.report.terminal import show
 
     interrupted = False
     try:
-        for _ in _progress(run, backend, prompts, file):
-            pass
+        _measure(run, backend, prompts, file)
     except KeyboardInterrupt:
         interrupted = True
     run.summary = summary(run)
@@ -293,7 +284,11 @@ def run_and_report(run: Run, backend: Any, prompts: list[Prompt], notes: list[st
     answered = sum(s.error is None for s in run.samples)
     if answered:
         show(run, console())
-        _write_files(run, files)
+        if file is not None:
+            say(f"The measurement is in {file}. Make a page of it: outrider report {file}")
+        if files.html is not None:
+            write(run, files.html)
+            say(f"The page is {files.html}.")
     if interrupted:
         return 130
     if not answered:
@@ -304,29 +299,7 @@ def run_and_report(run: Run, backend: Any, prompts: list[Prompt], notes: list[st
     return int(any(f.get("texts_differing") and f["identity_promised"] for f in run.summary.values()))
 
 
-def _tell_hindsight(backend: Any, prompts: list[Prompt], sampling: dict[str, Any]) -> None:
-    """Say what was possible with the drafters of each setting."""
-    with working("recording what the drafters would have proposed"):
-        from outrider.lab.tune.forecasts import hindsight
-
-        found = hindsight(backend.llms, prompts, sampling)
-    for one in found:
-        print(one)
-
-
-def _write_files(run: Run, files: FileOptions) -> None:
-    """Write the requested files."""
-    from outrider.lab.bench.report import page
-
-    if files.json_file is not None:
-        run.save(files.json_file)
-        say(f"The measurement is in {files.json_file}. Make a page of it: outrider report {files.json_file}")
-    if files.html is not None:
-        page.write(run, files.html)
-        say(f"The page is {files.html}.")
-
-
-def _progress(run: Run, backend: Backend, prompts: list[Prompt], file: Path | None) -> Iterator[list[Sample]]:
+def _measure(run: Run, backend: Backend, prompts: list[Prompt], file: Path | None) -> None:
     """Measure with a bar on a terminal, and save every few seconds."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -344,7 +317,6 @@ def _progress(run: Run, backend: Backend, prompts: list[Prompt], file: Path | No
             if file is not None and time.monotonic() - saved > SAVE_EVERY:
                 run.save(file)
                 saved = time.monotonic()
-            yield samples
 
 
 def _status(samples: list[Sample]) -> str:

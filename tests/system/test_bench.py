@@ -353,31 +353,3 @@ def test_a_page_and_a_file_are_written(tmp_path: Path) -> None:
     assert f"The measurement is in {file}" in done.stdout
     assert [s.name for s in Run.load(file).settings] == ["plain", "suffix", "draft_model k=3 fixed"]
     assert "<html" in page.read_text()[:200]
-
-
-def test_hindsight_says_what_was_possible() -> None:
-    done = CliRunner().invoke(
-        cli.app,
-        [
-            "bench",
-            "code",
-            "-m",
-            "builtin:code",
-            "-n",
-            "16",
-            "--num-prompts",
-            "2",
-            "--repeats",
-            "1",
-            "--hindsight",
-            "--method",
-            "auto",
-        ],
-    )
-    assert done.exit_code == 0, done.output
-    said = " ".join(done.output.split())
-    assert "times plain decoding by the replay" in said
-    assert "of what an oracle reaches with these drafters" in said
-    assert "The best single choice in hindsight is " in said
-    refused = CliRunner().invoke(cli.app, ["bench", "--base-url", "http://127.0.0.1:9", "--hindsight"])
-    assert "leave it out with --base-url" in " ".join(refused.output.split())

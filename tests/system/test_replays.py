@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.recorded_texts import read
-from benchmarks.replays import MACHINES
+from benchmarks.replays import MACHINES, by_kind, oracle_texts
 from outrider.control import CostModel, DraftCost, Planner
 from outrider.lab.tune.recorded import RecordedDraft, RecordedText
-from outrider.lab.tune.replay import Machine, Played, auto, by_kind, fixed, oracle_texts, plain_seconds
+from outrider.lab.tune.replay import Machine, Played, auto, fixed, plain_seconds
 
 TRACES = Path(__file__).parent.parent / "data" / "traces"
 KINDS = ("chat", "maths", "code", "short", "edit", "summaries", "retrieval")

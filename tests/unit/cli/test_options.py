@@ -124,8 +124,7 @@ OPTIONS = {
         "What": "--model/-m --method --speculative-config --before --after",
         "Speculation": "--draft-model/-d --num-speculative-tokens/-k",
         "Server": "--base-url --off-body --timeout",
-        "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --top-p --top-k --repeats/-r --concurrency/-c "
-        "--hindsight",
+        "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --top-p --top-k --repeats/-r --concurrency/-c",
         "Model": "--dtype --device --quantization --kv-cache-dtype",
         "Output": "--json --html --resume --debug",
     },
