@@ -108,7 +108,7 @@ def test_two_runs_of_the_same_setting_are_rarely_called_different() -> None:
     for _ in range(trials):
         gains, lengths = draw.normal(0.3, 0.1, 12), draw.lognormal(0, 0.3, 12)
         before, after = (run_of(draw, offset, gains, lengths) for offset in (0.0, 0.2))
-        wrong += by_measure(compare.compare(before, after), "fast")[compare.SPEEDUP].ratio.significant
+        wrong += by_measure(compare.compare_runs(before, after), "fast")[compare.SPEEDUP].ratio.significant
     assert wrong / trials <= 0.05 + 0.05
 
 
@@ -118,21 +118,22 @@ def test_comparing_sees_what_moved() -> None:
     before, after = run_of(draw, 0.0, gains, lengths), run_of(draw, 0.3, gains + 0.2, lengths)
     after.samples[0].text = "other"
     after.settings.append(Setting(name="third"))
-    found = compare.compare(before, after)
+    found = compare.compare_runs(before, after)
     fast, plain = by_measure(found, "fast"), by_measure(found, "plain")
     assert fast[compare.SPEEDUP].effect == "better"
     assert fast[compare.SPEEDUP].ratio.value == pytest.approx(math.exp(0.2), rel=0.05)
     assert plain["tokens/s"].effect == plain["seconds per answer"].effect == "worse"  # the machine was slower
     assert plain["tokens/s"].ratio.value == pytest.approx(plain["tokens/s"].after / plain["tokens/s"].before)
-    assert found.paired
-    assert (found.only_before, found.only_after, found.differences) == ([], ["third"], [])
+    assert "Only after: third." in found.notes
+    assert not any("differ in" in note or "not the same. Intervals" in note for note in found.notes)
     assert found.differing == {"plain": (1, 24), "fast": (0, 24)}
     for p in after.prompts:
         p.id = "new " + p.id
     for s in after.samples:
         s.prompt = "new " + s.prompt
-    apart = compare.compare(before, after)
-    assert (apart.paired, apart.differences) == (False, ["prompts"])
+    apart = compare.compare_runs(before, after)
+    assert "The runs differ in prompts. The change may come from that." in apart.notes
+    assert "The prompts of the runs are not the same. Intervals are therefore wider." in apart.notes
     assert by_measure(apart, "fast")[compare.SPEEDUP].effect == "better"
 
 
