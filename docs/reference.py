@@ -19,7 +19,7 @@ OUT = ROOT / "docs" / "reference"
 PAGES: dict[str, tuple[str, list[str]]] = {
     "api": (
         "load a model, sample, read outputs",
-        ["engine.llm", "core.params", "drafters.config", "core.outputs"],
+        ["engine.llm", "core.params", "drafters.config", "core.outputs", "integrations.transformers"],
     ),
     "loop": (
         "the loop, the planner and its costs",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from outrider.core.types import Guarantee
     from outrider.drafters.config import SpeculativeConfig
     from outrider.engine.llm import LLM
+    from outrider.integrations.transformers import custom_generate
 
 _HOME = {
     "LLM": "engine.llm",
@@ -30,6 +31,7 @@ _HOME = {
     "SamplingParams": "core.params",
     "SpeculativeConfig": "drafters.config",
     "SpeculativeMetrics": "core.outputs",
+    "custom_generate": "integrations.transformers",
 }
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "SpeculativeConfig",
     "SpeculativeMetrics",
     "__version__",
+    "custom_generate",
 ]
 
 
