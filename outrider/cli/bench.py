@@ -217,7 +217,7 @@ def bench(
             )
         if old is not None:
             check_resumable(old, run)
-            run.resume(old)
+            run.samples = old.samples
         if server.urls and run.repeats > 1 and workload.temperature == 0:
             notes.append(
                 "a server that remembers its answers (suffix, auto) finds each of them from the second repeat on, and looks "

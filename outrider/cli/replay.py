@@ -153,7 +153,8 @@ def _summary(trace: Trace, request: int | None) -> None:
     if len(texts) > 40:
         print(f"... and {len(texts) - 40} more; --request ID shows one")
     if request is not None:
-        _steps(texts[0])
+        print("tokens, | between steps (a accepted, c correction, b bonus, p plain):")
+        print("|".join(step.origins for step in texts[0].steps))
     elif trace.acceptance:
         rates = "  ".join(f"{d.depth}: {d.rate:.0%} of {d.drafted}" for d in trace.acceptance)
         print(f"accepted by depth of the draft token   {rates}")
@@ -174,12 +175,6 @@ def _row(text: TracedText) -> list[str]:
     counts = (text.id, text.request.prompt_tokens, text.output_tokens, m.num_spec_steps)
     accepted = f"{m.num_accepted_draft_tokens} of {m.num_draft_tokens}"
     return [*map(str, counts), accepted, length, seconds, text.finish or "not seen"]
-
-
-def _steps(text: TracedText) -> None:
-    """Print one letter for each token, with a bar between steps."""
-    print("tokens, | between steps (a accepted, c correction, b bonus, p plain):")
-    print("|".join(step.origins for step in text.steps))
 
 
 # -- a step -------------------------------------------------------------------------------------------------------------

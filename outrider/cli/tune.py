@@ -37,18 +37,9 @@ from outrider.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from outrider.core.intervals import Interval
     from outrider.drafters.method import TuneInputs
     from outrider.lab.tune.race import Candidate
     from outrider.lab.tune.search import Search
-
-
-def _cell(gain: Interval | None) -> str:
-    return "" if gain is None else f"{gain.value:.2f} x ({gain.low:.2f}-{gain.high:.2f})"
-
-
-def _said(gain: Interval) -> str:
-    return f"{gain.value:.2f} times plain decoding (95 %: {gain.low:.2f} to {gain.high:.2f})"
 
 
 class CandidateOptions(Options):
@@ -195,7 +186,7 @@ def show(search: Search) -> Candidate:
             candidate.name,
             "" if candidate.predicted is None else f"{candidate.predicted:.2f} x",
             "" if speed is None else f"{speed.value:.0f}",
-            _cell(gain),
+            "" if gain is None else f"{gain.value:.2f} x ({gain.low:.2f}-{gain.high:.2f})",
             candidate.dropped,
         )
     console().print(shown)
@@ -208,7 +199,7 @@ def show(search: Search) -> Candidate:
     if answer is search.plain:
         say(f"Plain decoding is the fastest here: {why_plain(search)}.", YELLOW)
     elif gain is not None:
-        said = f"{answer.name}: {_said(gain)}."
+        said = f"{answer.name}: {gain.value:.2f} times plain decoding (95 %: {gain.low:.2f} to {gain.high:.2f})."
         if gain.low <= 1:
             said += " More prompts would make it certain. It stops where draft tokens do not pay."
         say(said, GREEN)

@@ -142,7 +142,10 @@ def compare(text: TracedText, decoder: Decoder, model: LanguageModel) -> list[Co
     """What a draft model proposes along a text: a chain, the tree that is best for usual acceptance by rank, and the likeliest
     nodes, with `NODES` draft tokens each. The first n tokens of each are its draft for a budget of n."""
     output, prompt, room = text.tokens, text.prompt, text.request.prompt_tokens + text.output_tokens + NODES + 1
-    free, fixed = (ModelDrafter(model, 1, min(room, model.max_length), shape=shape) for shape in (None, _usual_shape))
+    free, fixed = (
+        ModelDrafter(model, 1, min(room, model.max_length), shape=shape)
+        for shape in (None, lambda budget: optimal_shape(budget, BY_RANK))
+    )
     tree = Budget(DEPTH, WIDTH, NODES)
     found = list[ComparedDrafts]()
     for at in range(min(len(output) - 1, COMPARED)):
@@ -157,15 +160,13 @@ def compare(text: TracedText, decoder: Decoder, model: LanguageModel) -> list[Co
     return found
 
 
-def _usual_shape(budget: Budget) -> Shape:
-    return optimal_shape(budget, BY_RANK)
-
-
 def _drafted(text: TracedText, before: list[int], decoder: Decoder, drafter: ModelDrafter, budget: Budget) -> TreeDraft:
     """A draft after some tokens, with the noise that the target will use. Nodes are in the order in which a budget keeps them."""
     row = _row(text, before, decoder)
     try:
-        warp, noise = LogitsWarper([row.state], decoder.target.device), _noise(text, decoder)
+        device = decoder.target.device
+        warp, seed = LogitsWarper([row.state], device), torch.tensor([signed(text.request.seed)], device=device)
+        noise = Noise(seed, torch.zeros_like(seed))
         stream = VERIFIERS["match"].draft_stream
         draft = drafter.propose(
             DraftContext([0], [before], [budget], warp, noise, stream, False, [len(text.prompt)], [()])
@@ -198,13 +199,6 @@ def _row(text: TracedText, before: list[int], decoder: Decoder) -> Sequence:
     row = decoder.start(request_of(text))
     row.advance(before[len(text.prompt) :], 0)
     return row
-
-
-def _noise(text: TracedText, decoder: Decoder) -> Noise:
-    device = decoder.target.device
-    return Noise(
-        torch.tensor([signed(text.request.seed)], device=device), torch.zeros(1, dtype=torch.long, device=device)
-    )
 
 
 def _draft_model(llm: LLM) -> LanguageModel | None:

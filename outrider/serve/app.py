@@ -18,10 +18,10 @@ from outrider.engine.request import whose
 from outrider.serve import anthropic, errors, ollama
 from outrider.serve.dashboard import pages_route
 from outrider.serve.encoding import WIDE
-from outrider.serve.errors import Refused, json_response
+from outrider.serve.errors import OBJECT, Refused, answered, json_response
 from outrider.serve.guard import guards
 from outrider.serve.metrics import CONTENT_TYPE
-from outrider.serve.openai import responses_route
+from outrider.serve.openai import responses_api
 from outrider.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.serve.openai.translated import Answering
 from outrider.serve.pool import ModelPool, PooledModel
@@ -49,7 +49,6 @@ def _errors(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 
 
 MAX_TOKENIZE = 256 << 10  # characters of /tokenize, if the model holds less
-OBJECT = {"application/json": {"schema": {"type": "object"}}}
 ANSWER: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer", "content": {**OBJECT, "text/event-stream": {"schema": {"type": "string"}}}}
 }
@@ -110,7 +109,7 @@ def _texts(app: FastAPI, pool: ModelPool, spans: Spans | None) -> None:
         """Answer messages. Needs a model with a chat template."""
         return await answering.answer(await pool.lend(body.model, request, body.timeout), body, request)
 
-    responses_route.install(app, answering, ANSWER)
+    responses_api.install(app, answering, ANSWER)
     anthropic.install(app, answering, _errors(errors.MessagesErrorBody) | ANSWER)
     ollama.install(app, answering, _errors(errors.OllamaErrorBody) | LINES)
 
@@ -143,19 +142,19 @@ def _model(app: FastAPI, pool: ModelPool) -> None:
             "guarantee": service.engine.decoder.guarantee.value,
         }
 
-    @app.get("/v1/models", responses=_object("The models"))
+    @app.get("/v1/models", responses=answered("The models"))
     async def models() -> Response:
         """List the models that are served, with the bytes of their weights. Of those that are loaded it says more."""
         found = [described(one) for one in pool.models]
         pages = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}  # Anthropic's
         return json_response({"object": "list", "data": found, **pages})
 
-    @app.get("/v1/models/{name:path}", responses=_object("The model"))
+    @app.get("/v1/models/{name:path}", responses=answered("The model"))
     async def model(name: str) -> Response:
         """Describe one model."""
         return json_response(described(pool.find(name)))
 
-    @app.post("/tokenize", responses=_object("The tokens"))
+    @app.post("/tokenize", responses=answered("The tokens"))
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """The token ids of a prompt or of messages."""
         service = await pool.lend(body.model, request)
@@ -175,7 +174,7 @@ def _model(app: FastAPI, pool: ModelPool) -> None:
 
         return await encoder.run(answer, len(tokens))
 
-    @app.post("/detokenize", responses=_object("The text"))
+    @app.post("/detokenize", responses=answered("The text"))
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """The text of token ids."""
         service = await pool.lend(body.model, request)
@@ -191,7 +190,7 @@ def _model(app: FastAPI, pool: ModelPool) -> None:
 def _state(app: FastAPI, pool: ModelPool) -> None:
     """Routes about how the server is."""
 
-    @app.get("/health", responses=_object("The engine runs"))
+    @app.get("/health", responses=answered("The engine runs"))
     async def health() -> Response:
         """Report that the engines work. 503 if one has died, hangs in a step, or is inconsistent."""
         if (problem := trouble(pool)) is not None:
@@ -207,7 +206,7 @@ def _state(app: FastAPI, pool: ModelPool) -> None:
 
     if pool.settings.learn is not None:
 
-        @app.delete("/v1/learn", responses=_object("What was removed"))
+        @app.delete("/v1/learn", responses=answered("What was removed"))
         async def forget(request: Request) -> Response:
             """Remove your texts from those that train the head, and the heads that were trained on them."""
             learner = (await pool.lend(None, request)).learner
@@ -216,7 +215,7 @@ def _state(app: FastAPI, pool: ModelPool) -> None:
 
     if pool.settings.memory_dir is not None and pool.settings.memory_by == "client":
 
-        @app.delete("/v1/memory", responses=_object("The texts are removed"))
+        @app.delete("/v1/memory", responses=answered("The texts are removed"))
         async def forget_texts(request: Request, user: str | None = None) -> Response:
             """Remove your texts from the memory that drafts come from: those with this user, or those without one."""
             owner = request.state.owner
@@ -226,7 +225,7 @@ def _state(app: FastAPI, pool: ModelPool) -> None:
                 await anyio.to_thread.run_sync(memory.forget, whose(owner, user or owner))
             return json_response({"object": "memory.deleted"})
 
-    @app.get("/version", responses=_object("The version"))
+    @app.get("/version", responses=answered("The version"))
     async def version() -> Response:
         """The version of outrider."""
         return json_response({"version": __version__})
@@ -241,7 +240,3 @@ def trouble(pool: ModelPool) -> str | None:
         if engine.stalled > service.settings.stall_timeout:
             return f"the engine has been busy with one step for {engine.stalled:.0f} s"
     return None
-
-
-def _object(description: str) -> dict[int | str, dict[str, Any]]:
-    return {200: {"description": description, "content": OBJECT}}

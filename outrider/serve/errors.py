@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import Response
 from starlette.routing import Match
 
+OBJECT = {"application/json": {"schema": {"type": "object"}}}
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_TYPES = TYPES | {
     403: "permission_error",
@@ -98,6 +99,11 @@ class Refused(Exception):
         if self.status == 401:
             headers["www-authenticate"] = self.challenge
         return json_response(self.body_at(path), self.status, headers)
+
+
+def answered(description: str) -> dict[int | str, dict[str, Any]]:
+    """The documentation of an answer that is an object."""
+    return {200: {"description": description, "content": OBJECT}}
 
 
 def no_model(name: str, served: Iterable[str]) -> Refused:

@@ -288,19 +288,19 @@ class OllamaWriter(AnswerTranslator):
         return [self._line("", "", [], done=True) | figures]
 
     def _line(self, text: str, thought: str, calls: list[dict[str, Any]], done: bool) -> Event:
-        head = {"model": self._model, "created_at": datetime.now(UTC).isoformat()}
-        more: dict[str, Any] = {"thinking": thought} if thought else {}
-        if not self._chat:
-            return {**head, "response": text, **more, "done": done}
-        more |= {"tool_calls": calls} if calls else {}
-        return {**head, "message": {"role": "assistant", "content": text, **more}, "done": done}
+        return _line(self._model, self._chat, text, {"thinking": thought, "tool_calls": calls}, done)
+
+
+def _line(model: str, chat: bool, text: str, more: dict[str, Any], done: bool) -> Event:
+    """A line of an answer. more: what stands beside the text, if it is not empty."""
+    head, more = {"model": model, "created_at": datetime.now(UTC).isoformat()}, {k: v for k, v in more.items() if v}
+    said = {"message": {"role": "assistant", "content": text, **more}} if chat else {"response": text, **more}
+    return {**head, **said, "done": done}
 
 
 def loaded(model: str, chat: bool, reason: str) -> Event:
     """The answer to a request without a prompt, which loads a model or lets it go. reason: load or unload."""
-    text = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
-    head = {"model": model, "created_at": datetime.now(UTC).isoformat()}
-    return {**head, **text, "done": True, "done_reason": reason}
+    return _line(model, chat, "", {}, True) | {"done_reason": reason}
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:

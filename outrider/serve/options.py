@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -50,9 +50,10 @@ def setting(
     return Field(default, description=text, json_schema_extra=extra, **limits)
 
 
-def shown(options: type[BaseModel]) -> dict[str, FieldInfo]:
+def shown(options: type[Options]) -> dict[str, FieldInfo]:
     """The options that the command line has, in the order of the help page."""
-    found = {name: field for name, field in options.model_fields.items() if field.json_schema_extra}
+    fields = options.model_fields.items()
+    found = {name: field for name, field in fields if field.json_schema_extra and name not in options.hidden}
     return dict(sorted(found.items(), key=lambda pair: PANELS.index(panel(pair[1]))))
 
 
@@ -83,8 +84,12 @@ _QUANTIZATION = setting(None, "Model", "int8 or int4 weights, on the CPU.")
 
 
 class Options(BaseModel):
-    """Options that belong together. A group does not change, and takes no name that it does not know."""
+    """Options that belong together. A group does not change, and takes no name that it does not know.
 
+    hidden: those of the group above that the command line has not here.
+    """
+
+    hidden: ClassVar[frozenset[str]] = frozenset()
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     def with_(self, **changes: Any) -> Self:

@@ -97,10 +97,6 @@ class Remote:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self._one(setting, prompt, repeat, turn), prompts))
 
-    def close(self) -> None:
-        for client in self.clients.values():
-            client.close()
-
     def _one(self, setting: Setting, prompt: Prompt, repeat: int, turn: int) -> Sample:
         url, about = (
             setting.base_url or "",

@@ -151,18 +151,10 @@ class Run(RunPart):
             **more,
         )
 
-    def resume(self, old: Run) -> None:
-        """Take over what an interrupted part of this measurement has."""
-        self.samples = old.samples
-
     def forget_failed(self) -> None:
         """Drop the turns that have a failed answer."""
         failed = {s.turn for s in self.samples if s.error is not None}
         self.samples = [s for s in self.samples if s.turn not in failed]
-
-    def finish(self) -> None:
-        """All turns were measured."""
-        self.complete = True
 
     def save(self, path: Path) -> None:
         """Write the file. It is replaced as a whole, so a reader never sees half of it."""

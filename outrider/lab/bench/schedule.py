@@ -75,7 +75,7 @@ def measure(run: Run, backend: Backend, prompts: Sequence[Prompt]) -> Iterator[l
         samples = backend.answer(run.settings[turn.setting], together[turn.group], turn.repeat, turn.number)
         run.samples.extend(samples)
         yield samples
-    run.finish()
+    run.complete = True
 
 
 def check_resumable(old: Run, new: Run) -> None:

@@ -52,10 +52,6 @@ _PLAIN = SpeculativeConfig.of(None)
 CHUNK = 64  # tokens per forward, where a text is read
 
 
-def _unheard(message: str) -> None:
-    """A failure that a variant plans is not told."""
-
-
 class OutOfVocabulary(BaseDrafter):
     """Proposes tokens that the target does not have. The loop must refuse them, and the text must not change."""
 
@@ -170,7 +166,7 @@ class EngineSubject(Subject):
         lengths: Fixed,
         rows: int,
     ) -> list[GeneratedText]:
-        tell = None if drafters is self.drafters else _unheard
+        tell = None if drafters is self.drafters else lambda message: None  # a failure that a variant plans is not told
         runtime = build(
             self.loaded, config, rows=rows, max_length=self.max_length, drafters=drafters, controller=lengths, tell=tell
         )

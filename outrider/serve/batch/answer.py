@@ -74,8 +74,7 @@ class BatchAnswerer:
     async def _answer(self, request: BatchRequest) -> dict[str, Any]:
         try:
             body = self._body(request)
-            whole = self._response if request.url == "/v1/responses" else self._text
-            status, answer = 200, await whole(body, request.key)
+            status, answer = 200, await self._whole(body, request.key)
         except Exception as error:
             engine = self.service.engine
             if engine.problem is not None or not engine.alive:
@@ -92,10 +91,9 @@ class BatchAnswerer:
             "error": None,
         }
 
-    async def _text(self, body: ChatRequest | CompletionRequest, name: str) -> dict[str, Any]:
-        return await (await self.service.accept(body, name, "batch")).whole()
-
-    async def _response(self, body: ResponsesRequest, name: str) -> dict[str, Any]:
+    async def _whole(self, body: ChatRequest | CompletionRequest | ResponsesRequest, name: str) -> dict[str, Any]:
+        if not isinstance(body, ResponsesRequest):
+            return await (await self.service.accept(body, name, "batch")).whole()
         if body.previous_response_id is not None:
             raise Refused(
                 "the lines of a batch do not follow each other; send the whole conversation as input",
@@ -103,7 +101,7 @@ class BatchAnswerer:
             )
         chat = body.chat([])
         writer = ResponsesWriter(f"resp_{name}", self.service.settings.model_name, body, chat)
-        return writer.whole(await self._text(chat, name))
+        return writer.whole(await self._whole(chat, name))
 
     def _body(self, request: BatchRequest) -> Any:
         try:

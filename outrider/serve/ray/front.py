@@ -27,7 +27,7 @@ from outrider.serve.errors import Refused, dumps
 from outrider.serve.guard import OWNER, guards
 from outrider.serve.logs import log
 from outrider.serve.metrics import CONTENT_TYPE, Metrics, merged_metrics
-from outrider.serve.openai.responses_route import replica_of
+from outrider.serve.openai.responses_api import replica_of
 from outrider.serve.options import ServeOptions
 from outrider.serve.ray.calls import DROP_FROM_REQUEST, ReplicaLost, ReplicaRequest, ResponseStart
 from outrider.serve.ray.dashboard import SummedDashboard

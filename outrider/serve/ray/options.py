@@ -6,12 +6,11 @@ import hashlib
 import json
 from copy import deepcopy
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import field_validator, model_validator
 
-from outrider.serve.options import Milliseconds, Seconds, ServeOptions, answered_hosts, panel, setting, shown
+from outrider.serve.options import Seconds, ServeOptions, answered_hosts, panel, setting, shown
 
 _HEAD = """\
 # Replicas of outrider on Ray Serve. Try it: serve run FILE. Deploy or update it on a cluster: serve deploy FILE.
@@ -44,13 +43,8 @@ class DeployOptions(ServeOptions):
     engines: str = "outrider-engines"
     listen: tuple[str, int] | None = None
     shutdown_timeout: Seconds = setting(30.0, "Limits", "Seconds for running requests of a replica that is replaced.")
-    # these are not on the command line
-    pad_stream: Milliseconds | None = None
-    log_prompts: bool = False
-    memory: str | None = None
-    learn: Path | None = None  # one process keeps the texts of a folder
-    learn_share: float = 0.5
-    monitor_port: int | None = None
+    # `learn`: one process keeps the texts of a folder
+    hidden: ClassVar = frozenset({"pad_stream", "log_prompts", "memory", "learn", "learn_share", "monitor_port"})
 
     @field_validator("speculative_config", mode="before")
     @classmethod

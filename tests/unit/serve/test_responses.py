@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from serving import TEMPLATE, Live, builtin, serving
 
 from outrider.serve.errors import Refused
-from outrider.serve.openai.responses_route import ResponseStore
+from outrider.serve.openai.responses_api import ResponseStore
 from outrider.serve.options import ServeOptions
 
 HELLO = [{"role": "user", "content": "sort a list"}]

@@ -14,6 +14,7 @@ from outrider.core.intervals import Interval
 from outrider.lab.bench import stats
 from outrider.lab.bench.report.analysis import SettingResult, analyse, by_category
 from outrider.lab.bench.report.compare import versions
+from outrider.lab.bench.report.format import amount
 from outrider.lab.bench.report.recommend import BROKEN, CHANGE, DROP, KEEP, OPEN, recommend
 from outrider.lab.bench.run import Run
 
@@ -45,7 +46,7 @@ def speeds(run: Run, results: list[SettingResult]) -> Table:
     heads = "tokens/s", "times as\nfast", "95 %\ninterval", "tokens\na step", "accepted", "same\ntexts"
     table = _table(f"{len(run.prompts)} prompts, {run.repeats} x each", ["setting"], heads)
     for r in results:
-        cells = [_number(r.rate.value) if r.rate else "-", "", "", "", "", ""]
+        cells = [amount(r.rate.value) if r.rate else "-", "", "", "", "", ""]
         if r.acceptance:
             cells[3:5] = f"{r.acceptance.length:.2f}", f"{r.acceptance.rate or 0:.0%}"
         if r.texts:
@@ -76,7 +77,7 @@ def latencies(results: list[SettingResult]) -> Table:
     for measure, what in LATENCIES.items():
         for r, measured in zip(results, times, strict=True):
             if values := measured[measure]:
-                cells = [_number(1000 * stats.percentile(values, p)) for p in stats.PERCENTILES]
+                cells = [amount(1000 * stats.percentile(values, p)) for p in stats.PERCENTILES]
                 table.add_row(what if r is results[0] else "", escape(r.name), *cells)
         table.add_section()
     return table
@@ -115,8 +116,3 @@ def _ratio(found: Interval | None) -> str:
 
 def _bounds(found: Interval | None) -> str:
     return "-" if found is None or not math.isfinite(found.high) else f"{found.low:.2f} to {found.high:.2f}"
-
-
-def _number(value: float) -> str:
-    """Three digits."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

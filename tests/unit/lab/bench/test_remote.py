@@ -206,7 +206,6 @@ def test_our_own_server_keeps_its_promise(live: str) -> None:
         prompts=[{"id": a.id, "text": a.text} for a in PROMPTS],  # type: ignore[list-item]
     )  # fmt: skip
     list(measure(run, side, PROMPTS))
-    side.close()
     plain, fast = stats.answered(run, "plain"), stats.answered(run, "server")
     assert [s.error for s in run.samples] == [None] * 4
     assert stats.identity_promised(run, "server")
