@@ -11,6 +11,7 @@ from outrider.cli.options import Debug, ModelFirst, ModelInstead, SpeculationOpt
 from outrider.cli.serve import ready_lines
 from outrider.cli.terminal import loading, readable
 from outrider.core.extras import needs
+from outrider.core.files import write_whole
 from outrider.serve.ray.options import DeployOptions, serve_config
 
 
@@ -49,7 +50,7 @@ def deploy(
         given |= {"model": model, "speculative_config": config, "engines": f"{name}-engines"}
         options = DeployOptions(**given)
         if write_config is not None:
-            write_config.write_text(serve_config(options, name), encoding="utf-8")
+            write_whole(write_config, serve_config(options, name))
             print(f"serve run {write_config}   # here; on a cluster: serve deploy {write_config}")
             return
         from outrider.serve.ray import cluster

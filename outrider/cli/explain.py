@@ -10,6 +10,7 @@ import typer
 
 from outrider.cli.options import Debug, option
 from outrider.cli.terminal import YELLOW, printable, readable, say, working
+from outrider.core.files import write_whole
 
 if TYPE_CHECKING:
     from outrider.engine.trace import Trace
@@ -50,7 +51,6 @@ def explain(
         with working(f"explaining {'a built-in run' if trace is None else trace}"):
             from dataclasses import replace
 
-            from outrider.core.files import write_whole
             from outrider.lab.explain import machine_curves
             from outrider.pages.explained import builtin
 

@@ -239,9 +239,10 @@ def _held() -> list[Held]:
             state, what = "fetched" if remove else "installed", f"{model.title}, {model.licence}"
             found.append(Held(name, model.size, state, here, what, remove))
     for pack in sorted(store.packs(), key=lambda p: -p.used):
-        used = f"last used {datetime.fromtimestamp(pack.used):%Y-%m-%d}, from {home(Path(pack.source))}"
+        source = home(Path(pack.source)) if pack.source else "another version of outrider, which alone can use it"
+        used = f"last used {datetime.fromtimestamp(pack.used):%Y-%m-%d}, from {source}"
         where, remove = store.folder() / pack.name, partial(store.remove, pack.name)
-        found.append(Held(pack.name, pack.bytes, f"packed {pack.weights}", where, used, remove))
+        found.append(Held(pack.name, pack.bytes, f"packed {pack.weights}".strip(), where, used, remove))
     with suppress(CacheNotFound):
         cache = scan_cache_dir()
         for repo in sorted(cache.repos, key=lambda repo: repo.repo_id):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from outrider.cli.options import Debug, Options, option, setting
 from outrider.cli.terminal import DIM, GREEN, YELLOW, check_folders, console, paint, readable, say, table, working
+from outrider.core.files import write_whole
 
 if TYPE_CHECKING:
     from outrider.lab.plan.answer import PlanAnswer, PlanFigure
@@ -100,18 +101,16 @@ def plan(
     """
     with readable(debug):
         check_folders(json_file, out)
-        with working(f"simulating {demand.qps:g} requests a second on {model.hardware}"):
+        with working(f"planning for {demand.qps:g} requests/s on {model.hardware}"):
             from outrider.lab.plan.answer import answer
 
             made, inputs = _plan(model, demand, engine, targets, seed, whole_fleet)
             found = answer(made, inputs, targets.replicas, sweep=out is not None)
         show(made, found)
         if json_file is not None:
-            json_file.write_text(found.to_json() + "\n", encoding="utf-8")
+            write_whole(json_file, found.to_json() + "\n")
             say(f"All figures are in {json_file}.")
         if out is not None:
-            from outrider.core.files import write_whole
-
             write_whole(out, found.page())
             say(f"The page is {out}.")
 

@@ -60,6 +60,8 @@ def readable(debug: bool) -> Iterator[None]:
 
             # its own text names classes and pages that users need not know
             said = "; ".join(faults(error)) if isinstance(error, ValidationError) else str(error)
+            if isinstance(error, OSError) and error.strerror:  # without its number
+                said = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
             message = " ".join(said.split()) or type(error).__name__
             if not isinstance(error, (ValueError, OSError, MemoryError)):
                 message = f"{type(error).__name__}: {message} (--debug shows where)"

@@ -35,6 +35,7 @@ from outrider.cli.terminal import (
     table,
     warn,
 )
+from outrider.core.files import write_whole
 
 if TYPE_CHECKING:
     from outrider.drafters.method import TuneInputs
@@ -121,7 +122,7 @@ def tune(
         answer = show(search)
         if interrupted:
             warn("interrupted: this is known so far", RED)
-        out.write_text(json.dumps(answer.config, indent=1) + "\n", encoding="utf-8")
+        write_whole(out, json.dumps(answer.config, indent=1) + "\n")
         print(f"Written to {out}. Use it: outrider generate ... -m {what.model} --speculative-config {out}")
         if json_file is not None:
             as_run(target.name, read_prompts, search.candidates, sampling, not interrupted).save(json_file)

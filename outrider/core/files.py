@@ -68,6 +68,10 @@ def written_whole(path: Path) -> Generator[Path, None, None]:
     try:
         yield partial
         partial.replace(path)
+    except OSError as error:
+        if error.filename is None and error.strerror:  # of a write: a full disk, for example
+            error.filename = str(path)
+        raise
     finally:
         partial.unlink(missing_ok=True)
 

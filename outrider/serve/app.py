@@ -135,7 +135,7 @@ def _model(app: FastAPI, pool: ModelPool) -> None:
         service, config = one.assembly.service, one.assembly.service.llm.config
         return {
             **found,
-            "max_model_len": service.engine.decoder.max_length,
+            **dict.fromkeys(("max_model_len", "max_input_tokens", "max_tokens"), service.engine.decoder.max_length),
             "memory": one.bytes,
             "chat": bool(service.template),
             "speculative": {"method": config.method, "num_speculative_tokens": config.budget.depth},

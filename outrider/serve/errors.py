@@ -15,6 +15,8 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import Response
 from starlette.routing import Match
 
+from outrider.core.suggest import said
+
 OBJECT = {"application/json": {"schema": {"type": "object"}}}
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_TYPES = TYPES | {
@@ -149,9 +151,12 @@ def invalid_body(errors: Sequence[Any]) -> Refused:
         return Refused(f"the body is not JSON: {first['ctx']['error']}, at character {first['loc'][-1]}")
     if isinstance(first.get("input"), bytes):
         return Refused("the body is not JSON, or its content-type is not application/json")
+    if first["loc"] == ("body",) and first["type"] != "value_error":
+        kind = "empty" if first["type"] == "missing" else "no JSON object"
+        return Refused(f'the body is {kind}; send one such as {{"model": ..., "messages": [...]}}')
     where = ".".join(str(part) for part in first["loc"] if part != "body" and not str(part)[0].isupper())
     many = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    message = first["msg"].removeprefix("Value error, ")
+    message = said(first)
     if where:
         return Refused(f"{where}: {message}{many}", param=where)
     return Refused(message + many, param=getattr(first.get("ctx", {}).get("error"), "name", None))
@@ -176,7 +181,7 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, StarletteHTTPException)
         what = {
             400: _unread(error.__cause__),
-            404: f"this server has no {request.url.path}",
+            404: f"this server has no {request.url.path}; GET /openapi.json lists what it has",
             405: f"{request.url.path} does not take {request.method}",
         }
         answer = Refused(what.get(error.status_code, str(error.detail)), error.status_code).response(request.url.path)

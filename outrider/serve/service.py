@@ -52,6 +52,7 @@ class Service:
         self.started = int(time())
         self.trials = Trials(engine)
         self.learner: Learner | None = None
+        self._told_of_tools = False
         self._grammars: tuple[Grammars, Lanes] | None = None
         self._compiling, self._first = 0, Lock()  # grammars that wait; for the first of them
         self.encoder = Encoder(llm, engine.decoder.max_length, settings.model_name)
@@ -136,6 +137,13 @@ class Service:
     def _tools(self, body: CommonRequest) -> tuple[ToolOffer | None, Callable[[], ToolCallReader] | None, bool]:
         """The tools on offer, a maker of readers for their calls, and whether those must see special tokens."""
         offer, form = body.offer, self.tool_format
+        if offer is not None and form is None and not offer.forced and not self._told_of_tools:
+            self._told_of_tools = True
+            log.warning(
+                "a request offers tools, and the chat template of %s has no tool calls, so the answers are texts. A call is made "
+                'where tool_choice is "required" or names a function',
+                self.settings.model_name,
+            )
         if offer is None or (form is None and not offer.forced):
             return offer, None, False
         form = form or PLAIN

@@ -145,8 +145,11 @@ def search_layers(
     for out in order[: count - 1]:
         left = [n for n in left if n != out]
         a = agreement(left)
-        # both times are measured side by side, because machines drift
-        cost = clock(target.layer_subset(left), 1) / clock(target, 1)
+        # in turns, because machines drift and other programs run
+        smaller, whole = zip(
+            *((clock(kept, 1), clock(target, 1)) for kept in 3 * [target.layer_subset(left)]), strict=True
+        )
+        cost = min(smaller) / min(whole)
         gains = [(speedup(geometric(a, k), k * cost, widths[k] / widths[0]), k) for k in range(1, max_depth + 1)]
         gain, depth = max(gains)
         progress(f"{len(left)} of {count} layers: agreement {a:.2f}, cost {cost:.2f}, predicted {gain:.2f} x")
@@ -161,7 +164,7 @@ def _choices(model: LanguageModel, tokens: list[int]) -> Tensor:
     return model.forward(Nodes(torch.tensor([tokens]), cache, [0])).logits[0].argmax(-1)
 
 
-def _seconds(model: LanguageModel, tokens: int, repeats: int = 7) -> float:
+def _seconds(model: LanguageModel, tokens: int, repeats: int = 5) -> float:
     cache, times = model.new_cache(1, 64), []
     ids = torch.zeros(1, tokens, dtype=torch.long)
     for _ in range(repeats):

@@ -47,7 +47,10 @@ _CONTENT = 3  # of the packs of this cache; another number makes them all again
 
 @dataclass(frozen=True)
 class CachedPack:
-    """name: of its folder in the cache. used: seconds since the epoch, when a model was last loaded from it."""
+    """name: of its folder in the cache. used: seconds since the epoch, when a model was last loaded from it.
+
+    source, weights: empty for a pack that this version cannot read.
+    """
 
     name: str
     bytes: int
@@ -197,7 +200,7 @@ def packs() -> list[CachedPack]:
         where = file.parent
         if where.suffix == PARTIAL:
             continue
-        source = weights = "?"
+        source = weights = ""
         with suppress(BadPack):
             pack = manifest(where)
             source, weights = pack.source, pack.weights

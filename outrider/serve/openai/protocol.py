@@ -91,6 +91,11 @@ class Prediction(JsonObject):
     content: str | Objects
 
 
+# What other servers call it. Without it a text would have any form.
+_FORMS = {"guided_json": "json", "json_schema": "json", "guided_choice": "choice"}
+_FORMS |= dict.fromkeys(("guided_regex", "regex", "guided_grammar", "grammar", "ebnf"), "regex")
+
+
 class CommonRequest(JsonObject):
     """The fields of text completions and chat completions. missing: fields that are refused, and what is said of each.
 
@@ -99,7 +104,10 @@ class CommonRequest(JsonObject):
 
     model_config = ConfigDict(extra="allow")
     missing: ClassVar[dict[str, str]] = {
-        "use_beam_search": "this server has no beam search; leave it out, or send temperature=0 for greedy decoding"
+        "use_beam_search": "this server has no beam search; leave it out, or send temperature=0 for greedy decoding",
+        **{old: f'send structured_outputs: {{"{new}": ...}} in its place' for old, new in _FORMS.items()},
+        "functions": "send tools in its place",
+        "chat_template": "a request cannot bring a template; start the server with --chat-template FILE",
     }
 
     is_chat: ClassVar[bool] = False
@@ -173,7 +181,7 @@ class CommonRequest(JsonObject):
             return data
         data = dict(data)
         for name, why in cls.missing.items():
-            if (value := data.get(name)) is not None and value is not False and value != "":
+            if data.get(name):
                 raise BadParameter(f"{name}: {why}", name)
         for old, new in (
             ("disable_speculative_decoding", "disable_spec_decode"),
@@ -304,7 +312,7 @@ class CommonRequest(JsonObject):
 # Fields that clients send and that have no meaning here. They are not misspellings.
 HARMLESS = {"metadata", "store", "service_tier", "modalities", "reasoning_effort", "verbosity"}
 HARMLESS |= {"max_tokens", "max_completion_tokens", "prompt", "messages", "logprobs", "top_logprobs", "suffix"}
-HARMLESS |= {"safety_identifier", "prompt_cache_key", "stop_token", "length_penalty", "functions"}
+HARMLESS |= {"safety_identifier", "prompt_cache_key", "stop_token", "length_penalty"}
 
 
 class CompletionRequest(CommonRequest):
@@ -376,6 +384,13 @@ class ChatRequest(CommonRequest):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = Field(None, description="the answer goes on from the last message's text")
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _beside_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise ValueError("without logprobs none are shown; send logprobs: true, too")
+        return value
 
     @property
     def limit(self) -> int | None:

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from outrider.cli.main import app
 from outrider.models.builtin.download import DOWNLOADS
+from outrider.models.packs.folder import MANIFEST
 
 NAME = "builtin:smollm2-135m"
 
@@ -44,6 +45,15 @@ def test_each_path_has_a_line_of_its_own(home: Path) -> None:
     assert "  ~/.cache/outrider/models/SmolLM2-135M-Instruct.Q4_1.gguf" in lines
     assert "  ~/.cache/huggingface/hub/models--ada--small" in lines
     assert any(line.startswith(NAME) and "98.4 MB" in line for line in lines)
+
+
+def test_a_pack_of_another_version_says_so(home: Path) -> None:
+    folder = home / ".cache/outrider/packs/old-0123456789abcdef"
+    folder.mkdir(parents=True)
+    (folder / MANIFEST).write_text('{"source": "old.gguf", "weights": "gguf", "made_by": {}}')
+    shown = run("list").stdout
+    assert "from another version of outrider, which alone can use it" in shown
+    assert "?" not in shown
 
 
 def test_rm_asks_and_removes(home: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def test_home_is_a_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (PLAN, "simulating 1 requests a second on l40s ..."),
+        (PLAN, "planning for 1 requests/s on l40s ..."),
         (["explain", "--no-open", "-o", "page.html"], "explaining a built-in run ..."),
     ],
 )
@@ -38,3 +39,16 @@ def test_explain_says_where_its_page_is(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["explain", "--no-open", "-o", "page.html"])
     assert done.stdout.splitlines()[-1] == "The page is page.html. Open it in a browser."
+
+
+def test_an_error_of_the_system_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["replay", "run.jsonl"])
+    assert (done.exit_code, done.stderr) == (2, "error: run.jsonl: No such file or directory\n")
+
+    def full(*given: object, **more: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    done = CliRunner().invoke(app, ["explain", "--no-open", "-o", "page.html"])
+    assert done.stderr.splitlines()[-1] == "error: page.html: No space left on device"

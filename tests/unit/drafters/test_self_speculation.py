@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -113,8 +114,11 @@ def test_the_search_leaves_out_the_layer_that_does_nothing(tmp_path: Path) -> No
     model = HFModel(raw)
     texts = [[1, 2, 3, 4, 5, 6, 7, 8] * 3]
 
+    calls = count()
+
     def clock(m: LanguageModel, n: int) -> float:  # forwards over more tokens cost a little, layers cost all
-        return m.num_layers * (1 + 0.05 * n)
+        busy = n == 1 and next(calls) % 3 == 2  # another program runs beside every third measurement
+        return m.num_layers * (1 + 0.05 * n) * (4 if busy else 1)
 
     found = search_layers(model, texts, clock=clock)
     assert found.layers == [0, 3]

@@ -302,7 +302,7 @@ def test_metrics_have_vllms_names_behind_the_prefix(live: Live) -> None:
 
 
 BAD = [
-    ({"prompt": "x", "temperature": "warm"}, "temperature", "temperature"),
+    ({"prompt": "x", "temperature": "warm"}, "a valid number, got 'warm'", "temperature"),
     ({"prompt": "x", "temperature": -1}, "greater than or equal to 0", "temperature"),
     ({"prompt": "x", "max_tokens": 0}, "greater than or equal to 1", "max_tokens"),
     ({"prompt": "x", "max_tokens": 10**6}, "use max_tokens=", "max_tokens"),
@@ -332,6 +332,9 @@ BAD = [
     ({"prompt": "x", "other": float("inf")}, "the number Infinity", None),
     ({"prompt": "x", "temperature": 1e300}, "to a million", "temperature"),
     ({"messages": []}, "prompt", "prompt"),
+    ({"prompt": "x", "guided_json": {"type": "object"}}, 'send structured_outputs: {"json"', "guided_json"),
+    ({"prompt": "x", "grammar": "root ::= a"}, 'send structured_outputs: {"regex"', "grammar"),
+    ({"prompt": "x", "functions": [{"name": "f"}]}, "send tools", "functions"),
 ]  # fmt: skip
 
 
@@ -351,6 +354,9 @@ def test_what_cannot_be_answered_is_refused_with_the_reason(
 def test_errors_of_http_have_the_same_shape(live: Live) -> None:
     url = live.url + "/v1/completions"
     assert error(httpx.post(url, content=b"{nonsense"))["type"] == "invalid_request_error"
+    typed = {"content-type": "application/json"}
+    assert "the body is empty" in error(httpx.post(url, headers=typed))["message"]
+    assert "the body is no JSON object" in error(httpx.post(url, content=b"[1]", headers=typed))["message"]
     assert httpx.post(url, content=b"[" * 100_000).status_code == 400
     assert error(httpx.get(url))["message"].startswith("/v1/completions does not take GET")
     assert error(httpx.get(live.url + "/nowhere"))["type"] == "not_found_error"
@@ -362,6 +368,8 @@ def test_errors_of_http_have_the_same_shape(live: Live) -> None:
         live, "/v1/chat/completions", messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
     )
     assert "reads text only" in error(bad)["message"]
+    bad = ask(live, "/v1/chat/completions", messages=[{"role": "user", "content": "x"}], top_logprobs=2)
+    assert (bad.status_code, error(bad)["param"]) == (400, "top_logprobs")
 
 
 def test_grammars_hold_under_speculation_and_the_text_is_plain_decodings(live: Live) -> None:

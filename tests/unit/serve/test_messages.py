@@ -322,3 +322,4 @@ def test_errors_before_the_route_have_its_form_and_a_key_may_come_in_its_header(
         assert (broken.status_code, broken.json()["type"]) == (400, "error")
         models = httpx.get(live.url + "/v1/models", headers=key).json()
         assert (models["has_more"], models["first_id"], models["data"][0]["type"]) == (False, "code", "model")
+        assert models["data"][0]["max_input_tokens"] == models["data"][0]["max_tokens"] == 2048

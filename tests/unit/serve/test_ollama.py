@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -197,3 +198,16 @@ def test_a_gap_is_filled_by_models_with_tokens_for_it_only(live: Live, monkeypat
     assert same["response"] == made["choices"][0]["text"]
     ids = httpx.post(live.url + "/v1/completions", json={"prompt": [1, 2], "suffix": "x"})
     assert "not token ids" in ids.text  # type: ignore[union-attr]
+
+
+def test_tools_that_the_model_cannot_see_are_told_of_once(
+    live: Live, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    monkeypatch.setattr(live.service, "_told_of_tools", False)
+    monkeypatch.setattr(logging.getLogger("outrider"), "propagate", True)
+    with caplog.at_level(logging.WARNING, "outrider"):
+        for _ in range(2):
+            ask(live, "/api/chat", messages=HELLO, tools=tools, options={"num_predict": 1}, stream=False)
+    told = {id(record) for record in caplog.records if "chat template of code has no tool calls" in record.getMessage()}
+    assert len(told) == 1
