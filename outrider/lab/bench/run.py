@@ -32,7 +32,7 @@ class Setting(RunPart):
 
     name: short and unique in the run; tables and pages show it. speculative_config: None is plain decoding.
     base_url: the server that was asked, None for a model in this process.
-    guarantee: exact-tokens, exact-distribution or approximate; None if unknown.
+    guarantee: exact-tokens or exact-distribution; None if unknown.
     """
 
     name: str

@@ -243,7 +243,7 @@ class ResumableStream:
         self._prompts, self._tokens = _texts(body)
         self._opened, self._ended = set[int](), set[int]()
         self._head: dict[str, Any] | None = None  # of the first chunk: an answer keeps its id
-        self._rest, self._moved = b"", False
+        self._rest = b""
 
     def request(self) -> bytes:
         """The body of the request that writes what is missing."""
@@ -258,7 +258,7 @@ class ResumableStream:
 
     def move(self) -> None:
         """The replica is lost. The next events come from another one."""
-        self._moved, self._rest = True, b""
+        self._rest = b""
 
     def read(self, data: bytes) -> bytes:
         """The events in the next part of the body, as the client is to see them.

@@ -155,8 +155,6 @@ def _texts(run: Run, best: SettingResult, base: SettingResult) -> list[str]:
     )
     if texts.promised:
         return [f"{said}, although the guarantee is exact-tokens."]
-    if guarantee == "approximate":
-        return [f"{said}. This setting is approximate: judge the quality as well as the speed."]
     if guarantee == "exact-distribution" and not greedy:
         return [f"{said}. This is correct: the distribution is the same, the random draws are others."]
     if guarantee == "exact-distribution":
