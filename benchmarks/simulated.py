@@ -47,7 +47,7 @@ from outrider.engine.trace import Trace, read
 from outrider.lab.bench.stats import percentile
 from outrider.lab.plan.acceptance_curve import AcceptanceCurve, AnswerAcceptance, find_curve
 from outrider.lab.plan.serving_costs import MeasuredCosts, by_length
-from outrider.lab.plan.serving_plan import LatencyTargets, ServingPlan
+from outrider.lab.plan.serving_plan import ServingPlan
 from outrider.lab.plan.simulation import ReplicaLimits, simulate
 from outrider.lab.plan.workload import Arrival, Demand, Lengths
 
@@ -397,7 +397,7 @@ def depths(curve: AcceptanceCurve, arm: str) -> list[int]:
 def capacity(costs: MeasuredCosts, curve: AcceptanceCurve, arm: str) -> float:
     """Requests per second of the server, by simulation."""
     demand = Demand(1.0, Lengths("uniform", 10, 200), Lengths("uniform", *LENGTHS))
-    plan = ServingPlan(demand, costs, curve, ReplicaLimits(SLOTS, prefill_chunk=CHUNK), LatencyTargets())
+    plan = ServingPlan(demand, costs, curve, ReplicaLimits(SLOTS, prefill_chunk=CHUNK))
     return plan.saturated(depths(curve, arm))
 
 

@@ -126,13 +126,13 @@ def _plan(
     from outrider.lab.plan.acceptance_curve import find_curve
     from outrider.lab.plan.answer import PlanFigure
     from outrider.lab.plan.serving_costs import measured_costs
-    from outrider.lab.plan.serving_plan import LatencyTargets, ServingPlan
+    from outrider.lab.plan.serving_plan import ServingPlan
     from outrider.lab.plan.simulation import ReplicaLimits
     from outrider.lab.plan.workload import Demand, Lengths
 
     asked = Demand(demand.qps, Lengths.of(demand.prompt, "--prompt"), Lengths.of(demand.output, "--output"))
     curve = find_curve(demand.acceptance, demand.setting)
-    wanted = LatencyTargets(targets.p90_wait, targets.p90_ttft, targets.p90_tpot, targets.p90_latency)
+    wanted = {n: s for n in ("wait", "ttft", "tpot", "latency") if (s := getattr(targets, f"p90_{n}")) is not None}
     if curve.model and model.draft_params is None and not model.hardware.endswith(".json"):
         raise ValueError(
             f"the drafts of {demand.acceptance} came from a model, and its passes take time; say how large it is on that "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -24,26 +24,12 @@ _FULL = 0.98  # of its capacity at which the queue of a fleet grows without end,
 
 
 @dataclass(frozen=True)
-class LatencyTargets:
-    """What 90 % of the requests must get, in seconds; None is no limit. tpot: per token after the first."""
-
-    wait: float | None = 1.0
-    ttft: float | None = None
-    tpot: float | None = None
-    latency: float | None = None
-
-    def missed(self, found: Forecast) -> list[str]:
-        """The limits that a forecast does not keep."""
-        pairs = [("wait", found.wait), ("ttft", found.ttft), ("tpot", found.tpot), ("latency", found.latency)]
-        return [name for name, value in pairs if (limit := getattr(self, name)) is not None and value > limit]
-
-
-@dataclass(frozen=True)
 class Forecast:
     """What a fleet of so many replicas does, from a simulation. Times are 90th percentiles in seconds.
 
     policy: plain, fixed or adaptive. stable: the queue does not grow without end. throughput: output tokens per second of the
-    fleet. batch_size: mean of a round. drafted: share of rounds with drafts. load: of the fleet's capacity.
+    fleet. tpot: per token after the first. batch_size: mean of a round. drafted: share of rounds with drafts. load: of the
+    fleet's capacity.
     """
 
     policy: str
@@ -86,14 +72,15 @@ class BatchFigures:
 class ServingPlan:
     """All inputs of a plan, and what follows from them.
 
-    price: of a replica for an hour, or None. seed: of the simulations.
+    targets: seconds that a forecast may have, by its names: wait, ttft, tpot, latency. price: of a replica for an hour, or None.
+    seed: of the simulations.
     """
 
     demand: Demand
     costs: ServingCosts
     curve: AcceptanceCurve
     limits: ReplicaLimits
-    targets: LatencyTargets = LatencyTargets()
+    targets: Mapping[str, float] = field(default_factory=lambda: {"wait": 1.0})
     price: float | None = None
     seed: int = 0
     whole_fleet: bool = False
@@ -222,10 +209,9 @@ class ServingPlan:
         depths = self.policies[policy]
         fleet = simulate(arrivals, part, self.limits, self.costs, self.seconds, depths, self.curve, self.seed)
         found = steady(fleet, count)
-        spans = [r.done or 0.0 for r in found], [r.arrived for r in found]
-        written = sum(r.output for r in found)
+        seconds = max(r.done or 0.0 for r in found) - min(r.arrived for r in found)
         offered = self.demand.qps * share * self.demand.output.mean
-        measured = written / (max(spans[0]) - min(spans[1])) * replicas / part
+        measured = sum(r.output for r in found) / seconds * replicas / part
 
         def p90(name: str) -> float:
             return percentile([getattr(r, name) for r in found], 90)
@@ -259,7 +245,9 @@ class ServingPlan:
         while not self._keeps(high, policy):
             low, high = high, min(2 * high, high + max(high // 4, 1))
             if high > 2 * _MOST:
-                raise ValueError(f"no fleet of up to {_MOST:,} replicas keeps the targets: {self._missed(low, policy)}")
+                found = self.forecast(low, policy)
+                missed = ", ".join(f"{name} {getattr(found, name):.3g} s" for name in self._missed(found))
+                raise ValueError(f"no fleet of up to {_MOST:,} replicas keeps the targets: {missed}")
         while high - low > max(1, low // 100):  # to a replica, or a percent
             middle = (low + high) // 2
             low, high = (low, middle) if self._keeps(middle, policy) else (middle, high)
@@ -267,20 +255,19 @@ class ServingPlan:
 
     def _keeps(self, replicas: int, policy: str) -> bool:
         found = self.forecast(replicas, policy)
-        return found.stable and not self.targets.missed(found)
+        return found.stable and not self._missed(found)
 
-    def _missed(self, replicas: int, policy: str) -> str:
-        found = self.forecast(replicas, policy)
-        return ", ".join(f"{name} {getattr(found, name):.3g} s" for name in self.targets.missed(found))
+    def _missed(self, found: Forecast) -> list[str]:
+        """The targets that a forecast does not keep."""
+        return [name for name, limit in self.targets.items() if getattr(found, name) > limit]
 
     def _refuse_impossible(self, policy: str) -> None:
         """Raise ValueError for a target that even a replica without other requests misses."""
         found = replace(self, demand=replace(self.demand, qps=1e-6), _known={}).forecast(1, policy)
-        for name in self.targets.missed(found):
-            limit = getattr(self.targets, name)
+        for name in self._missed(found):
             raise ValueError(
-                f"no number of replicas keeps a p90 {name} of {limit:g} s: a request that is alone on a replica takes "
-                f"{getattr(found, name):.3g} s; allow more, or use faster hardware for each replica"
+                f"no number of replicas keeps a p90 {name} of {self.targets[name]:g} s: a request that is alone on a replica "
+                f"takes {getattr(found, name):.3g} s; allow more, or use faster hardware for each replica"
             )
 
     def cost_per_million(self, found: Forecast) -> float | None:

@@ -20,7 +20,7 @@ from outrider.lab.plan.acceptance_curve import constant, find_curve
 from outrider.lab.plan.answer import answer, kv_tokens
 from outrider.lab.plan.planned_model import planned
 from outrider.lab.plan.serving_costs import MeasuredCosts, RooflineCosts, by_length, measured_costs
-from outrider.lab.plan.serving_plan import LatencyTargets, ServingPlan
+from outrider.lab.plan.serving_plan import ServingPlan
 from outrider.lab.plan.simulation import ReplicaLimits
 from outrider.lab.plan.workload import Demand, Lengths
 
@@ -324,12 +324,8 @@ def test_every_figure_tells_its_formula():
     [
         (lambda: plan(10_000.0), 1, "the queue of 1 replicas grows without end: 10000 requests come per second"),
         (lambda: plan(1e9), None, "need .* replicas of .* each, and plans end at 10,000"),
-        (
-            lambda: plan(targets=LatencyTargets(latency=1e-3)),
-            None,
-            "no number of replicas keeps a p90 latency of 0.001 s",
-        ),
-        (lambda: plan(targets=LatencyTargets(tpot=1e-6)), None, "no number of replicas keeps a p90 tpot"),
+        (lambda: plan(targets={"latency": 1e-3}), None, "no number of replicas keeps a p90 latency of 0.001 s"),
+        (lambda: plan(targets={"tpot": 1e-6}), None, "no number of replicas keeps a p90 tpot"),
         (lambda: plan(0.0), None, "--qps is requests per second, more than 0"),
     ],
 )
@@ -340,7 +336,7 @@ def test_what_no_machine_can_give(made, replicas, says):
 
 def test_a_tighter_limit_needs_more_replicas():
     loose = plan(200.0).fleet("plain")
-    tight = plan(200.0, targets=LatencyTargets(latency=0.85 * loose.latency)).fleet("plain")
+    tight = plan(200.0, targets={"latency": 0.85 * loose.latency}).fleet("plain")
     assert tight.replicas > loose.replicas
     assert tight.latency <= 0.85 * loose.latency
 
