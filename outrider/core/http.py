@@ -41,18 +41,15 @@ def error_text(error: Any) -> str:
     return str(fields.get("message", error))
 
 
-def events(parts: Iterable[bytes], *, whole: bool = False) -> Iterator[dict[str, Any]]:
+def events(parts: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """The events of a stream, up to `[DONE]` or its end.
 
-    parts: the body as it arrives, cut anywhere. whole: it must have `[DONE]`. Raises StreamError for data that is not a stream
-    of JSON objects.
+    parts: the body as it arrives, cut anywhere. Raises StreamError for data that is not a stream of JSON objects.
     """
     for _, event in named_events(parts):
         if event is None:
             return
         yield event
-    if whole:
-        raise StreamError("the stream ended without its last event, [DONE]")
 
 
 def named_events(parts: Iterable[bytes]) -> Iterator[tuple[str, dict[str, Any] | None]]:

@@ -39,27 +39,27 @@ def per(sums: np.ndarray) -> np.ndarray:
     return sums[..., 0] / sums[..., 1]
 
 
-def interval(table: np.ndarray, ratio: Value = per, *, seed: int = 0) -> Interval:
+def interval(table: np.ndarray, ratio: Value = per) -> Interval:
     """A ratio of sums over groups, with a bootstrap interval.
 
     table: float [group, column], the values to sum. ratio: sums [..., column] -> [...]. The standard error of the logarithm
     comes from `DRAWS` resamples of the groups. It is widened for a small number of groups by Student's t and the divisor
     n - 1: plain bootstrap percentiles of a dozen groups contain the truth too seldom (tests/unit/lab/bench/test_stats.py).
     """
-    return _interval([table], float(ratio(table.sum(0))), ratio, seed)
+    return _interval([table], float(ratio(table.sum(0))), ratio)
 
 
-def interval_unpaired(a: np.ndarray, b: np.ndarray, ratio: Value = per, *, seed: int = 0) -> Interval:
+def interval_unpaired(a: np.ndarray, b: np.ndarray, ratio: Value = per) -> Interval:
     """`interval` for ratio(b) / ratio(a) where the two have different groups."""
-    return _interval([a, b], float(ratio(b.sum(0)) / ratio(a.sum(0))), ratio, seed)
+    return _interval([a, b], float(ratio(b.sum(0)) / ratio(a.sum(0))), ratio)
 
 
-def _interval(tables: list[np.ndarray], value: float, ratio: Value, seed: int) -> Interval:
+def _interval(tables: list[np.ndarray], value: float, ratio: Value) -> Interval:
     """The interval around `value`, which is the ratio of the last table over those before it."""
     n = min(map(len, tables))
     if n < 2 or not 0 < value < math.inf:
         return Interval(value, 0.0, math.inf, n)
-    draw, logs = np.random.default_rng(seed), np.zeros(DRAWS)
+    draw, logs = np.random.default_rng(0), np.zeros(DRAWS)
     for t in tables:
         picks = draw.multinomial(len(t), np.full(len(t), 1 / len(t)), DRAWS)
         with np.errstate(divide="ignore", invalid="ignore"):

@@ -124,17 +124,6 @@ def refusing(param: str | None = None) -> Generator[None, None, None]:
         raise Refused(str(error), param=getattr(error, "name", param)) from error
 
 
-@contextmanager
-def renamed(ours: str, theirs: str) -> Generator[None, None, None]:
-    """Errors about a field of our request name the field that the client sent."""
-    try:
-        yield
-    except Refused as refused:
-        if refused.param == ours:
-            refused.param = theirs
-        raise
-
-
 def dumps(value: Any) -> bytes:
     """JSON in UTF-8. Half of a surrogate pair becomes a question mark."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")

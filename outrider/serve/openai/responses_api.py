@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request
 from pydantic import BeforeValidator, Field, field_validator
 from starlette.responses import Response
 
-from outrider.serve.errors import Refused, answered, dumps, json_response, refusing, renamed
+from outrider.serve.errors import Refused, answered, dumps, json_response, refusing
 from outrider.serve.openai.protocol import (
     ChatRequest,
     CommonRequest,
@@ -420,11 +420,15 @@ def install(app: FastAPI, answering: Answering, answer: dict[int | str, dict[str
             store.put(response, [*before, *body.items, *response["output"]])
 
         name = response_id(answering.pool.settings.replica_name)
-        with renamed("messages", "input"):
-            called = service.settings.model_name
+        called = service.settings.model_name
+        try:
             return await answering.answer(
                 service, chat, request, lambda _: ResponsesWriter(name, called, body, chat, keep)
             )
+        except Refused as refused:
+            if refused.param == "messages":
+                refused.param = "input"  # which is what the client sent
+            raise
 
     @app.get("/v1/responses/{name}", responses=answered("The response"))
     async def read_response(name: str) -> Response:
