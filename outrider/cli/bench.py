@@ -239,6 +239,8 @@ def report(
         option(
             "Output",
             "The file for the page. Default: RUN.html or RUN-LATER.html, next to the last run.",
+            "--out",
+            "-o",
             metavar="FILE",
         ),
     ] = None,

@@ -212,7 +212,7 @@ class Training:
             clock = now
             before, done = done, self._budget.done(progress)
             if now - told >= NEWS_SECONDS:
-                told, left = now, (now - begun) * (1 - done) / max(done - first, 1e-9)
+                told, left = now, (now - begun) * max(1 - done, 0) / max(done - first, 1e-9)
                 shares = " ".join(f"{a:.2f}" for a in accepted)
                 self._say(
                     f"{progress.tokens:,} tokens, loss {loss:.3f}, training acceptance {shares}, {_minutes(left)} left"

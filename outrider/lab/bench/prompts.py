@@ -49,6 +49,8 @@ def read(source: str, count: int | None = None) -> tuple[list[Prompt], list[str]
     path = Path(source)
     if source in SETS and not path.exists():
         path = FOLDER / f"{source}.jsonl"
+    elif "://" in source:
+        raise ValueError(f"{source} is a server, and prompts come first: outrider bench PROMPTS --base-url {source}")
     elif not path.is_file():
         raise FileNotFoundError(
             f"there is no file {source}{did_you_mean(source, SETS)}; give a .jsonl or .txt file of prompts, or a set: "

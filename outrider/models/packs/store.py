@@ -187,7 +187,7 @@ def _make_room(need: int) -> bool:
     """Remove the least recently used packs until another one fits. False, and nothing is removed, if it never does."""
     if not _fits(need):
         return False
-    held, most = sorted(packs(), key=lambda p: p.used), min(limit(), _room())
+    held, most = sorted(packs(), key=lambda p: (bool(p.source), p.used)), min(limit(), _room())
     while sum(p.bytes for p in held) + need > most:
         remove(held.pop(0).name)
     return True

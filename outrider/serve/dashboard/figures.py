@@ -121,8 +121,8 @@ def outlook(ticks: Sequence[dict[str, Any]], last: dict[str, Any], seconds: floa
     elif estimate is not None and len(estimate) > 1 and (estimate[1] > 1 or resting < RESTING):
         kind, answer = _answer(estimate, f"estimated from the times of the steps over {over}")
     elif resting >= RESTING:
-        plain = f"in {100 * resting:.0f} % of the steps over {over} no draft was worth its time"
-        kind, answer = "rest", f"Not now: {plain}, so drafting rests."
+        plain = f"{100 * resting:.0f} % of the steps over {over} had no draft"
+        kind, answer = "rest", f"Not now: {plain}, because none was worth its time or none was asked for."
     elif estimate is None:
         kind, answer = "unknown", "Not known: no plain step was seen to compare with; an A/B trial compares."
     else:
@@ -161,5 +161,5 @@ def _answer(found: tuple[float, ...], source: str) -> tuple[str, str]:
 def _span(elapsed: float, seconds: float) -> str:
     """The last seconds in words. elapsed: those of them that were seen."""
     if elapsed < 0.9 * seconds or seconds not in WINDOWS:
-        return f"the last {elapsed:.0f} seconds"
+        return f"the last {elapsed:.0f} s"
     return f"the last {WINDOWS[int(seconds)]}"

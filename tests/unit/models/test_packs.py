@@ -360,9 +360,13 @@ def test_the_least_recently_used_packs_make_room(tmp_path: Path, monkeypatch: py
     loaded(folders[0])  # used again
     loaded(folders[2])
     assert [p.name[:6] for p in store.packs()] == ["model0", "model2"]
-    monkeypatch.setenv(store.LIMIT, str(0.5 * first.bytes / 1e9))
+    newest = next(store.folder().glob("model2*")) / MANIFEST
+    newest.write_text(newest.read_text().replace('"made_by": {', '"made_by": {"of": "another version", '))
     loaded(folders[1])
-    assert [p.name[:6] for p in store.packs()] == ["model0", "model2"], "too large for the cache: nothing is removed"
+    assert [p.name[:6] for p in store.packs()] == ["model0", "model1"], "what another version made goes first"
+    monkeypatch.setenv(store.LIMIT, str(0.5 * first.bytes / 1e9))
+    loaded(folders[2])
+    assert [p.name[:6] for p in store.packs()] == ["model0", "model1"], "too large for the cache: nothing is removed"
 
 
 def test_a_full_disk_does_no_harm(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

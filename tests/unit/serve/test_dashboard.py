@@ -155,7 +155,7 @@ ANSWERS = {
     "gain": (some(UP), "yes", "Yes: 1.50 times"),
     "loss": (some(DOWN), "no", "No: 0.76 times"),
     "neither": (some(LEVEL), "even", "No difference is shown: 1.00 times"),
-    "resting": (some(LEVEL, none=0.95), "rest", "Not now: in 95 % of the steps"),
+    "resting": (some(LEVEL, none=0.95), "rest", "Not now: 95 % of the steps over the last 5 s had no draft, because none was"),
     "resting, and yet a gain": (some(UP, none=0.95), "yes", "Yes: 1.50 times"),
     "few steps": (some(UP[:3]), "unknown", "Too few requests to say: 1.50 times"),
     "no steps": (some([0.0] * 9, taken=0.0, plans={}), "unknown", "Too few requests to say: nothing"),

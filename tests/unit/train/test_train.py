@@ -180,15 +180,18 @@ def test_minutes_end_a_run_and_more_minutes_go_on(llm: LLM, tmp_path: Path, monk
     monkeypatch.setattr(
         trainer.time, "monotonic", lambda: next(ticks) / 10
     )  # each look at the clock takes a tenth of a second
-    runs = []
+    runs, said = [], list[str]()
     monkeypatch.setattr(trainer, "POINTS", 3)
+    monkeypatch.setattr(trainer, "NEWS_SECONDS", 0)
     for minutes in (0.25, 0.5):
-        train(SETTINGS, TrainingBudget(minutes=minutes), tmp_path / "head", llm, lambda _: None)
+        train(SETTINGS, TrainingBudget(minutes=minutes), tmp_path / "head", llm, said.append)
         runs.append(json.loads((tmp_path / "head" / "training" / "run.json").read_text()))
         used = runs[-1]["answers"]["seconds"], runs[-1]["training"]["seconds"]
         assert used == pytest.approx((24 * minutes, 36 * minutes), abs=1.5)
     assert runs[1]["answers"]["tokens"] > runs[0]["answers"]["tokens"] > 0
     assert runs[1]["training"]["tokens"] > runs[0]["training"]["tokens"] > 0
+    assert any(line.endswith(" 0 min left") for line in said)
+    assert not any(line.endswith("-0 min left") for line in said)
 
 
 def test_a_head_that_learns_served_texts_stays_half_what_it_was(

@@ -175,6 +175,7 @@ def test_why_plain_decoding_is_best() -> None:
     ("words", "said"),
     [
         (["no-such-file"], "there is no file no-such-file"),
+        (["http://127.0.0.1:1"], "bench PROMPTS --base-url http://127.0.0.1:1"),
         (["code", "--method", "sufix"], "did you mean 'suffix'?"),
         (["code", "--method", "prediction"], "no prompt has a prediction"),
         (["code", "--out", "no/such/folder/x.json"], "there is no folder"),
