@@ -300,7 +300,7 @@ def test_methods_that_only_exist_here(method: str) -> None:
 
 
 def test_auto_is_tuned_first() -> None:
-    assert all("outrider tune" in export.notes[0] for export in exports({"method": "auto"}))
+    assert all("outrider tune prints" in export.notes[0] for export in exports({"method": "auto"}))
 
 
 def test_plain_decoding() -> None:
