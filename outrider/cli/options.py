@@ -147,7 +147,11 @@ class SpeculationOptions(Options):
         "--num-speculative-tokens",
         "-k",
     )
-    tree_width: int = setting(1, "Speculation", "Children of a node in the draft tree, at most; 1 is a chain.")
+    tree_width: int | None = setting(
+        None,
+        "Speculation",
+        "Children of a node in the draft tree, at most; 1 is a chain. Default: what the planner finds to pay.",
+    )
     tree_nodes: int | None = setting(None, "Speculation", "Draft tokens in a step, at most.")
     corpus: list[str] | None = setting(
         None, "Speculation", "A file or folder of texts for suffix. May be repeated.", metavar="PATH"

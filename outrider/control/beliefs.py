@@ -254,22 +254,27 @@ class ModelBelief:
         self,
         slot: int,
         chances: Sequence[float],
+        promised: float,
         levels: int,
         nodes: int,
         accepted: int,
         stated: bool = True,
         asked: bool = True,
     ) -> None:
-        """A step that asked it. chances: survival of the verified levels of a chain. levels: drafted. nodes: verified. accepted:
-        tokens. stated: the drafter said these chances; else they were predicted from its record. asked: it was asked for them."""
+        """A step that asked it.
+
+        chances: survival of the verified levels, of the likeliest node of each. promised: the sum over all verified nodes.
+        levels: drafted. nodes: verified. accepted: tokens. stated: the drafter said these chances; else they were predicted from its
+        record. asked: it was asked for them.
+        """
         if stated or asked:
             self.states = stated
         for level in range(
-            1 if stated else 0, min(accepted + 1, nodes)
+            1 if stated else 0, min(accepted + 1, len(chances))
         ):  # the chance of a token that follows accepted ones
             before = chances[level - 1] if level else 1.0
             self._continued(chances[level] / max(before, 1e-9) if stated else float(level < accepted))
-        promised, record = sum(chances), self.text(slot)
+        record = self.text(slot)
         tokens = (self.truth(slot) * promised + accepted) / 2  # the stated chances have less noise than the outcome
         record.truth.add(accepted, promised, _MEMORY)
         self.truths.add(accepted, promised, _TRUTHS)

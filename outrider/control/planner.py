@@ -11,7 +11,7 @@ Evidence comes in as `View`s and `Step`s, plans go out. Nothing here reads a clo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import sqrt
@@ -40,6 +40,7 @@ _REST = 8  # most steps without a plan, where nothing was worth it: a plan costs
 _NODES = 3  # nodes of a draft at which the cost of one more is taken
 _AGAIN = 512  # steps after which forecasts are made anew from corrected costs
 _ALIKE = 1024  # tokens by which texts may differ in length and have one forecast
+_SIBLINGS = 4  # tokens of a level, where those beside the likeliest one cost a draft nothing
 _MOST_SURE = 0.98  # a drafter that is asked drafts one token at least
 PLAIN = Budget(0)
 
@@ -143,8 +144,9 @@ class Charge:
 class PlanNote:
     """A plan, and what became of it before the target judged: a note of `Draft.notes`.
 
-    survival: of each drafted level of the chosen drafter's likeliest path. stated: the drafter said so; else it is predicted from
-    its record. nodes: that are verified. offers: of the lookups. charges: of the drafters that worked for this sequence.
+    survival: of each verified level of the chosen drafter's likeliest path. stated: the drafter said so; else it is predicted
+    from its record. nodes: that are verified. promised: the sum of their survival. levels: that are drafted. offers: of the
+    lookups. charges: of the drafters that worked for this sequence.
     """
 
     plan: Plan
@@ -154,6 +156,7 @@ class PlanNote:
     levels: int = 0
     charges: tuple[Charge, ...] = ()
     stated: bool = True
+    promised: float = 0.0
 
     def __str__(self) -> str:
         plan = self.plan
@@ -211,11 +214,13 @@ class Planner:
         costs: Costs,
         kinds: Mapping[str, str] | None = None,
         lengths: Controller | None = None,
+        siblings: Collection[str] = (),
     ) -> None:
         """limit: the largest draft. costs: of the target and its drafters. kinds: of each drafter that costs something, its name
         among the shipped chains. lengths: a controller that fixes the size of every draft; the planner then only chooses which
-        drafter drafts."""
+        drafter drafts. siblings: drafters whose chains may have siblings beside their tokens, which cost a draft nothing."""
         self.limit, self.costs, self.kinds, self.lengths = limit, costs, dict(kinds or {}), lengths
+        self._siblings = frozenset(siblings)
         self.models: dict[str, ModelBelief] = {}
         self.lookups: dict[str, LookupBelief] = {}
         self.answers = AnswerLengths()
@@ -413,6 +418,8 @@ class Planner:
         if not view.fixed:
             least = self._least(name, price, around, len(together[name])) / self._belief(name).truth(view.slot)
             budget = self._belief(name).ending(budget, min(least, _MOST_SURE))
+            if name in self._siblings and budget.min_probability:
+                budget = replace(budget, width=_SIBLINGS)
         return Plan(name, budget, price=price, why=why)
 
     def _ask(self, name: str, slot: int, price: float, around: float, rows: int, asked: int) -> Weighed:
@@ -551,7 +558,7 @@ class Planner:
             belief.passed(slot, lookup > max(w.value, 0.05))
             if w.name == note.plan.drafter and note.levels and not ended:
                 asked = note.plan.budget.min_probability > 0
-                belief.learn(slot, note.survival[: note.nodes], note.levels, note.nodes, accepted, note.stated, asked)
+                belief.learn(slot, note.survival, note.promised, note.levels, note.nodes, accepted, note.stated, asked)
 
 
 @lru_cache(256)

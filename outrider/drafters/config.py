@@ -49,7 +49,13 @@ class SpeculativeConfig(BaseModel):
         "fixed: always the given number. Default: adaptive with the verifier match. With every other verifier it is fixed, "
         "because step times would change the text",
     )
-    tree_width: int = Field(1, ge=1, le=64, description="children of a node in the draft tree, at most; 1 is a chain")
+    tree_width: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="children of a node in the draft tree, at most; 1 is a chain. Without it a draft is a chain, and its tokens "
+        "get siblings where the planner finds that they pay",
+    )
     tree_nodes: int | None = Field(
         None, ge=0, le=4095, description="draft tokens in a step, at most; without it, depth times width"
     )
@@ -180,7 +186,7 @@ class SpeculativeConfig(BaseModel):
         depth = self.num_speculative_tokens
         if depth is None:
             depth = max(find(method).default_depth for method in self.methods)
-        return Budget(depth, self.tree_width, self.tree_nodes)
+        return Budget(depth, self.tree_width or 1, self.tree_nodes)
 
     @property
     def copy_weights(self) -> str:

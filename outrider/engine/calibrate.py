@@ -98,7 +98,8 @@ def make_planner(
     if lengths is not None:
         return Planner(config.budget, Costs(assumed(1.0, shares)), kinds, lengths)
     models = {name: drafters[name] for name in kinds if (method := method_of(name)) and method.name in METHODS}
-    return Planner(config.budget, Costs(costs(config, target, models, whole), _store), kinds)
+    siblings = [n for n in kinds if getattr(drafters[n], "bare_siblings", False)] if config.tree_width is None else []
+    return Planner(config.budget, Costs(costs(config, target, models, whole), _store), kinds, siblings=siblings)
 
 
 def costs(config: SpeculativeConfig, target: Loaded, models: Mapping[str, Drafter], whole: bool = False) -> CostModel:

@@ -42,7 +42,8 @@ class Chain(NamedTuple):
     temperature: 0 drafts the most likely token. noise: (seed, stream, step, position) of the first drafted token, as
     `Noise.keys` gives them. error: scale of the logits' errors (`drafters.model.confidence`), which gives each token a chance
     to be accepted; 0 computes none. min_probability: the chain ends after a token whose chance, times those before it, is
-    lower. features: float32 [token, feature], contiguous, of the target; for trained heads.
+    lower. features: float32 [token, feature], contiguous, of the target; for trained heads. width: tokens of a level, 8 at most;
+    nothing follows those beside the drafted one. More than 1 need `error`.
     """
 
     slot: int
@@ -53,13 +54,17 @@ class Chain(NamedTuple):
     error: float = 0.0
     min_probability: float = 0.0
     features: Tensor | None = None
+    width: int = 1
 
 
 class DrawnChain(NamedTuple):
-    """What `LanguageModel.draft_chains` has drawn. chances: of each token, given those before it; empty without `error`."""
+    """What `LanguageModel.draft_chains` has drawn. chances: of each token, given those before it; empty without `error`.
+
+    siblings: of each token, the next most likely ones in its place and their chances, in falling order."""
 
     tokens: list[int]
     chances: list[float]
+    siblings: list[list[tuple[int, float]]]
 
 
 class LanguageModel(ABC):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,7 @@ class SlotCache:
         self.length = [0] * num_slots
         self.capacity = min(max_length, _BLOCK)
         self.layers: list[tuple[Tensor, Tensor]] = []
+        self._cells: list[Any] = []  # the same tensors, as what moves a cell with the least overhead
         self.states = dict(states or {})
 
     def layer(self, index: int, key: tuple[int, int], value: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,6 +85,8 @@ class SlotCache:
         made = _zeros(wanted, dtype, like.device)
         for i, keys, values in zip(new, made[::2], made[1::2], strict=True):
             self.layers[i] = keys, values
+        if new:
+            self._cells.clear()
 
     def shorten(self, max_length: int) -> None:
         """Let a slot commit so many tokens at most."""
@@ -103,6 +107,7 @@ class SlotCache:
             for to, t in zip(new, old, strict=True):
                 to[:, :, : self.capacity] = t
             self.layers = list(zip(new[::2], new[1::2], strict=True))
+            self._cells.clear()
         self.capacity = capacity
 
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
@@ -119,13 +124,18 @@ class SlotCache:
                 )
             for states in self.states.values():
                 states.commit(slot, path)
-            if [*path] != [*range(len(path))]:
-                first = next(i for i, node in enumerate(path) if i != node)  # those before it are in place
-                for tensors in self.layers:
-                    for t in tensors:
-                        source = torch.as_tensor(path[first:], device=t.device) + start
-                        t[slot, :, start + first : start + len(path)] = t[slot, :, source]
+            for to, node in enumerate(path):
+                if to != node:
+                    self._move(slot, start + node, start + to)
             self.length[slot] = start + len(path)
+
+    def _move(self, slot: int, cell: int, to: int) -> None:
+        """Copy a cell of every layer to an earlier one."""
+        if not self._cells:
+            every = [t for pair in self.layers for t in pair]
+            self._cells = [t.view(torch.uint8).numpy() if t.device.type == "cpu" else t for t in every]
+        for cells in self._cells:
+            cells[slot, :, to] = cells[slot, :, cell]
 
     def keep(self, slot: int, length: int) -> int:
         """Truncate a slot to its first `length` tokens. Only drafters call this, for their own cache.

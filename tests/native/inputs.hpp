@@ -299,7 +299,7 @@ struct Toy {
         for (int32_t i = 0; i < 2; i++) {
             ChainJob& c = chains[i];
             c.tokens = prompt.data(), c.features = given.data(), c.drafted = drafted.data() + 4 * i, c.chances = chances.data() + 4 * i;
-            c.count = 2 - i, c.depth = 4 + i, c.row = 2 - 2 * i, c.length = 6, c.seed = 7, c.step = 1, c.position = 6;
+            c.width = 1, c.count = 2 - i, c.depth = 4 + i, c.row = 2 - 2 * i, c.length = 6, c.seed = 7, c.step = 1, c.position = 6;
             c.temperature = 0.8f * static_cast<float>(i), c.error = 1.5f * static_cast<float>(i);
         }
         ChainsJob both{chains, cache, 2, CELLS, format};

@@ -271,21 +271,19 @@ class PlannedDrafter(BaseDrafter):
         kept = self.planner.verified(views, plans, survival)
         verified, notes = dict[int, Proposal](), list[PlanNote]()
         for b, (slot, plan, view) in enumerate(zip(context.slots, plans, views, strict=True)):
-            one, deep, shown, stated, line = made.get(b), 0, 0, True, list[float]()
+            one, some, deep, stated, line = made.get(b), kept[b], 0, True, list[float]()
             if one is not None:
                 depth, stated = one.levels, one.confidence is not None
                 deep = max(depth)
-                for n, level in enumerate(depth[1:]):  # the likeliest node of each level
-                    if level > len(line):
+                if context.warp.histories[b].mask is not None and one.draft.probs is None:
+                    some = legal(context, b, one.nodes, some)  # taking back a drawn token would change the distribution
+                for n in some:  # the likeliest node of each level
+                    if depth[n] > len(line):
                         line.append(0.0)
-                    line[level - 1] = max(line[level - 1], survival[b][n])
-                verified[b], shown = one, deep
-                masked = context.warp.histories[b].mask is not None and one.draft.probs is None
-                if masked or len(kept[b]) < len(one.nodes) - 1:
-                    verified[b] = self._cut(context, b, one, kept[b], masked)
-                    shown = max(verified[b].levels)
-            charges = tuple(self._charges.get(slot, ()))
-            notes.append(PlanNote(plan, view.offers, line, shown, deep, charges, stated))
+                    line[depth[n] - 1] = max(line[depth[n] - 1], survival[b][n - 1])
+                verified[b] = one if len(some) == len(one.nodes) - 1 else cut(one, some)
+            charges, promised = tuple(self._charges.get(slot, ())), sum(survival[b][n - 1] for n in some)
+            notes.append(PlanNote(plan, view.offers, line, len(some), deep, charges, stated, promised))
         return join(context, verified, notes)
 
     def _survival(self, plan: Plan, made: Proposal | None) -> list[float]:
@@ -298,15 +296,6 @@ class PlannedDrafter(BaseDrafter):
             return [*stated[1:]]
         chance = self.planner.models[plan.drafter].chance
         return [chance**level for level in made.levels[1:]]
-
-    def _cut(self, context: DraftContext, b: int, made: Proposal, kept: Sequence[int], masked: bool) -> Proposal:
-        """A proposal with the nodes that are kept and, where it is masked, that a grammar allows."""
-        nodes = made.nodes
-        place = {0: 0} | {old: new for new, old in enumerate(kept, 1)}
-        some = [nodes[0], *((nodes[n][0], place[nodes[n][1]]) for n in kept)]
-        if masked:  # taking back a drawn token would change the distribution
-            some = legal(context, b, some)
-        return Proposal(draft_of([some]), 0)
 
 
 class Broken(ValueError):
@@ -370,17 +359,19 @@ def check(draft: Draft, context: DraftContext, vocab_size: int) -> None:
             )
 
 
-def legal(context: DraftContext, b: int, nodes: NodeList) -> NodeList:
-    """The nodes of entry b that its grammar allows. A node goes with its parent."""
-    history = context.warp.histories[b]
+def cut(made: Proposal, kept: Sequence[int]) -> Proposal:
+    """A proposal with these of its nodes, besides the root."""
+    place = {0: 0} | {old: new for new, old in enumerate(kept, 1)}
+    return Proposal(draft_of([[made.nodes[0], *((made.nodes[n][0], place[made.nodes[n][1]]) for n in kept)]]), 0)
+
+
+def legal(context: DraftContext, b: int, nodes: NodeList, kept: Sequence[int]) -> list[int]:
+    """Those of the kept nodes of entry b that its grammar allows, by index. A node goes with its parent."""
+    history, paths = context.warp.histories[b], {0: list[int]()}
     assert history.mask is not None
-    kept, where, paths = [nodes[0]], {0: 0}, {0: list[int]()}
-    for n, (token, parent) in enumerate(nodes[1:], 1):
-        if parent not in where:
-            continue
-        path = paths[where[parent]]
-        if history.mask.allowed(history.tokens, history.prompt_length, path)[token]:
-            where[n] = len(kept)
-            paths[where[n]] = [*path, token]
-            kept.append((token, where[parent]))
-    return kept
+    for n in kept:
+        token, parent = nodes[n]
+        path = paths.get(parent)
+        if path is not None and history.mask.allowed(history.tokens, history.prompt_length, path)[token]:
+            paths[n] = [*path, token]
+    return [*paths][1:]

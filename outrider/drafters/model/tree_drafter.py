@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import repeat
 from math import exp, log
 from typing import Protocol, TypedDict, Unpack
 
@@ -25,7 +25,7 @@ from outrider.core.tree import chain
 from outrider.core.types import PADDING, Budget, Commit, Draft, Siblings
 from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass, draft_of
 from outrider.drafters.model.children import children
-from outrider.drafters.model.confidence import LogitError
+from outrider.drafters.model.confidence import RIVALS, LogitError
 from outrider.models.base import Chain, DrawnChain, Want
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
@@ -38,11 +38,12 @@ class Growth:
     """One sequence's tree while it is drafted. Node 0 is the root; parents precede children.
 
     weights: the log probability that a node is accepted, by the draft's estimate. places: a node's index in the drafter's
-    scratch, -1 if it was not forwarded. roles: the node of the shape that each node fills.
+    scratch, -1 if it was not forwarded. roles: the node of the shape that each node fills. bare_siblings: nothing follows the
+    less likely children of a node.
     """
 
-    def __init__(self, root: int, budget: Budget, shape: Shape | None = None) -> None:
-        self.budget, self.shape = budget, shape
+    def __init__(self, root: int, budget: Budget, shape: Shape | None = None, bare_siblings: bool = False) -> None:
+        self.budget, self.shape, self.bare_siblings = budget, shape, bare_siblings
         self.tokens, self.parents, self.levels = [root], [-1], [0]
         self.weights, self.places, self.roles = [0.0], [0], [0]
 
@@ -88,7 +89,8 @@ class Growth:
         if self.shape is not None:
             return [n for n, d in enumerate(self.levels) if d == level and self.width(n)]
         least = self.budget.min_probability
-        return [n for n in self.kept() if self.levels[n] == level and exp(self.weights[n]) >= least]
+        found = [n for n in self.kept() if self.levels[n] == level and exp(self.weights[n]) >= least]
+        return found[:1] if self.bare_siblings else found
 
 
 class GrowthSettings(TypedDict, total=False):
@@ -124,10 +126,13 @@ class TreeDrafter(BaseDrafter):
     noise that the target will use at that position. If a verifier needs probs, the children are drawn from q.
 
     subset: the tokens of the logits; None for all. error: how far its logits are from the target's; learned, unless its chances
-    are not those of its logits alone (`learns`). Under `match` it ends drafts at `Budget.min_probability`.
+    are not those of its logits alone (`learns`). Under `match` it ends drafts at `Budget.min_probability`. bare_siblings: drafts
+    that end there are chains whose tokens have siblings, `Budget.width` together, and nothing follows those. They cost a draft
+    nothing where one call drafts a whole chain.
     """
 
     learns = True
+    bare_siblings = False
 
     def __init__(
         self, vocab_size: int, device: torch.device, subset: TokenSubset | None, **settings: Unpack[GrowthSettings]
@@ -171,7 +176,9 @@ class TreeDrafter(BaseDrafter):
     def _start(self, context: DraftContext, b: int, depth: int) -> Growth:
         budget = context.budgets[b].clipped(depth)
         shape = self.shape or (optimal_shape if context.needs_probs and budget.width > 1 else None)
-        return Growth(context.tokens[b][-1], budget, shape and shape(budget))
+        return Growth(
+            context.tokens[b][-1], budget, shape and shape(budget), self.bare_siblings and budget.min_probability > 0
+        )
 
     def _draft(
         self, context: DraftContext, grown: dict[int, Growth], drawn_from: dict[tuple[int, int], Tensor]
@@ -280,6 +287,7 @@ class CachedTreeDrafter(TreeDrafter):
         """num_slots, max_length: slots of the cache, and tokens of each. settings: see `GrowthSettings`."""
         super().__init__(model.vocab_size, model.device, subset, **settings)
         self._chain_model, self.cache = model, model.new_cache(num_slots, max_length)
+        self.bare_siblings = model.has_draft_chains
         # slot -> place in the scratch of each proposed node, -1 if it was not forwarded
         self._places: dict[int, list[int]] = {}
         # entry -> parents of the nodes in its scratch, padding included
@@ -291,7 +299,8 @@ class CachedTreeDrafter(TreeDrafter):
         return super()._drafted(context, depths)
 
     def _has_chain(self, context: DraftContext, b: int) -> bool:
-        simple = context.budgets[b].width == 1 and not context.needs_probs and self.shape is None
+        budget = context.budgets[b]
+        simple = (budget.width == 1 or budget.min_probability > 0) and not context.needs_probs and self.shape is None
         return (
             simple
             and self.noise_aware
@@ -301,35 +310,37 @@ class CachedTreeDrafter(TreeDrafter):
         )
 
     def _chains(self, context: DraftContext, depths: dict[int, int]) -> Draft:
-        """Chains for `match`, in one call of a model that offers it: it saves the Python between a small model's tokens."""
-        budgets = [context.budgets[b] for b in depths]
-        judged = any(budget.min_probability for budget in budgets)
+        """What `match` gets, in one call of a model that offers it: it saves the Python between a small model's tokens."""
+        grown = {b: self._start(context, b, depth) for b, depth in depths.items()}
+        judged = any(growth.budget.min_probability for growth in grown.values())
         noise = context.noise.keys(context.stream, [*map(len, context.tokens)])
         chains: list[Chain] = []
-        for (b, depth), budget in zip(depths.items(), budgets, strict=True):
+        for b, growth in grown.items():
             tokens, features = self._unread(context.slots[b], context.tokens[b])
             chains.append(
                 Chain(
                     context.slots[b],
                     tokens,
-                    depth,
+                    growth.budget.depth,
                     context.warp.histories[b].params.temperature,
                     noise[b],
                     self.error.scale if judged else 0.0,
-                    budget.min_probability,
+                    growth.budget.min_probability,
                     features,
+                    min(growth.budget.width, RIVALS),
                 )
             )
-        trees, confidence = [[(tokens[-1], -1)] for tokens in context.tokens], dict[int, list[float]]()
-        for b, c, drawn in zip(depths, chains, self._chain_model.draft_chains(self.cache, chains), strict=True):
+        for growth, c, drawn in zip(
+            grown.values(), chains, self._chain_model.draft_chains(self.cache, chains), strict=True
+        ):
             self._ingested(c.slot, len(c.tokens))
-            self._places[c.slot] = [*range(len(drawn.tokens)), -1]  # the last one drawn was not forwarded
-            trees[b] += [(token, n) for n, token in enumerate(drawn.tokens)]
-            if judged:
-                weights = [0.0, *accumulate(log(max(chance, 1e-9)) for chance in drawn.chances)]
-                self.error.state(c.slot, range(-1, len(drawn.tokens)), weights)
-                confidence[b] = [*map(exp, weights)]
-        return draft_of(trees, confidence)
+            at, chances, siblings = 0, drawn.chances or repeat(1.0), drawn.siblings or repeat(())
+            for level, (token, chance, others) in enumerate(zip(drawn.tokens, chances, siblings, strict=False)):
+                family = [(token, chance), *others]
+                growth.places[at] = level
+                growth.add(at, [t for t, _ in family], [log(max(p, 1e-9)) for _, p in family])
+                at = len(growth.tokens) - len(family)  # the others are siblings that nothing follows
+        return self._draft(context, grown, {})
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
         """Keep what may be kept of the scratch. The next proposal reads what is missing."""

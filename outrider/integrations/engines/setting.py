@@ -166,7 +166,7 @@ class ForeignEngine:
         values = self.values(setting, rows, notes)
         if note := self.verifier_note(config.verifier, values):
             notes.append(note)
-        if config.tree_width > 1 and not self.trees(values):
+        if config.budget.width > 1 and not self.trees(values):
             chain = f"this is a chain of {config.budget.depth}, and fewer tokens are accepted in a step"
             notes.append(f"trees: it drafts chains, so {chain}")
         if setting.other_tokens:

@@ -34,7 +34,7 @@ def _sglang_model(algorithm: str) -> Callable[[SpeculativeConfig], dict[str, Any
         "--speculative-algorithm": algorithm,
         "--speculative-draft-model-path": named_model(c),
         "--speculative-num-steps": c.budget.depth,
-        "--speculative-eagle-topk": c.tree_width,
+        "--speculative-eagle-topk": c.budget.width,
         "--speculative-num-draft-tokens": c.budget.max_nodes + 1,  # SGLang counts the root
     }
 
@@ -56,7 +56,7 @@ def _sglang_ngram(config: SpeculativeConfig) -> dict[str, Any]:
     flags: dict[str, Any] = {
         "--speculative-algorithm": "NGRAM",
         "--speculative-num-draft-tokens": config.budget.max_nodes + 1,
-        "--speculative-ngram-max-bfs-breadth": config.tree_width,
+        "--speculative-ngram-max-bfs-breadth": config.budget.width,
         # a path of the trie is a match and what followed it
         "--speculative-ngram-max-trie-depth": longest + config.budget.depth,
     }
@@ -125,7 +125,7 @@ class SGLang(ForeignEngine):
                     "draft lengths that follow the text: --speculative-adaptive has them for EAGLE heads with topk 1; else a "
                     "text that is hard to draft gains less"
                 )
-        elif flags["--speculative-algorithm"] == "EAGLE3" and setting.config.tree_width == 1:
+        elif flags["--speculative-algorithm"] == "EAGLE3" and setting.config.budget.width == 1:
             flags |= {"--speculative-adaptive": None, "--speculative-adaptive-config": setting.file(ADAPTIVE)}
             steps = max(setting.lengths.values())
             flags |= {"--speculative-num-steps": steps, "--speculative-num-draft-tokens": steps + 1}

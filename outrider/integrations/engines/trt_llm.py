@@ -36,10 +36,10 @@ METHODS = {
             **(
                 {
                     "use_dynamic_tree": True,
-                    "dynamic_tree_max_topK": c.tree_width,
-                    "max_total_draft_tokens": min(c.budget.max_nodes, c.tree_width * c.budget.depth),
+                    "dynamic_tree_max_topK": c.budget.width,
+                    "max_total_draft_tokens": min(c.budget.max_nodes, c.budget.width * c.budget.depth),
                 }
-                if c.tree_width > 1
+                if c.budget.width > 1
                 else {}
             ),
         }

@@ -95,8 +95,8 @@ class ChainStruct(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("tokens", "features", "drafted")),
         *((name, c_int64) for name in ("count", "depth")),
-        ("chances", c_void_p),
-        ("made", c_int64),
+        *((name, c_void_p) for name in ("chances", "siblings")),
+        *((name, c_int64) for name in ("width", "made")),
         ("seed", c_uint64),
         *((name, c_int32) for name in ("row", "length")),
         *((name, c_uint32) for name in ("stream", "step", "position")),

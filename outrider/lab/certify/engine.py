@@ -140,8 +140,8 @@ class EngineSubject(Subject):
 
     def generate(self, requests: Sequence[TextRequest], variant: SpeculationVariant) -> list[GeneratedText]:
         options, drafter = variant.options, variant.options.get("drafter")
-        width = options.get("width", self.config.tree_width)
-        nodes = self.config.tree_nodes if width == self.config.tree_width else 2 * options["depth"]
+        width = options.get("width", self.config.budget.width)
+        nodes = self.config.tree_nodes if width == self.config.budget.width else 2 * options["depth"]
         drafters = self.drafters if drafter is None else {"adversarial": drafter}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

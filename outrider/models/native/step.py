@@ -180,7 +180,7 @@ class NativeStep:
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
         """See `LanguageModel.draft_chains`. One native forward a token, for all chains."""
-        drawn = [DrawnChain([], []) for _ in chains]
+        drawn = [DrawnChain([], [], []) for _ in chains]
         asked = [i for i, c in enumerate(chains) if c.depth > 0]
         if not asked:
             return drawn
@@ -190,10 +190,12 @@ class NativeStep:
         structs, keep = (ChainStruct * len(asked))(), []
         for i, struct in zip(asked, structs, strict=True):
             c, count = chains[i], len(chains[i].tokens)
-            given, chances = (ctypes.c_int64 * (count + c.depth))(*c.tokens), (ctypes.c_float * c.depth)()
-            keep.append((given, chances))
+            given, chances = (ctypes.c_int64 * (count + c.depth))(*c.tokens), (ctypes.c_float * (c.depth * c.width))()
+            siblings = (ctypes.c_int64 * (c.depth * (c.width - 1)))()
+            keep.append((given, chances, siblings))
             struct.tokens, struct.count, struct.depth = ctypes.addressof(given), count, c.depth
             struct.drafted, struct.chances = struct.tokens + 8 * count, ctypes.addressof(chances)
+            struct.siblings, struct.width = ctypes.addressof(siblings), c.width
             struct.features = None if c.features is None else c.features.data_ptr()
             struct.row, struct.length = c.slot, cache.length[c.slot]
             struct.seed, struct.stream, struct.step, struct.position = c.noise  # ctypes keeps the lower bits
@@ -210,9 +212,14 @@ class NativeStep:
                 None,
                 self.program.vocab_size,
             )
-        for struct, i, (given, chances) in zip(structs, asked, keep, strict=True):
-            made, count = struct.made, struct.count
-            drawn[i] = DrawnChain(given[count : count + made], chances[:made] if chains[i].error else [])
+        for struct, i, (given, chances, siblings) in zip(structs, asked, keep, strict=True):
+            made, count, width = struct.made, struct.count, struct.width
+            said = chances[: made * width] if chains[i].error else []
+            beside = [
+                [one for one in zip(siblings[n * (width - 1) :], said[n * width + 1 : (n + 1) * width]) if one[0] >= 0]  # noqa: B905
+                for n in range(made if width > 1 else 0)
+            ]
+            drawn[i] = DrawnChain(given[count : count + made], said[::width], beside)
         return drawn
 
     def _states_of(self, cache: SlotCache) -> int | None:

@@ -92,7 +92,7 @@ def test_a_model_starts_from_its_chains_and_is_soon_what_the_text_shows() -> Non
     assert belief.means(0, PRIOR)[:3] == pytest.approx((1.0, 3.0, 2.5))
     for _ in range(40):
         belief.passed(0, False)
-        belief.learn(0, [0.9, 0.8, 0.7], 3, 3, 3)
+        belief.learn(0, [0.9, 0.8, 0.7], 2.4, 3, 3, 3)
     tokens, levels, nodes, weight = belief.means(0, PRIOR)
     assert tokens > 2.3
     assert levels == pytest.approx(3.0, abs=0.1)
@@ -107,7 +107,7 @@ def test_chances_that_promise_too_much_are_found_out() -> None:
     belief, draw = ModelBelief("head"), random.Random(1)
     for _ in range(60):
         belief.passed(0, False)
-        belief.learn(0, [0.8, 0.64], 2, 2, sum(draw.random() < 0.3 for _ in range(1)))
+        belief.learn(0, [0.8, 0.64], 1.44, 2, 2, sum(draw.random() < 0.3 for _ in range(1)))
     assert belief.truth(0) < 0.35
     assert belief.means(0, PRIOR)[0] == pytest.approx(0.3, abs=0.15)
     assert 0.2 < belief.truth(1) < 0.6, "another text expects it, but less"
@@ -116,7 +116,7 @@ def test_chances_that_promise_too_much_are_found_out() -> None:
 def test_what_was_learned_long_ago_fades_to_the_prior() -> None:
     belief = ModelBelief("sibling")
     for _ in range(30):
-        belief.learn(0, [0.2], 1, 1, 0)
+        belief.learn(0, [0.2], 0.2, 1, 1, 0)
     bad = belief.means(1, PRIOR)[0]
     belief.release(0)
     for _ in range(4000):

@@ -50,7 +50,32 @@ def step(notes: list[PlanNote], accepted: list[int], seconds: float = 1.0, draft
 
 
 def note(plan: Plan, one: View, nodes: int = 0, chance: float = 0.8, charges: tuple[Charge, ...] = ()) -> PlanNote:
-    return PlanNote(plan, one.offers, [chance ** (n + 1) for n in range(nodes)], nodes, nodes, charges)
+    line = [chance ** (n + 1) for n in range(nodes)]
+    return PlanNote(plan, one.offers, line, nodes, nodes, charges, promised=sum(line))
+
+
+@pytest.mark.parametrize("siblings", [(), ("model",)])
+def test_only_a_drafter_whose_siblings_cost_nothing_is_asked_for_them(siblings: tuple[str, ...]) -> None:
+    own = planner()
+    asks = Planner(own.limit, own.costs, own.kinds, siblings=siblings).plan([view()])[0]
+    assert asks.drafter == "model"
+    assert (asks.budget.width > 1) == bool(siblings)
+    asks = Planner(own.limit, own.costs, own.kinds, Fixed(3), siblings=siblings).plan([view(fixed=True)])[0]
+    assert asks.budget.width == 1, "a request for drafts of one length gets chains"
+
+
+def test_siblings_are_verified_while_they_pay_and_count_as_promised() -> None:
+    """What a text brings is compared with all that was promised of it."""
+    own = planner()
+    one = view()
+    plan = own.plan([one])[0]
+    chain, tree = [0.5, 0.25], [0.5, 0.3, 0.02, 0.25]
+    assert [own.verified([one], [plan], [s])[0] for s in (chain, tree)] == [[1, 2], [1, 2, 4]]
+    for _ in range(60):  # the sum is right, so its chances are true, although the chain alone promised less
+        own.observe(step([PlanNote(plan, {}, [0.5, 0.25], 4, 2, promised=1.15)], [1]))
+        own.observe(step([PlanNote(plan, {}, [0.5, 0.25], 4, 2, promised=1.15)], [1]))
+    assert own.models["model"].truth(0) == pytest.approx(1 / 1.15, rel=0.02)
+    assert own.models["model"].pool.nodes == pytest.approx(4)
 
 
 def test_drafts_of_one_length_do_not_say_that_a_drafter_states_no_chances() -> None:

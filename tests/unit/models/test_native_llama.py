@@ -383,7 +383,7 @@ def test_a_chain_states_its_chances_and_ends_where_they_are_low(temperature: flo
         noise = (first, 0, 0, 5)
         [whole] = model.draft_chains(cache, [Chain(0, [first], 6, temperature, noise, error.scale)])
         [bare] = model.draft_chains(cache, [Chain(0, [first], 6, temperature, noise)])
-        assert bare == (whole.tokens, [])
+        assert bare == (whole.tokens, [], [])
         nodes = Nodes(torch.tensor([[first, *whole.tokens[:-1]]]), cache, [0])
         keys = model.forward(nodes).logits[0] / (temperature or 1.0)
         if temperature:
@@ -391,11 +391,20 @@ def test_a_chain_states_its_chances_and_ends_where_they_are_low(temperature: flo
         best = keys.topk(RIVALS).values
         expected = error.log_chances(best, [temperature] * 6)[:, 0].exp()
         assert torch.tensor(whole.chances).sub(expected).abs().max() < 2e-3  # rivals that are far behind are left out
+        [wide] = model.draft_chains(cache, [Chain(0, [first], 6, temperature, noise, error.scale, width=4)])
+        assert wide[:2] == whole[:2]
+        for line, family, chances in zip(
+            keys, wide.siblings, error.log_chances(best, [temperature] * 6).exp(), strict=True
+        ):
+            others = line.topk(4).indices.tolist()[1:]
+            assert [t for t, _ in family] == others[: len(family)]
+            assert [chance for _, chance in family] == pytest.approx(chances[1 : len(family) + 1].tolist(), abs=2e-3)
+            assert chances[len(family) + 1 : 4].sum() < 2e-3, "those that are far behind are left out"
         least = 0.1
         [cut] = model.draft_chains(cache, [Chain(0, [first], 6, temperature, noise, error.scale, least)])
         alive = torch.tensor(whole.chances).cumprod(0)
         length = next((n for n, chance in enumerate(alive.tolist(), 1) if chance < least), 6)
-        assert cut == (whole.tokens[:length], whole.chances[:length])
+        assert cut == (whole.tokens[:length], whole.chances[:length], [])
         ended.add(length)
     assert len(ended) > 2
 
@@ -427,7 +436,7 @@ def test_chains_from_a_head_of_some_tokens(weights: str) -> None:
     cache = model.new_cache(2, 300)
     chains = [Chain(0, [3, 4], 20, 0.8, (9, 1, 2, 11)), Chain(1, [5], 9, 0.0), Chain(0, [1], 20, 1.5, (3, 0, 0, 2))]
     for c in chains:
-        [(got, _)] = model.draft_chains(cache, [c])
+        [(got, *_)] = model.draft_chains(cache, [c])
         feed, expected = [*c.tokens], list[int]()
         seed, stream, step, position = c.noise
         for i in range(c.depth):

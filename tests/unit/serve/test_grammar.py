@@ -144,7 +144,8 @@ def test_illegal_guesses_are_cut_with_what_hangs_on_them(llm: LLM, grammars: Gra
     noise = Noise(torch.tensor([0]), torch.tensor([0]))
     batch = DraftContext([0], [[1, 2]], [Budget(5)], LogitsWarper([history]), noise, Stream.TOKEN, False, [2])
     nodes = [(2, -1), (a, 0), (no, 0), (b, 1), (a, 2), (dash, 3), (no, 3), (dash, 1)]
-    assert legal(batch, 0, nodes) == [(2, -1), (a, 0), (b, 1), (dash, 2)]
+    assert legal(batch, 0, nodes, range(1, len(nodes))) == [1, 3, 5]
+    assert legal(batch, 0, nodes, [1, 5]) == [1], "its parent is not kept"
 
 
 def test_a_grammar_of_another_process_is_the_same(grammars: Grammars) -> None:

@@ -155,7 +155,9 @@ struct ChainJob {  // draft `depth` tokens of a slot one after another, after th
     const float* features;  // [count, width] of a program that is given some
     int64_t* drafted;       // [depth]
     int64_t count, depth;
-    float* chances;         // [depth] out: chance of each token to be accepted, given those before; unset without `error`
+    float* chances;         // [depth, width] out: of each token and its siblings to be accepted, given those before; unset without `error`
+    int64_t* siblings;      // [depth, width - 1] out: the next most likely tokens beside each; -1 where there is none
+    int64_t width;          // tokens of a level; more than 1 only with `error`
     int64_t made;           // out: tokens drafted; fewer than asked if the logits held NaN or the chances are low
     uint64_t seed;
     int32_t row, length;
@@ -265,7 +267,7 @@ struct Kernels {
                       float* out);
     void (*words)(uint64_t seed, uint32_t stream, uint32_t step, uint32_t position, int64_t n, uint32_t* out);
     void (*top_keys)(const float* scores, const int64_t* ids, int64_t n, float temperature, uint64_t seed, uint32_t stream,
-                     uint32_t step, uint32_t position, int64_t best_index, float reach, float* top);
+                     uint32_t step, uint32_t position, int64_t best_index, float reach, float* top, int64_t* indices);
     int64_t (*argmax)(const float* scores, int64_t n);  // -1: a NaN was seen
     int64_t (*argmax_gumbel)(const float* scores, const int64_t* ids, int64_t n, float temperature, uint64_t seed,
                              uint32_t stream, uint32_t step, uint32_t position);

@@ -371,16 +371,22 @@ struct Choice {
     int64_t count;
 };
 
-// The chance that the target chooses the token with the largest key, if its logits are these plus Gumbel errors.
+// The chance that the target chooses the token with the largest key, if its logits are these plus Gumbel errors. Also told of the
+// tokens with the next largest keys.
 float chance(const Choice& all, const ChainJob& c, const float* logits, int64_t at) {
+    int64_t indices[RIVALS];
     float top[RIVALS], scale = (c.temperature > 0 ? c.temperature : 1.0f) / c.error, total = 0.0f;
     kernels()->top_keys(logits, all.ids, all.count, c.temperature, c.seed, c.stream, c.step,
-                        c.position + static_cast<uint32_t>(c.made), at, 8.0f / scale, top);
+                        c.position + static_cast<uint32_t>(c.made), at, 8.0f / scale, top, indices);
     float chances[RIVALS];
     for (int64_t r = 0; r < RIVALS; r++) chances[r] = (top[r] - top[0]) * scale;
     kernels()->elementwise(0, chances, chances, RIVALS);
-    for (float c : chances) total += c;
-    return total > 0 ? 1.0f / total : 0.0f;  // NaN if no token is possible
+    for (float each : chances) total += each;
+    float* told = c.chances + c.made * c.width;
+    for (int64_t r = 0; r < c.width; r++) told[r] = total > 0 ? chances[r] / total : 0.0f;  // NaN if no token is possible
+    for (int64_t r = 1; r < c.width; r++)
+        c.siblings[c.made * (c.width - 1) + r - 1] = indices[r] < 0 || !all.ids ? indices[r] : all.ids[indices[r]];
+    return told[0];
 }
 
 // Each chain's next token; negative if its logits hold NaN.
@@ -394,7 +400,7 @@ void choose(void* context, int64_t begin, int64_t end) {
                                                     c.position + static_cast<uint32_t>(c.made))
                          : kernels()->argmax(logits, all.count);
         c.drafted[c.made] = at < 0 || !all.ids ? at : all.ids[at];
-        if (at >= 0 && c.error > 0) c.alive *= c.chances[c.made] = chance(all, c, logits, at);
+        if (at >= 0 && c.error > 0) c.alive *= chance(all, c, logits, at);
     }
 }
 

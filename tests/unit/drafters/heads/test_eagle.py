@@ -131,21 +131,25 @@ def test_the_native_step_agrees_with_torch(name: str, kind: str) -> None:
         assert torch.allclose(native, plain, atol=1e-4 if kind == "none" else 2e-2)
 
 
+@pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_chains_in_one_call_are_those_grown_level_by_level(temperature: float) -> None:
-    """Two rows of different length, one with a threshold that ends its chain; tokens, chances and what is learned of them."""
+def test_chains_in_one_call_are_those_grown_level_by_level(temperature: float, width: int) -> None:
+    """Two rows of different length, one with a threshold that ends its chain; tokens, siblings, chances and what is learned."""
     params = SamplingParams(temperature=temperature)
-    budgets = [Budget(5, min_probability=0.3), Budget(3, min_probability=1e-6)]
+    budgets = [Budget(5, width, min_probability=0.3), Budget(3, width, min_probability=1e-6)]
     drafts = []
     for plain in (False, True):
         made = drafter("eagle31", plain=plain)
-        texts = [PROMPT[:30], PROMPT[5:20]]
+        texts, made.bare_siblings = [PROMPT[:30], PROMPT[5:20]], True
         for slot, text in enumerate(texts):
             made.start(slot, text, 0, features(text[:-1], made.taps))
         drafts.append(made.propose(context([0, 1], texts, budgets, params)))
     one, level = drafts
     assert one.host == level.host
-    assert 1 < len(one.host[0]) < 6, "the threshold was chosen to end the chain"
+    assert 1 < len(one.host[0]) < 6 * width, "the threshold was chosen to end the chain"
+    if width > 1:
+        parents = [parent for _, parent in one.host[1]]
+        assert parents == [-1, *[0] * width, *[1] * width, *[1 + width] * width], "nothing follows a sibling"
     assert one.confidence is not None
     assert level.confidence is not None
     assert torch.allclose(one.confidence, level.confidence, atol=1e-3)
