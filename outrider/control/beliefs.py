@@ -264,8 +264,8 @@ class ModelBelief:
         """A step that asked it.
 
         chances: survival of the verified levels, of the likeliest node of each. promised: the sum over all verified nodes.
-        levels: drafted. nodes: verified. accepted: tokens. stated: the drafter said these chances; else they were predicted from its
-        record. asked: it was asked for them.
+        levels: drafted. nodes: verified. accepted: tokens. stated: the drafter said these chances; else they were predicted from
+        its record. asked: it was asked for them.
         """
         if stated or asked:
             self.states = stated
