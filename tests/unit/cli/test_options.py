@@ -168,7 +168,7 @@ OPTIONS = {
         "Model": "--dtype --device --quantization --kv-cache-dtype",
     },
     "report": {
-        "Output": "--out --debug",
+        "Output": "--out/-o --debug",
     },
     "chat": {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype",
