@@ -77,7 +77,8 @@ class Encoder:
             if name == "messages" or name in inspect.signature(template).parameters:
                 message = f"chat_template_kwargs cannot set {name!r}, which the server sets; leave it out"
                 raise Refused(message, param="chat_template_kwargs")
-        given = {"tools": body.tools_shown, "add_generation_prompt": not goes_on, **variables}
+        prompted = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
+        given = {"tools": body.tools_shown, "add_generation_prompt": prompted, **variables}
         made = await self.run(lambda: for_template(messages, check_body), param="messages")
         mark = f"[{secrets.token_hex(8)}]"  # ends the last message, so that what the template writes after it can go
         try:

@@ -383,7 +383,15 @@ class ChatRequest(CommonRequest):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = Field(None, description="whether the prompt ends with the mark of an answer")
     continue_final_message: bool | None = Field(None, description="the answer goes on from the last message's text")
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _beside_the_mark(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and info.data.get("add_generation_prompt"):
+            raise ValueError("an answer that goes on has no mark of its own; leave out add_generation_prompt")
+        return value
 
     @field_validator("top_logprobs")
     @classmethod

@@ -62,6 +62,20 @@ def test_the_child_renders_what_transformers_does(llm: LLM) -> None:
     assert asked["prompt_token_ids"] == expected
 
 
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_the_mark_of_an_answer_is_there_unless_a_client_leaves_it_out(llm: LLM, asked: bool | None) -> None:
+    with serving(llm) as live:
+        more = {} if asked is None else {"add_generation_prompt": asked}
+        answer = say(live, "x", return_token_ids=True, **more).json()
+        refused = say(live, "x", add_generation_prompt=True, continue_final_message=True)
+    expected = llm.tokenizer.apply_chat_template(  # type: ignore[union-attr]
+        [{"role": "user", "content": "x"}], add_generation_prompt=asked is not False, return_dict=True
+    )["input_ids"]
+    assert answer["prompt_token_ids"] == expected
+    assert refused.status_code == 400
+    assert "leave out add_generation_prompt" in refused.text
+
+
 def test_special_tokens_and_variables_reach_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     template = "{{ eos_token }}|{{ style }}|{% for m in messages %}{{ m.content }}{% endfor %}"
     monkeypatch.setattr(llm.tokenizer, "chat_template", template)
