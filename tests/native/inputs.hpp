@@ -293,13 +293,14 @@ struct Toy {
         expect(outrider_forward(decoder, &job) < 0, "a parent that comes later is refused");
         tokens[0] = VOCAB, parents[3] = 1;
         expect(outrider_forward(decoder, &job) < 0, "a token outside of the vocabulary is refused");
-        std::vector<int64_t> drafted(9);
-        std::vector<float> chances(9);
+        std::vector<int64_t> drafted(9), siblings(10);
+        std::vector<float> chances(4 + 5 * 3);
         ChainJob chains[2] = {};
         for (int32_t i = 0; i < 2; i++) {
             ChainJob& c = chains[i];
             c.tokens = prompt.data(), c.features = given.data(), c.drafted = drafted.data() + 4 * i, c.chances = chances.data() + 4 * i;
-            c.width = 1, c.count = 2 - i, c.depth = 4 + i, c.row = 2 - 2 * i, c.length = 6, c.seed = 7, c.step = 1, c.position = 6;
+            c.siblings = siblings.data(), c.width = 1 + 2 * i, c.count = 2 - i, c.depth = 4 + i;
+            c.row = 2 - 2 * i, c.length = 6, c.seed = 7, c.step = 1, c.position = 6;
             c.temperature = 0.8f * static_cast<float>(i), c.error = 1.5f * static_cast<float>(i);
         }
         ChainsJob both{chains, cache, 2, CELLS, format};
@@ -307,6 +308,7 @@ struct Toy {
         expect(chains[0].made == 4 && chains[1].made == 5, "chains are whole");
         tree.insert(tree.end(), logits.begin(), logits.end());
         tree.insert(tree.end(), chances.begin() + 4, chances.end());
+        drafted.insert(drafted.end(), siblings.begin(), siblings.end());
         for (int64_t t : drafted) tree.push_back(static_cast<float>(t));
         return tree;
     }

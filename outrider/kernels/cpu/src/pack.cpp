@@ -395,11 +395,14 @@ void unpack_quantised(const Packed* w, int64_t column, float* out, float factor)
         for (int64_t i = 0; i < std::min(B.inputs(), w->k - k0); i++) {
             int64_t b = i / BLOCK, j = i % BLOCK / 4, at = 4 * lane + i % 4, per = 8 / B.base;
             const uint8_t *planes = unit + B.planes(b) + at, *scales = unit + B.scales(b), *minima = unit + B.minima(b);
-            int q = planes[64 * (j / per)] >> (j % per * B.base) & ((1 << B.base) - 1);
+            int q;
             if (B.base == 6) {
                 const uint8_t* three = planes + 192 * (j / 4);
                 q = j % 4 < 3 ? three[64 * (j % 4)] & 63 : three[0] >> 6 | three[64] >> 6 << 2 | three[128] >> 6 << 4;
-            } else if (B.extra) {
+            } else {
+                q = planes[64 * (j / per)] >> (j % per * B.base) & ((1 << B.base) - 1);
+            }
+            if (B.extra) {
                 per = 8 / B.extra;
                 q |= (planes[64 * (B.base + j / per)] >> (j % per * B.extra) & ((1 << B.extra) - 1)) << B.base;
             }
