@@ -53,7 +53,7 @@ class EngineServer:
 
     def __enter__(self) -> EngineServer:
         if shutil.which(self.words[0], path=self.environment.get("PATH")) is None:
-            raise ServerFailed(f"there is no program {self.words[0]}; give its path ")
+            raise ServerFailed(f"there is no program {self.words[0]}; give its path")
         if taken(self.port):
             raise ServerFailed(f"port {self.port} is taken by another process")
         start = monotonic()

@@ -35,6 +35,10 @@ class DraftCost:
     level: float
     read: float
 
+    def seconds(self, levels: float) -> float:
+        """Of a draft of so many levels, at least one."""
+        return self.first + self.level * levels
+
 
 @dataclass(frozen=True)
 class CostModel:
@@ -62,7 +66,7 @@ class CostModel:
     def draft(self, name: str, levels: int) -> float:
         """Seconds of a draft for one sequence; 0 without levels, and for a drafter that costs nothing."""
         cost = self.drafters.get(name)
-        return 0.0 if cost is None or not levels else cost.first + cost.level * levels
+        return 0.0 if cost is None or not levels else cost.seconds(levels)
 
     def faster(self, other: CostModel) -> CostModel:
         """The faster of two measurements, size by size: other programs can only slow a step down."""
@@ -165,8 +169,7 @@ class Costs:
         """Seconds of a draft of so many levels for so many sequences together."""
         if not rows or not levels:
             return 0.0
-        cost = self._cost(name)
-        return self._pace(name) * self._together(rows) * (cost.first + cost.level * levels)
+        return self._pace(name) * self._together(rows) * self._cost(name).seconds(levels)
 
     def reading(self, name: str, tokens: int) -> float:
         """Seconds in which a drafter reads tokens that it has missed."""

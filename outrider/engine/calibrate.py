@@ -45,10 +45,8 @@ ROUNDS = 8
 _PROMPT, _FEW, _MANY = 33, 2, 6  # tokens that are read, and the levels of two chains
 _BEHIND = 2048  # tokens behind the nodes whose attention is timed
 _SLOW = 0.15  # seconds of a plain step from which on everything is measured once at load
-_EXPENSIVE, _TURNS = (
-    3.0,
-    8,
-)  # a drafter that takes so many times what its bytes say is measured again, in so many rounds at most
+_EXPENSIVE = 3.0  # a drafter that takes so many times what its bytes say is measured again
+_TURNS = 8  # in so many rounds at most
 
 
 def conditions() -> dict[str, str]:
@@ -114,15 +112,16 @@ def costs(config: SpeculativeConfig, target: Loaded, models: Mapping[str, Drafte
     before = before if before is not None and before.key == key else None
     if before is None or whole:
         found = measure(target.model, models, key, WHOLE if whole else AT_LOAD, ROUNDS if whole else 2)
+        found = found if before is None else found.faster(before)
     else:
-        plain, expensive = before.forward(1), dict[str, Drafter]()
-        for name, cost in before.drafters.items():
-            if cost.first + _FEW * cost.level > _most(name, models[name], target.model, plain):
+        plain, old, expensive = before.forward(1), before.drafters, dict[str, Drafter]()
+        for name, cost in old.items():
+            if cost.seconds(_FEW) > _most(name, models[name], target.model, plain):
                 expensive[name] = models[name]
         if not expensive:
             return before
-        found = replace(before, drafters=before.drafters | _drafters(target.model, expensive, plain, 1))
-    found = found if before is None else found.faster(before)
+        new = _drafters(target.model, expensive, plain, 1).items()
+        found = replace(before, drafters=old | {n: c for n, c in new if c.seconds(_FEW) < old[n].seconds(_FEW)})
     _store(found)
     return found
 

@@ -215,10 +215,10 @@ class NativeStep:
         for struct, i, (given, chances, siblings) in zip(structs, asked, keep, strict=True):
             made, count, width = struct.made, struct.count, struct.width
             said = chances[: made * width] if chains[i].error else []
-            beside = [
-                [one for one in zip(siblings[n * (width - 1) :], said[n * width + 1 : (n + 1) * width]) if one[0] >= 0]  # noqa: B905
-                for n in range(made if width > 1 else 0)
-            ]
+            beside = list[list[tuple[int, float]]]()
+            for n in range(made if width > 1 else 0):
+                others, each = siblings[n * (width - 1) : (n + 1) * (width - 1)], said[n * width + 1 : (n + 1) * width]
+                beside.append([one for one in zip(others, each, strict=True) if one[0] >= 0])
             drawn[i] = DrawnChain(given[count : count + made], said[::width], beside)
         return drawn
 

@@ -126,6 +126,19 @@ def test_a_drafter_that_another_program_slows_is_measured_again(
     assert (calls[0] > asked) is not right[1], "what is plausible is not measured again"
 
 
+def test_nothing_is_left_of_a_measurement_that_was_far_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parts are wrong in both directions: beside another program a longer draft may take no longer."""
+    target, models = loaded(), {"draft": drafter()}
+    wrong, right = DraftCost(90.0, 1e-7, 0.0), DraftCost(0.1, 0.3, 0.2)
+    monkeypatch.setattr(module, "measure", lambda m, d, key, *more: CostModel(dict(key), {1: 1.0}, {"draft": wrong}))
+    monkeypatch.setattr(module, "_drafter", lambda *about: right)
+    config = SpeculativeConfig.model_validate({})
+    assert costs(config, target, models).drafters == {"draft": wrong}
+    assert costs(config, target, models).drafters == {"draft": right}
+    monkeypatch.setattr(module, "_drafter", lambda *about: wrong)
+    assert costs(config, target, models).drafters == {"draft": right}, "and it is stored"
+
+
 @pytest.mark.parametrize(("windows", "read"), [((0,), 2048), ((512, 512, 512, 0), 896), ((), 0)])
 def test_what_a_text_adds_to_a_node_is_measured(
     monkeypatch: pytest.MonkeyPatch, windows: tuple[int, ...], read: int
