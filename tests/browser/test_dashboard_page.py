@@ -17,9 +17,10 @@ from tests.support.serving import Live, builtin, serving
 
 PROMPT = "def quicksort(xs):\n<b>not markup</b>"
 
-# The width of each bar and the per cent beside it.
+# The width of each bar and the per cent beside it. `clientWidth` is a whole number, too coarse for a narrow bar.
 BARS = """() => [...document.querySelectorAll(".bars .bar")].map((bar) => [
-  100 * bar.firstChild.getBoundingClientRect().width / bar.clientWidth, bar.nextSibling.textContent.match(/([\\d.]+) %$/)?.[1]])
+  100 * bar.firstChild.getBoundingClientRect().width / (bar.getBoundingClientRect().width - 2 * bar.clientLeft),
+  bar.nextSibling.textContent.match(/([\\d.]+) %$/)?.[1]])
   .filter(([, share]) => share).map(([width, share]) => [width, Number(share)])"""
 SIGNS = ['"✓"', '"✗"', '"Ⅱ"', '"="', ""]
 
