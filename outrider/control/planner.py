@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import sqrt
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from outrider.control.beliefs import AnswerLengths, LookupBelief, ModelBelief, Offer
 from outrider.control.costs import Costs
@@ -45,6 +45,7 @@ _MOST_SURE = 0.98  # a drafter that is asked drafts one token at least
 PLAIN = Budget(0)
 
 
+@runtime_checkable
 class Controller(Protocol):
     """Decides how long drafts may be."""
 

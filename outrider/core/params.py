@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
+from typing import Any
 
 # Below this temperature a text is greedy. Logits divided by less would not fit into a float.
 GREEDY_BELOW = 1e-6
 HOTTEST = 1e6  # at it all tokens are alike in float32, and far above it logits are not numbers
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+COUNTS = ("top_k", "min_tokens", "n")
+OPTIONAL_COUNTS = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
+LISTS = ("bad_words", "allowed_token_ids", "stop_token_ids")
 
 
 class BadParameter(ValueError):
@@ -73,9 +79,27 @@ class SamplingParams:
             if not ok:
                 raise BadParameter(f"{name} must be {allowed}, got {getattr(self, name)!r:.80}", name)
 
+        own: dict[str, Any] = vars(self)  # of any type
+        for name in NUMBERS:
+            check(isinstance(own[name], Real), name, "a number")
+        for name in COUNTS + OPTIONAL_COUNTS:
+            missing = own[name] is None and name in OPTIONAL_COUNTS
+            whole = isinstance(own[name], Integral) and own[name] is not True and own[name] is not False
+            check(whole or missing, name, "a whole number" + ", or None" * (name in OPTIONAL_COUNTS))
+        for name in LISTS:
+            check(isinstance(own[name] or (), Iterable) and not isinstance(own[name], (str, bytes)), name, "a list")
+        check(
+            all(isinstance(word, Iterable) for word in own["bad_words"] or ()),
+            "bad_words",
+            "strings or lists of token ids",
+        )
+        bias: Any = own["logit_bias"] or {}
+        said: Any = own["prediction"] or ""
+        fits = hasattr(bias, "values") and all(isinstance(b, Real) and b < float("inf") for b in bias.values())
+        check(fits, "logit_bias", "token ids with the number that each adds to its logit, for example {17: -2.0}")
+        check(isinstance(said, Iterable) and not isinstance(said, bytes), "prediction", "a text or token ids")
         check(0 <= self.temperature <= HOTTEST, "temperature", "from 0 (greedy) to a million (all tokens are alike)")
-        whole = isinstance(self.top_k, int)  # pyright: ignore[reportUnnecessaryIsInstance]
-        check(whole and self.top_k >= -1, "top_k", "0 (off) or a positive whole number")
+        check(self.top_k >= -1, "top_k", "0 (off) or a positive whole number")
         check(0 < self.top_p <= 1, "top_p", "in (0, 1]; 1 is off")
         check(0 <= self.min_p <= 1, "min_p", "in [0, 1]; 0 is off")
         check(0 < self.repetition_penalty < float("inf"), "repetition_penalty", "above 0; 1 is off")
@@ -93,8 +117,8 @@ class SamplingParams:
             self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "None or not empty"
         )
         check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a whole number of at most 64 bits, or None")
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if any(not isinstance(s, str) or not s for s in stops):  # pyright: ignore[reportUnnecessaryIsInstance]
+        stops: tuple[Any, ...] = (self.stop,) if isinstance(self.stop, (str, int)) else tuple(self.stop or ())
+        if any(not isinstance(s, str) or not s for s in stops):
             got = f"{self.stop!r:.80}"
             raise BadParameter(f"stop must be non-empty strings, got {got}; for token ids use stop_token_ids", "stop")
         object.__setattr__(self, "stops", stops)
@@ -120,7 +144,7 @@ class SamplingParams:
             "bad_words": [t for w in self.bad_words if not isinstance(w, str) for t in w],
         }
         for name, ids in named.items():
-            wrong = [t for t in ids if not 0 <= int(t) < vocab_size]
+            wrong = [t for t in ids if not str(t).isdecimal() or int(t) >= vocab_size]
             if wrong:
                 holds = f"{wrong[:5]!s:.80}"
                 raise BadParameter(f"{name} holds {holds}, outside the vocabulary of {vocab_size} tokens", name)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections import abc
+from collections import abc, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from outrider.control import Controller
@@ -91,8 +92,14 @@ class LLM:
         memory_by: str = "client",
     ) -> None:
         self.config = SpeculativeConfig.of(speculative_config)
+        for name, given in {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}.items():
+            if type(given) is not int and (given is not None or name == "max_num_seqs"):
+                raise ValueError(f"{name} must be a whole number, got {given!r}; for example {name}=8")
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be 1 or more, got {max_num_seqs}")
+        if controller is not None and not isinstance(controller, Controller):  # pyright: ignore[reportUnnecessaryIsInstance]
+            how = 'a configured one is chosen with speculative_config={"controller": "fixed"}'
+            raise ValueError(f"controller={controller!r:.80} has no budgets, observe and release; {how}")
         if not isinstance(model, Loaded):
             model = load(
                 model, tokenizer, dtype=dtype, device=device, quantization=quantization, kv_cache_dtype=kv_cache_dtype
@@ -120,17 +127,13 @@ class LLM:
         self.trace = Recorder(trace) if isinstance(trace, (str, os.PathLike)) else trace
         if self.trace is not None:
             self.trace.begin(describe(self.loaded, self.config, self.decoder))
+        self.scheduler = Scheduler(self.decoder, self.runtime.roster, trace=self.trace, raises=True)
         self._ids = itertools.count()
 
     @property
     def loaded(self) -> Loaded:
         """The model, its tokenizer and where they came from."""
         return self.runtime.loaded
-
-    @cached_property
-    def scheduler(self) -> Scheduler:
-        """Runs the sequences of `generate` and `stream`."""
-        return Scheduler(self.decoder, self.runtime.roster, trace=self.trace, raises=True)
 
     @property
     def notes(self) -> list[str]:
@@ -153,14 +156,15 @@ class LLM:
         sampling_params: one for all, or one per prompt; None is `SamplingParams()`. Returns one output per prompt, in their
         order. Raises ValueError for a bad request before anything runs.
         """
-        one = isinstance(prompts, (str, Mapping)) or (
-            prompts and all(isinstance(p, Mapping) and "role" in p for p in prompts)
-        )
+        one = isinstance(prompts, (str, Mapping)) or not isinstance(prompts, abc.Iterable)
         many: list[Any] = [prompts] if one else list(prompts)
-        if isinstance(sampling_params, abc.Iterable):
-            params = list(sampling_params)
-        else:
-            params = [sampling_params or SamplingParams()] * len(many)
+        if not one and many and all(isinstance(p, Mapping) and "role" in p for p in many):
+            many = [many]  # the messages of one chat
+        given: Any = sampling_params or SamplingParams()
+        several = isinstance(given, abc.Iterable) and not isinstance(given, Mapping)
+        params: list[Any] = list(given) if several else [given] * len(many)
+        if wrong := [given for given in params if not isinstance(given, SamplingParams)]:
+            raise ValueError(f"sampling_params are SamplingParams(temperature=0, ...), got {wrong[0]!r:.80}")
         if len(params) != len(many):
             raise ValueError(
                 f"{len(params)} sampling_params for {len(many)} prompts; give one for all, or one per prompt"
@@ -182,11 +186,12 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise ValueError(f"stream writes one text, got n={params.n}; use generate for several")
-        [sequence] = self.scheduler.add(self.requests(self.encode(prompt), params))
-        for _, moved in self.scheduler.run([sequence]):
-            if sequence in moved:
-                output = self._output(prompt, [sequence]) if sequence.finish else None
-                yield replace(sequence.delta(), output=output)
+        deltas = deque[Delta]()  # another reader's steps add to it, too
+        [sequence] = self.scheduler.add(self.requests(self.encode(prompt), params, sink=deltas.append))
+        for _ in itertools.chain(self.scheduler.run([sequence]), [None]):
+            while deltas:
+                delta = deltas.popleft()
+                yield replace(delta, output=self._output(prompt, [sequence])) if delta.ended else delta
 
     def requests(self, ids: list[int], params: SamplingParams, **fields: Any) -> list[Request]:
         """The requests of one prompt of token ids: params.n of them, each with a number and a seed of its own.
@@ -209,13 +214,20 @@ class LLM:
                 raise ValueError(
                     f'a prompt given as a dict is {{"prompt_token_ids": [...]}}, got keys {sorted(prompt)}'
                 )
-            return [int(t) for t in prompt["prompt_token_ids"]]
+            ids = prompt["prompt_token_ids"]
+            try:
+                return [index(t) for t in ids]
+            except TypeError as error:
+                raise ValueError(f"prompt_token_ids are whole numbers, [17, 4], got {ids!r:.80}") from error
         if self.loaded.tokenizer is None:
             raise ValueError(
                 f'{self.loaded.name} has no tokenizer; pass tokenizer=..., or {{"prompt_token_ids": [...]}}'
             )
         if isinstance(prompt, str):
             return list(self.loaded.tokenizer(prompt)["input_ids"])
+        if not isinstance(prompt, abc.Sequence) or not all(isinstance(message, Mapping) for message in prompt):
+            forms = '"a text", [{"role": "user", "content": "a text"}] or {"prompt_token_ids": [17, 4]}'
+            raise ValueError(f"a prompt is {forms}, got {prompt!r:.80}")
         if not getattr(self.loaded.tokenizer, "chat_template", None):
             raise ValueError(f"the tokenizer of {self.loaded.name} has no chat template; give the prompt as one string")
         encoded = self.loaded.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
@@ -230,7 +242,7 @@ class LLM:
     def _bad_word(self, word: str | abc.Sequence[int]) -> list[tuple[int, ...]]:
         """The token sequences that write a forbidden word: at the start of a text and after a space."""
         if not isinstance(word, str):
-            return [tuple(word)]
+            return [tuple(word)] if word else []
         forms = {self._ids_of(f, "a word of bad_words", "bad_words=[[17, 4]]") for f in (word, " " + word.lstrip())}
         return [f for f in forms if f]
 

@@ -43,7 +43,7 @@ class Observer(Protocol):
 
 
 class Scheduler:
-    """Runs sequences on a decoder. `add` may be called by any thread, `step` by one.
+    """Runs sequences on a decoder. `add` and `run` may be called by any thread, `step` by one.
 
     roster: the decoder's drafter, where each sequence may choose a method and a draft length.
     max_queue: sequences that may wait. kv_limit: committed tokens of all sequences together, None for what the slots hold.
@@ -73,6 +73,7 @@ class Scheduler:
         self.queue = FairQueue[Sequence](max_queue)
         self.preemptions = self.accepted = 0
         self.lock = threading.RLock()  # of the queue
+        self._door, self._turn = threading.Lock(), threading.Lock()  # the thread at the door has the turn next
         # When sequences that are left end with what they have, and why no more are taken from then on.
         self.stop_at, self.stopped = math.inf, CLOSING
         self._seconds = 1.0  # of a sequence, lately
@@ -149,14 +150,27 @@ class Scheduler:
             return (self._round(live) if live else None), live
 
     def run(self, mine: abc.Sequence[Sequence]) -> Iterator[tuple[Step | None, list[Sequence]]]:
-        """Run sequences that `add` queued to their ends, and yield each step as `step` returns it. A reader may stop early."""
+        """Run sequences that `add` queued to their ends, and yield each step as `step` returns it. A reader may stop early.
+
+        Threads may do so at once. They step in turns, and each step moves the sequences of all.
+        """
         try:
             while any(sequence.finish is None for sequence in mine):
-                yield self.step()
+                with self._door:
+                    self._turn.acquire()
+                try:
+                    moved = self.step()
+                finally:
+                    self._turn.release()
+                yield moved
         finally:
-            for sequence in mine:
-                if sequence.finish is None:
+            left = [sequence for sequence in mine if sequence.finish is None]
+            for sequence in left:
+                sequence.cancel()  # ends it with the next step, if another thread is within one
+            if left and self._turn.acquire(blocking=False):
+                for sequence in left:
                     self.finish(sequence, "abort", "cancelled")
+                self._turn.release()
 
     def generate(self, requests: Iterable[Request]) -> list[Sequence]:
         """Run sequences of these requests to their ends; returns them in the same order."""

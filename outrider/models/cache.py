@@ -206,7 +206,7 @@ def check_kv_cache_dtype(given: str) -> None:
     """Raise ValueError, with the nearest known name, unless `given` is a name of KV_CACHE_DTYPES."""
     if given not in KV_CACHE_DTYPES:
         raise ValueError(
-            f"kv_cache_dtype must be {', '.join(KV_CACHE_DTYPES)}; got {given!r}{did_you_mean(given, KV_CACHE_DTYPES)}"
+            f"kv_cache_dtype must be {', '.join(KV_CACHE_DTYPES)}; got {given!r}{did_you_mean(str(given), KV_CACHE_DTYPES)}"
         )
 
 

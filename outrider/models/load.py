@@ -183,6 +183,8 @@ def _request(
     **more: bool,
 ) -> LoadRequest:
     """The arguments of `load`, checked. Raises ValueError."""
+    if not model or not isinstance(model, (str, Path, nn.Module)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"a model is a folder, a GGUF file, a hub name, or one of {_names()}; got {model!r:.80}")
     kind = parse_dtype(dtype)
     if quantization not in (None, *QUANTIZATIONS):
         raise ValueError(
@@ -450,8 +452,10 @@ def _device(given: str, model: Any) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         where = torch.device(given)
-    except RuntimeError as error:
-        raise ValueError(f"device must be auto, cpu or cuda, got {given!r}") from error
+    except (RuntimeError, TypeError):
+        where = None
+    if where is None or where.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda, got {given!r}")
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={given!r}: torch finds no CUDA device here; use device='cpu'")
     return where

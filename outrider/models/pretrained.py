@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
+from transformers.utils.logging import set_tqdm_hook
 
 from outrider.core.files import read_settings
 from outrider.core.suggest import did_you_mean
@@ -72,6 +74,21 @@ def runnable(
     return model
 
 
+@contextmanager
+def _no_bar_of_weights() -> Iterator[None]:
+    """transformers' bar of weights that are read stays off the terminal. Those of downloads show."""
+
+    def bar(factory: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        return factory(*args, **given, **({"disable": True} if given.get("desc") == "Loading weights" else {}))
+
+    before = set_tqdm_hook(bar)
+    try:
+        yield
+    finally:
+        set_tqdm_hook(before)
+
+
+@_no_bar_of_weights()
 def read_folder(request: LoadRequest, path: str) -> ReadModel:
     """A folder, or a name on the hub. Raises ValueError, MemoryError or UnsupportedModel."""
     config = read_config(request.name, path)

@@ -193,6 +193,17 @@ def test_distributions_see_the_ancestors_of_their_node_and_nothing_else() -> Non
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"logprobs": -1}, "logprobs"),
         ({"seed": 2**70}, "seed"),
+        ({"max_tokens": 1.5}, "max_tokens must be a whole number, or None, got 1.5"),
+        ({"logprobs": True}, "logprobs must be a whole number"),
+        ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
+        ({"n": "2"}, "n must be a whole number, got '2'"),
+        ({"logit_bias": {3: float("nan")}}, r"logit_bias must be token ids with .* \{17: -2.0\}"),
+        ({"logit_bias": [3]}, "logit_bias"),
+        ({"bad_words": "foo"}, "bad_words must be a list, got 'foo'"),
+        ({"bad_words": [5]}, "bad_words must be strings or lists"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list"),
+        ({"stop": 5}, "use stop_token_ids"),
+        ({"prediction": 5}, "prediction must be a text or token ids"),
     ],
 )
 def test_bad_parameters_say_what_would_work(bad: dict, words: str) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
+from typing import Any
+
 import pytest
 import torch
 
-from outrider import LLM, Guarantee, SamplingParams
+from outrider import LLM, Delta, Guarantee, SamplingParams
 from outrider.core.outputs import SpeculativeMetrics
 from outrider.drafters.config import SpeculativeConfig
 
@@ -123,6 +127,70 @@ def test_a_reader_who_leaves_early_leaves_the_engine_clean() -> None:
     assert llm.generate(PROMPTS, SamplingParams(max_tokens=5))
 
 
+def test_threads_and_readers_share_a_model(plain: LLM) -> None:
+    """Each gets the text that it would get alone, and each stream its last delta, whoever steps."""
+    llm = LLM("builtin:code", speculative_config=PAIR, max_num_seqs=2)
+    params = SamplingParams(temperature=0.8, seed=2, max_tokens=24)
+    want = [out.outputs[0].token_ids for out in plain.generate(PROMPTS, params)]
+
+    def streamed(prompt: str) -> list[int]:
+        return joined(list(llm.stream(prompt, params)))
+
+    def joined(deltas: list[Delta]) -> list[int]:
+        assert deltas[-1].output is not None
+        assert [delta.ended for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+        return [token for delta in deltas for token in delta.token_ids]
+
+    with ThreadPoolExecutor(8) as pool:
+        whole = [pool.submit(lambda p=p: llm.generate(p, params)[0].outputs[0].token_ids) for p in PROMPTS * 2]
+        parts = [pool.submit(streamed, p) for p in PROMPTS * 2]
+        assert [future.result(60) for future in whole] == want * 2
+        assert [future.result(60) for future in parts] == want * 2
+    turns = list(zip_longest(*(llm.stream(p, params) for p in PROMPTS[:2])))
+    assert [joined([delta for delta in own if delta]) for own in zip(*turns, strict=True)] == want[:2]
+    assert llm.scheduler.idle
+    assert not llm.scheduler.problems()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([1, 2, 3], r'\{"prompt_token_ids": \[17, 4\]\}, got 1'),
+        ([[1, 2], [3]], r"got \[1, 2\]"),
+        (None, "got None"),
+        (b"x", "got 120"),
+        ({"prompt_token_ids": "12"}, "whole numbers.*got '12'"),
+        ({"prompt_token_ids": [1.7]}, r"whole numbers.*got \[1.7\]"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_with_one(plain: LLM, prompt: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plain.generate(prompt)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"max_num_seqs": "8"}, "max_num_seqs must be a whole number, got '8'"),
+        ({"max_model_len": "8k"}, "max_model_len must be a whole number, got '8k'"),
+        ({"controller": "fixed"}, r'speculative_config=\{"controller": "fixed"\}'),
+        ({"device": "mps"}, "device must be auto, cpu or cuda, got 'mps'"),
+        ({"device": None}, "device must be auto, cpu or cuda, got None"),
+        ({"kv_cache_dtype": None}, "kv_cache_dtype must be"),
+        ({"model": None}, "a model is a folder.*got None"),
+        ({"model": ""}, "a model is a folder.*got ''"),
+    ],
+)
+def test_wrong_arguments_say_what_would_work(given: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        LLM(**{"model": "builtin:code", **given})
+
+
+def test_loading_draws_no_bar(capfd: pytest.CaptureFixture[str]) -> None:
+    LLM("builtin:code")
+    assert capfd.readouterr().err == ""
+
+
 def test_seeds_n_and_logprobs(plain: LLM) -> None:
     params = SamplingParams(n=3, max_tokens=12, logprobs=2, prompt_logprobs=1)
     out = plain.generate(PROMPTS[0], params)[0]
@@ -149,6 +217,9 @@ def test_prompts_of_every_kind(plain: LLM) -> None:
         plain.generate({"prompt_token_ids": ids}, params)[0].outputs[0].token_ids
         == plain.generate(PROMPTS[0], params)[0].outputs[0].token_ids
     )
+    assert len(plain.generate((p for p in PROMPTS), params)) == len(PROMPTS)
+    with pytest.raises(ValueError, match="sampling_params are SamplingParams"):
+        plain.generate(PROMPTS[0], {"temperature": 0})  # type: ignore[arg-type]
     two = [params, params.with_(max_tokens=2)]
     assert [len(o.outputs[0].token_ids) for o in plain.generate(PROMPTS[:2], two)] == [4, 2]
     with pytest.raises(ValueError, match="no chat template"):
