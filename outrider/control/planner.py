@@ -221,7 +221,7 @@ class Planner:
         among the shipped chains. lengths: a controller that fixes the size of every draft; the planner then only chooses which
         drafter drafts. siblings: drafters whose chains may have siblings beside their tokens, which cost a draft nothing."""
         self.limit, self.costs, self.kinds, self.lengths = limit, costs, dict(kinds or {}), lengths
-        self._siblings = frozenset(siblings)
+        self.siblings = frozenset(siblings)
         self.models: dict[str, ModelBelief] = {}
         self.lookups: dict[str, LookupBelief] = {}
         self.answers = AnswerLengths()
@@ -419,7 +419,7 @@ class Planner:
         if not view.fixed:
             least = self._least(name, price, around, len(together[name])) / self._belief(name).truth(view.slot)
             budget = self._belief(name).ending(budget, min(least, _MOST_SURE))
-            if name in self._siblings and budget.min_probability:
+            if name in self.siblings and budget.min_probability:
                 budget = replace(budget, width=_SIBLINGS)
         return Plan(name, budget, price=price, why=why)
 

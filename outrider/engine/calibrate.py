@@ -26,6 +26,7 @@ from outrider.core.types import Budget, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, chains
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.method import METHODS
+from outrider.drafters.model.tree_drafter import CachedTreeDrafter
 from outrider.drafters.registry import chain_kind, level_cost, lookup_names, method_of
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request
@@ -96,7 +97,8 @@ def make_planner(
     if lengths is not None:
         return Planner(config.budget, Costs(assumed(1.0, shares)), kinds, lengths)
     models = {name: drafters[name] for name in kinds if (method := method_of(name)) and method.name in METHODS}
-    siblings = [n for n in kinds if getattr(drafters[n], "bare_siblings", False)] if config.tree_width is None else []
+    grown = [n for n in kinds if isinstance(drafters[n], CachedTreeDrafter)]
+    siblings = grown if config.tree_width is None else []
     return Planner(config.budget, Costs(costs(config, target, models, whole), _store), kinds, siblings=siblings)
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from outrider.drafters.heads.config import HeadShape
+from outrider.kernels import cpu as native
 from outrider.models.dtypes import DTYPES, dtype_name
 from outrider.models.hf.linear import PackedLinear
 
@@ -80,10 +81,11 @@ class PackedLayer:
 
 
 def precision_of(quantization: str, tensors: Sequence[Tensor]) -> str:
-    """The precision of a head's linears. quantization: that of the configuration; "auto" rounds large heads to 8 bit."""
+    """The precision of a head's linears. quantization: that of the configuration; "auto" rounds large heads to 8 bit, if
+    the native kernels are at hand."""
     stored = dtype_name(tensors[0].dtype)
     if quantization == "auto":
-        large = sum(t.numel() for t in tensors if t.dim() == 2) >= SMALL
+        large = native.available() and sum(t.numel() for t in tensors if t.dim() == 2) >= SMALL
         return "int8" if large else stored if stored in DTYPES else "float32"
     return stored if quantization == "none" else quantization
 

@@ -128,7 +128,7 @@ class TreeDrafter(BaseDrafter):
     subset: the tokens of the logits; None for all. error: how far its logits are from the target's; learned, unless its chances
     are not those of its logits alone (`learns`). Under `match` it ends drafts at `Budget.min_probability`. bare_siblings: drafts
     that end there are chains whose tokens have siblings, `Budget.width` together, and nothing follows those. They cost a draft
-    nothing where one call drafts a whole chain.
+    nothing, because the logits of a level rank them already.
     """
 
     learns = True
@@ -275,6 +275,8 @@ class CachedTreeDrafter(TreeDrafter):
     so nothing is rolled back. cache: keys and values of what is read.
     """
 
+    bare_siblings = True
+
     def __init__(
         self,
         model: ChainModel,
@@ -287,7 +289,6 @@ class CachedTreeDrafter(TreeDrafter):
         """num_slots, max_length: slots of the cache, and tokens of each. settings: see `GrowthSettings`."""
         super().__init__(model.vocab_size, model.device, subset, **settings)
         self._chain_model, self.cache = model, model.new_cache(num_slots, max_length)
-        self.bare_siblings = model.has_draft_chains
         # slot -> place in the scratch of each proposed node, -1 if it was not forwarded
         self._places: dict[int, list[int]] = {}
         # entry -> parents of the nodes in its scratch, padding included

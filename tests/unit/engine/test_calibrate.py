@@ -365,3 +365,16 @@ def test_steps_that_contradict_a_measurement_correct_what_is_stored(monkeypatch:
         kept = costs(config, target, {})
         assert kept.target[1] == pytest.approx(stored, rel=0.1), f"steps of {pace} of what was measured"
     assert kept.target[16] == pytest.approx(0.045, rel=0.1), "all sizes were measured beside the same program"
+
+
+def test_a_drafter_that_ranks_tokens_anyway_gets_siblings() -> None:
+    """In torch as in native code: a toy's chains are not drafted in one call."""
+    asked = {
+        width: make_planner(
+            SpeculativeConfig.of({"method": "auto", "tree_width": width}),
+            loaded(),
+            {"draft": drafter(), "suffix": Wrong()},
+        ).siblings
+        for width in (None, 1)
+    }
+    assert asked == {None: {"draft"}, 1: set()}

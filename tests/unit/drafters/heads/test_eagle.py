@@ -21,11 +21,14 @@ from outrider.control import Fixed
 from outrider.core.features import Features
 from outrider.core.types import Budget, Draft
 from outrider.drafters.base import DraftContext
+from outrider.drafters.heads import layers
 from outrider.drafters.heads.eagle.drafter import EagleDrafter, eagle_model
 from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
+from outrider.drafters.heads.layers import precision_of
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.engine import Engine
+from outrider.kernels import cpu as native
 from outrider.models.base import FINAL_NORM
 from outrider.models.nodes import Nodes
 from outrider.testing.contract import GREEDY, check_drafter, context
@@ -127,8 +130,8 @@ def test_the_native_step_agrees_with_torch(name: str, kind: str) -> None:
         assert torch.allclose(again.logits, out.logits, atol=1e-5)
         assert torch.allclose(again.g, out.g, atol=1e-5)
         got.append([*out, *again, *(t[row, node] for t in nodes for row, node in ((0, 0), (0, 1), (1, 0)))])
-    for native, plain in zip(*got, strict=True):
-        assert torch.allclose(native, plain, atol=1e-4 if kind == "none" else 2e-2)
+    for fast, plain in zip(*got, strict=True):
+        assert torch.allclose(fast, plain, atol=1e-4 if kind == "none" else 2e-2)
 
 
 @pytest.mark.parametrize("width", [1, 4])
@@ -140,7 +143,7 @@ def test_chains_in_one_call_are_those_grown_level_by_level(temperature: float, w
     drafts = []
     for plain in (False, True):
         made = drafter("eagle31", plain=plain)
-        texts, made.bare_siblings = [PROMPT[:30], PROMPT[5:20]], True
+        texts = [PROMPT[:30], PROMPT[5:20]]
         for slot, text in enumerate(texts):
             made.start(slot, text, 0, features(text[:-1], made.taps))
         drafts.append(made.propose(context([0, 1], texts, budgets, params)))
@@ -438,3 +441,14 @@ def test_lower_precision_drafts_nearly_the_same() -> None:
         got = made._ingest(context([0], [tokens], [Budget(1)], GREEDY), [0])
         want = got if want is None else want
         assert float((got - want).norm() / want.norm()) < 0.2
+
+
+def test_a_large_head_is_rounded_only_if_kernels_can_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = [torch.zeros(2**11, 2**11)]
+    assert precision_of("auto", large) == "int8"
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "why", lambda: "a test")
+    assert precision_of("auto", large) == "float32"
+    monkeypatch.setattr(layers, "SMALL", 0)
+    made = EagleDrafter(eagle_model(weights("eagle31"), TARGET.model, 256), 1, 256)
+    assert proposed(fresh(made, PROMPT), PROMPT) == reference("eagle31", PROMPT)
