@@ -163,8 +163,10 @@ def _with_model(method: str, inputs: TuneInputs) -> Mapping[str, dict[str, Any]]
 
 
 def _has_lower_precision(setup: DrafterSetup) -> bool:
+    from outrider.kernels import cpu as native
+
     lower = LOWER_PRECISION.get(setup.target.weights, ())
-    return setup.config.copy_weights in lower and setup.target.model.device.type == "cpu"
+    return setup.config.copy_weights in lower and setup.target.model.device.type == "cpu" and native.available()
 
 
 def _head(

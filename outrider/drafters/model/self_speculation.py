@@ -22,6 +22,7 @@ from outrider.drafters.base import DraftContext
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.method import LOWER_PRECISION
 from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.kernels import cpu as native
 from outrider.models.base import LanguageModel
 from outrider.models.load import load
 from outrider.models.nodes import Nodes
@@ -177,6 +178,10 @@ def _seconds(model: LanguageModel, tokens: int, repeats: int = 5) -> float:
 def quantized_from_setup(setup: DrafterSetup) -> QuantizedSelfDrafter:
     """Raises ValueError if the copy would not be cheaper to read than the target."""
     weights, target = setup.config.copy_weights, setup.target
+    if not native.available():
+        raise ValueError(
+            f'method "quantized_self" needs the native kernels: {native.why()}; or use {{"method": "suffix"}}'
+        )
     if weights not in LOWER_PRECISION.get(target.weights, ()):
         raise ValueError(
             f"a copy with {weights} weights would gain nothing for a target with {target.weights} weights; "

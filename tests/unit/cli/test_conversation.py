@@ -88,7 +88,7 @@ def test_every_command_is_in_the_help_and_fits_a_terminal(capsys: pytest.Capture
     ("typed", "words"),
     [
         ("/set temprature 1", "did you mean 'temperature'"),
-        ("/set temperature hot", "'hot' is no value for temperature"),
+        ("/set temperature hot", "temperature must be a number, got 'hot'"),
         ("/set temperature -1", "temperature must be from 0"),
         ("/set top_k 0.5", "top_k must be"),
         ("/stats maybe", "on or off"),

@@ -23,6 +23,7 @@ from outrider.drafters.registry import (
     request_drafters,
 )
 from outrider.integrations.engines import exports
+from outrider.kernels import cpu as native
 from outrider.models.load import Loaded, load
 from outrider.testing.stubs import Wrong
 
@@ -68,7 +69,7 @@ def make(target: Loaded, **config: Any) -> Any:
     return make_drafter(SpeculativeConfig.of(config), target, rows=1, max_length=256, device="cpu")
 
 
-def test_auto_takes_what_there_is(code: Loaded) -> None:
+def test_auto_takes_what_there_is(code: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     drafters = make_drafters(SpeculativeConfig.of({"method": "auto"}), code, rows=1, max_length=256, device="cpu")
     assert list(drafters) == ["prediction", "suffix", "draft_model"]
     assert lookup_names(drafters) == ["prediction", "suffix"]
@@ -82,6 +83,11 @@ def test_auto_takes_what_there_is(code: Loaded) -> None:
     assert list(made) == ["prediction", "suffix", "quantized_self"]
     coarse = Loaded(code.model, "some-model", code.tokenizer, code.end_ids, "int4", code.source)
     assert list(make_drafters(ask, coarse, rows=1, max_length=256, device="cpu")) == ["prediction", "suffix"]
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "why", lambda: "a test")
+    assert list(make_drafters(ask, unknown, rows=1, max_length=256, device="cpu")) == ["prediction", "suffix"]
+    with pytest.raises(ValueError, match="needs the native kernels: a test"):
+        make(unknown, method="quantized_self")
 
 
 def test_no_node_is_no_draft(code: Loaded) -> None:
