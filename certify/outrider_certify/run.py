@@ -97,7 +97,9 @@ def _troubled(troubles: dict[str, int]) -> CertificatePart:
 def kinds_of(subject: Subject, names: Sequence[str], settings: TestSettings) -> list[CertificateKind]:
     """The kinds of test that suit a subject, or those that were asked for. Raises ValueError for one that does not suit."""
     if wrong := [name for name in names if name not in KINDS]:
-        raise ValueError(f"unknown kind {wrong[0]!r}; known: {', '.join(KINDS)}")
+        several = [word for part in wrong[0].split(",") for word in ("--kind", part.strip())]
+        hint = f"; several are given as {' '.join(several)}" if set(several[1::2]) <= {*KINDS} else ""
+        raise ValueError(f"unknown kind {wrong[0]!r}; known: {', '.join(KINDS)}{hint}")
     known = subject.kinds(settings)
     if missing := [name for name in names if name not in known]:
         hint = "; name the problems: --problems FILE.jsonl" if missing == ["quality"] else ""

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from outrider.lab.plan.answer import PlanAnswer, PlanFigure
     from outrider.lab.plan.serving_plan import ServingPlan
 
+GROWS = "the queue grows without end"
+
 
 class PlanModelOptions(Options):
     """The model, and where it runs."""
@@ -228,17 +230,17 @@ def show(plan: ServingPlan, found: PlanAnswer) -> None:
         "adaptive": "length by load",
     }
     for name, forecast in found.fleets.items():
-        state = "" if forecast.stable else paint(" the queue grows without end", YELLOW)
-        print(
-            f"{names[name]}: {forecast.replicas} replicas at {forecast.load:.0%} load, p90 wait {forecast.wait:.2g} s, "
-            f"first token {forecast.ttft:.2g} s, per token {1e3 * forecast.tpot:.3g} ms, answer {forecast.latency:.3g} s{state}"
-        )
+        times = f"wait {forecast.wait:.2g} s, first token {forecast.ttft:.2g} s, time per token {1e3 * forecast.tpot:.3g} ms"
+        found_out = f"p90 of {times}, answer {forecast.latency:.3g} s" if forecast.stable else GROWS
+        print(f"{names[name]}: {forecast.replicas} replicas at {forecast.load:.0%} load, {found_out}")
     lengths = ", ".join(
         f"{low}-{high}: {depth}" if high > low else f"{low}: {depth}" for low, high, depth in found.schedule
     )
     chosen = found.chosen
     decision = "Do not speculate" if found.policy == "plain" else f"Speculate, {names[found.policy]}"
-    say(f"{decision}: {chosen.replicas} replicas, answers {found.speedup:.2f} x as fast as plain decoding.", GREEN)
+    fast = f"the median answer is {found.speedup or 0:.2f} x as fast as with plain decoding on as many"
+    gain = fast if found.speedup is not None else f"of plain decoding on as many, {GROWS}"
+    say(f"{decision}: {chosen.replicas} replicas; {gain}.", GREEN)
     print(f"Best draft length by batch size: {lengths}")
     for figure in found.figures:
         print(f"  {figure.name}: {figure.value} " + paint(f"= {figure.formula}", DIM))

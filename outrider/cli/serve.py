@@ -17,7 +17,7 @@ from outrider.cli.options import (
     one_model,
     option,
 )
-from outrider.cli.terminal import DIM, loading, paint, readable
+from outrider.cli.terminal import DIM, paint, readable, working
 from outrider.core.extras import needs
 from outrider.core.files import public_name
 from outrider.serve.options import ServeOptions, served_name
@@ -55,12 +55,12 @@ def serve(
             raise ValueError(
                 f"--trace {trace.trace} holds the steps of one model, and there are {len(models)}; serve one of them"
             )
-        with loading(models[0]):
+        with needs("serve", "the server"):
+            from outrider.serve.connection import bound
+        ports = [options.port, *([] if options.monitor_port is None else [options.monitor_port])]
+        sockets = [one for port in ports for one in bound(options.host, port)]  # before seconds of imports
+        with working(f"loading {models[0]}"):
             with needs("serve", "the server"):
-                from outrider.serve.connection import bound
-
-                ports = [options.port, *([] if options.monitor_port is None else [options.monitor_port])]
-                sockets = [one for port in ports for one in bound(options.host, port)]  # before seconds of imports
                 from outrider.serve import logs
                 from outrider.serve.app import create_app
                 from outrider.serve.pool import ModelPool

@@ -25,6 +25,7 @@ from outrider.serve.options import ServeOptions
 
 OPEN = ("/health", "/", "/home.js", "/favicon.ico")  # load balancers have no key, and the page at / asks for it
 MONITOR = ("/health", "/metrics")  # answered under any load, and on a port of their own
+HEADS = (*MONITOR, "/v1/models", "/version")  # answer HEAD as they answer GET
 OWNER = b"x-outrider-owner"  # header from a front to its replicas: whose request it is
 _HOST = re.compile(r"\[?([^\[\]]*?)\.?\]?(?::\d*)?")  # a name or an address, with a port
 SHOWN = 200  # characters of a path in the log
@@ -85,7 +86,8 @@ class Guard:
                     if self.active > self.settings.max_connections:
                         raise Refused("the server has too many requests", 503, code="overloaded", retry=1)
                 with ExitStack() as state["ends"]:  # what ends with the request: its answer, the loan of its model
-                    await self.app(scope, received, answer)
+                    head = scope["method"] == "HEAD" and scope["path"] in HEADS
+                    await self.app({**scope, "method": "GET"} if head else scope, received, answer)
             except Refused as refused:
                 await refused.response(scope["path"])(scope, receive, answer)
         except _Gone:

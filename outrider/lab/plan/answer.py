@@ -15,6 +15,7 @@ from outrider.lab.plan.serving_plan import BatchFigures, Forecast, ServingPlan
 from outrider.pages.page import assemble
 
 ASSETS = Path(__file__).parent / "assets"
+FEWEST = "the fewest whose simulated p90 keep the limits"
 SHARES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0, 1.15)  # of the demand, for the picture of load
 
 
@@ -32,9 +33,10 @@ class PlanAnswer:
     """What a plan says.
 
     qps: requests per second. policy: plain, fixed or adaptive, whichever needs the fewest replicas. fleets: the forecast of
-    each policy. schedule: draft length of the adaptive policy, by batch size: [from, to, length]. loses_from: batch size
-    from which on the fixed length is slower than plain decoding. terms: the parts of a round at the mean batch size. cost:
-    of a million output tokens. sweep: forecasts of the chosen number of replicas under other loads, for the page.
+    each policy. schedule: draft length of the adaptive policy, by batch size: [from, to, length]. loses_from: batch size from
+    which on the fixed length is slower than plain decoding. terms: the parts of a round at the mean batch size. cost: of a
+    million output tokens. speedup: None where so many replicas of plain decoding do not suffice. sweep: forecasts of the
+    chosen number of replicas under other loads, for the page.
     """
 
     qps: float
@@ -44,7 +46,7 @@ class PlanAnswer:
     schedule: list[tuple[int, int, int]]
     loses_from: int | None
     terms: list[CostTerm]
-    speedup: float
+    speedup: float | None
     cost: float | None
     replica_hours: float
     inputs: list[PlanFigure]
@@ -80,7 +82,7 @@ def answer(plan: ServingPlan, inputs: list[PlanFigure], replicas: int | None = N
     policy = min(names, key=lambda name: (not fleets[name].stable, fleets[name].replicas, fleets[name].median_latency))
     chosen = fleets[policy]
     plain = plan.forecast(chosen.replicas, "plain")
-    speedup = plain.median_latency / chosen.median_latency
+    speedup = plain.median_latency / chosen.median_latency if plain.stable else None
     size = max(1, round(chosen.batch_size))
     depth = plan.policies[policy][size]
     terms = list(plan.costs.terms(size, depth, plan.context))
@@ -96,7 +98,7 @@ def answer(plan: ServingPlan, inputs: list[PlanFigure], replicas: int | None = N
         cost=plan.cost_per_million(chosen),
         replica_hours=plan.replica_hours_per_million(chosen),
         inputs=inputs,
-        figures=_figures(plan, chosen, plain, speedup),
+        figures=_figures(plan, chosen, plain, speedup, "the number of --replicas" if replicas else FEWEST),
         notes=_notes(plan, fleets, policy, plain),
         sweep=[
             (share, plan.forecast(chosen.replicas, name, share)) for name in names for share in SHARES
@@ -125,7 +127,7 @@ def _schedule(depths: list[int]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _figures(plan: ServingPlan, chosen: Forecast, plain: Forecast, speedup: float) -> list[PlanFigure]:
+def _figures(plan: ServingPlan, chosen: Forecast, plain: Forecast, speedup: float | None, why: str) -> list[PlanFigure]:
     demand, each = plan.demand, plan.capacity[chosen.policy]
     found = [
         PlanFigure(
@@ -134,14 +136,9 @@ def _figures(plan: ServingPlan, chosen: Forecast, plain: Forecast, speedup: floa
         ),
         PlanFigure(
             "replicas", f"{chosen.replicas}",
-            f"the fewest whose simulated p90 keep the limits; at least {demand.qps:g} / {each:.3g} = {demand.qps / each:.2f}",
+            f"{why}; at least {demand.qps:g} / {each:.3g} = {demand.qps / each:.2f}",
         ),
         PlanFigure("load", f"{chosen.load:.0%}", f"{demand.qps:g} / ({chosen.replicas} x {each:.3g})"),
-        PlanFigure(
-            "speedup of an answer", f"{speedup:.2f} x",
-            f"median latency of {plain.replicas} replicas, plain {plain.median_latency:.3g} s / {chosen.policy} "
-            f"{chosen.median_latency:.3g} s",
-        ),
         PlanFigure(
             "throughput", f"{chosen.throughput:.0f} output tokens/s", f"{demand.qps:g} requests/s x {demand.output.mean:g} tokens"
         ),
@@ -150,6 +147,10 @@ def _figures(plan: ServingPlan, chosen: Forecast, plain: Forecast, speedup: floa
             f"{chosen.replicas} / ({chosen.throughput:.0f} tokens/s x 3600 s) x 1e6",
         ),
     ]  # fmt: skip
+    if speedup is not None:
+        formula = f"plain {plain.median_latency:.3g} s / {chosen.policy} {chosen.median_latency:.3g} s"
+        formula = f"median latency of {plain.replicas} replicas, {formula}"
+        found.append(PlanFigure("speedup of an answer", f"{speedup:.2f} x", formula))
     if (cost := plan.cost_per_million(chosen)) is not None:
         formula = f"replica hours x {plan.price:g} for a replica and hour"
         found.append(PlanFigure("cost of a million output tokens", f"{cost:.3g} in the currency of --price", formula))
@@ -157,7 +158,10 @@ def _figures(plan: ServingPlan, chosen: Forecast, plain: Forecast, speedup: floa
 
 
 def _notes(plan: ServingPlan, fleets: dict[str, Forecast], policy: str, plain: Forecast) -> list[str]:
-    notes = list[str]()
+    notes = [
+        f"A limit is not kept: the p90 {name} of {fleets[policy].replicas} replicas is more than {plan.targets[name]:g} s."
+        for name in plan.missed(fleets[policy])
+    ]
     if policy == "plain" and len(fleets) > 1:
         notes.append(
             f"At this load speculation does not pay: {fleets['adaptive'].replicas} replicas with it, {plain.replicas} without."

@@ -246,7 +246,7 @@ class ServingPlan:
             low, high = high, min(2 * high, high + max(high // 4, 1))
             if high > 2 * _MOST:
                 found = self.forecast(low, policy)
-                missed = ", ".join(f"{name} {getattr(found, name):.3g} s" for name in self._missed(found))
+                missed = ", ".join(f"{name} {getattr(found, name):.3g} s" for name in self.missed(found))
                 raise ValueError(f"no fleet of up to {_MOST:,} replicas keeps the targets: {missed}")
         while high - low > max(1, low // 100):  # to a replica, or a percent
             middle = (low + high) // 2
@@ -255,16 +255,16 @@ class ServingPlan:
 
     def _keeps(self, replicas: int, policy: str) -> bool:
         found = self.forecast(replicas, policy)
-        return found.stable and not self._missed(found)
+        return found.stable and not self.missed(found)
 
-    def _missed(self, found: Forecast) -> list[str]:
+    def missed(self, found: Forecast) -> list[str]:
         """The targets that a forecast does not keep."""
         return [name for name, limit in self.targets.items() if getattr(found, name) > limit]
 
     def _refuse_impossible(self, policy: str) -> None:
         """Raise ValueError for a target that even a replica without other requests misses."""
         found = replace(self, demand=replace(self.demand, qps=1e-6), _known={}).forecast(1, policy)
-        for name in self._missed(found):
+        for name in self.missed(found):
             raise ValueError(
                 f"no number of replicas keeps a p90 {name} of {self.targets[name]:g} s: a request that is alone on a replica "
                 f"takes {getattr(found, name):.3g} s; allow more, or use faster hardware for each replica"

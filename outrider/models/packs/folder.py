@@ -236,6 +236,9 @@ def read(folder: Path, request: LoadRequest) -> ReadModel:
         matrices, tensors, tokenizer = _read_parts(folder, pack, request.tokenizer)
         checkpoint.check_numbers(folder / CONFIG, given, {n: part.shape for n, part in (matrices | tensors).items()})
         model = stored(pack.native, matrices | tensors | _experts_of(pack, request))
+        layers, said = (where.get("num_hidden_layers") for where in (pack.native["config"], given))
+        if said not in (None, layers):
+            raise ValueError(f"{MANIFEST} has {layers} layers, and {CONFIG} says {said}")
         if (length := given.get("max_position_embeddings")) != model.max_length:
             raise ValueError(f"max_length is {model.max_length}, and {CONFIG} says {length}")
     except BadPack:

@@ -201,7 +201,14 @@ def change(key: str, value: object):
     return write
 
 
+def fewer(folder: Path) -> None:
+    given = json.loads((folder / MANIFEST).read_text())
+    given["native"]["config"]["num_hidden_layers"] -= 1
+    (folder / MANIFEST).write_text(json.dumps(given))
+
+
 DAMAGE = [
+    fewer,
     cut,
     flip,
     lose,

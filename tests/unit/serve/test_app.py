@@ -359,6 +359,9 @@ def test_errors_of_http_have_the_same_shape(live: Live) -> None:
     assert "the body is no JSON object" in error(httpx.post(url, content=b"[1]", headers=typed))["message"]
     assert httpx.post(url, content=b"[" * 100_000).status_code == 400
     assert error(httpx.get(url))["message"].startswith("/v1/completions does not take GET")
+    for path in ("/health", "/metrics", "/v1/models", "/version"):  # monitors ask so
+        assert (httpx.head(live.url + path).status_code, httpx.head(live.url + path).content) == (200, b"")
+    assert httpx.head(url).status_code == 405
     assert error(httpx.get(live.url + "/nowhere"))["type"] == "not_found_error"
     other = ask(live, model="gpt-5", prompt="x")
     assert (other.status_code, error(other)["code"]) == (404, "model_not_found")

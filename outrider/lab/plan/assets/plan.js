@@ -29,7 +29,7 @@ function top() {
   byId("subline").textContent = plan.inputs.filter((x) => ["model", "hardware", "demand", "costs"].includes(x.name)).map((x) => x.value).join(" · ");
   const facts = [
     [chosen.replicas.toLocaleString("en-US"), "replicas"],
-    [`${short(plan.speedup)}×`, "speed of an answer against plain decoding on as many replicas"],
+    plan.speedup === null ? ["not enough", "as many replicas for plain decoding: its queue grows without end"] : [`${short(plan.speedup)}×`, "speed of an answer against plain decoding on as many replicas"],
     [seconds(chosen.latency), "latency of an answer, 90th percentile"],
     [seconds(chosen.ttft), "to the first token, 90th percentile"],
     [percent(chosen.load), "of its capacity in use"],

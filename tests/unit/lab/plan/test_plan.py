@@ -427,6 +427,20 @@ def test_the_command(tmp_path: Path):
     assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}
 
 
+def test_an_overloaded_queue_has_no_times_to_compare():
+    """Its times only say how long the simulation lasted. A number of replicas that was given is not called the fewest."""
+    done = CliRunner().invoke(
+        app, [*SMALL, "--acceptance", "0.8", "--qps", "30", "--replicas", "1", "--p90-latency", "0.05"]
+    )
+    output = " ".join(done.output.split())
+    assert "plain decoding: 1 replicas at 108% load, the queue grows without end" in output
+    assert "1 replicas; of plain decoding on as many, the queue grows without end." in output
+    assert "x as fast" not in output
+    assert "speedup of an answer" not in output
+    assert "replicas: 1 = the number of --replicas" in output
+    assert "A limit is not kept: the p90 latency of 1 replicas is more than 0.05 s." in output
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
