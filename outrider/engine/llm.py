@@ -224,14 +224,20 @@ class LLM:
                 f'{self.loaded.name} has no tokenizer; pass tokenizer=..., or {{"prompt_token_ids": [...]}}'
             )
         if isinstance(prompt, str):
+            if not prompt.isascii() and any("\ud800" <= c <= "\udfff" for c in prompt):
+                raise ValueError(f"the prompt {prompt!r:.80} has half of a surrogate pair, which is no text")
             return list(self.loaded.tokenizer(prompt)["input_ids"])
         if not isinstance(prompt, abc.Sequence) or not all(isinstance(message, Mapping) for message in prompt):
             forms = '"a text", [{"role": "user", "content": "a text"}] or {"prompt_token_ids": [17, 4]}'
             raise ValueError(f"a prompt is {forms}, got {prompt!r:.80}")
         if not getattr(self.loaded.tokenizer, "chat_template", None):
             raise ValueError(f"the tokenizer of {self.loaded.name} has no chat template; give the prompt as one string")
-        encoded = self.loaded.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
-        return list(encoded["input_ids"])
+        encode = self.loaded.tokenizer.apply_chat_template
+        try:
+            return list(encode(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"])
+        except Exception as error:  # a template is a program, and fails as it likes
+            form = '{"role": "user", "content": "a text"}'
+            raise ValueError(f"the chat template does not take these messages ({error}); one is {form}") from error
 
     def _ids_of(self, text: str, what: str, instead: str) -> tuple[int, ...]:
         """The token ids of a text within a request. what: it is. instead: how to give it without a tokenizer."""

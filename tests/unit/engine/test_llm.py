@@ -159,6 +159,7 @@ def test_threads_and_readers_share_a_model(plain: LLM) -> None:
         ([[1, 2], [3]], r"got \[1, 2\]"),
         (None, "got None"),
         (b"x", "got 120"),
+        ("a\ud83d", "half of a surrogate pair"),
         ({"prompt_token_ids": "12"}, "whole numbers.*got '12'"),
         ({"prompt_token_ids": [1.7]}, r"whole numbers.*got \[1.7\]"),
     ],
@@ -166,6 +167,14 @@ def test_threads_and_readers_share_a_model(plain: LLM) -> None:
 def test_what_is_no_prompt_is_refused_with_one(plain: LLM, prompt: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         plain.generate(prompt)
+
+
+@pytest.mark.parametrize("messages", [[{"role": "user"}], [{"role": "user", "content": 5}], [[]]])
+def test_messages_that_a_template_does_not_take(plain: LLM, messages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{{ messages[0]['role'] + ': ' + messages[0]['content'] }}"
+    monkeypatch.setattr(plain.loaded.tokenizer, "chat_template", template)
+    with pytest.raises(ValueError, match="the chat template does not take these messages"):
+        plain.generate(messages)
 
 
 @pytest.mark.parametrize(
