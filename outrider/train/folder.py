@@ -172,8 +172,8 @@ def point(
 
 
 def verdict(curve: list[dict[str, Any]], now: Survival) -> str:
-    """Whether more training will help: whether S_1 rose in the last third of the run by more than its error."""
-    told = f"S_1 on held-out answers is {now.shares[0]:.3f}"
+    """Whether more training will help: whether the first tokens got better in the last third of the run, by more than chance."""
+    told = f"the first drafted token is right at {now.shares[0]:.3f} of the places in held-out answers"
     earlier = [p for p in curve if p["tokens"] <= curve[-1]["tokens"] * 2 / 3]
     if now.error > 0.02 or not earlier:
         return f"{told}, measured at {now.places:,} places: too few to say whether it still rises"

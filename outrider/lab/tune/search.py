@@ -148,7 +148,7 @@ class Search:
             for number, prompt in enumerate(self.prompts):
                 self.racer.race(self.active, prompt, repeat)
                 leader, left = self.leader, len(self.active)
-                yield f"{leader.name} leads with {leader.speed:.0f} tokens/s, {left} left"
+                yield f"{leader.name} leads with {leader.speed:.0f} tokens/s, {left} settings left"
                 if perf_counter() - start > self.seconds:
                     return
                 if repeat or number >= min(4, len(self.prompts) - 1):
