@@ -27,7 +27,9 @@ METHODS: dict[str, dict[str, Any]] = {
     PLAIN: {},
     "draft_model": {"method": "draft_model"},
     "draft_model 4": {"method": "draft_model", "num_speculative_tokens": 4, "controller": "fixed"},
+    "draft_model chain": {"method": "draft_model", "tree_width": 1},
     "head": {"method": "eagle"},
+    "head chain": {"method": "eagle", "tree_width": 1},
     "head 2": {"method": "eagle", "num_speculative_tokens": 2, "controller": "fixed"},
     "head 4": {"method": "eagle", "num_speculative_tokens": 4, "controller": "fixed"},
     "head tree": {
