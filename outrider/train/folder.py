@@ -57,15 +57,13 @@ class RunFolder:
         """Raises FileExistsError for a folder of something else, ValueError for a run with other settings."""
         self.path, self._state = path, path / "training"
         self.settings = settings
-        file = self._state / "settings.json"
-        if file.exists():
-            self._compare(json.loads(file.read_text()))
-        elif path.exists() and any(path.iterdir()):
+        self._file = self._state / "settings.json"
+        if self._file.exists():
+            self._compare(json.loads(self._file.read_text()))
+        elif path.exists() and any(found != self._state for found in path.iterdir()):
             raise FileExistsError(
                 f"{path} is not empty and is no training run; give a new folder, or that of a run to go on with"
             )
-        else:
-            write_whole(file, json.dumps(settings.model_dump(), indent=1) + "\n")
         self.answers = AnswerFile(self._state / "answers.jsonl")
         self.features = self._state / "features"
 
@@ -74,6 +72,7 @@ class RunFolder:
         """Keep other processes from training in this folder meanwhile. Raises ValueError if another process does."""
         try:
             with FileLock(self._state / ".lock").acquire(timeout=0):
+                write_whole(self._file, json.dumps(self.settings.model_dump(), indent=1) + "\n")
                 yield
         except Timeout:
             raise ValueError(
@@ -146,6 +145,10 @@ class RunFolder:
         return "\n".join(lines) + "\n"
 
     def _compare(self, stored: dict[str, Any]) -> None:
+        """Raise ValueError for other settings than those of what is kept. A start with wrong prompts keeps nothing."""
+        kept = (self._state / name for name in ("answers.jsonl", "checkpoint.pt"))
+        if not any(file.exists() and file.stat().st_size for file in kept):
+            return
         for name, value in self.settings.model_dump().items():
             if stored.get(name, value) != value:
                 raise ValueError(

@@ -60,7 +60,9 @@ def read(source: str, count: int | None = None) -> tuple[list[Prompt], list[str]
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         number = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise ValueError(f"{source}, line {number}: this is not UTF-8 text ({error.reason})") from None
+        raise ValueError(
+            f"{source}, line {number}: this is not UTF-8 text ({error.reason}); save the file as UTF-8"
+        ) from None
     prompts, unused = list[Prompt](), dict[str, int]()
     line_of: dict[str, int] = {}
     for number, line in enumerate(lines, 1):

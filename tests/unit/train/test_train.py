@@ -239,8 +239,7 @@ def test_bad_input_is_explained(llm: LLM, tmp_path: Path) -> None:
     (tmp_path / "other" / "letter.txt").write_text("hello")
     with pytest.raises(FileExistsError, match="no training run"):
         train(SETTINGS, TrainingBudget(tokens=1000), tmp_path / "other", llm)
-    with pytest.raises(ValueError, match=r"prompts=\['nowhere\.jsonl'\], and this one has \['self'\]"):
-        train(SETTINGS, TrainingBudget(tokens=1000), tmp_path / "a", llm)
+    RunFolder(tmp_path / "a", SETTINGS)  # nothing was kept, so the prompts may be mended
     (tmp_path / "b" / "training").mkdir(parents=True)
     (tmp_path / "b" / "training" / "settings.json").write_text(
         (tmp_path / "a" / "training" / "settings.json").read_text()
@@ -248,6 +247,8 @@ def test_bad_input_is_explained(llm: LLM, tmp_path: Path) -> None:
     (tmp_path / "b" / "training" / "answers.jsonl").write_text('{"words": 3}\n')
     with pytest.raises(ValueError, match=r"answers\.jsonl, line 1 is no answer"):
         train(vary(prompts=("nowhere.jsonl",)), TrainingBudget(tokens=1000), tmp_path / "b", llm)
+    with pytest.raises(ValueError, match=r"prompts=\['nowhere\.jsonl'\], and this one has \['self'\]"):
+        train(SETTINGS, TrainingBudget(tokens=1000), tmp_path / "b", llm)
 
 
 def test_two_processes_cannot_train_in_one_folder(llm: LLM, tmp_path: Path) -> None:
@@ -263,7 +264,8 @@ def test_neurons_are_chosen_for_a_new_eagle_head_alone(other: dict[str, str]) ->
 
 
 def test_a_run_from_before_a_setting_goes_on(tmp_path: Path) -> None:
-    RunFolder(tmp_path / "head", SETTINGS)
+    with RunFolder(tmp_path / "head", SETTINGS).alone():
+        (tmp_path / "head" / "training" / "checkpoint.pt").write_bytes(b"kept")
     file = tmp_path / "head" / "training" / "settings.json"
     stored = json.loads(file.read_text())
     del stored["keep_features"]
