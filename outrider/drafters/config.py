@@ -143,6 +143,11 @@ class SpeculativeConfig(BaseModel):
             self.verifier = _VLLM_RULES[self.rejection_sample_method]
         if self.verifier not in VERIFIERS:
             raise ValueError(f"unknown verifier {self.verifier!r}{did_you_mean(self.verifier, VERIFIERS)}")
+        if self.budget.width > 1 and not VERIFIERS[self.verifier].trees:
+            raise ValueError(
+                f'the verifier "{self.verifier}" takes chains only, and tree_width is {self.tree_width}; leave it out, or '
+                'take "verifier": "traversal", the same rule for trees'
+            )
         for method in self.methods:
             # for a head, the package may have one for the model, which is not known here
             if find(method).needs_model and not find(method).heads and self.model is None:

@@ -53,6 +53,10 @@ class PlannedDrafter(BaseDrafter):
         if not drafters:
             raise ValueError('several methods need drafters; for example {"method": ["suffix", "draft_model"], ...}')
         for name, drafter in drafters.items():
+            if isinstance(drafter, type):
+                raise ValueError(
+                    f"{drafter.__name__} is a class, and a drafter is an object: drafter={drafter.__name__}()"
+                )
             if not isinstance(drafter, Drafter):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ValueError(
                     f"{name!r} is of type {type(drafter).__name__}, which is no drafter: it lacks taps, start, propose, update, "

@@ -11,6 +11,7 @@ import torch
 
 from outrider import LLM, Delta, Guarantee, SamplingParams
 from outrider.core.outputs import SpeculativeMetrics
+from outrider.drafters import BaseDrafter
 from outrider.drafters.config import SpeculativeConfig
 
 PAIR = {"method": "draft_model", "model": "builtin:code-draft", "num_speculative_tokens": 4}
@@ -183,6 +184,7 @@ def test_messages_that_a_template_does_not_take(plain: LLM, messages: Any, monke
         ({"max_num_seqs": "8"}, "max_num_seqs must be a whole number, got '8'"),
         ({"max_model_len": "8k"}, "max_model_len must be a whole number, got '8k'"),
         ({"controller": "fixed"}, r'speculative_config=\{"controller": "fixed"\}'),
+        ({"drafter": BaseDrafter}, r"is a class, and a drafter is an object: drafter=BaseDrafter\(\)"),
         ({"device": "mps"}, "device must be auto, cpu or cuda, got 'mps'"),
         ({"device": None}, "device must be auto, cpu or cuda, got None"),
         ({"kv_cache_dtype": None}, "kv_cache_dtype must be"),
@@ -252,6 +254,7 @@ def test_prompts_of_every_kind(plain: LLM) -> None:
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}, "prompt_lookup_min=5"),
         ({"method": "ngram", "verifier": "matches"}, "did you mean 'match'"),
         ({"method": "ngram", "num_speculative_tokens": -1}, "num_speculative_tokens"),
+        ({"method": "suffix", "tree_width": 2, "verifier": "block"}, '"block" takes chains only.*"traversal"'),
     ],
 )
 def test_bad_configurations_say_what_would_work(config: dict, words: str) -> None:
