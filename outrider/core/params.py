@@ -87,12 +87,12 @@ class SamplingParams:
             whole = isinstance(own[name], Integral) and own[name] is not True and own[name] is not False
             check(whole or missing, name, "a whole number" + ", or None" * (name in OPTIONAL_COUNTS))
         for name in LISTS:
-            check(isinstance(own[name] or (), Iterable) and not isinstance(own[name], (str, bytes)), name, "a list")
-        check(
-            all(isinstance(word, Iterable) for word in own["bad_words"] or ()),
-            "bad_words",
-            "strings or lists of token ids",
-        )
+            if own[name] is None and name != "allowed_token_ids":
+                own[name] = ()  # as vLLM takes it
+            listed = isinstance(own[name], Iterable) and not isinstance(own[name], (str, bytes))
+            check(listed or own[name] is None, name, "a list")
+        words = all(isinstance(word, Iterable) for word in own["bad_words"])
+        check(words, "bad_words", "strings or lists of token ids")
         bias: Any = own["logit_bias"] or {}
         said: Any = own["prediction"] or ""
         fits = hasattr(bias, "values") and all(isinstance(b, Real) and b < float("inf") for b in bias.values())
@@ -136,15 +136,15 @@ class SamplingParams:
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raise ValueError for token ids outside [0, vocab_size)."""
-        named = {
-            "logit_bias": list(self.logit_bias or ()),
-            "allowed_token_ids": list(self.allowed_token_ids or ()),
-            "stop_token_ids": list(self.stop_token_ids),
+        named: dict[str, Iterable[Any]] = {
+            "logit_bias": self.logit_bias or (),
+            "allowed_token_ids": () if self.allowed_token_ids is None else self.allowed_token_ids,
+            "stop_token_ids": self.stop_token_ids,
             "prediction": () if isinstance(self.prediction, str) else (self.prediction or ()),
             "bad_words": [t for w in self.bad_words if not isinstance(w, str) for t in w],
         }
         for name, ids in named.items():
-            wrong = [t for t in ids if not str(t).isdecimal() or int(t) >= vocab_size]
+            wrong = [t for t in ids if not (isinstance(t, Integral) and 0 <= int(t) < vocab_size)]
             if wrong:
                 holds = f"{wrong[:5]!s:.80}"
                 raise BadParameter(f"{name} holds {holds}, outside the vocabulary of {vocab_size} tokens", name)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from helpers import noise
@@ -209,6 +212,19 @@ def test_distributions_see_the_ancestors_of_their_node_and_nothing_else() -> Non
 def test_bad_parameters_say_what_would_work(bad: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SamplingParams(**bad)
+
+
+@pytest.mark.parametrize("ids", [["3"], [1.0], [torch.tensor(3)], [5], [-1]], ids=repr)
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
+def test_what_is_no_token_id_is_refused(name: str, ids: Any) -> None:
+    """A text would not stop at it, in silence."""
+    with pytest.raises(ValueError, match=f"{name} holds .*outside the vocabulary of 5 tokens"):
+        SamplingParams(**{name: ids}).check_vocab(5)
+
+
+def test_lists_may_be_arrays_or_none() -> None:
+    SamplingParams(stop_token_ids=np.array([1, 4]), allowed_token_ids=np.array([0, 2])).check_vocab(5)
+    assert SamplingParams(stop_token_ids=None, bad_words=None) == SamplingParams()
 
 
 @pytest.mark.parametrize("trial", range(8))
