@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +23,7 @@ import httpx
 import numpy as np
 
 from benchmarks.machine import facts
+from benchmarks.serve import own_server
 from outrider.core.http import events
 from outrider.core.intervals import interval
 
@@ -73,16 +71,9 @@ def server(clients: int) -> Iterator[tuple[str, int]]:
         "num_speculative_tokens": 4,
         "controller": "fixed",
     }
-    command = [sys.executable, "-m", "outrider", "serve", "builtin:code", "--port", "0", "--served-model-name", "code"]
-    command += ["--max-num-seqs", str(clients), "--speculative-config", json.dumps(config)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        lines = (re.search(r"health: (http://[\w.:]+)/", line) for line in process.stdout)
-        yield next(found[1] for found in lines if found), process.pid
-    finally:
-        process.terminate()
-        process.wait(60)
+    given = ["--served-model-name", "code", "--max-num-seqs", str(clients), "--speculative-config", json.dumps(config)]
+    with own_server("builtin:code", *given) as (url, process):
+        yield url, process.pid
 
 
 def main() -> None:

@@ -13,12 +13,9 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
-import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import zip_longest
 from pathlib import Path
@@ -27,29 +24,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import ROOT, headline, machine
+from benchmarks import headline, machine
 from benchmarks.real.texts import texts
+from benchmarks.serve import own_server
 from outrider.core.intervals import interval
 
 WORKLOADS = ("code", "chat", "talk", "maths")
 NAME = "model"
 PLAIN = {"num_speculative_tokens": 0}
-
-
-@contextmanager
-def default_server(model: str, more: Sequence[str] = ()) -> Iterator[str]:
-    """The address of `outrider serve MODEL`. more: further options of it. Raises RuntimeError if it does not start."""
-    command = [sys.executable, "-m", "outrider", "serve", model, "--served-model-name", NAME]
-    command += ["--port", "0", "--log-file", "/dev/null", *more]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        try:
-            assert process.stdout is not None
-            urls = (line.split()[2] for line in process.stdout if line.startswith("curl"))
-            if (url := next(urls, None)) is None:
-                raise RuntimeError(f"{' '.join(command)} did not start")
-            yield url.partition("/v1/")[0]
-        finally:
-            process.terminate()
 
 
 def answer(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +92,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100, help="half of them without speculation")
     parser.add_argument("--out", type=Path, help="a file for the measurement")
     options = parser.parse_args()
-    with default_server(options.model, options.more) as url:
+    with own_server(options.model, "--served-model-name", NAME, "--log-file", "/dev/null", *options.more) as (url, _):
         rows = compared(url, options.requests // 2)
     found = interval(rows)
     made = {

@@ -20,7 +20,7 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -182,43 +182,33 @@ def summary(samples: list[Sample], seconds: float, grown: dict[str, float]) -> d
 
 
 @contextmanager
+def own_server(model: str, *more: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """`outrider serve MODEL` with further options, on a free port: its address and its process. Raises RuntimeError if it does
+    not start."""
+    command = [sys.executable, "-m", "outrider", "serve", model, "--port", "0", *more]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            assert process.stdout is not None
+            urls = (line.split()[2] for line in process.stdout if line.startswith("curl"))
+            if (url := next(urls, None)) is None:
+                raise RuntimeError(f"the server did not start: {' '.join(command)}")
+            yield url.partition("/v1/")[0], process
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+@contextmanager
 def server(options: argparse.Namespace, more: Sequence[str] = ()):
     """A server of our own around the run, where one is asked for; sets the base URL. more: further options for it."""
     if options.start is None:
         yield
         return
-    command = [
-        sys.executable,
-        "-m",
-        "outrider",
-        "serve",
-        options.start,
-        "--port",
-        "0",
-        "--served-model-name",
-        options.model,
-    ]
-    command += [
-        "--max-num-seqs",
-        str(max(options.max_concurrency)),
-        "--prefix-cache",
-        "0",
-        "--speculative-config",
-        options.config,
-    ]
-    command += ["--max-model-len", str(options.max_model_len), "--log-file", "/dev/null", *more]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith("curl"):
-                    options.base_url = line.split()[2].removesuffix("/v1/completions")
-                    break
-            else:
-                raise RuntimeError("the server did not start")
-            yield
-        finally:
-            process.terminate()
+    given = ["--served-model-name", options.model, "--max-num-seqs", str(max(options.max_concurrency))]
+    given += ["--prefix-cache", "0", "--speculative-config", options.config]
+    given += ["--max-model-len", str(options.max_model_len), "--log-file", "/dev/null", *more]
+    with own_server(options.start, *given) as (options.base_url, _):
+        yield
 
 
 def take_turns(

@@ -14,9 +14,7 @@ import asyncio
 import json
 import os
 import random
-import re
 import signal
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -24,8 +22,9 @@ from time import perf_counter
 from typing import Any
 from urllib.request import urlopen
 
-from benchmarks import ROOT, headline
+from benchmarks import headline
 from benchmarks.machine import facts
+from benchmarks.serve import own_server
 
 PROMPTS = [
     "def quicksort(xs):\n",
@@ -42,7 +41,7 @@ async def exchange(
 ) -> Any:
     """Send a request and give back the reader and writer. cut: send so many bytes only. length: the length to claim."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     head += f"X-Request-Id: {name}\r\n" if name else ""
     head += f"Content-Length: {len(payload) if length is None else length}\r\n\r\n"
     writer.write(head.encode() + payload[:cut])
@@ -233,35 +232,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-result", type=Path)
     options = parser.parse_args()
-    command = [
-        sys.executable,
-        "-m",
-        "outrider",
-        "serve",
-        "builtin:code",
-        "--port",
-        "0",
-        "--log-file",
-        "/dev/null",
-    ]
-    command += ["--max-num-seqs", str(options.rows), "--max-queue", str(options.queue), "--kv-tokens", "2500"]
-    command += ["--prefix-cache", "8"]
+    more = ["--max-num-seqs", str(options.rows), "--max-queue", str(options.queue), "--kv-tokens", "2500"]
     memory: list[int] = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        try:
-            assert process.stdout is not None
-            port = next(int(m[1]) for line in process.stdout if (m := re.match(r"curl .*?:(\d+)/", line)))
+    with own_server("builtin:code", "--log-file", "/dev/null", "--prefix-cache", "8", *more) as (url, process):
 
-            def watch() -> None:
-                pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
-                memory.append(pages * os.sysconf("SC_PAGE_SIZE") >> 20)
+        def watch() -> None:
+            pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+            memory.append(pages * os.sysconf("SC_PAGE_SIZE") >> 20)
 
-            clients = 2 * (options.rows + options.queue)
-            told, wrong = asyncio.run(soak(port, options.seconds, clients, options.seed, watch))
-        finally:
-            process.send_signal(signal.SIGTERM)
-        if process.wait(60) not in (0, -signal.SIGTERM):
-            wrong.append(f"the server ended with {process.returncode}")
+        clients = 2 * (options.rows + options.queue)
+        port = int(url.rpartition(":")[2])
+        told, wrong = asyncio.run(soak(port, options.seconds, clients, options.seed, watch))
+    if process.returncode not in (0, -signal.SIGTERM):
+        wrong.append(f"the server ended with {process.returncode}")
     third = max(len(memory) // 3, 1)
     middle, last = max(memory[third : 2 * third], default=0), max(memory[-third:], default=0)
     if last > 1.05 * middle:

@@ -24,8 +24,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -39,10 +37,10 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from benchmarks import RESULTS, ROOT, headline
+from benchmarks import RESULTS, headline
 from benchmarks.machine import facts
 from benchmarks.prompts import humaneval
-from benchmarks.serve import Sample, ask
+from benchmarks.serve import Sample, ask, own_server
 from outrider.engine.trace import Trace, read
 from outrider.lab.bench.stats import percentile
 from outrider.lab.plan.acceptance_curve import AcceptanceCurve, AnswerAcceptance, find_curve
@@ -64,18 +62,11 @@ SEEDS = 20  # of a prediction
 @contextmanager
 def server(options: argparse.Namespace, trace: Path) -> Iterator[tuple[str, int]]:
     """A server of the model; yields its address."""
-    command = [sys.executable, "-m", "outrider", "serve", str(options.model), "--port", "0", "--served-model-name", "m",
-               "--max-num-seqs", str(SLOTS), "--prefill-chunk", str(CHUNK), "--prefix-cache", "0", "--max-queue", "4096",
-               "--max-connections", "4096", "--max-model-len", "1024", "--log-file", "/dev/null", "--trace", str(trace),
-               "--speculative-config", options.config]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        try:
-            assert process.stdout is not None
-            line = next(line for line in process.stdout if line.startswith("curl"))
-            yield "127.0.0.1", int(line.split()[2].split(":")[2].split("/")[0])
-        finally:
-            process.terminate()
-            process.wait()
+    more = ["--served-model-name", "m", "--max-num-seqs", str(SLOTS), "--prefill-chunk", str(CHUNK), "--prefix-cache", "0",
+            "--max-queue", "4096", "--max-connections", "4096", "--max-model-len", "1024", "--log-file", "/dev/null",
+            "--trace", str(trace), "--speculative-config", options.config]  # fmt: skip
+    with own_server(str(options.model), *more) as (url, _):
+        yield "127.0.0.1", int(url.rpartition(":")[2])
 
 
 async def one(address: tuple[str, int], prompt: str, tokens: int, seed: int, arm: str) -> Sample:

@@ -168,9 +168,11 @@ class Scheduler:
             for sequence in left:
                 sequence.cancel()  # ends it with the next step, if another thread is within one
             if left and self._turn.acquire(blocking=False):
-                for sequence in left:
-                    self.finish(sequence, "abort", "cancelled")
-                self._turn.release()
+                try:
+                    for sequence in left:
+                        self.finish(sequence, "abort", "cancelled")
+                finally:
+                    self._turn.release()
 
     def generate(self, requests: Iterable[Request]) -> list[Sequence]:
         """Run sequences of these requests to their ends; returns them in the same order."""

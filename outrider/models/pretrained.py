@@ -79,7 +79,7 @@ def _no_bar_of_weights() -> Iterator[None]:
     """transformers' bar of weights that are read stays off the terminal. Those of downloads show."""
 
     def bar(factory: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        return factory(*args, **given, **({"disable": True} if given.get("desc") == "Loading weights" else {}))
+        return factory(*args, **given | ({"disable": True} if given.get("desc") == "Loading weights" else {}))
 
     before = set_tqdm_hook(bar)
     try:
