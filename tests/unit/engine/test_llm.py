@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from outrider import LLM, Delta, Guarantee, SamplingParams
 from outrider.core.outputs import SpeculativeMetrics
@@ -198,7 +199,11 @@ def test_wrong_arguments_say_what_would_work(given: dict, words: str) -> None:
 
 
 def test_loading_draws_no_bar(capfd: pytest.CaptureFixture[str]) -> None:
-    LLM("builtin:code")
+    enable_progress_bar()  # the other tests run without, as the command line does
+    try:
+        LLM("builtin:code")
+    finally:
+        disable_progress_bar()
     assert capfd.readouterr().err == ""
 
 
