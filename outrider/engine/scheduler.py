@@ -163,6 +163,8 @@ class Scheduler:
                 finally:
                     self._turn.release()
                 yield moved
+            with self._door, self._turn:
+                pass  # a step of another thread that ended the last one has told its reader, too
         finally:
             left = [sequence for sequence in mine if sequence.finish is None]
             for sequence in left:
