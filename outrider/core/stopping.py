@@ -58,10 +58,11 @@ class Detokenizer:
 
 @dataclass(frozen=True)
 class FinishReason:
-    """Why a text ended: `stop` (with the string or token id), `length`, `error` or `abort`."""
+    """Why a text ended: `stop` (with the string or token id), `length`, `error` or `abort`. note: what a reader should know."""
 
     finish: str
     reason: str | int | None = None
+    note: str | None = None
 
 
 class StopChecker:
@@ -75,13 +76,13 @@ class StopChecker:
         tokenizer: Any | None = None,
         prompt: Sequence[int] = (),
     ) -> None:
-        """end_ids: the model's end tokens. limit: the most tokens, from max_tokens and the model's length.
+        """end_ids: tokens that end the text, beside those of params. limit: the most tokens.
 
         Raises ValueError for stop strings without a tokenizer.
         """
         self.params, self.limit = params, limit
         self._stop_ids = set(params.stop_token_ids)
-        self._end_ids: set[int] = set() if params.ignore_eos else set(end_ids)
+        self._end_ids: set[int] = set(end_ids)
         if params.stops and tokenizer is None:
             raise ValueError("stop strings need a tokenizer; give LLM(..., tokenizer=...) or use stop_token_ids")
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt, params.skip_special_tokens)
@@ -96,7 +97,7 @@ class StopChecker:
         self.count += 1
         new = self._detokenizer.push(token) if self._detokenizer and token >= 0 else ""
         if token < 0:
-            self.end = FinishReason("error", "the model's logits are not numbers, or every token was forbidden")
+            self.end = FinishReason("error", "the model's logits are not numbers")
         elif self.count > self.params.min_tokens - 1 and token in self._end_ids:
             self.end = FinishReason("stop")
         elif self.count > self.params.min_tokens - 1 and token in self._stop_ids:

@@ -19,7 +19,7 @@ from outrider.core.features import Features
 from outrider.core.noise import Noise
 from outrider.core.params import BadParameter
 from outrider.core.sampling import LogitsDistribution, LogitsWarper
-from outrider.core.stopping import StopChecker
+from outrider.core.stopping import FinishReason, StopChecker
 from outrider.core.types import PHASES, Commit, Draft, Guarantee, Step, Verdict
 from outrider.drafters.base import DraftContext, Drafter, NoDraft, TargetPass
 from outrider.drafters.lookup.memory import TextMemory
@@ -132,7 +132,9 @@ class Decoder:
         p, limit = request.params, self.check(request)
         if (own := request.num_speculative_tokens) is not None:
             method, depth = method if own else NONE, own
-        checker = StopChecker(p, self.end_ids, limit, self.tokenizer, request.prompt)
+        # a grammar allows an end token where it is complete, and nothing can follow
+        model_ends = () if p.ignore_eos and request.mask is None else self.end_ids
+        checker = StopChecker(p, model_ends, limit, self.tokenizer, request.prompt)
         for count, token in enumerate(request.continued, 1):
             end = checker.push(token)
             if end is not None and count < len(request.continued):
@@ -141,8 +143,7 @@ class Decoder:
                     f"the text ends at token {count} of the {len(request.continued)} to continue, because {why}; "
                     "continue a text with the parameters that it began with"
                 )
-        ends = (*(() if p.ignore_eos else self.end_ids), *p.stop_token_ids)
-        return Sequence(request, checker, ends, method, depth)
+        return Sequence(request, checker, (*model_ends, *p.stop_token_ids), method, depth)
 
     def start(self, request: Request) -> Sequence:
         """A new sequence of the request, in a free slot. Raises what `sequence` and `admit` raise."""
@@ -322,6 +323,9 @@ class Decoder:
                     break
             if new[-1] < 0:
                 new = new[:-1]  # the distribution was empty: there is no token
+                if out.logits[b, nodes[-1]].max().isfinite():
+                    end = self._nothing_left(sequence, new)
+                    sequence.checker.finish(end)
             shown, held, features = (), nodes[: len(new)], None
             if (wanted := sequence.params.logprobs) is not None:
                 shown = [logprobs(out.logits[b, n], t, wanted) for n, t in zip(nodes, new, strict=False)]
@@ -341,6 +345,15 @@ class Decoder:
             commits.append(commit)
         self.cache.commit([sequence.slot for sequence in live], [commit.nodes for commit in commits])
         return commits
+
+    def _nothing_left(self, sequence: Sequence, new: list[int]) -> FinishReason:
+        """Why a text ends where its parameters forbid every token. If its grammar is complete, this is its end."""
+        mask, p = sequence.request.mask, sequence.params
+        if mask is not None and mask.allowed(sequence.tokens, len(sequence.prompt), new)[list(self.end_ids)].any():
+            return FinishReason("stop")
+        used = [name for name in ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias") if getattr(p, name)]
+        used += ["the grammar"] * (mask is not None)
+        return FinishReason("length", note=f"the text ends here, because no token is left that {', '.join(used)} allow")
 
 
 def logprobs(logits: torch.Tensor, token: int, alternatives: int) -> dict[int, float]:

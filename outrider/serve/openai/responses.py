@@ -138,8 +138,8 @@ class ChoiceWriter:
             "stop_reason": finish.reason,
             "seed": result.request.seed,
         }
-        if result.counts.undrafted is not None:
-            end["note"] = result.counts.undrafted
+        if (note := finish.note or result.counts.undrafted) is not None:
+            end["note"] = note
         if self._fingerprints is not None and finish.finish in ("stop", "length"):
             made = self._fingerprints.of(result.request, result.output, finish.finish)
             end["fingerprint"] = made.model_dump(mode="json")

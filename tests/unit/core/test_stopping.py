@@ -79,7 +79,6 @@ def test_text_that_may_be_a_stop_string_waits() -> None:
     ("params", "text", "count", "finish"),
     [
         ({}, "ab\0cd", 3, "stop"),
-        ({"ignore_eos": True}, "ab\0cd", 5, None),
         ({"stop_token_ids": [ord("c")]}, "abcd", 3, "stop"),
         ({"stop_token_ids": [ord("a")], "min_tokens": 3}, "abca", 4, "stop"),
         ({"stop": ["b"], "min_tokens": 3}, "abcbd", 4, "stop"),

@@ -310,7 +310,7 @@ def test_a_grammar_whose_masks_take_long_is_refused_and_ends_its_own_text_only(
     decoder = Loop(llm.decoder.target, NoDraft(), rows=2, end_ids=llm.loaded.end_ids, tokenizer=llm.tokenizer)
     [text] = decoder.generate([request])
     assert text.finish is not None
-    assert text.finish.finish == "error"
+    assert text.finish.finish == "length"
 
 
 def test_grammars_are_kept_up_to_a_size(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
