@@ -76,7 +76,11 @@ class SettingOptions(Options):
         None, "What", f"A model; default {CODE}. For a server: the model's name there.", "--model", "-m"
     )
     method: list[str] | None = setting(
-        None, "What", "A drafting method to compare with plain decoding. May be repeated."
+        None,
+        "What",
+        "A drafting method to compare with plain decoding, or FILE.py:NAME, a drafter of your own. May be repeated.",
+        "--method",
+        "--drafter",
     )
     speculative_config: list[str] | None = setting(
         None, "What", "The same as JSON or a file. May be repeated.", metavar="JSON|FILE"

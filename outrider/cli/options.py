@@ -136,7 +136,13 @@ _SHAPE = ("num_speculative_tokens", "tree_width", "tree_nodes", "verifier")
 class SpeculationOptions(Options):
     """How to speculate: single options, or one JSON object in their place."""
 
-    method: str | None = setting(None, "Speculation", "How to draft; `outrider methods` lists the ways. Default: auto.")
+    method: str | None = setting(
+        None,
+        "Speculation",
+        "How to draft: `outrider methods`, or your own FILE.py:NAME. Default: auto.",
+        "--method",
+        "--drafter",
+    )
     draft_model: str | None = setting(
         None, "Speculation", "A small model, or the folder of a trained head, that drafts.", "--draft-model", "-d"
     )

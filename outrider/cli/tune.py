@@ -49,7 +49,11 @@ class CandidateOptions(Options):
     model: str = setting(CODE, "Model", MODEL, "--model", "-m")
     draft_model: str | None = DRAFT_MODEL
     method: list[str] | None = setting(
-        None, "What", "A drafting method to try. May be repeated. Default: all that are possible."
+        None,
+        "What",
+        "A drafting method to try, or FILE.py:NAME, a drafter of your own. May be repeated. Default: all that are possible.",
+        "--method",
+        "--drafter",
     )
     layers: Path | None = setting(
         None, "What", "A file of outrider layers: the model drafts with some of its own layers.", metavar="FILE"

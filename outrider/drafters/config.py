@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from outrider.core.suggest import did_you_mean, faults
 from outrider.core.types import Budget
-from outrider.drafters.method import AUTO, METHODS, NONE, find, model_method, owner, plugins
+from outrider.drafters.method import AUTO, METHODS, NONE, find, model_method, offered, owner, plugins
 from outrider.verify import VERIFIERS
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class SpeculativeConfig(BaseModel):
     def _consistent(self) -> SpeculativeConfig:
         known = [*METHODS, *plugins()]
         for method in self.methods:
-            if method not in known:
+            if method not in known and offered(method) is None:
                 raise ValueError(f"unknown method {method!r}{did_you_mean(method, known)}; known: {', '.join(known)}")
         if isinstance(self.method, list) and ({NONE, AUTO} & set(self.method) or not self.method):
             raise ValueError(f'a list of methods names drafters, such as ["suffix", "draft_model"], got {self.method}')

@@ -8,11 +8,14 @@ This module imports no torch: the command line lists the methods before anything
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -119,22 +122,46 @@ METHODS: dict[str, DraftMethod] = {}
 """The built-in methods by name, in the order in which they are listed."""
 
 
-def find(name: str) -> DraftMethod:
-    """The method of that name, built in or offered by a package. Raises KeyError if there is none.
+class FileEntry(EntryPoint):
+    """A drafter of a Python file. Its name is FILE.py:NAME."""
 
-    An entry point names a `DraftMethod`, or a function `(setup, **options) -> Drafter`. One that cannot be imported is
+    def load(self) -> Any:
+        file, _, name = self.value.rpartition(":")
+        return getattr(_module(Path(file).expanduser().resolve()), name)
+
+
+@cache
+def _module(file: Path) -> ModuleType:
+    spec = spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def offered(name: str) -> EntryPoint | None:
+    """What makes the drafters of a method that is not built in: an entry point of a package, or a name in a Python file."""
+    entry = FileEntry(name, name, PLUGINS) if ".py:" in name else None
+    return None if name in METHODS else entry or plugins().get(name)
+
+
+def find(name: str) -> DraftMethod:
+    """The method of that name, built in or offered. Raises KeyError if there is none.
+
+    What is offered is a `DraftMethod`, or a function `(setup, **options) -> Drafter`. One that cannot be imported is
     reported when the drafter is made.
     """
-    if name in METHODS:
+    entry = offered(name)
+    if entry is None:
         return METHODS[name]
-    entry = plugins()[name]
     try:
         loaded: Any = entry.load()
     except Exception:
         loaded = None  # it raises again when the drafter is made
     if isinstance(loaded, DraftMethod):
-        return loaded
-    return DraftMethod(name, f"from the package {entry.value}", partial(_checked, entry))
+        return replace(loaded, name=name)
+    return DraftMethod(name, f"from {entry.value}", partial(_checked, entry))
 
 
 def plugins() -> dict[str, EntryPoint]:
@@ -162,11 +189,14 @@ def model_method(model: Any = None) -> str:
 
 
 def _checked(entry: EntryPoint, setup: Any) -> Drafter:
-    """Make a drafter of another package. Raises ValueError if that fails or gives no drafter."""
+    """Make a drafter that is offered. Raises ValueError if that fails or gives no drafter."""
     from outrider.drafters.base import Drafter
 
     try:
-        made = entry.load()(setup, **setup.config.options)
+        make = entry.load()
+        first = next(iter(signature(make).parameters.values()), None)
+        needs_setup = first is not None and first.default is first.empty and first.kind is not first.VAR_KEYWORD
+        made = make(*[setup][:needs_setup], **setup.config.options)
     except Exception as error:
         raise ValueError(
             f"the drafter {entry.name!r} ({entry.value}) cannot be made: {type(error).__name__}: {error}"

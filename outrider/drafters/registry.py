@@ -25,7 +25,7 @@ from outrider.drafters.method import (
     find,
     made_by,
     model_method,
-    plugins,
+    offered,
 )
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def request_drafters(setup: DrafterSetup) -> dict[str, Drafter]:
 
 def method_of(drafter: str) -> DraftMethod | None:
     """The method of a drafter that `make_drafters` named; None for a drafter of the caller."""
-    return find(drafter) if drafter in METHODS or drafter in plugins() else None
+    return find(drafter) if drafter in METHODS or offered(drafter) else None
 
 
 def lookup_names(drafters: Iterable[str]) -> list[str]:

@@ -13,7 +13,7 @@ from outrider.drafters.base import Drafter
 from outrider.drafters.combine.planned import PlannedDrafter
 from outrider.drafters.config import DrafterSetup, SpeculativeConfig
 from outrider.drafters.lookup.memory import TextMemory
-from outrider.drafters.method import NONE, plugins
+from outrider.drafters.method import NONE, offered
 from outrider.drafters.registry import lookup_names, request_drafters
 from outrider.engine.calibrate import make_planner
 from outrider.engine.decoder import Decoder
@@ -93,7 +93,7 @@ def build(
     later processes. memory: texts of earlier requests. Raises ValueError if a drafter cannot draft here.
     """
     length = max_length or loaded.model.max_length
-    foreign = drafters is not None or bool(set(config.methods) & set(plugins()))
+    foreign = drafters is not None or any(map(offered, config.methods))
     method = "+".join(config.methods if drafters is None else drafters)
     if drafters is None:
         known = None if prefix_folder is None else partial(_known, prefix_folder)

@@ -30,8 +30,8 @@ OPTIONS = {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --max-model-len",
         "Engine": "--prefix-dir --prefix-disk",
         "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
-        "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus --verifier "
-        "--speculative-config --prediction",
+        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus "
+        "--verifier --speculative-config --prediction",
         "Sampling": "--temperature/-t --top-p --top-k --min-p --repetition-penalty --max-tokens/-n --stop --ignore-eos --seed",
         "Output": "--chat --trace --trace-detail --fingerprint --debug",
     },
@@ -74,8 +74,8 @@ OPTIONS = {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template "
         "--tool-call-parser "
         "--client-headers",
-        "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus --verifier "
-        "--speculative-config",
+        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus "
+        "--verifier --speculative-config",
         "Server": "--host --port --allowed-host --api-key --api-key-file --ssl-certfile --ssl-keyfile",
         "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes "
         "--memory --prefix-cache --prefill-chunk",
@@ -88,8 +88,8 @@ OPTIONS = {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template "
         "--tool-call-parser "
         "--client-headers",
-        "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus --verifier "
-        "--speculative-config",
+        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus "
+        "--verifier --speculative-config",
         "Cluster": "--address --name --start-timeout",
         "Server": "--host --port --allowed-host --api-key --api-key-file --ssl-certfile --ssl-keyfile",
         "Replicas": "--replicas --min-replicas --max-replicas --target-requests --upscale-delay --downscale-delay --cpus "
@@ -103,8 +103,8 @@ OPTIONS = {
     "batch": {
         "Output": "--out/-o --debug",
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template",
-        "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus --verifier "
-        "--speculative-config",
+        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus "
+        "--verifier --speculative-config",
         "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs",
         "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
         "Sampling": "--seed",
@@ -121,7 +121,7 @@ OPTIONS = {
         "Model": "--model/-m --recorded",
     },
     "bench": {
-        "What": "--model/-m --method --speculative-config --before --after",
+        "What": "--model/-m --method/--drafter --speculative-config --before --after",
         "Speculation": "--draft-model/-d --num-speculative-tokens/-k",
         "Server": "--base-url --off-body --timeout",
         "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --top-p --top-k --repeats/-r --concurrency/-c",
@@ -130,7 +130,7 @@ OPTIONS = {
     },
     "tune": {
         "Model": "--model/-m --dtype --quantization",
-        "What": "--method --layers --verifier",
+        "What": "--method/--drafter --layers --verifier",
         "Speculation": "--draft-model/-d",
         "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --seconds",
         "Output": "--out --json --debug",
@@ -174,7 +174,7 @@ OPTIONS = {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype",
         "Engine": "--prefix-dir --prefix-disk",
         "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
-        "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes "
+        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes "
         "--corpus --verifier --speculative-config",
         "Conversation": "--system --temperature/-t --max-tokens/-n --seed --stats/--verbose --history",
         "Server": "--api-key",
@@ -184,7 +184,7 @@ OPTIONS = {
         "Model": "--dtype --device --quantization --kv-cache-dtype",
         "Engine": "--prefix-dir --prefix-disk",
         "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
-        "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes "
+        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes "
         "--corpus --verifier --speculative-config",
         "Conversation": "--system --temperature/-t --max-tokens/-n --seed --stats/--verbose --history",
         "Output": "--debug",

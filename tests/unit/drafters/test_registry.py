@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,6 +159,40 @@ def test_a_drafter_of_ones_own(code: Loaded, plain: list[str]) -> None:
         make(code, method="nothing")
     with pytest.raises(ValueError, match=r"'gone'.*No module named"):
         make(code, method="gone")
+
+
+OWN = """
+from outrider.drafters.method import DraftMethod
+from outrider.testing import Wrong
+
+class Mine(Wrong):
+    def __init__(self):
+        super().__init__(3)
+
+def make(setup, token=4):
+    assert setup.target.model.vocab_size > token
+    return Wrong(token)
+
+row = DraftMethod("row", "a row", lambda setup: Wrong(5), default_depth=9)
+"""
+
+
+def test_a_drafter_in_a_file(code: Loaded, plain: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    for name, token, depth in (("Mine", 3, 5), ("make", 4, 5), ("row", 5, 9)):
+        config = {"method": f"{file}:{name}"}
+        drafter = make(code, **config)
+        assert isinstance(drafter, Wrong)
+        assert (drafter.token, SpeculativeConfig.of(config).budget.depth) == (token, depth)
+        assert texts(config) == plain
+        assert candidates(TuneInputs(code.weights), [config["method"]]) == [(config["method"], config)]
+    assert make(code, method=f"{file}:make", options={"token": 7}).token == 7
+    both = SpeculativeConfig.of({"method": [f"{file}:make", "suffix"]})
+    assert list(make_drafters(both, code, rows=1, max_length=256, device="cpu")) == both.methods
+    for wrong, words in ((f"{file}:other", "no attribute 'other'"), (f"{tmp_path}/gone.py:make", "No such file")):
+        with pytest.raises(ValueError, match=words):
+            make(code, method=wrong)
 
 
 def test_a_quantized_copy_of_something_coarse_is_refused(code: Loaded) -> None:
