@@ -49,8 +49,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="[bold]Start here[/bold]\noutrider demo\n"
-    'outrider generate "def quicksort(xs):" --temperature 0.8 --seed 7\n'
-    "outrider generate --help",
+    'outrider run smollm2 "Why is the sky blue?"\n'
+    "outrider serve smollm2\n"
+    "outrider serve --help",
 )
 
 
@@ -76,7 +77,7 @@ class BriefCommand(TyperCommand):
     """A command whose `--help` shows its arguments and the options of `usual`. The page has at most 45 lines of 80 columns."""
 
     usual: tuple[str, ...] = ()
-    """The options to show, by any of their names, in the order of the page."""
+    """The options to show, by any of their names, in the order of the page; without one, all of them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the words of the command line. `--help-all` among them shows all options and ends."""
@@ -90,11 +91,13 @@ class BriefCommand(TyperCommand):
         """Print the page. Raises KeyError if `usual` names no option."""
         page, options = copy(self), [p for p in self.params if p.param_type_name == "option"]
         named = {name: option for option in options for name in option.opts}
+        shown = [named[name] for name in self.usual] or options
         page.add_help_option = False
-        page.params = [p for p in self.params if p not in options] + [_row(named[name]) for name in self.usual]
-        page.help = (self.help or "").partition("\n\n")[0]
-        examples = "\n".join((self.epilog or "").splitlines()[:4])  # the heading and three
-        page.epilog = f"{examples}\n\n[bold]--help-all[/bold] shows all {len(options)} options"
+        page.params = [p for p in self.params if p not in options] + [_row(option) for option in shown]
+        if self.usual:
+            page.help = (self.help or "").partition("\n\n")[0]
+            examples = "\n".join((self.epilog or "").splitlines()[:4])  # the heading and three
+            page.epilog = f"{examples}\n\n[bold]--help-all[/bold] shows all {len(options)} options"
         TyperCommand.format_help(page, ctx, formatter)
 
 
@@ -117,15 +120,36 @@ def _row(option: Any) -> Any:
     return row
 
 
-def add(command: Callable[..., Any], *examples: str, usual: str = "") -> None:
-    """Add a command, with its examples at the end of its help page. usual: the options of a page that does not show all."""
-    epilog = "[bold]Examples[/bold]\n" + "\n".join(examples) if examples else None
-    app.command(command.__name__.rstrip("_"), epilog=epilog, cls=brief(*usual.split()) if usual else None)(
-        grouped(command)
-    )
+def add(panel: str, command: Callable[..., Any], *examples: str, usual: str = "") -> None:
+    """Add a command.
+
+    Args:
+        panel: The heading of the command in the list of commands.
+        examples: Lines at the end of the command's help page.
+        usual: The options of a page that does not show all.
+    """
+    name, epilog = command.__name__.rstrip("_"), "[bold]Examples[/bold]\n" + "\n".join(examples)
+    app.command(name, epilog=epilog, rich_help_panel=panel, cls=brief(*usual.split()))(grouped(command))
 
 
 add(
+    "Use",
+    run,
+    "outrider run builtin:smollm2-135m",
+    'outrider run model.gguf "Why is the sky blue?"',
+    'cat notes.txt | outrider run model.gguf "Sum this up:" > summary.txt',
+    usual="-d -k --method --quantization --system -t -n --seed --stats",
+)
+add(
+    "Use",
+    chat,
+    "outrider chat -m builtin:smollm2-135m",
+    'outrider chat -m model.gguf -d small.gguf --system "Be brief."',
+    "outrider chat http://127.0.0.1:8000 -t 0 -n 64",
+    usual="-m -d -k --method --quantization --system -t -n --seed --stats",
+)
+add(
+    "Use",
     generate,
     'outrider generate "def quicksort(xs):"',
     'outrider generate "import argparse" --temperature 0.8 --top-p 0.95 --seed 7',
@@ -136,30 +160,7 @@ add(
     usual="-m -d -k --method -t --top-p -n --seed --stop --chat --prediction --quantization --trace",
 )
 add(
-    demo,
-    "outrider demo",
-    "outrider demo --tokens 200 --repeats 5 --json numbers.json",
-    "outrider demo -m ./my-model -d ./my-small-model -k 4",
-)
-add(
-    layers,
-    "outrider layers -m ./my-model --out layers.json",
-    "outrider layers -m ./my-model --texts my-prompts.txt --out layers.json",
-    'outrider generate "def f(x):" -m ./my-model --speculative-config '
-    '\'{"method": "layer_skip", "layers": "layers.json"}\'',
-)
-add(models, "outrider models", "outrider models --check Qwen/Qwen3-8B")
-add(pull, "outrider pull builtin:smollm2-135m", "outrider pull Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf")
-add(list_, "outrider list")
-add(rm, "outrider rm builtin:smollm2-135m", "outrider rm all -y")
-add(methods, "outrider methods")
-add(doctor, "outrider doctor")
-add(
-    pack,
-    "outrider pack ./my-model --quantization int8 -o ./my-model-int8",
-    "outrider pack model.gguf -o ./my-model && outrider chat -m ./my-model",
-)
-add(
+    "Use",
     serve,
     "outrider serve builtin:code",
     "outrider serve ./my-model -d ./my-small-model -k 4",
@@ -168,13 +169,7 @@ add(
     usual="-d -k --method --host --port --api-key --served-model-name --quantization --max-model-len --max-num-seqs --trace",
 )
 add(
-    deploy,
-    "outrider deploy builtin:code --replicas 2 --cpus 0.5",
-    "outrider deploy ./my-model --min-replicas 1 --max-replicas 4 --address auto",
-    "outrider deploy ./my-model --replicas 2 --write-config ray.yaml && serve run ray.yaml",
-    usual="-d -k --method --replicas --min-replicas --max-replicas --cpus --gpus --address --host --port --write-config",
-)
-add(
+    "Use",
     batch,
     "outrider batch requests.jsonl -o answers.jsonl",
     "outrider batch requests.jsonl -o answers.jsonl -m ./my-model --served-model-name gpt-4o-mini --max-num-seqs 16",
@@ -182,19 +177,22 @@ add(
     usual="-o -m -d -k --method --served-model-name --quantization --max-num-seqs --ray --replicas",
 )
 add(
-    replay,
-    'outrider generate "def f(x):" --trace run.jsonl',
-    "outrider replay run.jsonl",
-    "outrider replay run.jsonl --step 3",
-    "outrider replay --fingerprint answer.json",
+    "Use",
+    deploy,
+    "outrider deploy builtin:code --replicas 2 --cpus 0.5",
+    "outrider deploy ./my-model --min-replicas 1 --max-replicas 4 --address auto",
+    "outrider deploy ./my-model --replicas 2 --write-config ray.yaml && serve run ray.yaml",
+    usual="-d -k --method --replicas --min-replicas --max-replicas --cpus --gpus --address --host --port --write-config",
 )
 add(
-    explain,
-    "outrider explain",
-    'outrider generate "def f(x):" --trace run.jsonl && outrider explain run.jsonl',
-    "outrider explain run.jsonl --recorded -o page.html",
+    "Measure",
+    demo,
+    "outrider demo",
+    "outrider demo --tokens 200 --repeats 5 --json numbers.json",
+    "outrider demo -m ./my-model -d ./my-small-model -k 4",
 )
 add(
+    "Measure",
     bench,
     "outrider bench",
     "outrider bench my-prompts.jsonl -m ./my-model --method suffix --method auto",
@@ -204,6 +202,14 @@ add(
     usual="-m -d -k --method --num-prompts -n -t -r -c --base-url --json --html",
 )
 add(
+    "Measure",
+    report,
+    "outrider report run.json",
+    "outrider report run.json --out page.html",
+    "outrider report before.json after.json",
+)
+add(
+    "Measure",
     tune,
     "outrider tune",
     "outrider tune my-prompts.jsonl -m ./my-model -d ./my-small-model",
@@ -211,29 +217,13 @@ add(
     usual="-m -d --method --seconds --num-prompts -n -t --out --json",
 )
 add(
-    export,
-    """outrider export '{"method": "suffix"}' --to vllm""",
-    "outrider export speculative_config.json --to vllm --to sglang -m ./my-model --lengths 1:4,4:2,8:0 -o ./handover",
-)
-add(
+    "Measure",
     calibrate,
     "outrider calibrate builtin:code",
     """outrider calibrate ./my-model --speculative-config '{"model": "./my-small-model"}'""",
 )
 add(
-    plan,
-    "outrider plan --model-params 70B --draft-params 1B --hardware h100x8 --qps 20 --acceptance report.json",
-    "outrider plan --model-params 8B --hardware l40s --qps 5 --prompt 300-2000 --output ~200 --p90-ttft 2 -o plan.html",
-    "outrider plan --model-params 70B --hardware h100x8 --qps 20 --replicas 4 --price 2.5",
-    usual="--model-params --draft-params --hardware --weights --price --qps --prompt --output --acceptance --p90-ttft -o",
-)
-add(
-    train,
-    "outrider train eagle3 -m ./my-model --minutes 60 -o ./my-head",
-    "outrider train eagle3 -m ./my-model --prompts my-prompts.jsonl --prompts self --minutes 60 -o ./my-head",
-    usual="-m -o --prompts --minutes --tokens --temperature --length --draft-vocab-size --seed --from",
-)
-add(
+    "Measure",
     certify,
     "outrider certify builtin:code",
     "outrider certify outrider.verify:reference_block",
@@ -242,24 +232,60 @@ add(
     usual="--speculative-config --plain-url --reference --texts --kind --budget --confidence --prompts -n -o --compare",
 )
 add(
-    report,
-    "outrider report run.json",
-    "outrider report run.json --out page.html",
-    "outrider report before.json after.json",
+    "Measure",
+    plan,
+    "outrider plan --model-params 70B --draft-params 1B --hardware h100x8 --qps 20 --acceptance report.json",
+    "outrider plan --model-params 8B --hardware l40s --qps 5 --prompt 300-2000 --output ~200 --p90-ttft 2 -o plan.html",
+    "outrider plan --model-params 70B --hardware h100x8 --qps 20 --replicas 4 --price 2.5",
+    usual="--model-params --draft-params --hardware --weights --price --qps --prompt --output --acceptance --p90-ttft -o",
+)
+add("Models", models, "outrider models", "outrider models --check Qwen/Qwen3-8B")
+add("Models", list_, "outrider list")
+add("Models", pull, "outrider pull builtin:smollm2-135m", "outrider pull Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf")
+add("Models", rm, "outrider rm builtin:smollm2-135m", "outrider rm all -y")
+add(
+    "Models",
+    pack,
+    "outrider pack ./my-model --quantization int8 -o ./my-model-int8",
+    "outrider pack model.gguf -o ./my-model && outrider chat -m ./my-model",
 )
 add(
-    chat,
-    "outrider chat -m builtin:smollm2-135m",
-    'outrider chat -m model.gguf -d small.gguf --system "Be brief."',
-    "outrider chat http://127.0.0.1:8000 -t 0 -n 64",
-    usual="-m -d -k --method --quantization --system -t -n --seed --stats",
+    "Look inside",
+    explain,
+    "outrider explain",
+    'outrider generate "def f(x):" --trace run.jsonl && outrider explain run.jsonl',
+    "outrider explain run.jsonl --recorded -o page.html",
 )
 add(
-    run,
-    "outrider run builtin:smollm2-135m",
-    'outrider run model.gguf "Why is the sky blue?"',
-    'cat notes.txt | outrider run model.gguf "Sum this up:" > summary.txt',
-    usual="-d -k --method --quantization --system -t -n --seed --stats",
+    "Look inside",
+    replay,
+    'outrider generate "def f(x):" --trace run.jsonl',
+    "outrider replay run.jsonl",
+    "outrider replay run.jsonl --step 3",
+    "outrider replay --fingerprint answer.json",
+)
+add("Look inside", methods, "outrider methods")
+add("Look inside", doctor, "outrider doctor")
+add(
+    "Build",
+    train,
+    "outrider train eagle3 -m ./my-model --minutes 60 -o ./my-head",
+    "outrider train eagle3 -m ./my-model --prompts my-prompts.jsonl --prompts self --minutes 60 -o ./my-head",
+    usual="-m -o --prompts --minutes --tokens --temperature --length --draft-vocab-size --seed --from",
+)
+add(
+    "Build",
+    layers,
+    "outrider layers -m ./my-model --out layers.json",
+    "outrider layers -m ./my-model --texts my-prompts.txt --out layers.json",
+    'outrider generate "def f(x):" -m ./my-model --speculative-config '
+    '\'{"method": "layer_skip", "layers": "layers.json"}\'',
+)
+add(
+    "Build",
+    export,
+    """outrider export '{"method": "suffix"}' --to vllm""",
+    "outrider export speculative_config.json --to vllm --to sglang -m ./my-model --lengths 1:4,4:2,8:0 -o ./handover",
 )
 
 

@@ -17,7 +17,7 @@ from outrider.cli.options import (
     one_model,
     option,
 )
-from outrider.cli.terminal import DIM, paint, readable, working
+from outrider.cli.terminal import DIM, paint, readable, working, wrapped
 from outrider.core.extras import needs
 from outrider.core.files import public_name
 from outrider.serve.options import ServeOptions, served_name
@@ -49,6 +49,9 @@ def serve(
         models = model or [one_model(None, model_option)]
         if model and model_option:
             one_model(model[0], model_option)  # says that these are two ways
+        for one in models:  # before seconds of imports
+            if one.endswith(".gguf") and ":" not in one and not Path(one).expanduser().exists():
+                raise FileNotFoundError(f"there is no file {one}; give its path, or a model of `outrider list`")
         settings = _settings(models, speculation, given)
         options = settings[0]
         if len(models) > 1 and trace.trace is not None:
@@ -84,7 +87,10 @@ def serve(
             f"at most {gib(engine.memory.most)} of keys and values",
             *([f"kept as {options.kv_cache_dtype}"] if options.kv_cache_dtype != "auto" else []),
         ]
-        what = "; ".join([", ".join(facts), *made.notes, *([f"clients call it {name}"] if name != said else [])])
+        notes = [*made.notes, *([f"clients call it {name}"] if name != said else [])]
+        if speculation.draft_model is not None and speculation.method is None:
+            notes.append(f"only {speculation.draft_model} drafts; --method auto drafts from earlier text, too")
+        what = "; ".join([", ".join(facts), *notes])
         if others := [f"{one.name} ({gib(one.weights)})" for one in pool.models[1:]]:
             what += f"\nloaded when asked for: {', '.join(others)}; all that are loaded take at most {gib(int(pool.memory))}"
         _run(create_app(pool, spans), pool, sockets, what, made.chats)
@@ -109,6 +115,7 @@ def _settings(models: list[str], speculation: ServedSpeculationOptions, given: d
 def _run(app: Any, pool: ModelPool, sockets: list[socket.socket], what: str, chats: bool) -> None:
     """Serve at sockets that are bound; the first is for clients. what: is said when it is ready. chats: the first model does."""
     from outrider.serve.connection import ManyWaiting, http_config
+    from outrider.serve.logs import log
 
     options, port = pool.settings, sockets[0].getsockname()[1]
 
@@ -118,12 +125,15 @@ def _run(app: Any, pool: ModelPool, sockets: list[socket.socket], what: str, cha
         async def startup(self, sockets: list[Any] | None = None) -> None:
             await super().startup(sockets)
             if self.started:
-                print(what)
+                print(wrapped(what))
                 ready_lines(options, port, chats, "ctrl-C")
 
         async def shutdown(self, sockets: list[Any] | None = None) -> None:
+            running = sum(service.engine.stats.running for service in pool.loaded)
+            log.info("stopping: %g s for %d running requests", options.shutdown_timeout, running)
             pool.drain(options.shutdown_timeout)
             await super().shutdown(sockets)
+            log.info("stopped")
 
     Server(http_config(app, options)).run(sockets)
     for service in pool.loaded:
@@ -146,6 +156,7 @@ def ready_lines(options: ServeOptions, port: int, chat: bool, stop: str) -> None
     else:
         path, body["prompt"] = "/v1/completions", "def quicksort(xs):"
     sent = json.dumps({**body, "max_tokens": 64, "stream": True})
-    print(f"curl -N {at}{path}{bearer} -H 'Content-Type: application/json' -d '{sent}'")
-    print(f"in a browser: {at}/   dashboard: {at}/dashboard   how it works: {at}/explain")
-    print(paint(f"health: {at}/health   metrics: {at}/metrics   stop: {stop}", DIM), flush=True)
+    curl = f"curl -N {at}{path}{bearer} -H 'Content-Type: application/json' -d '{sent}'"
+    print(curl if wrapped(curl) == curl else curl.replace(" -H ", " \\\n  -H ").replace(" -d ", " \\\n  -d "))
+    print(wrapped(f"in a browser: {at}/   dashboard: {at}/dashboard   how it works: {at}/explain"))
+    print(paint(wrapped(f"health: {at}/health   metrics: {at}/metrics   stop: {stop}"), DIM), flush=True)

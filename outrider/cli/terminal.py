@@ -113,9 +113,17 @@ def warn(text: str, colour: str = YELLOW) -> None:
 
 def tell(text: str, code: str = DIM) -> None:
     """Show a line that is not the model's: never in a pipe of texts, and on a terminal wrapped between words."""
-    to, width = sys.stdout if sys.stdout.isatty() else sys.stderr, shutil.get_terminal_size().columns
-    shown = textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False) if to.isatty() else text
-    print(paint(shown, code, to), file=to, flush=True)
+    to = sys.stdout if sys.stdout.isatty() else sys.stderr
+    print(paint(wrapped(text, to), code, to), file=to, flush=True)
+
+
+def wrapped(text: str, stream: TextIO | None = None) -> str:
+    """The text in lines that fit the terminal, broken between words. A pipe gets it as it is."""
+    if not (stream or sys.stdout).isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    lines = (textwrap.fill(s, width, break_long_words=False, break_on_hyphens=False) for s in text.split("\n"))
+    return "\n".join(lines)
 
 
 def plain(stream: TextIO) -> bool:

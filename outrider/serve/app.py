@@ -136,7 +136,7 @@ def _model(app: FastAPI, pool: ModelPool) -> None:
         return {
             **found,
             **dict.fromkeys(("max_model_len", "max_input_tokens", "max_tokens"), service.engine.decoder.max_length),
-            "memory": one.bytes,
+            "max_memory": one.bytes,
             "chat": bool(service.template),
             "speculative": {"method": config.method, "num_speculative_tokens": config.budget.depth},
             "guarantee": service.engine.decoder.guarantee.value,

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -76,9 +77,12 @@ def test_serve_starts_streams_to_the_curl_it_prints_and_hands_back_partial_text_
     log = (tmp_path / "log").read_text()
     assert "POST /v1/completions 200" in log
     assert "quicksort" not in log
+    assert [line.partition(" INFO ")[2] for line in log.splitlines() if "stop" in line] == [
+        *("stopping: 0 s for 1 running requests", "stopped"),
+    ]
 
 
-def test_ctrl_c_ends_a_server_in_one_line() -> None:
+def test_ctrl_c_ends_a_server_without_a_traceback() -> None:
     """Whatever libraries have to say when the interpreter ends. A pipe is told at once what is loaded."""
     command = [*COMMAND, "serve", "builtin:code", "--port", "0", "--method", "none"]
 
@@ -93,12 +97,16 @@ def test_ctrl_c_ends_a_server_in_one_line() -> None:
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (130, "loading builtin:code ...\ninterrupted\n")
+    assert process.returncode == 130
+    assert [line.rpartition(" INFO ")[2] for line in said.splitlines()] == [
+        *("loading builtin:code ...", "stopping: 30 s for 0 running requests", "stopped", "interrupted"),
+    ]
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (["serve", "missing.gguf"], "error: there is no file missing.gguf"),
         (["serve", "builtin:cod"], "did you mean 'builtin:code'"),
         (["serve", "builtin:code", "--speculative-config", "{"], "not JSON"),
         (["serve", "builtin:code", "--speculative-config", '{"method": "sufix"}'], "did you mean 'suffix'"),
@@ -152,6 +160,19 @@ def test_the_start_prints_a_request_that_fits_the_model_and_the_pages(
         ("/metrics", watched),
     ):
         assert at + path in line
+
+
+def test_a_narrow_terminal_breaks_no_word_of_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("outrider.cli.terminal.shutil.get_terminal_size", lambda: os.terminal_size((60, 24)))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    ready_lines(ServeOptions(model="m"), 8000, True, "ctrl-C")
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[4:])) <= 60
+    curl = shlex.split(" ".join(line.removesuffix("\\") for line in lines[:3]))  # as a shell joins them
+    assert curl[:2] == ["curl", "-N"]
+    assert json.loads(curl[-1])["stream"]
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl makes the certificate")

@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from outrider.cli.main import BriefCommand, app
+from outrider.cli.main import app
 
 COMMANDS = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
 LINES, COLUMNS = 45, 80
@@ -26,7 +26,7 @@ def test_the_help_page_is_one_screen(command: str) -> None:
     assert max(map(len, lines)) <= COLUMNS
 
 
-@pytest.mark.parametrize("command", [name for name, one in COMMANDS.items() if isinstance(one, BriefCommand)])
+@pytest.mark.parametrize("command", [name for name, one in COMMANDS.items() if one.usual])
 def test_the_last_line_leads_to_all_options(command: str) -> None:
     options = [p for p in COMMANDS[command].params if p.param_type_name == "option"]
     assert " ".join(page(command, "--help")).split()[-5:] == f"--help-all shows all {len(options)} options".split()
@@ -36,3 +36,19 @@ def test_the_last_line_leads_to_all_options(command: str) -> None:
 
 def test_the_list_of_methods_is_not_in_a_help_page() -> None:
     assert "token_recycling" not in " ".join(page("generate", "--help-all"))
+
+
+def test_the_list_of_commands_has_a_heading_for_each_purpose() -> None:
+    headings = [line.split()[1:-1] for line in page("--help") if line.startswith("╭")]
+    assert [" ".join(word for word in words if word.strip("─╮")) for words in headings] == [
+        *("Options", "Use", "Measure", "Models", "Look inside", "Build"),
+    ]
+    assert next(iter(COMMANDS)) == "run"
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_all_pages_have_one_layout(command: str) -> None:
+    """Two columns, names and text: no types, one box for the options, however many there are."""
+    shown = page(command, "--help")
+    assert sum(line.startswith("╭") for line in shown) == 1 + any("Arguments" in line for line in shown)
+    assert not any("<bool>" in line for line in shown)
