@@ -24,6 +24,7 @@ from outrider.cli.options import (
     setting,
 )
 from outrider.cli.terminal import (
+    DIM,
     GREEN,
     RED,
     YELLOW,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 # Seconds.
 SAVE_EVERY = 5.0
+SAY_EVERY = 10.0  # seconds between two lines of progress in a pipe
 
 
 Prompts = Annotated[
@@ -270,8 +272,14 @@ def report(
         say(f"The page is {path}.")
 
 
-def run_and_report(run: Run, backend: Any, prompts: list[Prompt], notes: list[str], files: FileOptions) -> int:
-    """Measure with a progress bar, save, show. Returns the exit code, 130 after ctrl-C."""
+def run_and_report(
+    run: Run, backend: Any, prompts: list[Prompt], notes: list[str], files: FileOptions, tables: bool = True
+) -> int:
+    """Measure with a progress bar, save, show. Returns the exit code, 130 after ctrl-C.
+
+    Args:
+        tables: Whether to show the tables beside the sentences.
+    """
     file = files.json_file
     from outrider.lab.bench.report.analysis import summary
     from outrider.lab.bench.report.page import write
@@ -289,7 +297,7 @@ def run_and_report(run: Run, backend: Any, prompts: list[Prompt], notes: list[st
         warn(f"note: {note}")
     answered = sum(s.error is None for s in run.samples)
     if answered:
-        show(run, console())
+        show(run, console(), tables)
         if file is not None:
             say(f"The measurement is in {file}. Make a page of it: outrider report {file}")
         if files.html is not None:
@@ -306,7 +314,7 @@ def run_and_report(run: Run, backend: Any, prompts: list[Prompt], notes: list[st
 
 
 def _measure(run: Run, backend: Backend, prompts: list[Prompt], file: Path | None) -> None:
-    """Measure with a bar on a terminal, and save every few seconds."""
+    """Measure with a bar on a terminal or lines in a pipe, and save every few seconds."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -314,12 +322,17 @@ def _measure(run: Run, backend: Backend, prompts: list[Prompt], file: Path | Non
 
     total = len(groups(prompts, run.concurrency)) * len(run.settings) * run.repeats
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
-    saved = time.monotonic()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=plain(sys.stderr)) as progress:
+    saved = said = time.monotonic()
+    piped = plain(sys.stderr)
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=piped) as progress:
         done = len({s.turn for s in run.samples if s.error is None})
         task = progress.add_task("warming up", total=total, completed=done)
         for samples in measure(run, backend, prompts):
             progress.update(task, advance=1, description=_status(samples))
+            if piped and time.monotonic() - said > SAY_EVERY:
+                said, left = time.monotonic(), progress.tasks[0].time_remaining
+                about = "" if left is None else f", about {left:.0f} s are left"
+                warn(f"{progress.tasks[0].completed:.0f} of {total} measurements{about}", DIM)
             if file is not None and time.monotonic() - saved > SAVE_EVERY:
                 run.save(file)
                 saved = time.monotonic()

@@ -73,11 +73,14 @@ def demo(
     json_file: Annotated[
         Path | None, option("Output", "Also write all numbers to a file.", "--json", metavar="FILE")
     ] = None,
+    details: Annotated[
+        bool, option("Output", "Show the tables, too: speeds, categories, latencies.", "--details")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Compare plain and speculative decoding on several prompts: the speed, and whether the texts are identical.
 
-    The two take turns in one process with the same weights. This takes about a minute. Exit code 1: a text differs.
+    The two take turns in one process with the same weights. Exit code 1: a text differs.
 
     Without --model, it uses builtin:smollm2-135m and its trained head, and fetches that model once (98 MB). Where it cannot be
     fetched, it uses builtin:code, which is too small for a speedup.
@@ -118,7 +121,11 @@ def demo(
         print()
         prompts = prompts_for(llm)
         run = Run.begun(llm.loaded.name, settings, prompts, sampling, repeats=repeats)
-        code = run_and_report(run, backend, prompts, [], files)
+        texts = 2 * repeats * len(prompts)
+        say(
+            f"\nPlain and speculative decoding now take turns: {texts} texts of at most {tokens} tokens. This takes longest."
+        )
+        code = run_and_report(run, backend, prompts, [], files, tables=details)
         if code == 130:
             raise KeyboardInterrupt
         print('Next: outrider generate "def fibonacci(n):" --temperature 0.8')

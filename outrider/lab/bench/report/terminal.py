@@ -27,15 +27,23 @@ LATENCIES = {
 COLOURS = {KEEP: "green", DROP: "yellow", CHANGE: "yellow", OPEN: "default", BROKEN: "bold red"}
 
 
-def show(run: Run, console: Console) -> None:
-    """Print the tables and sentences of a run that holds answers."""
+def show(run: Run, console: Console, tables: bool = True) -> None:
+    """Print the sentences of a run that holds answers, below its tables.
+
+    Args:
+        tables: Whether to print the tables, too.
+    """
     results = analyse(run)
-    console.print(speeds(run, results))
-    if (categories := by_category(run)) and len(results) > 1:
-        console.print(category_table(categories))
-    console.print(latencies(results))
+    if tables:
+        console.print(speeds(run, results))
+        if (categories := by_category(run)) and len(results) > 1:
+            console.print(category_table(categories))
+        console.print(latencies(results))
     for line in sentences(run, results):
         console.print(line, highlight=False)
+    if tables and any(r.acceptance for r in results):
+        words = "tokens a step: the acceptance length, the target's own token included; accepted: the acceptance rate, of all "
+        console.print(f"{words}draft tokens", highlight=False, style="dim")
     where = f"{run.machine['cores']} cores of {run.machine['cpu']}"
     said = f"{run.model} on {where}" if run.settings[0].base_url is None else f"{run.model}, measured from {where}"
     console.print(said, highlight=False, style="dim")
@@ -90,11 +98,6 @@ def sentences(run: Run, results: list[SettingResult]) -> Iterator[str]:
     yield from map(escape, (*found.reasons, *found.advice))
     if (changed := versions(run)) is not None:
         yield from map(escape, (changed.headline, *changed.notes))
-    if any(r.acceptance for r in results):
-        yield (
-            "[dim]tokens a step: the acceptance length, the target's own token included; accepted: the acceptance rate, of "
-            "all draft tokens[/]"
-        )
 
 
 def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
