@@ -250,7 +250,7 @@ def test_a_recording_has_every_drafter_and_the_texts_of_plain_decoding() -> None
     plain = racer.plain.generate([p.content for p in prompts], racer.request(prompts[0]).params)  # type: ignore[arg-type]
     assert [t.output for t in found.texts] == [o.outputs[0].token_ids for o in plain]
     for text in found.texts:
-        assert len(text.drafts) == 5
+        assert len(text.drafts) == 5 - len(slow)
         assert all(len(every) == len(text.output) for every in text.drafts.values())
     names = {c.name for c in found.candidates({"method": "auto"})}
     assert {"auto", "suffix", "suffix k=16", "draft_model k=3"} <= names
