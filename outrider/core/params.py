@@ -92,7 +92,8 @@ class SamplingParams:
             listed = isinstance(own[name], Iterable) and not isinstance(own[name], (str, bytes))
             check(listed or own[name] is None, name, "a list")
         words = all(isinstance(word, Iterable) for word in own["bad_words"])
-        check(words, "bad_words", "strings or lists of token ids")
+        empty = [word for word in own["bad_words"] if words and hasattr(word, "__len__") and len(word) == 0]
+        check(words and not empty, "bad_words", "strings or lists of token ids, none of them empty")
         bias: Any = own["logit_bias"] or {}
         said: Any = own["prediction"] or ""
         fits = hasattr(bias, "values") and all(isinstance(b, Real) and b < float("inf") for b in bias.values())

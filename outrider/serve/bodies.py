@@ -29,7 +29,9 @@ _ZEROS, _SUSPECTS = (
 def check_body(body: bytes) -> None:
     """Raise ValueError for JSON with more than MAX_VALUES values, or with more than MAX_PARTS lists, objects and names.
 
-    Also for half of a surrogate pair, and for a number that is not finite. Parses nothing."""
+    Also for half of a surrogate pair, for a number that is not finite, and for another encoding than UTF-8. Parses nothing."""
+    if b"\0" in body:  # Python also reads UTF-16 and UTF-32, and halves of pairs in them
+        raise ValueError("the body is not UTF-8, so it is not JSON")
     for pair in (b"\\\\", b'\\"') if b"\\" in body else ():  # what is left of quotes then begins or ends a string
         body = body.replace(pair, b"  ")
     if b"\\u" in body and _HALF.search(body):

@@ -25,7 +25,7 @@ from outrider.serve.options import ServeOptions
 
 OPEN = ("/health", "/", "/home.js", "/favicon.ico")  # load balancers have no key, and the page at / asks for it
 MONITOR = ("/health", "/metrics")  # answered under any load, and on a port of their own
-HEADS = (*MONITOR, "/v1/models", "/version")  # answer HEAD as they answer GET
+HEADS = (*MONITOR, "/v1/models", "/version", "/api/tags", "/api/version")  # answer HEAD as they answer GET
 OWNER = b"x-outrider-owner"  # header from a front to its replicas: whose request it is
 _HOST = re.compile(r"\[?([^\[\]]*?)\.?\]?(?::\d*)?")  # a name or an address, with a port
 SHOWN = 200  # characters of a path in the log
@@ -169,6 +169,8 @@ class Guard:
     async def _received(self, headers: Headers, receive: Receive) -> Receive:
         """Receives the whole body once, then the real messages, such as the disconnect."""
         limit = self.settings.body_bytes
+        if (coding := headers.get("content-encoding", "identity")) != "identity":
+            raise Refused(f"the body has the content-encoding {coding[:40]!r}; send it as it is", 415)
         length = headers.get("content-length", "")
         body, more = bytearray(), True
         size = int(length) if length.isdecimal() else 0

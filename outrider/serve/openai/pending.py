@@ -64,6 +64,8 @@ class PendingAnswer:
         kind = "chat.completion.chunk" if body.is_chat else "text_completion"
         self._head = {"id": self.id, "object": kind, "created": int(time()), "model": model}
         self._head["system_fingerprint"] = f"outrider-{__version__}"
+        if body.stream and body.stream_options and body.stream_options.include_usage:
+            self._head["usage"] = None  # in all chunks but the last
         self._choices = [
             ChoiceWriter(body, self._head, index, sequence, decode, reader and reader(), fingerprints)
             for index, sequence in enumerate(self.sequences)

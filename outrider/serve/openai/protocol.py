@@ -1,7 +1,8 @@
 """Request bodies. Names and meanings are OpenAI's, else vLLM's, and a few of our own.
 
 An unknown field is ignored, as other servers do. A field that looks like a misspelling of a known one is refused.
-A number may also come as a string that holds a JSON number, "0.7": clients in some languages send that, and vLLM takes it.
+A number may also come as a string that holds a JSON number, "0.7", and a whole number as 8.0: clients in some languages send
+that, and vLLM takes it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import json
 import re
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -50,6 +51,14 @@ class JsonObject(BaseModel):
     """A body, or an object in one. Its values have their types already. Its characters were checked, see `check_body`."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kinds = {name: {field.annotation, *get_args(field.annotation)} for name, field in cls.model_fields.items()}
+        return {name: _number(value, kinds.get(name, set())) for name, value in data.items()}
 
 
 class StreamOptions(JsonObject):
@@ -191,9 +200,6 @@ class CommonRequest(JsonObject):
                 data.setdefault(new, data.pop(old))
         if isinstance(data.get("speculative"), bool):
             data.setdefault("disable_spec_decode", not data.pop("speculative"))
-        for name, value in data.items():
-            if isinstance(value, str) and _NUMBER.fullmatch(value) and _is_number(cls, name):
-                data[name] = json.loads(value)
         unknown = [key for key in data if key not in cls.model_fields and key not in HARMLESS]
         if len(unknown) > MAX_UNKNOWN:
             raise ValueError(
@@ -442,6 +448,8 @@ class DetokenizeRequest(JsonObject):
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 
-def _is_number(model: type[BaseModel], name: str) -> bool:
-    field = model.model_fields.get(name)
-    return field is not None and field.annotation in (int | None, float | None)
+def _number(value: Any, kinds: set[Any]) -> Any:
+    """The number that a field of these types takes for a value; the value itself if there is none."""
+    if isinstance(value, str) and str not in kinds and {int, float} & kinds and _NUMBER.fullmatch(value):
+        value = json.loads(value)
+    return int(value) if isinstance(value, float) and int in kinds and value.is_integer() else value

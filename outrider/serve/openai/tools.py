@@ -60,7 +60,7 @@ def _no_number(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
 
 
-_JSON = json.JSONDecoder(parse_constant=_no_number)
+_JSON = json.JSONDecoder(parse_constant=_no_number, strict=False)  # models write line breaks in strings
 
 
 @lru_cache(16)
@@ -247,7 +247,8 @@ class ToolCallReader:
         for item in items:
             if not isinstance(item, dict) or not isinstance(item.get("name"), str) or item["name"] not in self.names:
                 return None
-            arguments = item.get("arguments", item.get("parameters", {}))
+            arguments = item.get("arguments", item.get("parameters"))
+            arguments = {} if arguments is None else arguments
             if isinstance(arguments, str):
                 try:
                     arguments = _JSON.decode(arguments)
