@@ -24,12 +24,33 @@ class BadParameter(ValueError):
         self.name = name
 
 
+class ContextOverflow(BadParameter):
+    """Prompt and text do not fit into the model's length. Clients know OpenAI's code and words, and shorten a conversation.
+
+    prompt: tokens of the prompt, or fewer if it is not encoded to its end. limit: that fit. asked: of the text.
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(self, prompt: int, limit: int, asked: int | None = None) -> None:
+        self.prompt, self.limit = prompt, limit
+        said, name = f"This model's maximum context length is {limit} tokens. However, ", "prompt"
+        if prompt >= limit:
+            said += f"your prompt resulted in {prompt} tokens, and an answer needs one more. "
+            said += "Please reduce the length of the prompt."
+        else:
+            name, total = "max_tokens", f"{prompt + (asked or 0)!s:.20}"
+            said += f"you requested {total} tokens ({prompt} in the prompt, {asked!s:.20} in the completion). "
+            said += f"Please reduce the length of the prompt, or use max_tokens={limit - prompt} or less."
+        super().__init__(said, name)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen and when a text ends.
 
     temperature: 0 is greedy. A value below 1e-6 becomes 0.
-    top_k, top_p, min_p: filters. top_k 0 or -1, top_p 1.0 and min_p 0.0 are off.
+    top_k, top_p, min_p: filters. top_k 0 or -1, top_p 1.0 and min_p 0.0 are off. top_p 0 leaves the likeliest token.
     repetition_penalty: counts the tokens of prompt and output; 1.0 is off.
     presence_penalty, frequency_penalty: count the tokens of the output; 0.0 is off.
     logit_bias: token id -> number to add to its logit.
@@ -101,9 +122,10 @@ class SamplingParams:
         check(isinstance(said, Iterable) and not isinstance(said, bytes), "prediction", "a text or token ids")
         check(0 <= self.temperature <= HOTTEST, "temperature", "from 0 (greedy) to a million (all tokens are alike)")
         check(self.top_k >= -1, "top_k", "0 (off) or a positive whole number")
-        check(0 < self.top_p <= 1, "top_p", "in (0, 1]; 1 is off")
+        check(0 <= self.top_p <= 1, "top_p", "in [0, 1]; 1 is off")
         check(0 <= self.min_p <= 1, "min_p", "in [0, 1]; 0 is off")
-        check(0 < self.repetition_penalty < float("inf"), "repetition_penalty", "above 0; 1 is off")
+        low, high = 1 / HOTTEST, HOTTEST  # beyond these a logit may not be a number
+        check(low <= self.repetition_penalty <= high, "repetition_penalty", f"from {low:g} to {high:g}; 1 is off")
         check(-2 <= self.presence_penalty <= 2, "presence_penalty", "in [-2, 2]")
         check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]")
         check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "1 or more, or None")

@@ -291,7 +291,7 @@ def _top_p(scores: Tensor, top_p: float) -> Tensor:
         best = probs.sort(descending=True).values
         mass = running_total(best)
     before = mass - best  # mass of the tokens ahead
-    keep = int((before < top_p).sum())
+    keep = max(1, int((before < top_p).sum()))
     border = best[keep - 1]
     above = probs > border
     # among equals at the border the lowest ids stay, as many as the run has room for

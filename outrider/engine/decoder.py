@@ -17,7 +17,7 @@ import torch
 from outrider.control import Controller, Fixed
 from outrider.core.features import Features
 from outrider.core.noise import Noise
-from outrider.core.params import BadParameter
+from outrider.core.params import BadParameter, ContextOverflow
 from outrider.core.sampling import LogitsDistribution, LogitsWarper
 from outrider.core.stopping import FinishReason, StopChecker
 from outrider.core.types import PHASES, Commit, Draft, Guarantee, Step, Verdict
@@ -108,20 +108,13 @@ class Decoder:
                 raise BadParameter(f"{name} token {wrong[0]!s:.20} is outside the vocabulary of {vocab} tokens", name)
         p.check_vocab(self.target.vocab_size)
         if n >= self.max_length:
-            message = (
-                f"the prompt has {n} tokens and the model holds {self.max_length} of prompt and output; shorten it"
-            )
-            raise BadParameter(message, "prompt")
+            raise ContextOverflow(n, self.max_length)
         if request.prefill_only:
             if request.continued:
                 raise ValueError("a text of no tokens cannot be continued; raise max_tokens")
             return 0
         if p.max_tokens is not None and n + p.max_tokens > self.max_length:
-            raise BadParameter(
-                f"prompt ({n} tokens) plus max_tokens ({p.max_tokens!s:.20}) is more than the {self.max_length} that fit; "
-                f"use max_tokens={self.max_length - n} or less",
-                "max_tokens",
-            )
+            raise ContextOverflow(n, self.max_length, p.max_tokens)
         return self.max_length - n if p.max_tokens is None else p.max_tokens
 
     def sequence(self, request: Request, method: str = NONE, depth: int = 0) -> Sequence:

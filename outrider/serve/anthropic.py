@@ -14,17 +14,16 @@ from fastapi import FastAPI, Header, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from outrider.serve.errors import Refused, json_response, refusing
+from outrider.serve.errors import Refused, called, json_response, refusing
 from outrider.serve.logs import log
 from outrider.serve.openai.pending import PendingAnswer
 from outrider.serve.openai.protocol import ChatRequest, CommonRequest, JsonObject, Objects, Texts
-from outrider.serve.openai.tools import text_of
+from outrider.serve.openai.tools import ToolForm, text_of
 from outrider.serve.openai.translated import (
     Answering,
     AnswerTranslator,
     Event,
     ThinkingReader,
-    asked_to_think,
     check_whole,
     thinking_reader,
 )
@@ -44,15 +43,27 @@ class ThinkingConfig(JsonObject):
 
 
 class OutputConfig(JsonObject):
-    """`output_config`: what form the answer has."""
+    """`output_config`: what form the answer has, and how much a model thinks for it."""
 
     format: dict[str, Any] | None = None
+    effort: str | None = None
 
 
 class MessagesMetadata(JsonObject):
     """`metadata`."""
 
     user_id: str | None = None
+
+
+class MessagesChat(ChatRequest):
+    """What the body of a message stands for."""
+
+    tool_form = ToolForm(
+        '{"name": ..., "input_schema": a JSON schema}',
+        "input_schema",
+        r"[\w.-]{1,128}",
+        "a name has up to 128 letters, digits, _, - and .",
+    )
 
 
 class CountTokensRequest(CommonRequest):
@@ -73,13 +84,14 @@ class CountTokensRequest(CommonRequest):
     thinking: ThinkingConfig | None = None
     metadata: MessagesMetadata | None = None
     output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = Field(None, description="the older name of output_config.format")
     container: Any = Field(None, description="only null is accepted")
     mcp_servers: Any = Field(None, description="only null is accepted")
 
     @property
-    def thinking_wanted(self) -> bool:
-        """Whether the model is to think before it answers."""
-        return self.thinking is not None and self.thinking.type != "disabled"
+    def called(self) -> dict[str, str]:
+        limit = dict.fromkeys(("max_completion_tokens", "max_total_tokens"), "max_tokens")
+        return limit | {"prompt": "messages", "response_format": "output_config.format", "stop": "stop_sequences"}
 
     def chat(self, headers: str, seen: Callable[[], object]) -> ChatRequest:
         """The chat request that this one stands for. headers: keep, move or drop those that begin a system text; seen: is
@@ -96,12 +108,20 @@ class CountTokensRequest(CommonRequest):
             "tool_choice": choice,
             "parallel_tool_calls": many,
             "continue_final_message": messages[-1]["role"] == "assistant" or None,
+            "reasoning_effort": self._effort,
         }
         if self.metadata is not None and self.metadata.user_id:
             shared.setdefault("user", self.metadata.user_id)
-        if self.output_config is not None and self.output_config.format is not None:
-            shared["response_format"] = _format(self.output_config.format)
-        return ChatRequest.model_validate(shared)
+        if (form := self.output_format or (self.output_config and self.output_config.format)) is not None:
+            shared["response_format"] = _format(form)
+        return MessagesChat.model_validate(shared)
+
+    @property
+    def _effort(self) -> str:
+        """How much the model thinks before it answers."""
+        if self.thinking is None or self.thinking.type == "disabled":
+            return "none"
+        return (self.output_config and self.output_config.effort) or "high"
 
     def _system(self, headers: str, seen: Callable[[], object]) -> tuple[str, str]:
         """The system text, and the headers that go to another place."""
@@ -166,9 +186,7 @@ def _tools(
             'tool_choice is {"type": "auto"}, "any", "none", or {"type": "tool", "name": ...}', param="tool_choice"
         )
     many = not (choice or {}).get("disable_parallel_tool_use")
-    named = {"type": "function", "function": {"name": (choice or {}).get("name")}}
-    wanted = {"auto": "auto" if choice else None, "any": "required", "none": "none", "tool": named}
-    return tools or None, wanted[str(kind)], many
+    return tools or None, choice, many
 
 
 def _messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -374,10 +392,10 @@ def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict
         if version < VERSION:  # dates; streams before this one had another form
             raise Refused(f"anthropic-version {version[:40]!r} is older than this server knows; send {VERSION}")
         service = await answering.pool.lend(body.model, request)
-        chat = body.chat(service.settings.client_headers, headers_seen)
-        variables = asked_to_think(service.template, body.thinking_wanted)
+        with called(body.called):
+            chat = body.chat(service.settings.client_headers, headers_seen)
         room = chat.max_total_tokens or service.encoder.max_length  # clients ask for more than many models hold
-        return service, chat.model_copy(update={"chat_template_kwargs": variables, "max_total_tokens": room})
+        return service, chat.model_copy(update={"max_total_tokens": room})
 
     @app.post("/v1/messages", responses=documented)
     async def messages(
@@ -391,7 +409,8 @@ def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict
             name, thinking = request.state.request_id, thinking_reader(service, pending)
             return MessagesWriter(name, service.settings.model_name, prompt, body.max_tokens, thinking)
 
-        return await answering.answer(service, chat, request, writer)
+        with called(body.called):
+            return await answering.answer(service, chat, request, writer)
 
     @app.post("/v1/messages/count_tokens", responses=documented)
     async def count_tokens(
@@ -399,4 +418,5 @@ def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict
     ) -> Response:
         """The tokens of messages, as the model would read them."""
         service, chat = await chat_of(body, anthropic_version, request)
-        return json_response({"input_tokens": len(await service.encoder.chat(chat))})
+        with called(body.called):
+            return json_response({"input_tokens": len(await service.encoder.chat(chat))})

@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from outrider.core.child import give_way
+from outrider.core.params import ContextOverflow
 from outrider.core.rendering import renderer
 from outrider.engine.llm import LLM
 from outrider.serve.bodies import check_body
@@ -68,11 +69,12 @@ class Encoder:
 
     async def chat(self, body: ChatRequest, most: int | None = None) -> list[int]:
         """The ids of a chat. most: as of `prompt`. Raises Refused."""
-        messages, variables, goes_on = body.messages, body.chat_template_kwargs or {}, bool(body.continue_final_message)
-        tokenizer = self.tokenizer
+        messages, goes_on, tokenizer = body.messages, bool(body.continue_final_message), self.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             return await self.run(lambda: self.llm.encode(for_template(messages)), LONG + 1, "messages")
         template = tokenizer.apply_chat_template
+        thought = _thinking(body.reasoning_effort, str(tokenizer.chat_template))
+        variables = thought | (body.chat_template_kwargs or {})
         for name in variables:  # they are variables of the template, never arguments of the function
             if name == "messages" or name in inspect.signature(template).parameters:
                 message = f"chat_template_kwargs cannot set {name!r}, which the server sets; leave it out"
@@ -113,8 +115,9 @@ class Encoder:
             self._renderers.close()
 
     def _refused(self, error: Exception, param: str | None) -> Refused:
-        said = str(error).replace(self.llm.loaded.name, self.name)
-        return Refused(said or "nested too deeply", param=getattr(error, "name", param))
+        refused = Refused.of(error, param)
+        refused.message = refused.message.replace(self.llm.loaded.name, self.name) or "nested too deeply"
+        return refused
 
     @cached_property
     def _special_tokens(self) -> dict[str, Any]:
@@ -132,17 +135,24 @@ class Encoder:
         """The ids of a text. special: with those that the model's prompts begin with. Raises ValueError for a text with too many
         characters, or one that cannot fit, and encodes little of it."""
         room, tokenizer = self.max_length, self.tokenizer
-        too_long = f"the prompt has {len(text)} characters and the model holds {room} tokens; shorten it"
         if tokenizer is None:
             return self.llm.encode(text)
         if most is not None and len(text) > most:
             raise ValueError(f"the text has {len(text)} characters, and {most} are encoded at once; send it in parts")
         if most is None and len(text) > room:
             if len(text) > room * self._longest:
-                raise ValueError(f"{too_long}. No token has more than {self._longest} characters")
+                raise ContextOverflow(-(-len(text) // self._longest), room)
             if len(text) > WIDE * room and len(self.llm.encode(text[: WIDE * room // 2])) > 2 * room:
-                raise ValueError(f"{too_long}. Its first half alone does not fit")
+                raise ContextOverflow(2 * room, room)
         return self.llm.encode(text) if special else list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _thinking(effort: str | None, template: str) -> dict[str, Any]:
+    """The variables with which a template lets its model think, or keeps it from it. None leaves it to the template."""
+    known: dict[str, Any] = {} if effort is None else {"enable_thinking": effort != "none"}
+    if effort not in (None, "none"):
+        known["reasoning_effort"] = effort
+    return {name: value for name, value in known.items() if name in template}
 
 
 def _renders_as_usual(tokenizer: Any) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable, Sequence
+import re
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import Response
 from starlette.routing import Match
 
+from outrider.core.params import ContextOverflow
 from outrider.core.suggest import said
 
 OBJECT = {"application/json": {"schema": {"type": "object"}}}
@@ -74,6 +76,25 @@ class Refused(Exception):
     code: str | None = None
     retry: int | None = None
     challenge: str = "Bearer"
+    overflow: ContextOverflow | None = None
+
+    @classmethod
+    def of(cls, error: Exception, param: str | None) -> Refused:
+        """Of an error in what a client sent. param: of an error that does not name its own."""
+        overflow = error if isinstance(error, ContextOverflow) else None
+        code = None if overflow is None else overflow.code
+        return cls(str(error), param=getattr(error, "name", param), code=code, overflow=overflow)
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call fields as the client did. names: of another protocol's field, by ours."""
+        if self.param is None:
+            return
+        field, dot, rest = self.param.partition(".")
+        ours, self.param = field, names.get(field, field) + dot + rest
+        if self.overflow is not None:
+            self.message = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), self.message)
+        elif ours in names:
+            self.message = re.sub(rf"^{ours}\b|\b{ours}(?==)", names[ours], self.message)
 
     def __str__(self) -> str:
         return self.message
@@ -87,13 +108,21 @@ class Refused(Exception):
     def messages_body(self) -> dict[str, Any]:
         """The body as Anthropic's clients read it."""
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        message, long = self._named, self.overflow
+        if long is not None and long.prompt >= long.limit:  # clients look for these words
+            message = f"prompt is too long: {long.prompt} tokens > {min(long.limit, long.prompt - 1)} maximum"
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+    @property
+    def _named(self) -> str:
+        """The message with the field in it, for a protocol whose errors have no place for its name."""
+        return self.message if self.param is None or self.param in self.message else f"{self.param}: {self.message}"
 
     def body_at(self, path: str) -> dict[str, Any]:
         """The body in the protocol of a path."""
         if path.startswith("/v1/messages"):
             return self.messages_body
-        return {"error": self.message} if path.startswith("/api/") else self.body
+        return {"error": self._named} if path.startswith("/api/") else self.body
 
     def response(self, path: str) -> Response:
         """The answer to a request for this path."""
@@ -121,7 +150,18 @@ def refusing(param: str | None = None) -> Generator[None, None, None]:
     try:
         yield
     except ValueError as error:
-        raise Refused(str(error), param=getattr(error, "name", param)) from error
+        raise Refused.of(error, param) from error
+
+
+@contextmanager
+def called(names: Mapping[str, str]) -> Generator[None, None, None]:
+    """Refuse with the names that the client used. names: of another protocol's field, by ours."""
+    try:
+        yield
+    except (ValidationError, Refused) as error:
+        refused = error if isinstance(error, Refused) else invalid_body(error.errors())
+        refused.rename(names)
+        raise refused from None
 
 
 def dumps(value: Any) -> bytes:

@@ -19,15 +19,15 @@ from starlette.responses import Response
 
 from outrider._version import __version__
 from outrider.serve.assembly import Assembly
-from outrider.serve.errors import Refused, dumps, json_response
+from outrider.serve.errors import Refused, called, dumps, json_response
 from outrider.serve.openai.pending import PendingAnswer
 from outrider.serve.openai.protocol import ChatRequest, CompletionRequest, JsonObject, Objects, Texts
+from outrider.serve.openai.tools import ToolForm
 from outrider.serve.openai.translated import (
     Answering,
     AnswerTranslator,
     Event,
     ThinkingReader,
-    asked_to_think,
     check_whole,
     thinking_reader,
     thinks,
@@ -35,6 +35,12 @@ from outrider.serve.openai.translated import (
 from outrider.serve.pool import PooledModel
 from outrider.serve.service import Service
 
+API_VERSION = "0.12.10"  # of Ollama's API, as it is spoken here; editors refuse what is older than they need
+# the fields as Ollama calls them
+_OPTIONS = ("seed", "stop", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+CALLED = {name: f"options.{name}" for name in _OPTIONS} | {"repetition_penalty": "options.repeat_penalty"}
+CALLED |= {"max_tokens": "options.num_predict", "max_total_tokens": "options.num_ctx", "response_format": "format"}
+_EFFORT = {"False": "none", "True": "high"}
 FOREVER = "9999-12-31T23:59:59Z"  # the model stays until others need its memory
 UNKNOWN = "unknown"  # of a model that is not loaded
 _LOGPROBS = "ask for logprobs at /v1/chat/completions"
@@ -91,16 +97,22 @@ class OllamaOptions(JsonObject):
         return {
             "max_tokens": limit or room,
             "max_total_tokens": min(self.num_ctx or room, room),
-            "seed": self.seed if self.seed is None or self.seed >= 0 else None,
+            "seed": None if self.seed == -1 else self.seed,
             "stop": self.stop or None,
             "temperature": self.temperature,
             "top_k": self.top_k or -1,
-            "top_p": self.top_p or None,
+            "top_p": self.top_p,
             "min_p": self.min_p,
             "repetition_penalty": self.repeat_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
         }
+
+
+class OllamaChat(ChatRequest):
+    """What a body stands for, if its prompt is messages."""
+
+    tool_form = ToolForm(names=r"(?s).+", said="a name is a text that is not empty")
 
 
 class OllamaRequest(JsonObject):
@@ -141,13 +153,9 @@ class OllamaRequest(JsonObject):
             "model": self.name,
             "stream": self.stream,
             "response_format": _format(self.format),
+            "reasoning_effort": _EFFORT.get(str(self.think), self.think),
             **(self.options or OllamaOptions.model_validate({})).shared(room),
         }
-
-    @property
-    def thinking_wanted(self) -> bool | None:
-        """Whether the model is to think; None leaves it to the template. Levels are all a yes."""
-        return None if self.think is None else self.think is not False
 
 
 class OllamaChatRequest(OllamaRequest):
@@ -156,12 +164,12 @@ class OllamaChatRequest(OllamaRequest):
     messages: Objects | None = None
     tools: Objects | None = None
 
-    def chat(self, room: int) -> ChatRequest:
+    def chat(self, room: int) -> OllamaChat:
         """The chat request that this one stands for. Raises Refused."""
         messages = [_message(m, f"messages.{n}") for n, m in enumerate(self.messages or ())]
         goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
         more = {"messages": messages, "tools": self.tools or None, "continue_final_message": goes_on or None}
-        return ChatRequest.model_validate(self._shared(room) | more)
+        return OllamaChat.model_validate(self._shared(room) | more)
 
 
 class OllamaGenerateRequest(OllamaRequest):
@@ -195,7 +203,7 @@ class OllamaGenerateRequest(OllamaRequest):
             return CompletionRequest.model_validate(self._shared(room) | more)
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, {"role": "user", "content": self.prompt}]
-        return ChatRequest.model_validate(self._shared(room) | {"messages": messages})
+        return OllamaChat.model_validate(self._shared(room) | {"messages": messages})
 
 
 class OllamaModelRequest(JsonObject):
@@ -327,16 +335,15 @@ def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict
         service = await pool.lend(body.name, request, keep=body.keep)
         if empty:
             return json_response(loaded(body.model, chat, "unload" if ends else "load"))
-        asked = make(service)
+        with called(CALLED):
+            asked = make(service)
 
         def writer(pending: PendingAnswer) -> OllamaWriter:
             thinking = thinking_reader(service, pending) if asked.is_chat else None
             return OllamaWriter(body.model, arrived, getattr(request.state, "waited", 0.0), thinking, chat)
 
-        if asked.is_chat:
-            variables = asked_to_think(service.template, body.thinking_wanted)
-            asked = asked.model_copy(update={"chat_template_kwargs": variables})
-        return await answering.answer(service, asked, request, writer)
+        with called(CALLED):
+            return await answering.answer(service, asked, request, writer)
 
     @app.post("/api/chat", responses=documented)
     async def chat(body: OllamaChatRequest, request: Request) -> Response:
@@ -377,7 +384,11 @@ def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict
                 "template": str(service.template or "") + gap,
                 "parameters": "",
                 "details": about["details"],
-                "model_info": {"general.architecture": kind, f"{kind}.context_length": service.encoder.max_length},
+                "model_info": {
+                    "general.architecture": kind,
+                    "general.basename": about["name"],
+                    f"{kind}.context_length": service.encoder.max_length,
+                },
                 "capabilities": capable,
                 "modified_at": about["modified_at"],
             }
@@ -385,8 +396,8 @@ def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict
 
     @app.get("/api/version", responses=documented)
     async def version() -> Response:
-        """The version of outrider, not one of Ollama."""
-        return json_response({"version": __version__})
+        """The version of Ollama whose API is spoken, and that of outrider."""
+        return json_response({"version": API_VERSION, "outrider": __version__})
 
     @app.post("/api/embed", responses=documented)
     @app.post("/api/embeddings", responses=documented)

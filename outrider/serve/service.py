@@ -17,7 +17,7 @@ from outrider.core.compiling import compiler
 from outrider.core.extras import install
 from outrider.core.grammar import Grammar, GrammarMask, Grammars, available
 from outrider.core.infill import Infilling
-from outrider.core.params import SamplingParams
+from outrider.core.params import ContextOverflow, SamplingParams
 from outrider.engine import Engine
 from outrider.engine.decoder import draw_seed
 from outrider.engine.fingerprint import Fingerprints
@@ -150,7 +150,7 @@ class Service:
         known = [] if self.encoder.tokenizer is None else list(self.encoder.tokenizer.all_special_tokens)
         special = form.opening in known and not form.bare
         hidden = known if special and body.skip_special_tokens is not False else []
-        return offer, lambda: ToolCallReader(form, offer.names, hidden), special
+        return offer, lambda: ToolCallReader(form, offer.names, hidden, offer.many), special
 
     async def _infilled(self, prompts: list[Any], suffix: str) -> tuple[list[list[int]], tuple[int, ...]]:
         """The prompts of gaps before one suffix, and the tokens that end an answer. Raises Refused."""
@@ -180,7 +180,7 @@ class Service:
         total = min(total, self.engine.decoder.max_length)
         with refusing("max_total_tokens"):
             if prompt >= total:
-                raise ValueError(f"the prompt has {prompt} tokens, and prompt and text may have {total}; shorten it")
+                raise ContextOverflow(prompt, total)
             return params.with_(max_tokens=min(params.max_tokens or total, total - prompt))
 
     @cached_property

@@ -16,7 +16,7 @@ from outrider.engine import Engine
 from outrider.serve.assembly import load_llm
 from outrider.serve.batch.lines import BatchRequest
 from outrider.serve.bodies import check_body
-from outrider.serve.errors import Refused, invalid_body, no_model, refusing
+from outrider.serve.errors import Refused, called, invalid_body, no_model, refusing
 from outrider.serve.openai.protocol import MAX_CHOICES, ChatRequest, CompletionRequest
 from outrider.serve.openai.responses_api import ResponsesRequest, ResponsesWriter
 from outrider.serve.options import BatchOptions, ServeOptions
@@ -93,15 +93,17 @@ class BatchAnswerer:
 
     async def _whole(self, body: ChatRequest | CompletionRequest | ResponsesRequest, name: str) -> dict[str, Any]:
         if not isinstance(body, ResponsesRequest):
-            return await (await self.service.accept(body, name, "batch")).whole()
+            with called(body.called):
+                return await (await self.service.accept(body, name, "batch")).whole()
         if body.previous_response_id is not None:
             raise Refused(
                 "the lines of a batch do not follow each other; send the whole conversation as input",
                 param="previous_response_id",
             )
-        chat = body.chat([])
-        writer = ResponsesWriter(f"resp_{name}", self.service.settings.model_name, body, chat)
-        return writer.whole(await self._whole(chat, name))
+        with called(body.called):
+            chat = body.chat([])
+            writer = ResponsesWriter(f"resp_{name}", self.service.settings.model_name, body, chat)
+            return writer.whole(await self._whole(chat, name))
 
     def _body(self, request: BatchRequest) -> Any:
         try:

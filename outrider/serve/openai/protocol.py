@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from outrider.core.params import BadParameter, SamplingParams
-from outrider.serve.openai.tools import ToolOffer, offered, text_of
+from outrider.serve.openai.tools import OPENAI, ToolForm, ToolOffer, offered, text_of, with_tools
 
 # Validation stops at the first wrong item. An error for each of a million items would take minutes.
 Ids = Annotated[list[int], Field(fail_fast=True)]
@@ -83,10 +83,19 @@ class ResponseFormat(JsonObject):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _schema_beside_the_type(cls, data: Any) -> Any:
+        """As llama.cpp and others have it: {"type": "json_object", "schema": {...}}."""
+        if isinstance(data, dict) and data.get("schema") is not None and data.get("json_schema") is None:
+            return {"type": "json_schema", "json_schema": {"schema": data["schema"]}}
+        return data
+
 
 class StructuredOutputs(JsonObject):
     """vLLM's `structured_outputs`: exactly one of the fields."""
 
+    model_config = ConfigDict(extra="forbid")  # nothing that bounds a text is left out
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
     choice: Texts | None = None
@@ -116,6 +125,9 @@ class CommonRequest(JsonObject):
         "use_beam_search": "this server has no beam search; leave it out, or send temperature=0 for greedy decoding",
         **{old: f'send structured_outputs: {{"{new}": ...}} in its place' for old, new in _FORMS.items()},
         "functions": "send tools in its place",
+        "function_call": "send tool_choice in its place",
+        "audio": "this server writes text only; leave it out",
+        "web_search_options": "this server searches nothing; leave it out, or offer a search as one of your tools",
         "chat_template": "a request cannot bring a template; start the server with --chat-template FILE",
     }
 
@@ -126,7 +138,7 @@ class CommonRequest(JsonObject):
     user: str | None = None
     n: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -190,7 +202,7 @@ class CommonRequest(JsonObject):
             return data
         data = dict(data)
         for name, why in cls.missing.items():
-            if data.get(name):
+            if data.get(name) not in (None, False, "", []):
                 raise BadParameter(f"{name}: {why}", name)
         for old, new in (
             ("disable_speculative_decoding", "disable_spec_decode"),
@@ -238,6 +250,11 @@ class CommonRequest(JsonObject):
     def offer(self) -> ToolOffer | None:
         """The tools on offer; None without any. Raises ValueError for tools that are not valid."""
         return None
+
+    @property
+    def called(self) -> dict[str, str]:
+        """What the client calls a field, by our name of it."""
+        return {}
 
     @property
     def is_ids(self) -> bool:
@@ -315,10 +332,26 @@ class CommonRequest(JsonObject):
         return 1
 
 
-# Fields that clients send and that have no meaning here. They are not misspellings.
-HARMLESS = {"metadata", "store", "service_tier", "modalities", "reasoning_effort", "verbosity"}
+# Fields that clients send and that change no answer here: they are of the bill, of a cache, of a store or of what this server
+# does not have. They are not misspellings. The last line has fields of another route.
+HARMLESS = {"metadata", "store", "service_tier", "verbosity", "safety_identifier", "prompt_cache_key", "length_penalty"}
+HARMLESS |= {
+    "prompt_cache_retention",
+    "max_tool_calls",
+    "context_management",
+    "cache_control",
+    "inference_geo",
+    "speed",
+}
+HARMLESS |= {
+    "diagnostics",
+    "user_profile_id",
+    "stop_token",
+    "client_metadata",
+    "chat_template_kwargs",
+    "reasoning_effort",
+}
 HARMLESS |= {"max_tokens", "max_completion_tokens", "prompt", "messages", "logprobs", "top_logprobs", "suffix"}
-HARMLESS |= {"safety_identifier", "prompt_cache_key", "stop_token", "length_penalty"}
 
 
 class CompletionRequest(CommonRequest):
@@ -380,6 +413,7 @@ class ChatRequest(CommonRequest):
     """POST /v1/chat/completions"""
 
     is_chat: ClassVar[bool] = True
+    tool_form: ClassVar[ToolForm] = OPENAI
     messages: Objects = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -387,10 +421,19 @@ class ChatRequest(CommonRequest):
     top_logprobs: int | None = Field(None, ge=0)
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: the answer has one call at most")
+    modalities: list[Literal["text"]] | None = Field(None, description="of the answer: text")
+    reasoning_effort: str | None = Field(
+        None, description="for templates that take it; none keeps a model from thinking"
+    )
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = Field(None, description="whether the prompt ends with the mark of an answer")
     continue_final_message: bool | None = Field(None, description="the answer goes on from the last message's text")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_tools(cls, data: Any) -> Any:
+        return with_tools(data) if isinstance(data, dict) else data
 
     @field_validator("continue_final_message")
     @classmethod
@@ -423,7 +466,12 @@ class ChatRequest(CommonRequest):
 
     @property
     def offer(self) -> ToolOffer | None:
-        return offered(self.tools, self.tool_choice, self.parallel_tool_calls is not False)
+        return offered(self.tools, self.tool_choice, self.parallel_tool_calls is not False, self.tool_form)
+
+    @property
+    def called(self) -> dict[str, str]:
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return {"prompt": "messages", "max_tokens": limit, "logprobs": "top_logprobs"}
 
     @property
     def tools_shown(self) -> list[dict[str, Any]] | None:

@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request
 from pydantic import BeforeValidator, Field, field_validator
 from starlette.responses import Response
 
-from outrider.serve.errors import Refused, answered, dumps, json_response, refusing
+from outrider.serve.errors import Refused, answered, called, dumps, json_response, refusing
 from outrider.serve.openai.protocol import (
     ChatRequest,
     CommonRequest,
@@ -27,7 +27,7 @@ from outrider.serve.openai.protocol import (
     Texts,
     few,
 )
-from outrider.serve.openai.tools import text_of
+from outrider.serve.openai.tools import ToolForm, text_of
 from outrider.serve.openai.translated import Answering, AnswerTranslator, Event
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -45,6 +45,18 @@ class TextConfig(JsonObject):
     format: TextFormat | None = None
 
 
+class Reasoning(JsonObject):
+    """`reasoning`."""
+
+    effort: str | None = Field(None, description="for templates that take it; none keeps a model from thinking")
+
+
+class ResponsesChat(ChatRequest):
+    """What the body of a response stands for."""
+
+    tool_form = ToolForm('{"type": "function", "name": ..., "parameters": a JSON schema}', "parameters")
+
+
 _KEPT = "this server keeps no such objects; send input, and previous_response_id to go on"
 
 
@@ -57,6 +69,8 @@ class ResponsesRequest(CommonRequest):
         "prompt": _KEPT,
         "return_fingerprint": "this endpoint shows no fingerprints; ask at /v1/chat/completions",
         "max_tokens": "this endpoint calls it max_output_tokens",
+        "max_completion_tokens": "this endpoint calls it max_output_tokens",
+        "reasoning_effort": 'this endpoint calls it reasoning: {"effort": ...}',
         "response_format": (
             'this endpoint calls it text: {"format": {"type": "json_schema", "name": ..., "schema": ...}}'
         ),
@@ -72,7 +86,8 @@ class ResponsesRequest(CommonRequest):
     text: TextConfig | None = None
     include: Texts | None = None
     top_logprobs: int | None = Field(None, ge=0)
-    truncation: Literal["auto", "disabled"] | None = None
+    truncation: Literal["disabled"] | None = Field(None, description="no part of a conversation is left out")
+    reasoning: Reasoning | None = None
     metadata: Annotated[dict[str, str] | None, BeforeValidator(few)] = None
     background: bool | None = Field(None, description="only false is accepted")
     conversation: Any = Field(None, description="only null is accepted")
@@ -88,6 +103,11 @@ class ResponsesRequest(CommonRequest):
         return value
 
     @property
+    def called(self) -> dict[str, str]:
+        limit = dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens")
+        return limit | {"prompt": "input", "messages": "input", "response_format": "text.format"}
+
+    @property
     def items(self) -> list[dict[str, Any]]:
         """The input as items."""
         if isinstance(self.input, str):
@@ -101,20 +121,27 @@ class ResponsesRequest(CommonRequest):
             messages = [*system, *_messages([*before, *self.items], len(before))]
         if not messages:
             raise Refused("input is an empty list", param="input")
-        tools, choice = _tools(self.tools, self.tool_choice)
+        for number, tool in enumerate(self.tools or ()):
+            if tool.get("type") != "function":
+                raise Refused(
+                    f"tools.{number} has type {str(tool.get('type'))[:40]!r}; this server runs no tools of its own, and "
+                    f"offers functions: {ResponsesChat.tool_form.shown}",
+                    param="tools",
+                )
         shared = self.shared | {
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
-            "tools": tools,
-            "tool_choice": choice,
+            "tools": self.tools or None,
+            "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
             "chat_template_kwargs": self.chat_template_kwargs,
         }
         if self.top_logprobs is not None or _LOGPROBS in (self.include or ()):
             shared |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if self.text is not None and self.text.format is not None:
             shared["response_format"] = _format(self.text.format)
-        return ChatRequest.model_validate(shared)
+        return ResponsesChat.model_validate(shared)
 
 
 def _format(given: TextFormat) -> dict[str, Any]:
@@ -125,26 +152,6 @@ def _format(given: TextFormat) -> dict[str, Any]:
             'text.format is {"type": "json_schema", "name": ..., "schema": {...}}, and schema is missing', param="text"
         )
     return {"type": given.type, given.type: given.model_dump(by_alias=True, exclude={"type"})}
-
-
-def _tools(given: list[dict[str, Any]] | None, choice: Any) -> tuple[list[dict[str, Any]] | None, Any]:
-    """Tools and choice as chat completions have them. Raises Refused for tools that the server would have to run."""
-    tools = list[dict[str, Any]]()
-    for number, tool in enumerate(given or ()):
-        if tool.get("type") != "function":
-            raise Refused(
-                f"tools.{number} has type {str(tool.get('type'))[:40]!r}; this server runs no tools of its own, and offers "
-                'functions: {"type": "function", "name": ..., "parameters": a JSON schema}',
-                param="tools",
-            )
-        tools.append({"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}})
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
-    elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed = choice.get("tools")
-        names = {t.get("name") for t in allowed if isinstance(t, dict)} if isinstance(allowed, list) else set()
-        tools, choice = [t for t in tools if t["function"].get("name") in names], choice.get("mode")
-    return tools or None, choice
 
 
 def _messages(items: Sequence[Any], before: int) -> list[dict[str, Any]]:
@@ -224,7 +231,7 @@ class ResponsesWriter(AnswerTranslator):
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "service_tier": "default",
             "store": body.store is not False,
             "temperature": 1.0 if chat.temperature is None else chat.temperature,
@@ -233,7 +240,7 @@ class ResponsesWriter(AnswerTranslator):
             "tools": body.tools or [],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if chat.top_p is None else chat.top_p,
-            "truncation": body.truncation or "disabled",
+            "truncation": "disabled",
             "usage": None,
             "user": body.user,
         }
@@ -414,21 +421,17 @@ def install(app: FastAPI, answering: Answering, answer: dict[int | str, dict[str
         service = await answering.pool.lend(body.model, request)
         earlier = body.previous_response_id
         before = [] if earlier is None else store.get(earlier, 400, "previous_response_id").items
-        chat = body.chat(before)
 
         def keep(response: dict[str, Any]) -> None:
             store.put(response, [*before, *body.items, *response["output"]])
 
         name = response_id(answering.pool.settings.replica_name)
-        called = service.settings.model_name
-        try:
+        model = service.settings.model_name
+        with called(body.called):
+            chat = body.chat(before)
             return await answering.answer(
-                service, chat, request, lambda _: ResponsesWriter(name, called, body, chat, keep)
+                service, chat, request, lambda _: ResponsesWriter(name, model, body, chat, keep)
             )
-        except Refused as refused:
-            if refused.param == "messages":
-                refused.param = "input"  # which is what the client sent
-            raise
 
     @app.get("/v1/responses/{name}", responses=answered("The response"))
     async def read_response(name: str) -> Response:

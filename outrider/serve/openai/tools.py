@@ -121,21 +121,65 @@ class ToolOffer:
         return {"type": "structural_tag", "format": {"type": "sequence", "elements": parts}}
 
 
-def offered(tools: Sequence[Any] | None, choice: Any, many: bool) -> ToolOffer | None:
-    """The offer of a request: its `tools`, `tool_choice`, `parallel_tool_calls`. None: no calls. Raises BadParameter."""
+@dataclass(frozen=True)
+class ToolForm:
+    """What a protocol asks of a tool. shown: its form, in messages. schema: where the schema is. names: what a name may be."""
+
+    shown: str = '{"type": "function", "function": {"name": ..., "parameters": a JSON schema}}'
+    schema: str = "function.parameters"
+    names: str = r"[\w.-]{1,64}"
+    said: str = "a name has up to 64 letters, digits, _, - and ."
+
+
+OPENAI = ToolForm()
+
+
+def with_tools(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A body with `tools` and `tool_choice` as chat completions have them. It may have those of the other protocols."""
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    if isinstance(tools, list):
+        tools = [
+            {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+            if isinstance(tool, dict) and tool.get("type") == "function" and "name" in tool and "function" not in tool
+            else tool
+            for tool in tools
+        ]
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind in ("auto", "none", "required", "any"):
+        choice = "required" if kind == "any" else kind
+    elif isinstance(choice, dict) and kind in ("function", "tool") and "name" in choice:
+        choice = {"type": "function", "function": {"name": choice["name"]}}
+    elif isinstance(choice, dict) and kind == "allowed_tools":
+        choice = choice["allowed_tools"] if isinstance(choice.get("allowed_tools"), dict) else choice
+        listed = choice.get("tools")
+        allowed = [function_of(tool).get("name") for tool in listed] if isinstance(listed, list) else []
+        if isinstance(tools, list):
+            tools = [tool for tool in tools if function_of(tool).get("name") in allowed] or None
+        choice = choice.get("mode", choice)
+    return {**body, "tools": tools, "tool_choice": choice}
+
+
+def function_of(tool: Any) -> dict[str, Any]:
+    """The function of a tool, which may be flat; empty if it has none."""
+    found = tool.get("function", tool) if isinstance(tool, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def offered(tools: Sequence[Any] | None, choice: Any, many: bool, form: ToolForm = OPENAI) -> ToolOffer | None:
+    """The offer of a request: its `tools`, `tool_choice`, `parallel_tool_calls`. form: of a tool in its protocol.
+
+    None: no calls. Raises BadParameter.
+    """
     given: dict[str, Any] = {}
     for number, tool in enumerate(tools or ()):
         function = tool.get("function")
         name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,64}", name):
-            raise BadParameter(
-                f'tools.{number} is {{"type": "function", "function": {{"name": ..., "parameters": a JSON schema}}}}, '
-                "the name of up to 64 letters, digits, _, - and .",
-                "tools",
-            )
+        if not isinstance(name, str) or not re.fullmatch(form.names, name):
+            got = "" if name is None else f", got {name!r:.80}"
+            raise BadParameter(f"tools.{number} is {form.shown}; {form.said}{got}", "tools")
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
-            raise BadParameter(f"tools.{number}.function.parameters is the JSON schema of an object", "tools")
+            raise BadParameter(f"tools.{number}.{form.schema} is the JSON schema of an object", "tools")
         given[name] = parameters
     if choice == "none" or (not given and choice in (None, "auto")):
         return None
@@ -160,9 +204,10 @@ def offered(tools: Sequence[Any] | None, choice: Any, many: bool) -> ToolOffer |
 class ToolCallReader:
     """Splits the text of one answer into content and calls. How the text is cut into pieces changes nothing."""
 
-    def __init__(self, form: ToolFormat, names: Sequence[str], special: Sequence[str] = ()) -> None:
-        """names: of the offered tools. special: texts of special tokens, which are not content."""
-        self.form, self.names, self.called = form, frozenset(names), 0
+    def __init__(self, form: ToolFormat, names: Sequence[str], special: Sequence[str] = (), many: bool = True) -> None:
+        """names: of the offered tools. special: texts of special tokens, which are not content. many: without it only the first
+        call counts."""
+        self.form, self.names, self.called, self._many = form, frozenset(names), 0, many
         self._special = [s for s in special if s and s != form.opening]
         self._marks = [*self._special, *([form.opening] if form.opening else [])]
         self._text = ""  # not returned yet
@@ -185,6 +230,7 @@ class ToolCallReader:
                     content += self._clean(self._text[:end])
                     self._fresh = False
                 else:
+                    new = new if self._many else new[: 1 - self.called]
                     calls += new
                     self.called += len(new)
                 self._text = self._text[end:]

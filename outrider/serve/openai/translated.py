@@ -11,7 +11,7 @@ from starlette.responses import Response, StreamingResponse
 
 from outrider.engine.scheduler import LATE
 from outrider.serve.connection import unless_gone
-from outrider.serve.errors import Refused, dumps, json_response
+from outrider.serve.errors import Refused, called, dumps, json_response
 from outrider.serve.openai.pending import PendingAnswer
 from outrider.serve.openai.protocol import ChatRequest, CompletionRequest
 from outrider.serve.openai.tools import begun
@@ -118,9 +118,9 @@ class Answering:
     ) -> Response:
         """The response: whole, or as events. make: its writer. Raises Refused."""
         state = request.state
-        pending = await service.accept(
-            body, state.request_id, body.user or state.owner, state.owner, getattr(state, "waited", 0.0)
-        )
+        waited, client = getattr(state, "waited", 0.0), body.user or state.owner
+        with called(body.called):
+            pending = await service.accept(body, state.request_id, client, state.owner, waited)
         state.ends.enter_context(pending)
         if self._spans is not None:
             self._spans.watch(pending, service.settings.model_name, body, request.headers)
@@ -174,14 +174,6 @@ class ThinkingReader:
 def thinks(template: Any) -> bool:
     """Whether a chat template is one of a model that thinks."""
     return CLOSING in str(template or "")
-
-
-def asked_to_think(template: Any, wanted: bool | None) -> dict[str, Any] | None:
-    """The variables with which a template lets its model think, or keeps it from it; None if it takes none.
-
-    wanted: None leaves it to the template.
-    """
-    return None if wanted is None or "enable_thinking" not in str(template or "") else {"enable_thinking": wanted}
 
 
 def thinking_reader(service: Service, pending: PendingAnswer) -> ThinkingReader | None:

@@ -306,7 +306,7 @@ BAD = [
     ({"prompt": "x", "temperature": -1}, "greater than or equal to 0", "temperature"),
     ({"prompt": "x", "max_tokens": 0}, "greater than or equal to 1", "max_tokens"),
     ({"prompt": "x", "max_tokens": 10**6}, "use max_tokens=", "max_tokens"),
-    ({"prompt": "x " * 3000}, "shorten it", "prompt"),
+    ({"prompt": "x " * 3000}, "reduce the length of the prompt", "prompt"),
     ({"prompt": ""}, "the prompt is empty", "prompt"),
     ({"prompt": []}, "empty list", "prompt"),
     ({"prompt": [99999999]}, "outside the vocabulary", "prompt"),

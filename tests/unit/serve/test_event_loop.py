@@ -166,7 +166,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(live: Live, en
             encoded.clear()
             answer = post(live, path, **body)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
-            assert "shorten it" in answer.text
+            assert "reduce the length" in answer.text
             assert max(encoded, default=0) <= most
     fits = "x" * MAX_TOKENIZE
     assert post(live, "/tokenize", prompt=fits).json()["count"] > room
