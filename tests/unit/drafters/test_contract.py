@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,8 +13,8 @@ from helpers import VOCAB, decoder, plain_texts, request, toy_drafters
 
 from outrider.core.params import SamplingParams
 from outrider.core.tree import tree
-from outrider.core.types import Budget, Draft
-from outrider.drafters.base import BaseDrafter, DraftContext
+from outrider.core.types import Budget, Commit, Draft
+from outrider.drafters.base import BaseDrafter, DraftContext, NoDraft, TargetPass, chains
 from outrider.drafters.lookup.ngram import NgramDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.models.nodes import Nodes
@@ -31,6 +34,7 @@ def test_contract(name: str) -> None:
             seed,
             draws=name in DRAWN,
             shares=name in ("suffix_shared", "token_recycling"),
+            proposes=name not in ("none", "echo"),
         )
 
 
@@ -92,19 +96,133 @@ class _Truncated(_Sharp):
     declared = staticmethod(lambda q: q * (q >= q.topk(4).values[..., -1:]))  # a top-k that the draw did not apply
 
 
+class _Bigram(BaseDrafter):
+    """The drafter of docs/guides/drafter.md: what followed the last token before."""
+
+    def __init__(self) -> None:
+        self.following = defaultdict[int, dict[int, int]](dict)
+        self.seen = defaultdict[int, int](int)
+
+    def propose(self, context: DraftContext) -> Draft:
+        proposals = []
+        for slot, tokens, budget in zip(context.slots, context.tokens, context.budgets, strict=True):
+            following, seen = self.following[slot], self.seen[slot]
+            following.update(pairwise(tokens[max(seen - 1, 0) :]))
+            self.seen[slot] = len(tokens)
+            proposal, last = [], tokens[-1]
+            while len(proposal) < budget.depth and last in following:
+                last = following[last]
+                proposal.append(last)
+            proposals.append(proposal)
+        return chains(context, proposals)
+
+    def release(self, slot: int) -> None:
+        self.following.pop(slot, None)
+        self.seen.pop(slot, None)
+
+
+class _Kept(_Bigram):
+    def release(self, slot: int) -> None: ...
+
+
+class _HalfKept(_Bigram):
+    def release(self, slot: int) -> None:
+        self.seen.pop(slot, None)
+
+
+class _OtherHalfKept(_Bigram):
+    def release(self, slot: int) -> None:
+        self.following.pop(slot, None)
+
+
+class _Shared(_Bigram):
+    """One table for all sequences, which `reset` leaves as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = dict[int, int]()
+        self.following.default_factory = lambda: table
+
+
+class _NearestState(BaseDrafter):
+    """What followed the most similar hidden state."""
+
+    taps = (0,)
+
+    def __init__(self) -> None:
+        self.states = defaultdict[int, list[torch.Tensor]](list)
+
+    def start(self, slot: int, tokens: Sequence[int], first: int, features: torch.Tensor) -> None:
+        self.states[slot] += features
+
+    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+        for slot, commit in zip(context.slots, commits, strict=True):
+            assert commit.features is not None
+            self.states[slot] += commit.features
+
+    def propose(self, context: DraftContext) -> Draft:
+        proposals = []
+        for slot, tokens in zip(context.slots, context.tokens, strict=True):
+            *states, last = self.states[slot] or [torch.zeros(8)]
+            near = [float(torch.cosine_similarity(state, last, dim=0)) for state in states[: len(tokens) - 2]]
+            at = near.index(max(near)) + 2 if near else len(tokens)
+            proposals.append(tokens[at : at + 3])
+        return chains(context, proposals)
+
+    def release(self, slot: int) -> None:
+        self.states.pop(slot, None)
+
+
+class _StatesKept(_NearestState):
+    def release(self, slot: int) -> None: ...
+
+
+class _StepsMissed(_NearestState):
+    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None: ...
+
+
+@pytest.mark.parametrize("vocab_size", [4, VOCAB, 50, 32000])
+@pytest.mark.parametrize("right", [_Bigram, _NearestState])
+def test_a_drafter_of_the_guide_passes(right: type, vocab_size: int) -> None:
+    check_drafter(right, vocab_size)
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, 50])
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
         (_Greedy, "allows"),
         (_Rootless, "last committed token"),
         (_Forgetful, "state depends"),
+        (_Kept, "state depends"),
+        (_HalfKept, "state depends"),
+        (_OtherHalfKept, "state depends"),
+        (_Shared, "state depends"),
+        (_StatesKept, "state depends"),
+        (_StepsMissed, "state depends"),
         (_Wide, "2 children of a node"),
+        (NoDraft, r"nothing was proposed in \d+ steps, so nothing was checked. Give proposes=False"),
+    ],
+)
+def test_the_contract_catches_a_drafter_that_breaks_it(broken: type, message: str, vocab_size: int) -> None:
+    with pytest.raises((AssertionError, ValueError), match=message):
+        check_drafter(broken, vocab_size)
+
+
+def test_a_drafter_that_shares_forgets_at_reset() -> None:
+    with pytest.raises(AssertionError, match="after `reset` it still knows earlier texts"):
+        check_drafter(_Shared, 50, shares=True)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
         (_Sharper, "not drawn from the distribution"),
         (_Shifted, "not drawn from the distribution"),
         (_Truncated, "no mass in probs"),
     ],
 )
-def test_the_contract_catches_a_drafter_that_breaks_it(broken: type, message: str) -> None:
+def test_the_contract_catches_another_distribution(broken: type, message: str) -> None:
     with pytest.raises((AssertionError, ValueError), match=message):
         for seed in range(10):
             check_drafter(broken, VOCAB, seed)
