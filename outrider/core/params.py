@@ -59,7 +59,7 @@ class SamplingParams:
     min_tokens: the text does not end before it has this many tokens.
     max_tokens: the text ends after this many; None means as many as the model's length allows.
     stop: strings that end the text. They are cut from it unless include_stop_str_in_output is set.
-    stop_token_ids: tokens that end the text. ignore_eos: the model's end token does not end it.
+    stop_token_ids: tokens that end the text, cut in the same way. ignore_eos: the model's end token does not end it.
     skip_special_tokens: leave special tokens out of the text.
     seed: at most 64 bits. None draws a seed, and the output reports it.
     prediction: a text, or token ids, that the answer will mostly repeat (OpenAI's predicted outputs). It is drafted from and

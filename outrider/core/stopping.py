@@ -95,22 +95,30 @@ class StopChecker:
     def push(self, token: int) -> FinishReason | None:
         """Add one token. Returns the reason if it ends the text, else None."""
         self.count += 1
-        new = self._detokenizer.push(token) if self._detokenizer and token >= 0 else ""
+        params, own = self.params, token in self._end_ids
         if token < 0:
             self.end = FinishReason("error", "the model's logits are not numbers")
-        elif self.count > self.params.min_tokens - 1 and token in self._end_ids:
-            self.end = FinishReason("stop")
-        elif self.count > self.params.min_tokens - 1 and token in self._stop_ids:
-            self.end = FinishReason("stop", token)
-        elif new and self.count >= self.params.min_tokens and (found := self._find(len(new))):
+        elif (own or token in self._stop_ids) and self.count >= params.min_tokens:
+            self.end = FinishReason("stop", None if own else token)
+        new = ""
+        if self._detokenizer and self._shows(token):
+            new = self._detokenizer.push(token)
+        if self.end is None and new and self.count >= params.min_tokens and (found := self._find(len(new))):
             self.end = FinishReason("stop", found)
-        elif self.count >= self.limit:
+        elif self.end is None and self.count >= self.limit:
             self.end = FinishReason("length")
         if self._detokenizer:
             if self.end and self._cut is None:
                 self._detokenizer.flush()
             self.marks.append(len(self._detokenizer.text))
         return self.end
+
+    def _shows(self, token: int) -> bool:
+        """Whether a token adds to the text. One that ended it is no text, unless the parameters say so."""
+        asked = self.params.include_stop_str_in_output or (
+            token in self._end_ids and not self.params.skip_special_tokens
+        )
+        return token >= 0 and (self.end is None or asked)
 
     def finish(self, end: FinishReason) -> None:
         """End the text where it is. What was held back for a stop string is text now."""

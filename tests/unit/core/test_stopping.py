@@ -89,6 +89,18 @@ def test_where_texts_end(params: dict, text: str, count: int, finish: str | None
     assert (ending.count, ending.end and ending.end.finish) == (count, finish)
 
 
+@pytest.mark.parametrize("given", [{}, {"stop_token_ids": [ord("c")]}])
+def test_a_token_that_ends_a_text_is_no_part_of_it(given: dict) -> None:
+    """Also an end token that the vocabulary does not call special."""
+    ends = () if given else (ord("c"),)
+    for more, text in (({}, "ab"), ({"include_stop_str_in_output": True}, "abc"), ({"min_tokens": 4}, "abc")):
+        ending = StopChecker(SamplingParams(max_tokens=9, **given, **more), ends, 4, Bytes(), b"")
+        for token in b"abcd":
+            if ending.push(token):
+                break
+        assert ending.text == text + "d" * ("min_tokens" in more)
+
+
 def test_length_and_missing_tokenizer() -> None:
     ending = StopChecker(SamplingParams(), (), 2, Bytes(), b"")
     assert ending.push(65) is None
