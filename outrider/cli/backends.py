@@ -109,7 +109,7 @@ class LocalBackend:
             while not ended:
                 delta = deltas.get()
                 ended = delta.ended
-                yield {"choices": [{"delta": {"content": delta.text}}]}
+                yield {"choices": [{"delta": {"content": delta.text}, "pieces": delta.pieces}]}
         finally:
             self._engine.cancel([sequence])
         assert sequence.finish is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, TextIO
@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from rich.cells import cell_len
 
 from outrider.cli.backends import ChatBackend
-from outrider.cli.terminal import printable, tell
+from outrider.cli.terminal import GREEN, paint, printable, tell, unechoed
 from outrider.core.suggest import did_you_mean
 
 HELP = """\
@@ -77,16 +77,15 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
         options = {**self.options, "seed": (self.options["seed"] + self._answers) % 2**63}
         answer, finish, last, stopped = "", None, dict[str, Any](), False
-        out = WordWrap(sys.stdout) if sys.stdout.isatty() else None
+        out = TextPrinter()
         try:
-            with closing(self.backend.answer(self.messages, options)) as events:
+            with unechoed(), closing(self.backend.answer(self.messages, options)) as events:
                 for event in events:
                     for choice in event.get("choices", ()):
-                        piece = choice.get("text") or choice.get("delta", {}).get("content") or ""
+                        text = choice.get("text") or choice.get("delta", {}).get("content") or ""
                         finish = choice.get("finish_reason") or finish
-                        answer += piece
-                        (out or sys.stdout).write(printable(piece))
-                    sys.stdout.flush()
+                        answer += text
+                        out.write(text, choice.get("pieces", ()))
                     last = event if event.get("usage") else last
         except KeyboardInterrupt:
             stopped = True
@@ -94,10 +93,7 @@ class Conversation:
             self.messages.pop()
             raise
         finally:
-            if out is not None:
-                out.end()
-            if stopped or (answer and not answer.endswith("\n")):
-                print(flush=True)
+            out.end()
         if not answer and stopped:
             self.messages.pop()
         else:
@@ -224,30 +220,73 @@ def _figures(event: dict[str, Any], seed: int) -> str:
 _TAB = 8
 
 
+class TextPrinter:
+    """Prints a text as it comes. On a terminal lines break between words, and accepted draft tokens are green."""
+
+    def __init__(self) -> None:
+        self._wrap = WordWrap(sys.stdout) if sys.stdout.isatty() else None
+        self._last = "\n"
+
+    def write(self, text: str, pieces: Iterable[tuple[str, bool]] = (), colour: str = "") -> None:
+        """Add text.
+
+        Args:
+            text: What a model wrote.
+            pieces: The same text in parts, and of each whether a draft token made it.
+            colour: An ANSI code for what no draft token made.
+        """
+        parts, self._last = list(pieces), text[-1:] or self._last
+        parts = parts if "".join(part for part, _ in parts) == text else [(text, False)]
+        if self._wrap is None:
+            sys.stdout.write(printable(text))
+        else:
+            for part, from_draft in parts:
+                self._wrap.write(printable(part), GREEN if from_draft else colour)
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        """Write what was held back, and end the line."""
+        if self._wrap is not None:
+            self._wrap.end()
+        if self._last != "\n" if self._wrap is None else self._wrap.column:
+            print(flush=True)
+
+
 class WordWrap:
     """Writes text as it comes, and breaks lines between words. A word is written when its end is known: call `end` at last."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._column = 0  # cells of this line that are written
+        self.column = 0  # cells of this line that are written
         self._gap = self._word = ""
+        self._runs = list[tuple[str, str]]()  # the parts of the word, each with its colour
 
-    def write(self, text: str) -> None:
-        """Add text. Control characters other than a newline and a tab must not be in it."""
+    def write(self, text: str, colour: str = "") -> None:
+        """Add text. Control characters other than a newline and a tab must not be in it.
+
+        Args:
+            text: What is written.
+            colour: An ANSI code; empty for none.
+        """
+        width = shutil.get_terminal_size().columns
         for character in text:
             if character == "\n":
                 self.end()
                 self._out.write("\n")
-                self._column = 0
+                self.column = 0
             elif character == "\t":
                 self._put()
-                self._gap += " " * (_TAB - (self._column + len(self._gap)) % _TAB)
+                self._gap += " " * (_TAB - (self.column + len(self._gap)) % _TAB)
             elif character == " ":
                 self._put()
                 self._gap += " "
             else:
                 self._word += character
-                if cell_len(character) > 1:  # between wide characters a line can always break
+                if not self._runs or self._runs[-1][0] != colour:
+                    self._runs.append((colour, ""))
+                self._runs[-1] = colour, self._runs[-1][1] + character
+                # between wide characters a line can always break; a longer word the terminal breaks anyway
+                if cell_len(character) > 1 or len(self._word) > width:
                     self._put()
         self._out.flush()
 
@@ -261,11 +300,12 @@ class WordWrap:
         if not self._word:
             return
         size, width = cell_len(self._word), shutil.get_terminal_size().columns
-        if self._column and self._column + len(self._gap) + size > width:
+        if self.column and self.column + len(self._gap) + size > width:
             self._out.write("\n")
-            self._column, self._gap = 0, ""
-        self._out.write(self._gap + self._word)
-        self._column += len(self._gap) + size
-        if self._column > width:  # the terminal broke a word that is longer than a line
-            self._column = (self._column - 1) % width + 1
+            self.column, self._gap = 0, ""
+        self._out.write(self._gap + "".join(paint(s, code, self._out) if code else s for code, s in self._runs))
+        self.column += len(self._gap) + size
+        if self.column > width:  # the terminal broke a word that is longer than a line
+            self.column = (self.column - 1) % width + 1
         self._gap = self._word = ""
+        self._runs.clear()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.cli.chat import no_template
+from outrider.cli.conversation import TextPrinter
 from outrider.cli.options import (
     CODE,
     Debug,
@@ -25,7 +26,7 @@ from outrider.cli.options import (
     TraceOptions,
     option,
 )
-from outrider.cli.terminal import DIM, GREEN, check_folders, loading, paint, plain, printable, readable, tell
+from outrider.cli.terminal import DIM, GREEN, check_folders, loading, paint, plain, readable, tell, unechoed
 
 if TYPE_CHECKING:
     from outrider.core.outputs import RequestOutput
@@ -96,26 +97,23 @@ def stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) ->
     used = StepsByDrafter(llm.method)
     llm.scheduler.watch(used)
     source = llm.stream([{"role": "user", "content": prompt}] if chat else prompt, params)
-    tokens, last, started = 0, "\n", perf_counter()
+    tokens, started = 0, perf_counter()
     output: RequestOutput | None = None
     steps = drafted = accepted = 0
-    if sys.stdout.isatty() and speculates and not bare:
+    if speculates and not bare:
         print(paint("accepted draft tokens", GREEN) + paint(" | tokens of the model itself\n", DIM))
-    with suppress(KeyboardInterrupt):
-        echo = prompt if sys.stdout.isatty() and not chat else ""
+    out = TextPrinter()
+    with unechoed(), suppress(KeyboardInterrupt):
+        if sys.stdout.isatty() and not chat:
+            out.write(prompt, colour=DIM)
         for delta in source:
-            pieces = [(printable(text), from_draft) for text, from_draft in delta.pieces]
-            shown = "".join(paint(t, GREEN) if from_draft and not bare else t for t, from_draft in pieces)
-            sys.stdout.write(paint(printable(echo), DIM) + shown)
-            sys.stdout.flush()
-            tokens, last, echo = tokens + len(delta.token_ids), (delta.text or echo or last)[-1], ""
+            out.write(delta.text, delta.pieces)
+            tokens += len(delta.token_ids)
             steps, drafted, accepted = steps + 1, drafted + delta.drafted, accepted + delta.accepted
             output = delta.output
+    out.end()
     llm.scheduler.unwatch(used)
     seconds = perf_counter() - started
-    if last != "\n":
-        sys.stdout.write("\n")
-    sys.stdout.flush()
     facts = [f"{tokens} tokens", f"{tokens / seconds:.1f} tokens/s"]
     if speculates and steps:
         facts += [f"acceptance length {1 + accepted / steps:.2f} (bonus counted)"]

@@ -69,6 +69,24 @@ def readable(debug: bool) -> Iterator[None]:
             raise typer.Exit(2) from None
 
 
+@contextmanager
+def unechoed() -> Iterator[None]:
+    """Show nothing of what is typed while a text is written, ^C included. It is the beginning of the next message."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    before = termios.tcgetattr(sys.stdin)
+    quiet = [*before]
+    quiet[3] = quiet[3] & ~termios.ECHO | termios.NOFLSH  # ctrl-C keeps what was typed
+    try:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
 def loading(what: str) -> AbstractContextManager[Any]:
     """Show a spinner on a terminal."""
     return nullcontext() if plain(sys.stderr) else working(f"loading {what}")

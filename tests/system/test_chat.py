@@ -87,12 +87,16 @@ def test_a_person_at_a_terminal(tmp_path: Path) -> None:
         terminal.wait_until(
             lambda shown: len(shown.partition("import sys\n")[2]) > 300
         )  # it writes as many tokens as fit
+        terminal.type("/sh")  # too early: it is the beginning of the next message
         terminal.type("\x03")
-        terminal.wait_for("stopped\n\n>>> ")
+        terminal.wait_for("stopped\n\n>>> /sh")
+        assert "^C" not in terminal.shown
+        terminal.type("ow\n")
+        terminal.wait_for(">>> ", 3)
         terminal.interrupt("ctrl-D or /bye ends\n>>> ")
         terminal.type("/show\n")
-        assert re.search(r"messages +2\n", terminal.wait_for("seed  "))
-        terminal.wait_for(">>> ", 4)
+        assert re.search(r"messages +2\n", terminal.wait_for("seed  ", 2))
+        terminal.wait_for(">>> ", 5)
         terminal.type("/nonsense\n")
         terminal.wait_for("error: there is no /nonsense; /help lists the commands")
         terminal.wait_until(lambda shown: shown.endswith(">>> "))  # before that, the terminal takes ctrl-D for itself
@@ -103,7 +107,7 @@ def test_a_person_at_a_terminal(tmp_path: Path) -> None:
         assert all(cell_len(line) <= 80 for line in written.split("\n"))
     history = tmp_path / "outrider" / "chat_history"
     assert history.stat().st_mode & 0o777 == 0o600
-    assert history.read_text() == "import os\nimport sys\n/show\n/nonsense\n"
+    assert history.read_text() == "import os\nimport sys\n/show\n/show\n/nonsense\n"
     with Terminal("run", CODE, code=NO_MODEL, XDG_STATE_HOME=str(tmp_path)) as terminal:
         terminal.wait_for(">>> ")
         terminal.type("\x1b[A\x1b[A\n")  # arrow up, twice

@@ -256,7 +256,7 @@ def test_terminal_colours_and_ctrl_c() -> None:
     # a full terminal holds the writer back, so that the text does not end before the key is pressed
     words = ("generate", PROMPT, "-m", "builtin:code", "-n", "1900", "--ignore-eos")
     with Terminal(*words, NO_COLOR="") as terminal:
-        terminal.wait_until(lambda shown: len(shown.partition("tokens of the model itself")[2]) > 500)
+        terminal.wait_until(lambda shown: len(shown.partition("tokens of the model itself")[2]) > 150)
         terminal.type("\x03")
         assert terminal.ended() == 130
         shown = terminal.shown
@@ -264,7 +264,7 @@ def test_terminal_colours_and_ctrl_c() -> None:
     text, last = shown.rstrip("\n").rsplit("\n\x1b[2minterrupted: ", 1)
     assert "acceptance length" in " ".join(last.split())  # it wraps
     assert last.endswith("\x1b[0m")
-    assert "class Stack" in text
+    assert "Stack" in text
     assert text.count("\x1b[32m") > 1
     assert "Traceback" not in shown
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h")  # a hidden cursor comes back

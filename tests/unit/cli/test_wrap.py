@@ -57,3 +57,15 @@ def test_no_word_is_broken_and_none_is_lost(parts: list[tuple[str, str]], cuts: 
 )
 def test_lines_of_ten_cells(text: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrapped(text, [], 10, monkeypatch) == expected
+
+
+def test_a_word_is_whole_and_its_draft_tokens_are_green(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens come one by one, some of them of a drafter, and the edge of the terminal is near."""
+    monkeypatch.setenv("COLUMNS", "10")
+    monkeypatch.setattr("outrider.cli.terminal.plain", lambda _: False)
+    out = io.StringIO()
+    wrap = WordWrap(out)
+    for text, colour in (("the light", ""), ("ho", "32"), ("use", "32"), ("s", ""), (" ", "32")):
+        wrap.write(text, colour)
+    wrap.end()
+    assert out.getvalue() == "the\nlight\x1b[32mhouse\x1b[0ms"
