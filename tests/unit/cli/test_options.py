@@ -39,7 +39,7 @@ OPTIONS = {
         "Model": "--model/-m",
         "Speculation": "--draft-model/-d --num-speculative-tokens/-k",
         "Measurement": "--tokens --repeats",
-        "Output": "--json --debug",
+        "Output": "--json --details --debug",
     },
     "layers": {
         "Model": "--model/-m --dtype --quantization",
@@ -225,7 +225,7 @@ def test_no_option_is_lost() -> None:
                 panels.setdefault(panel, []).append("/".join(parameter.opts))
         found[name] = {panel: " ".join(words) for panel, words in panels.items()}
     assert found == OPTIONS
-    assert [list(panels) for panels in found.values()] == [list(panels) for panels in OPTIONS.values()]
+    assert {name: list(panels) for name, panels in found.items()} == {name: list(OPTIONS[name]) for name in found}
 
 
 class Shape(Options):
