@@ -83,7 +83,8 @@ class Conversation:
                 for event in events:
                     for choice in event.get("choices", ()):
                         text = choice.get("text") or choice.get("delta", {}).get("content") or ""
-                        finish = choice.get("finish_reason") or finish
+                        if ending := choice.get("finish_reason"):
+                            finish = (ending == "length" and choice.get("stop_reason")) or ending
                         answer += text
                         out.write(text, choice.get("pieces", ()))
                     last = event if event.get("usage") else last

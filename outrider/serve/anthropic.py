@@ -33,6 +33,9 @@ VERSION = "2023-06-01"
 # Lines before a system text that tell the bill, not the model; clients change them in each request
 _HEADER = re.compile(r"(?:x-[a-z0-9-]+:[^\n]*(?:\n+|$))+", re.IGNORECASE)
 _OTHER = "this endpoint calls it {}"
+# What clients expect beside what is known here; the schemas demand each, and most are null
+_OF_END, _CLIENT = ("stop_sequence", "stop_details", "container"), {"type": "direct"}
+_NO_COUNTS = ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use", "service_tier")
 
 
 class ThinkingConfig(JsonObject):
@@ -259,7 +262,7 @@ class MessagesWriter(AnswerTranslator):
         self, name: str, model: str, prompt_tokens: int, max_tokens: int, thinking: ThinkingReader | None
     ) -> None:
         """name: of the request. model: its served name. max_tokens: that were asked for. thinking: of a model that thinks."""
-        self._max_tokens, self._thinking = max_tokens, thinking
+        self._name, self._max_tokens, self._thinking = name, max_tokens, thinking
         self._open: dict[str, Any] | None = None  # the block that text goes to
         self.answer: dict[str, Any] = {
             "id": f"msg_{name}",
@@ -267,8 +270,8 @@ class MessagesWriter(AnswerTranslator):
             "role": "assistant",
             "model": model,
             "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
+            **dict.fromkeys(("stop_reason", *_OF_END)),
+            **dict.fromkeys(("context_management", "diagnostics")),  # of the beta
             "usage": _usage(prompt_tokens, 0, 0),
         }
         start = {"type": "message_start", "message": {**self.answer, "content": []}}
@@ -297,7 +300,7 @@ class MessagesWriter(AnswerTranslator):
         return [*events, *self._close()]
 
     def failed(self, refused: Refused) -> list[Event]:
-        return [refused.messages_body]
+        return [refused.messages_body(self._name)]
 
     def _end(self, totals: dict[str, Any]) -> list[Event]:
         used = totals["usage"]
@@ -306,7 +309,7 @@ class MessagesWriter(AnswerTranslator):
             full = written < self._max_tokens
             self.answer["stop_reason"] = "model_context_window_exceeded" if full else "max_tokens"
         self.answer |= {"usage": _usage(used["prompt_tokens"], cached, written), "metrics": totals["metrics"]}
-        delta = {name: self.answer[name] for name in ("stop_reason", "stop_sequence")}
+        delta = {name: self.answer[name] for name in ("stop_reason", *_OF_END)}
         ours = {name: self.answer[name] for name in ("seed", "guarantee", "note", "metrics") if name in self.answer}
         end = {"type": "message_delta", "delta": delta, "usage": self.answer["usage"], **ours}
         return [end, {"type": "message_stop"}]
@@ -323,7 +326,7 @@ class MessagesWriter(AnswerTranslator):
         events = list[Event]()
         if self._open is None or self._open["type"] != kind:
             events += self._close()
-            more = {"signature": ""} if kind == "thinking" else {}
+            more = {"signature": ""} if kind == "thinking" else {"citations": None}
             events += self._begin({"type": kind, kind: "", **more})
         assert self._open is not None
         self._open[kind] += text
@@ -333,7 +336,9 @@ class MessagesWriter(AnswerTranslator):
         function = call["function"]
         events = [
             *self._close(),
-            *self._begin({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}),
+            *self._begin(
+                {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}, "caller": _CLIENT}
+            ),
         ]
         assert self._open is not None
         self._open["input"] = json.loads(function["arguments"])
@@ -364,13 +369,14 @@ class MessagesWriter(AnswerTranslator):
         return len(self.answer["content"]) - 1
 
 
-def _usage(prompt: int, cached: int, written: int) -> dict[str, int]:
+def _usage(prompt: int, cached: int, written: int) -> dict[str, int | None]:
     """Anthropic's counts: what the cache had is no input. Nothing is paid for what the cache keeps, so that is zero."""
     return {
         "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": written,
+        **dict.fromkeys(_NO_COUNTS),
     }
 
 

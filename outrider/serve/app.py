@@ -126,6 +126,7 @@ def _model(app: FastAPI, pool: ModelPool) -> None:
             "type": "model",  # from here, as Anthropic's clients read it
             "display_name": one.name,
             "created_at": datetime.fromtimestamp(pool.started, UTC).isoformat(),
+            **dict.fromkeys(("capabilities", "max_input_tokens", "max_tokens")),
             "root": public_name(one.settings.model),
             "state": pool.state(one),
             "size": one.weights,

@@ -191,7 +191,7 @@ class LimitedConnection(_Base):
             return
         if self.cycle is None or not self.cycle.response_started:
             refused = Refused(message, status, code="overloaded" if status == 429 else "request_too_large")
-            body = dumps(refused.body_at("" if self.cycle is None else self.cycle.scope["path"]))
+            body = dumps(refused.body_of({"path": ""} if self.cycle is None else self.cycle.scope))
             head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
             head += f"content-length: {len(body)}\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
             self.transport.write(head.encode() + body)

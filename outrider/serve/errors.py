@@ -36,7 +36,7 @@ class ErrorDetail(BaseModel):
     message: str
     type: str
     param: str | None
-    code: str | int | None
+    code: str | None
 
 
 class ErrorBody(BaseModel):
@@ -57,6 +57,7 @@ class MessagesErrorBody(BaseModel):
 
     type: Literal["error"]
     error: MessagesErrorDetail
+    request_id: str | None
 
 
 class OllamaErrorBody(BaseModel):
@@ -104,32 +105,32 @@ class Refused(Exception):
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    @property
-    def messages_body(self) -> dict[str, Any]:
+    def messages_body(self, request_id: str | None) -> dict[str, Any]:
         """The body as Anthropic's clients read it."""
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         message, long = self._named, self.overflow
         if long is not None and long.prompt >= long.limit:  # clients look for these words
             message = f"prompt is too long: {long.prompt} tokens > {min(long.limit, long.prompt - 1)} maximum"
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
     @property
     def _named(self) -> str:
         """The message with the field in it, for a protocol whose errors have no place for its name."""
         return self.message if self.param is None or self.param in self.message else f"{self.param}: {self.message}"
 
-    def body_at(self, path: str) -> dict[str, Any]:
-        """The body in the protocol of a path."""
+    def body_of(self, scope: Mapping[str, Any]) -> dict[str, Any]:
+        """The body in the protocol of a request's path."""
+        path = scope["path"]
         if path.startswith("/v1/messages"):
-            return self.messages_body
+            return self.messages_body(scope.get("state", {}).get("request_id"))
         return {"error": self._named} if path.startswith("/api/") else self.body
 
-    def response(self, path: str) -> Response:
-        """The answer to a request for this path."""
+    def response(self, scope: Mapping[str, Any]) -> Response:
+        """The answer to a request."""
         headers = {} if self.retry is None else {"retry-after": str(self.retry)}
         if self.status == 401:
             headers["www-authenticate"] = self.challenge
-        return json_response(self.body_at(path), self.status, headers)
+        return json_response(self.body_of(scope), self.status, headers)
 
 
 def answered(description: str) -> dict[int | str, dict[str, Any]]:
@@ -204,7 +205,7 @@ def install(app: FastAPI) -> None:
     """Give every error of the framework the shape of the protocol's errors."""
 
     async def refused(request: Request, error: Any) -> Response:
-        return error.response(request.url.path)
+        return error.response(request.scope)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, StarletteHTTPException)
@@ -213,7 +214,7 @@ def install(app: FastAPI) -> None:
             404: f"this server has no {request.url.path}; GET /openapi.json lists what it has",
             405: f"{request.url.path} does not take {request.method}",
         }
-        answer = Refused(what.get(error.status_code, str(error.detail)), error.status_code).response(request.url.path)
+        answer = Refused(what.get(error.status_code, str(error.detail)), error.status_code).response(request.scope)
         answer.headers.update(error.headers or {})
         if error.status_code == 405:  # several routes may have the path, and the framework names the methods of one
             found = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
@@ -222,7 +223,7 @@ def install(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, (RequestValidationError, ValidationError))
-        return invalid_body(error.errors()).response(request.url.path)
+        return invalid_body(error.errors()).response(request.scope)
 
     app.add_exception_handler(Refused, refused)
     app.add_exception_handler(HTTPException, http)

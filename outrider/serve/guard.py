@@ -89,7 +89,7 @@ class Guard:
                     head = scope["method"] == "HEAD" and scope["path"] in HEADS
                     await self.app({**scope, "method": "GET"} if head else scope, received, answer)
             except Refused as refused:
-                await refused.response(scope["path"])(scope, receive, answer)
+                await refused.response(scope)(scope, receive, answer)
         except _Gone:
             status = 499
             abort(scope)
@@ -98,7 +98,7 @@ class Guard:
                 log.error("%s failed", name, exc_info=error)
             if not status:
                 failed = Refused("the server failed on this request", 500)
-                await failed.response(scope["path"])(scope, receive, answer)
+                await failed.response(scope)(scope, receive, answer)
         finally:
             self.active -= counted
             name_of_model = state.get("model", self.metrics.model_name)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from published import Judged
 
 from outrider import LLM
 from outrider.control import Fixed
@@ -36,7 +37,7 @@ class Live:
     """A server that runs. url: where. pool, app: its insides. service, metrics: of its first model."""
 
     def __init__(self, pool: ModelPool, server: uvicorn.Server) -> None:
-        self.pool, self.server, self.app = pool, server, server.config.app
+        self.pool, self.server, self.app = pool, server, server.config.app.app
         self.service, self.registry = pool.loaded[0], pool.metrics.registry
         self.metrics = pool.metrics.of(pool.models[0].name)
         self.port = server.servers[0].sockets[0].getsockname()[1]
@@ -72,7 +73,7 @@ def serving(llm: LLM, settings: ServeOptions | None = None, spans: Any = None, *
 @contextmanager
 def running(pool: ModelPool, spans: Any = None) -> Iterator[Live]:
     """A server of these models, whose first one is loaded; the tables of the engines must be empty afterwards."""
-    config = http_config(create_app(pool, spans), pool.settings, port=0, log_level="error", lifespan="on")
+    config = http_config(Judged(create_app(pool, spans)), pool.settings, port=0, log_level="error", lifespan="on")
     server = uvicorn.Server(config)
     ready = threading.Event()
     startup = server.startup

@@ -133,8 +133,11 @@ class ChoiceWriter:
         """Why the choice ended. called: it has tool calls."""
         result, finish = self.sequence, self.sequence.finish
         assert finish is not None
-        end: dict[str, Any] = {
-            "finish_reason": "tool_calls" if called and finish.finish == "stop" else finish.finish,
+        stopped = "tool_calls" if called else "stop"
+        end: dict[
+            str, Any
+        ] = {  # OpenAI has no other name than `length` for a text that was cut off; stop_reason says by what
+            "finish_reason": stopped if finish.finish == "stop" else "length",
             "stop_reason": finish.reason,
             "seed": result.request.seed,
         }
@@ -167,7 +170,7 @@ class ChoiceWriter:
         none. offset: where the text of the tokens begins in the text of the choice."""
         pairs = list(zip(tokens, logprobs, strict=False))
         if self._body.is_chat:
-            return {"content": [self._token(t, x[t], x) for t, x in pairs if x is not None]}
+            return {"content": [self._token(t, x[t], x) for t, x in pairs if x is not None], "refusal": None}
         texts, offsets = [self._decode([t]) for t, _ in pairs], list[int]()
         for text in texts:
             offsets.append(offset)

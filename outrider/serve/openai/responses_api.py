@@ -28,7 +28,7 @@ from outrider.serve.openai.protocol import (
     few,
 )
 from outrider.serve.openai.tools import ToolForm, text_of
-from outrider.serve.openai.translated import Answering, AnswerTranslator, Event
+from outrider.serve.openai.translated import Answering, AnswerTranslator, Event, cut_by
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -214,6 +214,7 @@ class ResponsesWriter(AnswerTranslator):
         self._message: dict[str, Any] | None = None  # the item that text goes to
         given = None if body.text is None else body.text.format
         form = {"type": "text"} if given is None else given.model_dump(by_alias=True, exclude_none=True)
+        form |= {"name": given.name or "output"} if given is not None and given.type == "json_schema" else {}
         self.answer: dict[str, Any] = {
             "id": name,
             "object": "response",
@@ -237,12 +238,11 @@ class ResponsesWriter(AnswerTranslator):
             "temperature": 1.0 if chat.temperature is None else chat.temperature,
             "text": {"format": form},
             "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
+            "tools": [{"parameters": None, "strict": None, **tool} for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if chat.top_p is None else chat.top_p,
             "truncation": "disabled",
-            "usage": None,
-            "user": body.user,
+            **({} if body.user is None else {"user": body.user}),
         }
         started = [self._event(f"response.{kind}", response=self._shown()) for kind in ("created", "in_progress")]
         self.begin = b"".join(map(self.encoded, started))
@@ -264,11 +264,12 @@ class ResponsesWriter(AnswerTranslator):
             if not self.answer["output"]:
                 events += self._text("", [])
             events += self._close("completed" if finish in ("stop", "tool_calls") else "incomplete")
-            self.answer["status"] = {"length": "incomplete", "abort": "failed"}.get(finish, "completed")
-            if finish == "length":
-                self.answer["incomplete_details"] = {"reason": "max_output_tokens"}
-            elif finish == "abort":
-                self.answer["error"] = {"code": "server_error", "message": str(choice["stop_reason"])}
+            if (reason := cut_by(choice)) is not None:
+                self.answer |= {"status": "failed", "error": {"code": "server_error", "message": reason}}
+            elif finish == "length":
+                self.answer |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+            else:
+                self.answer["status"] = "completed"
         return events
 
     def failed(self, refused: Refused) -> list[Event]:

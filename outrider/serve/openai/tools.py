@@ -177,6 +177,9 @@ def offered(tools: Sequence[Any] | None, choice: Any, many: bool, form: ToolForm
         if not isinstance(name, str) or not re.fullmatch(form.names, name):
             got = "" if name is None else f", got {name!r:.80}"
             raise BadParameter(f"tools.{number} is {form.shown}; {form.said}{got}", "tools")
+        for field, kind in (("strict", bool), ("description", str)):
+            if not isinstance(function.get(field), kind | None):
+                raise BadParameter(f"tools.{number}: {field} is a {kind.__name__}", "tools")
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
             raise BadParameter(f"tools.{number}.{form.schema} is the JSON schema of an object", "tools")

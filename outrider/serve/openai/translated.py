@@ -96,10 +96,14 @@ class AnswerTranslator(AnswerWriter, ABC):
         return self.answer
 
 
+def cut_by(choice: dict[str, Any]) -> str | None:
+    """Why a choice was cut off: its deadline, or the end of the server. None if it was not."""
+    return choice["stop_reason"] if choice["finish_reason"] == "length" else None
+
+
 def check_whole(choice: dict[str, Any]) -> None:
     """Raise Refused for a choice that was cut off by its deadline or by the end of the server."""
-    if choice["finish_reason"] == "abort":
-        reason = choice["stop_reason"]
+    if (reason := cut_by(choice)) is not None:
         raise Refused(f"the answer was cut off: {reason}", 408 if reason == LATE else 503)
 
 

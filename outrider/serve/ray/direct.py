@@ -65,7 +65,7 @@ class ReservationMiddleware:
         ended = self._open.get(given)
         if ended is None:
             refused = Refused("this address is for the front alone", 401, code="no_ticket")
-            await refused.response(scope["path"])(scope, receive, send)
+            await refused.response(scope)(scope, receive, send)
             return
         self.drop(given)
         try:

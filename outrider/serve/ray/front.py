@@ -292,7 +292,7 @@ class ResumableStream:
         opening = "prompt_token_ids" in choice or "prompt_token_ids" in chunk
         if index in self._ended or (opening and index in self._opened):
             return False
-        if choice.get("finish_reason") == "abort" and choice.get("stop_reason") == CLOSING:
+        if choice.get("finish_reason") == "length" and choice.get("stop_reason") == CLOSING:
             raise ReplicaLost(CLOSING)
         tokens = choice.get("token_ids", [])
         self._tokens[index] += tokens

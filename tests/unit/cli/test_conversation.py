@@ -179,7 +179,7 @@ def test_an_answer_that_fails_leaves_the_conversation_as_it_was() -> None:
          "cut at 8 tokens; -n 16 allows more, and in a conversation /set max_tokens 16"),
         ({"choices": [{"finish_reason": "length"}], "usage": {"completion_tokens": 8, "prompt_tokens": 1}}, {},
          "the conversation fills the model's context; /clear starts anew"),
-        ({"choices": [{"finish_reason": "abort"}]}, {}, "the answer ended early: abort"),
+        ({"choices": [{"finish_reason": "length", "stop_reason": "it is late"}]}, {}, "the answer ended early: it is late"),
     ],
 )  # fmt: skip
 def test_an_answer_that_ends_early_says_why(

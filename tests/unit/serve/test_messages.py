@@ -120,14 +120,14 @@ def test_the_events_of_a_stream_add_up_to_the_message(live: Live) -> None:
     assert kinds(found) == ["message_start", "ping", "start", "delta", "stop", "message_delta", "message_stop"]
     first, end = found[0]["message"], found[-2]
     assert (first["content"], first["stop_reason"], first["usage"]["output_tokens"]) == ([], None, 0)
-    assert first["usage"]["input_tokens"] == sum(whole["usage"].values()) - whole["usage"]["output_tokens"]
+    assert first["usage"]["input_tokens"] == whole["usage"]["input_tokens"] + whole["usage"]["cache_read_input_tokens"]
     block = next(event for event in found if event["type"] == "content_block_start")
-    assert (block["index"], block["content_block"]) == (0, {"type": "text", "text": ""})
+    assert (block["index"], block["content_block"]) == (0, {"type": "text", "text": "", "citations": None})
     deltas = [event for event in found if event["type"] == "content_block_delta"]
     assert {(event["index"], event["delta"]["type"]) for event in deltas} == {(0, "text_delta")}
     assert len(deltas) > 3
     assert "".join(event["delta"]["text"] for event in deltas) == said(whole)
-    assert end["delta"] == {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    assert end["delta"] == {name: whole[name] for name in ("stop_reason", "stop_sequence", "stop_details", "container")}
     assert end["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
     assert whole["usage"]["cache_read_input_tokens"] > 0  # the stream had read the prompt
 
@@ -200,7 +200,7 @@ def test_a_thought_is_a_block_of_its_own(live: Live) -> None:
     body: dict[str, Any] = {"structured_outputs": {"regex": "<think>hm, ha</think>\nyes"}, "temperature": 0}
     made = ask(live, **body)
     thought = {"type": "thinking", "thinking": "hm, ha", "signature": made["id"]}
-    assert made["content"] == [thought, {"type": "text", "text": "yes"}]
+    assert made["content"] == [thought, {"type": "text", "text": "yes", "citations": None}]
     found = events(live, **body)
     assert kinds(found) == [
         "message_start", "ping", "start", "delta", "stop", "start", "delta", "stop", "message_delta", "message_stop"
@@ -299,7 +299,7 @@ def test_what_a_message_cannot_be_is_refused_in_the_form_of_its_errors(live: Liv
     error = response.json()
     assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
     assert words in error["error"]["message"]
-    assert set(error) == {"type", "error"}
+    assert set(error) == {"type", "error", "request_id"}
 
 
 def test_errors_before_the_route_have_its_form_and_a_key_may_come_in_its_header() -> None:

@@ -155,7 +155,7 @@ def has_form(path: str, told: Any) -> bool:
         return list(told) == ["error"] and isinstance(told["error"], str)
     error = told["error"]
     if path.startswith("/v1/messages"):
-        return set(told) == {"type", "error"} and told["type"] == "error" and set(error) == {"type", "message"}
+        return set(told) == {"type", "error", "request_id"} and set(error) == {"type", "message"}
     return set(told) == {"error"} and set(error) == {"message", "type", "param", "code"}
 
 
