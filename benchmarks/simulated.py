@@ -286,7 +286,7 @@ def fitted(
     sizes = np.array([steps[0].rows for steps in some])
     levels = np.array([max(s.depth for s in steps) for steps in some])
     contexts = np.array([statistics.mean(s.position for s in steps) for steps in some])
-    y = np.array([sum(steps[0].seconds) / slowness[of[steps[0].round][0]] for steps in some])
+    y = np.array([sum(steps[0].seconds.values()) / slowness[of[steps[0].round][0]] for steps in some])
     x = np.column_stack([sizes[:, None] == np.array(SIZES), levels, sizes * levels, sizes * contexts]).astype(float)
     usual = {n: np.median(y[sizes == n]) for n in SIZES}
     keep = y < np.array([3 * usual[n] for n in sizes.tolist()])  # the machine pauses now and then

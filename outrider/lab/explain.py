@@ -59,11 +59,12 @@ def explained(trace: Trace, tokenizer: Any | None = None) -> ExplainedRun:
         notes.append("The model's tokenizer was not found, so tokens are shown as numbers.")
     requests = [_request(text, header.detail) for text in trace.texts.values()]
     steps = [s for text in trace.texts.values() for s in text.steps]
-    plain = [sum(s.seconds) for s in steps if not s.drafted and s.rows == 1]
+    plain = [sum(_seconds(s)) for s in steps if not s.drafted and s.rows == 1]
     return ExplainedRun(
         title=trace.path.name,
         detail=header.detail.value,
-        **_same(header, "model drafter verifier guarantee date machine"),
+        **_same(header, "model verifier guarantee date machine"),
+        drafter=", ".join(header.drafters) or header.method,
         requests=requests,
         texts={} if tokenizer is None else _texts(requests, tokenizer),
         plain_seconds=median(plain) if len(plain) > 2 else None,
@@ -221,11 +222,17 @@ def _request(text: TracedText, detail: Detail) -> ExplainedRequest:
     )
 
 
+def _seconds(step: StepRecord) -> tuple[float, float, float, float]:
+    of = step.seconds
+    return of["draft"], of["target"], of["verify"], of["commit"]
+
+
 def _step(step: StepRecord) -> ExplainedStep:
     """The step as it was recorded. Probabilities are known of tokens among the most likely ones."""
     probs = step.target_probs
     return ExplainedStep(
-        **_same(step, "step position drafted depth accepted refused committed seconds tokens parents path token note"),
+        **_same(step, "step position drafted depth accepted refused committed tokens parents path token note"),
+        seconds=_seconds(step),
         confidence=None if step.confidence is None else [_finite(x) for x in step.confidence],
         likely=None if probs is None else [[(t, _finite(p)) for t, p in tokens] for tokens in probs],
     )

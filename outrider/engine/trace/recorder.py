@@ -22,11 +22,14 @@ from outrider._version import __version__
 from outrider.core.params import SamplingParams
 from outrider.core.sampling import LogitsDistribution, LogitsWarper, SequenceState
 from outrider.core.tree import levels
-from outrider.core.types import PHASES, Draft, Step
+from outrider.core.types import Draft, Step
+from outrider.drafters.base import NoDraft
 from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.method import NONE
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request, Sequence
 from outrider.engine.trace.records import (
+    BudgetLimits,
     Detail,
     EndRecord,
     RequestRecord,
@@ -140,7 +143,7 @@ class Recorder:
             "refused": parents.count(path[-1]),
             "committed": len(commit.tokens),
             "rows": len(step.slots),
-            "seconds": tuple(step.seconds[phase] for phase in PHASES),
+            "seconds": step.seconds,
         }
         if self.detail is Detail.COUNTS:
             return StepRecord(**counts)
@@ -150,7 +153,7 @@ class Recorder:
             "siblings": draft.siblings.name,
             "path": path,
             "token": token,
-            "budget": step.budgets[b].parts,
+            "budget": dict(zip(BudgetLimits.__annotations__, step.budgets[b].parts, strict=True)),
             # a note is any object, and str words it
             "note": str(draft.notes[b]) if draft.notes and draft.notes[b] is not None else None,
         }
@@ -214,6 +217,8 @@ class Recorder:
 def describe(loaded: Loaded, config: SpeculativeConfig, decoder: Decoder) -> RunRecord:
     """The first line of a trace: the model, the configuration and the loop that runs them."""
     texts = {"prediction", "corpus", "draft_vocab_corpus"}  # may be private, and a replay does not need them
+    drafters = list(decoder.drafter.inner())
+    other = NONE if isinstance(decoder.drafter, NoDraft) else "+".join(drafters) or type(decoder.drafter).__name__
     chosen = config.model_dump(mode="json", exclude_defaults=True, exclude=texts, fallback=lambda x: type(x).__name__)
     return RunRecord(
         outrider=__version__,
@@ -227,7 +232,8 @@ def describe(loaded: Loaded, config: SpeculativeConfig, decoder: Decoder) -> Run
         max_length=decoder.max_length,
         batch_invariant=decoder.target.batch_invariant,
         end_ids=list(decoder.end_ids),
-        drafter=type(decoder.drafter).__name__,
+        method="+".join(config.methods) if config.enabled else other,
+        drafters=drafters,
         verifier=decoder.verifier.name,
         guarantee=decoder.guarantee.value,
         speculative_config=chosen,

@@ -9,10 +9,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from torch import Tensor
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from outrider.core.origins import letters
 from outrider.core.outputs import SpeculativeMetrics
@@ -20,7 +30,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.suggest import faults
 from outrider.core.types import PHASES
 
-FORMAT: Literal[1] = 1  # increased when a field changes its meaning
+FORMAT: Literal[2] = 2  # increased when a field changes its name or meaning; 1 is still read
 TOP_TOKENS = 5  # tokens of a distribution that `Detail.PROBS` writes
 
 Id = Annotated[int, Field(ge=0, lt=2**63)]
@@ -28,10 +38,37 @@ Count = Annotated[int, Field(ge=0, lt=2**31)]
 TopProbs = list[tuple[Id, float]]  # the most likely tokens and their probabilities, most likely first
 
 
+def _named(*names: str) -> BeforeValidator:
+    """Numbers by name; format 1 has them as a list."""
+    return BeforeValidator(lambda given: dict(zip(names, given, strict=True)) if isinstance(given, list) else given)
+
+
+def _formerly(old: str, new: str) -> Any:
+    """A field that has another name in format 1."""
+    return Field(validation_alias=AliasChoices(new, old))
+
+
 def top(probs: Tensor) -> TopProbs:
     """The most likely tokens of a distribution [vocab], without tokens of probability 0."""
     best = probs.topk(min(TOP_TOKENS, len(probs)))
     return [(t, p) for t, p in zip(best.indices.tolist(), best.values.tolist(), strict=True) if not p <= 0]
+
+
+class PhaseSeconds(TypedDict):
+    """Seconds of each of `PHASES`."""
+
+    draft: float
+    target: float
+    verify: float
+    commit: float
+
+
+class BudgetLimits(TypedDict):
+    """What a draft may have, at most. Without nodes they are depth times width."""
+
+    depth: Count
+    width: Count
+    nodes: NotRequired[Count | None]
 
 
 class Detail(Enum):
@@ -43,13 +80,13 @@ class Detail(Enum):
 
 
 class TraceLine(BaseModel):
-    """One line. Unknown fields are an error. A field with an alias has it in the file."""
+    """One line. Unknown fields are an error. The fields have the names of the file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings", populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
     def json_line(self) -> bytes:
         """The line as it is in the file, with its line break."""
-        return self.model_dump_json(exclude_none=True, by_alias=True).encode() + b"\n"
+        return self.model_dump_json(exclude_none=True).encode() + b"\n"
 
 
 class RunRecord(TraceLine):
@@ -57,7 +94,7 @@ class RunRecord(TraceLine):
 
     line: Literal["header"] = "header"
     kind: Literal["outrider-trace"] = "outrider-trace"
-    format: Literal[1] = FORMAT
+    format: Literal[1, 2] = FORMAT
     outrider: str  # its version
     date: str  # ISO 8601, UTC
     detail: Detail
@@ -69,7 +106,8 @@ class RunRecord(TraceLine):
     max_length: Count  # tokens of prompt and output
     batch_invariant: bool  # True: a replay has the same bits, because logits do not depend on the other rows
     end_ids: list[Id]
-    drafter: str  # the name of its class
+    method: Annotated[str, _formerly("drafter", "method")]  # how it drafts; none is plain decoding
+    drafters: list[str] = []  # that may be asked, by name; a request can choose others than the method
     verifier: str
     guarantee: str
     speculative_config: dict[str, Any] = {}  # values other than the defaults
@@ -113,7 +151,10 @@ class RequestRecord(TraceLine):
 
 
 class StepRecord(TraceLine):
-    """One request in one draft-verify round. Requests of the same round share `round` and `seconds`."""
+    """One request in one draft-verify round. Requests of the same round share `round` and `seconds`.
+
+    docs/guides/trace.md describes the fields of all lines in one table.
+    """
 
     line: Literal["step"] = "step"
     request: Id
@@ -126,20 +167,23 @@ class StepRecord(TraceLine):
     refused: Count  # children of the last accepted node; the verifier rejected all of them
     committed: Count  # new tokens of the text
     rows: Count  # requests in the round
-    seconds: tuple[float, float, float, float]  # in draft, target, verify, commit
+    seconds: Annotated[PhaseSeconds, _named(*PHASES)]  # of the whole round
     # with Detail.TOKENS and Detail.PROBS
     tokens: list[Id] | None = None  # of the draft; node 0 is the last committed token
     parents: list[int] | None = None
     siblings: str | None = None
     path: list[Id] | None = None  # accepted nodes from the root down, also those after the end of the text
     token: int | None = None  # drawn at the last accepted node; -1 where no token was possible
-    budget: tuple[Count, Count, Count | None] | None = None  # depth, width, nodes
+    budget: Annotated[BudgetLimits, _named("depth", "width", "nodes")] | None = (
+        None  # the most that the draft could have
+    )
     note: str | None = None  # the drafter's explanation of its draft
     # with Detail.PROBS
-    target_probs: list[TopProbs] | None = Field(None, alias="target_law")  # the target's distribution after each node
-    # the distribution that the children of each node were drawn from
-    draft_probs: list[TopProbs] | None = Field(None, alias="draft_law")
-    confidence: list[float] | None = Field(None, alias="chances")  # the drafter's, that a node is accepted
+    target_probs: Annotated[list[TopProbs] | None, _formerly("target_law", "target_probs")] = None  # after each node
+    # of the distribution that the children of each node were drawn from
+    draft_probs: Annotated[list[TopProbs] | None, _formerly("draft_law", "draft_probs")] = None
+    # that each node is accepted, by the drafter's own estimate
+    confidence: Annotated[list[float] | None, _formerly("chances", "confidence")] = None
 
     @model_validator(mode="after")
     def _consistent(self) -> StepRecord:
@@ -160,7 +204,7 @@ class StepRecord(TraceLine):
             per_node is not None and len(per_node) != len(tokens)
             for per_node in (self.target_probs, self.draft_probs, self.confidence)
         ):
-            raise ValueError("target_law, draft_law and chances need one entry for each node")
+            raise ValueError("target_probs, draft_probs and confidence need one entry for each node")
         return self
 
     @property
@@ -283,7 +327,7 @@ class Trace:
     def seconds(self) -> dict[str, float]:
         """Seconds in draft, target, verify and commit. Each round counts once."""
         rounds = {s.round: s.seconds for text in self.texts.values() for s in text.steps}
-        return dict(zip(PHASES, (sum(part) for part in zip(*rounds.values(), strict=True)), strict=False))
+        return {phase: sum(parts[phase] for parts in rounds.values()) for phase in PHASES if rounds}
 
     @property
     def acceptance(self) -> list[DepthAcceptance]:
@@ -357,9 +401,9 @@ def _other_format(raw: bytes) -> str | None:
     """What to say of the header of another version; None for anything else."""
     with suppress(ValueError):
         header = TypeAdapter(dict).validate_json(raw)
-        if header.get("kind") == "outrider-trace" and header.get("format") != FORMAT:
+        if header.get("kind") == "outrider-trace" and header.get("format") not in (1, FORMAT):
             return (
-                f"this trace has format {header.get('format')}, this outrider reads format {FORMAT}; use the version that "
+                f"this trace has format {header.get('format')}, this outrider reads formats 1 and {FORMAT}; use the version that "
                 f"wrote it, or {_HOW}"
             )
     return None

@@ -66,7 +66,7 @@ def test_a_round_counts_once_for_any_number_of_rows(tmp_path: Path) -> None:
     trace = read(tmp_path / "t")
     rounds = {step.round: step for step in trace.steps}
     assert max(step.rows for step in trace.steps) == 3
-    assert trace.seconds["target"] == pytest.approx(sum(step.seconds[1] for step in rounds.values()))
+    assert trace.seconds["target"] == pytest.approx(sum(step.seconds["target"] for step in rounds.values()))
     assert [s.round for s in trace.steps] == sorted(s.round for s in trace.steps)
 
 
@@ -143,7 +143,21 @@ def test_a_header_names_what_was_given_and_contains_no_text(tmp_path: Path) -> N
     )
     header = describe(LOADED, config, loop())  # type: ignore[arg-type]
     assert header.speculative_config == {"method": ["draft_model", "suffix", "prediction"], "model": "ToyModel"}
-    assert (header.drafter, header.verifier, header.batch_invariant) == ("ModelDrafter", "match", True)
+    assert header.method == "draft_model+suffix+prediction"
+    assert (header.verifier, header.batch_invariant) == ("match", True)
+
+
+def test_a_header_names_the_method_and_not_a_class() -> None:
+    router = planned({"ngram": NgramDrafter(1), "draft": toy_drafters(TARGET)["draft_model"]()}, ["ngram"], Budget(4))
+    both = ["ngram", "draft"]
+    for config, drafter, method, drafters in (
+        ({"method": "auto"}, router, "auto", both),
+        ({}, router, "ngram+draft", both),
+        ({}, None, "none", []),
+        ({}, NgramDrafter(1), "NgramDrafter", []),
+    ):
+        header = describe(LOADED, SpeculativeConfig.of(config), decoder(TARGET, drafter))  # type: ignore[arg-type]
+        assert (header.method, header.drafters) == (method, drafters)
 
 
 def test_a_trace_holds_the_words_of_a_note(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import resource
 import warnings
 from pathlib import Path
@@ -17,7 +18,17 @@ from traces import GREEDY, LOADED, RICH, SAMPLED, loop, record, three, traced
 
 from outrider.drafters.config import SpeculativeConfig
 from outrider.engine.request import Sequence
-from outrider.engine.trace import Detail, Recorder, describe, read, replay
+from outrider.engine.trace import (
+    Detail,
+    EndRecord,
+    Recorder,
+    RequestRecord,
+    RunRecord,
+    StepRecord,
+    describe,
+    read,
+    replay,
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +47,7 @@ def whole(tmp_path_factory) -> bytes:
         (b'{"a": 1}\n', "line 1: this is no trace"),
         (b"[1, 2]\n", "line 1: this is no trace"),
         (b"hello\nworld\n", "line 1: this is no trace"),
-        (b'{"line": "header", "kind": "outrider-trace", "format": 99, "new": true}\n', "format 99, this outrider reads format 1"),
+        (b'{"line": "header", "kind": "outrider-trace", "format": 99, "new": true}\n', "reads formats 1 and 2"),
         (b'{"line": "end", "request": 0, "finish": "stop", "output_tokens": 0, "steps": 0}\n', "first line of a trace is its"),
     ],
 )  # fmt: skip
@@ -48,6 +59,41 @@ def test_files_that_are_no_traces(tmp_path: Path, content: bytes, message: str) 
     assert str(path) in str(error.value)
     assert message in str(error.value)
     assert "--trace" in str(error.value)
+
+
+def test_a_file_of_format_1_says_the_same(tmp_path: Path, whole: bytes) -> None:
+    names = {"method": "drafter", "target_probs": "target_law", "draft_probs": "draft_law", "confidence": "chances"}
+
+    def former(body: dict) -> dict:
+        old = {names.get(name, name): value for name, value in body.items() if name != "drafters"}
+        if old["line"] == "header":
+            old["format"] = 1
+        if old["line"] == "step":
+            budget = old["budget"]
+            old["seconds"] = [*old["seconds"].values()]
+            old["budget"] = [budget["depth"], budget["width"], budget.get("nodes")]
+        return old
+
+    (tmp_path / "now").write_bytes(whole)
+    (tmp_path / "then").write_text("".join(json.dumps(former(json.loads(x))) + "\n" for x in whole.splitlines()))
+    now, then = read(tmp_path / "now"), read(tmp_path / "then")
+    assert then.problem is None
+    assert then.header.method == now.header.method
+    for text, old in zip(now.texts.values(), then.texts.values(), strict=True):
+        assert [s.json_line() for s in old.steps] == [s.json_line() for s in text.steps]
+    assert any(s.target_probs and s.confidence for s in then.steps)
+
+
+def test_the_guide_describes_each_field_under_its_name() -> None:
+    """The names in the file are those of the table in docs/guides/trace.md, and those of the records."""
+    guide = (Path(__file__).parents[4] / "docs" / "guides" / "trace.md").read_text()
+    rows = re.findall(r"^\| (?:`(\w+)` )?\| (`\w+`(?:, `\w+`)*) \| .* \|$", guide.split("## The file")[1], re.M)
+    table, line = dict[str, set[str]](), ""
+    for kind, cell in rows:
+        line = kind or line
+        table.setdefault(line, set()).update(re.findall(r"`(\w+)`", cell))
+    records = {kind.model_fields["line"].default: kind for kind in (RunRecord, RequestRecord, StepRecord, EndRecord)}
+    assert table == {name: {*kind.model_fields} - {"line"} for name, kind in records.items()}
 
 
 def test_a_trace_that_was_cut_off_is_read_up_to_the_cut(tmp_path: Path, whole: bytes) -> None:
@@ -88,7 +134,7 @@ def test_a_line_that_is_wrong_ends_what_is_read(tmp_path: Path, whole: bytes) ->
     assert "never joined" in broken({"request": 424242})
     assert "is due" in broken({"step": 7})
     assert "Extra inputs" in broken({"surprise": 1})
-    assert "need one entry for each node" in broken({"chances": [0.5]})
+    assert "need one entry for each node" in broken({"confidence": [0.5]})
     assert "temperature" in broken({"params": {"temperature": -1}}, "request")
     assert "cannot be read" in broken({"params": {"warmth": 1}}, "request")
     assert "prompt has" in broken({"prompt": [1]}, "request")
