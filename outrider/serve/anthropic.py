@@ -17,7 +17,7 @@ from starlette.responses import Response
 from outrider.serve.errors import Refused, called, json_response, refusing
 from outrider.serve.logs import log
 from outrider.serve.openai.pending import PendingAnswer
-from outrider.serve.openai.protocol import ChatRequest, CommonRequest, JsonObject, Objects, Texts
+from outrider.serve.openai.protocol import UNSEEN, ChatRequest, CommonRequest, JsonObject, Objects, Texts
 from outrider.serve.openai.tools import ToolForm, text_of
 from outrider.serve.openai.translated import (
     Answering,
@@ -72,14 +72,18 @@ class MessagesChat(ChatRequest):
 class CountTokensRequest(CommonRequest):
     """POST /v1/messages/count_tokens"""
 
-    missing = CommonRequest.missing | {
-        "stop": _OTHER.format("stop_sequences"),
-        "n": "a message has one text; ask n times, or use /v1/chat/completions",
-        "response_format": _OTHER.format('output_config: {"format": {"type": "json_schema", "schema": {...}}}'),
-        "return_fingerprint": "this endpoint shows no fingerprints; ask at /v1/chat/completions",
-        "container": "this server runs no code; leave it out",
-        "mcp_servers": "this server calls no other servers; offer their tools as tools, and call them where you are",
-    }
+    missing = (
+        CommonRequest.missing
+        | UNSEEN
+        | {
+            "stop": _OTHER.format("stop_sequences"),
+            "n": "a message has one text; ask n times, or use /v1/chat/completions",
+            "response_format": _OTHER.format('output_config: {"format": {"type": "json_schema", "schema": {...}}}'),
+            "stream_options": "a stream of this endpoint always has the usage; leave it out",
+            "container": "this server runs no code; leave it out",
+            "mcp_servers": "this server calls no other servers; offer their tools as tools, and call them where you are",
+        }
+    )
     messages: Objects = Field(min_length=1)
     system: str | Objects | None = None
     tools: Objects | None = None
@@ -115,8 +119,10 @@ class CountTokensRequest(CommonRequest):
         }
         if self.metadata is not None and self.metadata.user_id:
             shared.setdefault("user", self.metadata.user_id)
-        if (form := self.output_format or (self.output_config and self.output_config.format)) is not None:
-            shared["response_format"] = _format(form)
+        if self.output_config is not None and self.output_config.format is not None:
+            shared["response_format"] = _format(self.output_config.format, "output_config.format")
+        elif self.output_format is not None:
+            shared["response_format"] = _format(self.output_format, "output_format")
         return MessagesChat.model_validate(shared)
 
     @property
@@ -152,9 +158,9 @@ class MessagesRequest(CountTokensRequest):
         return made.model_copy(update={"max_completion_tokens": self.max_tokens, "stop": self.stop_sequences or None})
 
 
-def _format(given: dict[str, Any]) -> dict[str, Any]:
+def _format(given: dict[str, Any], name: str) -> dict[str, Any]:
     if given.get("type") != "json_schema" or "schema" not in given:
-        raise Refused('output_config.format is {"type": "json_schema", "schema": {...}}', param="output_config")
+        raise Refused(f'{name} is {{"type": "json_schema", "schema": {{...}}}}', param=name)
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": given["schema"]}}
 
 

@@ -160,7 +160,7 @@ def _model(app: FastAPI, pool: ModelPool) -> None:
         """The token ids of a prompt or of messages."""
         service = await pool.lend(body.model, request)
         if (body.prompt is None) == (body.messages is None):
-            raise Refused("give a prompt or messages, one of them")
+            raise Refused("give a prompt or messages, one of them", param="prompt")
         encoder, most = service.encoder, max(MAX_TOKENIZE, WIDE * service.encoder.max_length)
         if body.prompt is not None:
             tokens = await encoder.prompt(body.prompt, most)

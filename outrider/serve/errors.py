@@ -184,7 +184,7 @@ def invalid_body(errors: Sequence[Any]) -> Refused:
     if first["loc"] == ("body",) and first["type"] != "value_error":
         kind = "empty" if first["type"] == "missing" else "no JSON object"
         return Refused(f'the body is {kind}; send one such as {{"model": ..., "messages": [...]}}')
-    where = ".".join(str(part) for part in first["loc"] if part != "body" and not str(part)[0].isupper())
+    where = ".".join(str(part) for part in first["loc"] if part != "body" and not str(part)[:1].isupper())
     many = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     message = said(first)
     if where:

@@ -217,7 +217,8 @@ class Service:
         form, own = body.form, body.structured_outputs
         if sum(x is not None for x in (form, own, forced)) > 1:
             raise Refused(
-                "response_format, structured_outputs and a tool_choice that asks for a call exclude each other"
+                "response_format, structured_outputs and a tool_choice that asks for a call exclude each other",
+                param="structured_outputs" if own else "tool_choice",
             )
         if not available():
             raise Refused(

@@ -62,7 +62,8 @@ class JsonObject(BaseModel):
 
 
 class StreamOptions(JsonObject):
-    """include_usage: one more event, with the usage. continuous_usage_stats: `so_far` in every event, with counts."""
+    """include_usage: one more event, with the usage; other protocols always have it. continuous_usage_stats: `so_far` in every
+    event, with counts."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -112,6 +113,13 @@ class Prediction(JsonObject):
 # What other servers call it. Without it a text would have any form.
 _FORMS = {"guided_json": "json", "json_schema": "json", "guided_choice": "choice"}
 _FORMS |= dict.fromkeys(("guided_regex", "regex", "guided_grammar", "grammar", "ebnf"), "regex")
+
+
+# What the answers of the other protocols have no place for
+UNSEEN = dict.fromkeys(
+    ("return_fingerprint", "return_token_ids", "return_pieces"),
+    "the answers of this endpoint do not show it; ask at /v1/chat/completions",
+)
 
 
 class CommonRequest(JsonObject):
@@ -254,7 +262,7 @@ class CommonRequest(JsonObject):
     @property
     def called(self) -> dict[str, str]:
         """What the client calls a field, by our name of it."""
-        return {}
+        return {"continued": "continued_tokens"}
 
     @property
     def is_ids(self) -> bool:
@@ -471,7 +479,7 @@ class ChatRequest(CommonRequest):
     @property
     def called(self) -> dict[str, str]:
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return {"prompt": "messages", "max_tokens": limit, "logprobs": "top_logprobs"}
+        return super().called | {"prompt": "messages", "max_tokens": limit, "logprobs": "top_logprobs"}
 
     @property
     def tools_shown(self) -> list[dict[str, Any]] | None:

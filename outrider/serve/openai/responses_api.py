@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from outrider.serve.errors import Refused, answered, called, dumps, json_response, refusing
 from outrider.serve.openai.protocol import (
+    UNSEEN,
     ChatRequest,
     CommonRequest,
     JsonObject,
@@ -63,18 +64,21 @@ _KEPT = "this server keeps no such objects; send input, and previous_response_id
 class ResponsesRequest(CommonRequest):
     """POST /v1/responses"""
 
-    missing = CommonRequest.missing | {
-        "background": "this server does not answer in the background; leave it out, or run `outrider batch`",
-        "conversation": _KEPT,
-        "prompt": _KEPT,
-        "return_fingerprint": "this endpoint shows no fingerprints; ask at /v1/chat/completions",
-        "max_tokens": "this endpoint calls it max_output_tokens",
-        "max_completion_tokens": "this endpoint calls it max_output_tokens",
-        "reasoning_effort": 'this endpoint calls it reasoning: {"effort": ...}',
-        "response_format": (
-            'this endpoint calls it text: {"format": {"type": "json_schema", "name": ..., "schema": ...}}'
-        ),
-    }
+    missing = (
+        CommonRequest.missing
+        | UNSEEN
+        | {
+            "background": "this server does not answer in the background; leave it out, or run `outrider batch`",
+            "conversation": _KEPT,
+            "prompt": _KEPT,
+            "max_tokens": "this endpoint calls it max_output_tokens",
+            "max_completion_tokens": "this endpoint calls it max_output_tokens",
+            "reasoning_effort": 'this endpoint calls it reasoning: {"effort": ...}',
+            "response_format": (
+                'this endpoint calls it text: {"format": {"type": "json_schema", "name": ..., "schema": ...}}'
+            ),
+        }
+    )
     input: str | Objects
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)

@@ -1,0 +1,280 @@
+"""All fields of all routes, crossed pairwise: an answer is 2xx, or 4xx with the field named, and no stream has an error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from serving import Live, builtin, serving
+
+from outrider.serve.batch.answer import BatchAnswerer
+from outrider.serve.batch.lines import ENDPOINTS, BatchRequest
+from outrider.serve.options import BatchOptions, ServeOptions
+from tests.support.crossed import pairs
+
+NOT = object()  # the field is not sent
+SCHEMA = {
+    "type": "object",
+    "properties": {"path": {"enum": ["a", "é"]}},
+    "required": ["path"],
+    "additionalProperties": False,
+}
+PARAMETERS = {"name": "read", "description": "", "parameters": SCHEMA}
+TOOLS = [{"type": "function", "function": PARAMETERS}]
+USER = [{"role": "user", "content": "sort 🙂"}]
+# values that are valid alone
+SAMPLING: dict[str, list[Any]] = {
+    "temperature": [NOT, None, 0, 1e-9, 1.5, 1e6],
+    "top_p": [NOT, None, 0, 0.5, 1],
+    "top_k": [NOT, None, -1, 0, 1, 2**40],
+    "min_p": [NOT, 0, 1],
+}
+SHARED: dict[str, list[Any]] = SAMPLING | {
+    "presence_penalty": [NOT, None, -2, 2],
+    "frequency_penalty": [NOT, -2, 2],
+    "repetition_penalty": [NOT, 1e-6, 1.0, 1e6],
+    "logit_bias": [NOT, None, {}, {"5": -100, "0": 100}, {str(n): -100 for n in range(900)}],
+    "seed": [NOT, None, 0, -(2**63), 2**64 - 1],
+    "stop_token_ids": [NOT, [], [5, 6]],
+    "include_stop_str_in_output": [NOT, True],
+    "bad_words": [NOT, None, [], ["é", " return"]],
+    "allowed_token_ids": [NOT, None, [5], list(range(300))],
+    "min_tokens": [NOT, None, 0, 3],
+    "ignore_eos": [NOT, True],
+    "skip_special_tokens": [NOT, None, False],
+    "structured_outputs": [NOT, None, {"choice": ["yes", "🙂"]}, {"regex": "[a-z]{2}"}, {"json_object": True}],
+    "prediction": [NOT, None, {"type": "content", "content": ""}, {"type": "content", "content": "return 🙂"}],
+    "num_speculative_tokens": [NOT, 0, 3],
+    "method": [NOT, "none", "prediction"],
+    "return_token_ids": [NOT, True],
+    "return_pieces": [NOT, True],
+    "detailed_metrics": [NOT, True],
+    "user": [NOT, None, "", "é"],
+    "stream": [NOT, None, True],
+}
+MORE = {"n": [NOT, None, 1, 2], "stream_options": [NOT, None, {"include_usage": True, "continuous_usage_stats": True}]}
+FORMS = [
+    NOT,
+    None,
+    {"type": "text"},
+    {"type": "json_object"},
+    {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+]
+STOPS = [NOT, None, [], "\n", ["e", "🙂", "r" * 200]]
+CHOICES = [NOT, None, "auto", "none", "required", {"type": "function", "function": {"name": "read"}}]
+AXES: dict[str, dict[str, list[Any]]] = {
+    "/v1/completions": SHARED
+    | MORE
+    | {
+        "prompt": ["x = ", ["def f(", "🙂"], [5, 6, 7], [[5], [6, 7]]],
+        "max_tokens": [None, 0, 1, 4],
+        "logprobs": [NOT, None, 0, 20],
+        "prompt_logprobs": [NOT, 0, 3],
+        "echo": [NOT, True],
+        "stop": STOPS,
+        "response_format": FORMS,
+    },
+    "/v1/chat/completions": SHARED
+    | MORE
+    | {
+        "messages": [USER],
+        "max_tokens": [NOT, 4],
+        "max_completion_tokens": [4, 1],
+        "logprobs": [NOT, None, True],
+        "top_logprobs": [NOT, None, 0, 20],
+        "tools": [NOT, None, [], TOOLS],
+        "tool_choice": CHOICES,
+        "parallel_tool_calls": [NOT, False],
+        "stop": STOPS,
+        "response_format": FORMS,
+    },
+    "/v1/responses": SHARED
+    | {
+        "input": ["sort 🙂", USER],
+        "max_output_tokens": [1, 4],
+        "instructions": [NOT, None, "", "é"],
+        "include": [NOT, [], ["message.output_text.logprobs"]],
+        "top_logprobs": [NOT, 0, 20],
+        "tools": [NOT, None, [], [{"type": "function", **PARAMETERS}]],
+        "tool_choice": [*CHOICES[:-1], {"type": "function", "name": "read"}],
+        "text": [NOT, {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}],
+        "store": [NOT, False],
+    },
+    "/v1/messages": SHARED
+    | {
+        "messages": [USER],
+        "max_tokens": [1, 4],
+        "system": [NOT, None, "", "é", [{"type": "text", "text": "é"}]],
+        "stop_sequences": [NOT, None, [], ["\n", "🙂"]],
+        "tools": [NOT, None, [], [{"name": "read", "input_schema": SCHEMA}]],
+        "tool_choice": [
+            NOT,
+            None,
+            *({"type": kind} for kind in ("auto", "any", "none")),
+            {"type": "tool", "name": "read"},
+        ],
+        "thinking": [NOT, None, {"type": "enabled", "budget_tokens": 1024}, {"type": "disabled"}],
+        "output_config": [NOT, None, {"format": {"type": "json_schema", "schema": SCHEMA}}, {"effort": "low"}],
+    },
+}
+OPTIONS: dict[str, list[Any]] = {
+    **SAMPLING,
+    "num_predict": [1, 4],
+    "num_ctx": [NOT, 40, 4096],
+    "seed": [NOT, None, -1, 0, 2**31],
+    "stop": STOPS,
+    "repeat_penalty": [NOT, 1e-6, 1.0, 2],
+    "presence_penalty": [NOT, -2, 2],
+    "frequency_penalty": [NOT, -2, 2],
+    "stream": [NOT, False],
+    "format": [NOT, None, "", "json", SCHEMA],
+    "think": [NOT, None, False, True, "low"],
+    "keep_alive": [NOT, None, "5m", -1, 0.5],
+}
+OPTIONS["top_k"] = [NOT, None, 0, 1, 2**40]
+AXES["/api/generate"] = OPTIONS | {"prompt": ["x = 🙂"], "raw": [NOT, True], "system": [NOT, None, "", "é"]}
+AXES["/api/chat"] = OPTIONS | {"messages": [USER], "tools": [NOT, None, [], TOOLS]}
+TOP = {"stream", "format", "think", "keep_alive", "prompt", "raw", "system", "messages", "tools"}  # of Ollama's fields
+# of any field: what is never a server error, and is refused by the name of the field if it is refused
+WRONG: list[Any] = [
+    None,
+    -1,
+    0,
+    1.5,
+    10**40,
+    -(10**40),
+    1e300,
+    True,
+    "",
+    "x",
+    "é" * 300,
+    [],
+    [[]],
+    [None],
+    [10**30],
+    {},
+    {"": None},
+]
+WRONG += [{"type": "x"}, {"5": None}, ["", None], [-1], {"type": None}]
+
+
+def body_of(path: str, case: dict[str, Any]) -> dict[str, Any]:
+    """The body of a case."""
+    given = {"model": "code"} | {name: value for name, value in case.items() if value is not NOT}
+    if not path.startswith("/api/"):
+        return given
+    options = {name: given.pop(name) for name in [*given] if name in OPTIONS and name not in TOP}
+    return given | {"options": options | given.get("options", {})}
+
+
+def fault(path: str, body: dict[str, Any], status: int, text: str) -> str | None:
+    """What is wrong with an answer; None for nothing."""
+    if status == 200:
+        events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith(("data: {", "{"))]
+        failed = [
+            e
+            for e in map(json.loads, events)
+            if (e.get("error") and "type" not in e) or e.get("type") in ("error", "response.failed")
+        ]
+        return f"the stream has {failed}" if failed else None
+    if not 400 <= status < 500:
+        return f"{status}: {text}"
+    error = json.loads(text)["error"]
+    named = error if isinstance(error, str) else str(error.get("param", error["message"]))
+    options = body.get("options")
+    known = [*body, *(options if isinstance(options, dict) else ())]
+    return None if any(name in named for name in known) else f"no field is named: {text}"
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with serving(builtin(max_model_len=300), ServeOptions(model="code", request_timeout=60)) as found:
+        yield found
+
+
+def answers(live: Live, path: str, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
+    """The answers to bodies, some at once."""
+
+    async def ask() -> list[httpx.Response]:
+        slots = asyncio.Semaphore(4)
+        async with httpx.AsyncClient(base_url=live.url, timeout=120) as client:
+
+            async def one(body: dict[str, Any]) -> httpx.Response:
+                async with slots:
+                    content = json.dumps(body)
+                    return await client.post(path, content=content, headers={"content-type": "application/json"})
+
+            return await asyncio.gather(*map(one, bodies))
+
+    return asyncio.run(ask())
+
+
+def checked(path: str, bodies: list[dict[str, Any]], found: list[tuple[int, str]]) -> int:
+    """How many were answered. Fails for what is neither answered nor refused as it should."""
+    bad = [
+        f"{why[:300]} for {json.dumps(body)[:700]}"
+        for body, (status, text) in zip(bodies, found, strict=True)
+        if (why := fault(path, body, status, text)) is not None
+    ]
+    assert not bad, f"{len(bad)} of {len(bodies)}:\n" + "\n".join(bad[:12])
+    return sum(status == 200 for status, _ in found)
+
+
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("path", AXES)
+def test_fields_that_meet_are_answered_or_refused_by_name(path: str, seed: int, live: Live) -> None:
+    bodies = [body_of(path, case) for case in pairs(AXES[path], seed)]
+    found = [(answer.status_code, answer.text) for answer in answers(live, path, bodies)]
+    assert checked(path, bodies, found) > len(bodies) / 10
+
+
+def some(field: str, share: float) -> list[Any]:
+    """Values of another kind, a share of them; other ones for each field."""
+    return random.Random(field).sample(WRONG, round(share * len(WRONG)))
+
+
+@pytest.mark.parametrize("share", [0.2, pytest.param(1.0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("path", [*AXES, "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/api/show"])
+def test_a_value_of_another_kind_is_refused_by_name(path: str, share: float, live: Live) -> None:
+    needed = {
+        "/tokenize": {"prompt": "x"},
+        "/detokenize": {"tokens": [1]},
+        "/v1/messages/count_tokens": {"messages": USER},
+        "/api/show": {},
+    }
+    usual = needed.get(path) or {name: values[0] for name, values in AXES.get(path, {}).items() if values[0] is not NOT}
+    usual |= {"max_tokens": 1} if path == "/v1/completions" else {}
+    schema = httpx.get(live.url + "/openapi.json").json()
+    name = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition(
+        "/"
+    )[2]
+    fields = [
+        f for f in schema["components"]["schemas"][name]["properties"] if f not in ("model", "timeout", "keep_alive")
+    ]
+    base = body_of(path, usual)
+    bodies = [base | {field: value} for field in fields for value in some(field, share)]
+    if path.startswith("/api/") and path != "/api/show":
+        options = [(name, value) for name in OPTIONS if name not in TOP for value in some(name, share)]
+        bodies += [base | {"options": base["options"] | {name: value}} for name, value in options]
+    found = [(answer.status_code, answer.text) for answer in answers(live, path, bodies)]
+    checked(path, bodies, found)
+
+
+def test_lines_of_a_batch_are_answered_or_refused_by_name() -> None:
+    lines = list[BatchRequest]()
+    for path in ENDPOINTS:
+        for number, case in enumerate(pairs(AXES[path])[::4]):
+            body = body_of(path, case | {"stream": NOT})
+            lines.append(BatchRequest(f"{path} {number}", str(number), path, body))
+    with BatchAnswerer(BatchOptions(model="builtin:code", served_model_name="code")) as answerer:
+        for line, row in answerer.answers(lines):
+            answer = row["response"]
+            checked(line.url, [line.body], [(answer["status_code"], json.dumps(answer["body"]))])
