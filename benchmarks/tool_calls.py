@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from outrider import LLM, SamplingParams
-from outrider.core.grammar import Grammar, Grammars
 from outrider.core.intervals import interval
+from outrider.serve.grammar import Grammar, Grammars
 from outrider.serve.openai.tools import PLAIN, chosen, offered
 
 TEXT, COUNT, FLAG = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
@@ -70,7 +70,7 @@ def main() -> None:
     for one, text in zip(TOOLS, ASKED, strict=True):
         offer = offered(TOOLS, {"type": "function", "function": {"name": one["function"]["name"]}}, False)
         assert offer is not None
-        compiled = grammars.compiled(Grammar.tag(offer.grammar(form), [offer.tools[name] for name in offer.names]))
+        compiled = grammars.compiled(Grammar.tools(offer.grammar(form), [offer.tools[name] for name in offer.names]))
         chat = [{"role": "user", "content": text}]
         ids = tokenizer.apply_chat_template(chat, tools=TOOLS, add_generation_prompt=True, return_dict=False)
         llm.decoder.drafter.reset()

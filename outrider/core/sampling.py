@@ -38,8 +38,8 @@ class TokenMask(Protocol):
         draft tokens, which may be rejected."""
         ...
 
-    def expected(self, tokens: Sequence[int], start: int) -> list[int]:
-        """Tokens to draft after `tokens[start:]`, because the grammar leaves little choice there; may be empty."""
+    def forced_tokens(self, tokens: Sequence[int], start: int) -> list[int]:
+        """Tokens to draft after `tokens[start:]`, because the grammar leaves no other text there; may be empty."""
         ...
 
 

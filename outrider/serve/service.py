@@ -9,15 +9,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from threading import Lock
 from time import perf_counter, time
 from typing import Any
 
-from outrider.core.compiling import compiler
 from outrider.core.extras import install
-from outrider.core.grammar import Grammar, GrammarMask, Grammars, available
 from outrider.core.infill import Infilling
-from outrider.core.params import ContextOverflow, SamplingParams
+from outrider.core.params import BadParameter, ContextOverflow, SamplingParams
 from outrider.engine import Engine
 from outrider.engine.decoder import draw_seed
 from outrider.engine.fingerprint import Fingerprints
@@ -26,7 +23,7 @@ from outrider.engine.request import Request
 from outrider.serve.dashboard.trial import Trials
 from outrider.serve.encoding import LONG, WIDE, Encoder
 from outrider.serve.errors import Refused, refusing
-from outrider.serve.lanes import SECONDS, Lanes
+from outrider.serve.grammar import Grammar, GrammarMask, Grammars, available
 from outrider.serve.learn.learner import Learner
 from outrider.serve.logs import log
 from outrider.serve.openai.pending import PendingAnswer
@@ -41,7 +38,6 @@ from outrider.serve.openai.tools import PLAIN, ToolCallReader, ToolFormat, ToolO
 from outrider.serve.options import ServeOptions
 
 MaskMaker = Callable[[], GrammarMask]
-MAX_COMPILING = 16  # grammars that wait
 
 
 class Service:
@@ -53,8 +49,6 @@ class Service:
         self.trials = Trials(engine)
         self.learner: Learner | None = None
         self._told_of_tools = False
-        self._grammars: tuple[Grammars, Lanes] | None = None
-        self._compiling, self._first = 0, Lock()  # grammars that wait; for the first of them
         self.encoder = Encoder(llm, engine.decoder.max_length, settings.model_name)
 
     def decode(self, tokens: abc.Sequence[int]) -> str:
@@ -131,8 +125,6 @@ class Service:
             self.learner.close()
         self.engine.close()
         self.encoder.close()
-        if self._grammars is not None:
-            self._grammars[1].close()
 
     def _tools(self, body: CommonRequest) -> tuple[ToolOffer | None, Callable[[], ToolCallReader] | None, bool]:
         """The tools on offer, a maker of readers for their calls, and whether those must see special tokens."""
@@ -210,7 +202,14 @@ class Service:
                 params = params.with_(bad_words=list(made[0].bad_words), prediction=made[0].prediction or None)
         if before:
             made = [replace(r, continued=tuple(tokens)) for r, tokens in zip(made, before, strict=True)]
-        return [replace(request, mask=mask()) for request in made] if mask else made
+        if mask is None:
+            return made
+        if any(not mask().allowed(tokens, 0, ()).any() for tokens in before):
+            raise BadParameter(
+                "continued_tokens break the grammar; continue a text with the one that it began with",
+                "continued_tokens",
+            )
+        return [replace(request, mask=mask()) for request in made]
 
     async def _grammar(self, body: CommonRequest, forced: ToolOffer | None) -> MaskMaker:
         """A maker of masks, one for each text, for a request that asks for a grammar or forces a tool call."""
@@ -226,34 +225,21 @@ class Service:
                 param="tool_choice" if forced else "response_format",
             )
         param = "tools" if forced else "structured_outputs" if own else "response_format"
-        grammar = await self.encoder.run(lambda: self._asked(form, own, forced), param=param)
-        grammars, lanes = await self.encoder.run(self._compilers, LONG + 1, param)
-        made = grammars.known(grammar)
-        if made is None:
-            if self._compiling >= MAX_COMPILING:
-                message = f"{MAX_COMPILING} grammars wait to be compiled, which is all that the server takes"
-                raise Refused(message, 429, code="queue_full", retry=int(SECONDS[-1]))
-            self._compiling += 1
-            try:
-                with refusing(param):
-                    made = await lanes.ask(lambda *lane: grammars.compiled(grammar, *lane))
-            finally:
-                self._compiling -= 1
-        return lambda: grammars.mask(made)
 
-    def _compilers(self) -> tuple[Grammars, Lanes]:
-        """The compiled grammars, and where others are compiled. Made at the first one."""
-        with self._first:
-            if self._grammars is None:
-                vocab_size = self.engine.decoder.target.vocab_size
-                grammars = Grammars(self.llm.tokenizer, vocab_size, self.llm.loaded.end_ids)
-                self._grammars = grammars, Lanes("outrider-grammar", lambda: compiler(grammars.info))
-            return self._grammars
+        def compiled() -> MaskMaker:
+            matcher = self._grammars.compiled(self._asked(form, own, forced))
+            return lambda: self._grammars.mask(matcher)
+
+        return await self.encoder.run(compiled, LONG + 1, param)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.llm.tokenizer, self.engine.decoder.target.vocab_size, self.llm.loaded.end_ids)
 
     def _asked(self, form: ResponseFormat | None, own: StructuredOutputs | None, forced: ToolOffer | None) -> Grammar:
         """The grammar of the one of the three that is given. Raises ValueError for one that is not valid."""
         if forced is not None:
-            return Grammar.tag(forced.grammar(self.tool_format or PLAIN), [forced.tools[n] for n in forced.names])
+            return Grammar.tools(forced.grammar(self.tool_format or PLAIN), [forced.tools[n] for n in forced.names])
         if own is not None:
             if sum([own.json_ is not None, own.regex is not None, own.choice is not None, bool(own.json_object)]) != 1:
                 raise ValueError("structured_outputs takes one of json, regex, choice and json_object")

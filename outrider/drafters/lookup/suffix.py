@@ -209,7 +209,7 @@ class SuffixDrafter(BaseDrafter):
                 ends = self._ends[slot] = (TextEnds if available() else PythonTextEnds)(self.least, self.doubt)
             history, forced = context.warp.histories[b], list[int]()
             if budget.max_nodes and history.mask is not None:
-                forced = history.mask.expected(history.tokens, history.prompt_length)
+                forced = history.mask.forced_tokens(history.tokens, history.prompt_length)
             offers.append(ends.offer(text.since(ends.read), self._corpora(context, b), forced, budget))
         return drafted(offers)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from outrider.core.params import BadParameter
 from outrider.core.stopping import content_text
+from outrider.serve.grammar import literal
 
 
 @dataclass(frozen=True)
@@ -103,22 +104,17 @@ class ToolOffer:
     def names(self) -> list[str]:
         return [self.only] if self.only else list(self.tools)
 
-    def grammar(self, form: ToolFormat) -> dict[str, Any]:
-        """The structural tag, in xgrammar's form, of an answer that has only calls."""
-        tags = [
-            {
-                "type": "tag",
-                "begin": f'{form.begin}{{"name": {json.dumps(name)}, "{form.key}": ',
-                "content": {"type": "json_schema", "json_schema": self.tools[name]},
-                "end": "}" + form.end,
-            }
-            for name in self.names
+    def grammar(self, form: ToolFormat) -> str:
+        """An answer that has only calls, as `Grammar.lark`. @s0, @s1, ...: the schemas of arguments, in the order of `names`."""
+        calls = [
+            " ".join(
+                (literal(f'{form.begin}{{"name": {literal(name)}, "{form.key}": '), f"@s{n}", literal("}" + form.end))
+            )
+            for n, name in enumerate(self.names)
         ]
-        calls = {"type": "tags_with_separator", "tags": tags, "separator": form.between, "at_least_one": True}
-        calls["stop_after_first"] = not self.many or self.only is not None
-        around = [{"type": "const_string", "value": x} for x in (form.before, form.after)]
-        parts = [around[0]] * bool(form.before) + [calls] + [around[1]] * bool(form.after)
-        return {"type": "structural_tag", "format": {"type": "sequence", "elements": parts}}
+        more = f" ({literal(form.between)} call)*" if self.many and self.only is None else ""
+        around = [literal(text) if text else "" for text in (form.before, form.after)]
+        return f"start: {around[0]} call{more} {around[1]}\ncall: {' | '.join(calls)}"
 
 
 @dataclass(frozen=True)

@@ -90,9 +90,9 @@ def test_doctor_sees_a_used_port_and_a_missing_package(monkeypatch: pytest.Monke
         taken.listen()
         monkeypatch.setattr(doctor, "PORT", taken.getsockname()[1])
         assert "--port 0" in doctor._port().fix
-    monkeypatch.setattr(doctor, "_installed", lambda name: name != "xgrammar")
+    monkeypatch.setattr(doctor, "_installed", lambda name: name != "llguidance")
     fixes = {check.name: (check.found, check.fix, check.wrong) for check in doctor._packages()}
-    assert fixes["extra grammar"] == ("missing: xgrammar", "pip install '.[grammar]'   # in the checkout", False)
+    assert fixes["extra grammar"] == ("missing: llguidance", "pip install '.[grammar]'   # in the checkout", False)
     assert "serve" in fixes["extras"][0]
     assert "grammar" not in fixes["extras"][0]
 

@@ -14,8 +14,8 @@ import pytest
 from serving import Live, builtin, serving
 
 from outrider import LLM, SamplingParams
-from outrider.core.grammar import Grammar, Grammars
 from outrider.engine.request import Request
+from outrider.serve.grammar import Grammar, Grammars
 
 PROMPTS = ["def quicksort(xs):\n", "import os\nimport sys\n\n\nclass Config:\n", "for i in range(10):\n    print(i)\n"]
 
@@ -325,9 +325,9 @@ BAD = [
     ({"prompt": "x", "response_format": {"type": "json_schema"}}, "json_schema", "response_format"),
     ({"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}}, "foo",
      "response_format"),
-    ({"prompt": "x", "structured_outputs": {"regex": "(a"}}, "not closed", "structured_outputs"),
+    ({"prompt": "x", "structured_outputs": {"regex": "(a"}}, "unclosed group", "structured_outputs"),
     ({"prompt": "x", "structured_outputs": {}}, "takes one of", "structured_outputs"),
-    ({"prompt": "x", "structured_outputs": {"json": {"enum": ["x" * 70_000]}}}, "bytes", "structured_outputs"),
+    ({"prompt": "x", "structured_outputs": {"json": {"enum": ["x" * 1_100_000]}}}, "bytes", "structured_outputs"),
     ({"prompt": "\ud800"}, "surrogate", None),
     ({"prompt": "x", "other": float("inf")}, "the number Infinity", None),
     ({"prompt": "x", "temperature": 1e300}, "to a million", "temperature"),

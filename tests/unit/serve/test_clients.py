@@ -272,7 +272,7 @@ def test_an_answer_that_went_on_has_the_fingerprint_of_the_whole_text(live: Live
 @pytest.mark.parametrize("body", [{"max_tokens": 0, "echo": True}, {"structured_outputs": {"regex": "[a-z]+"}}])
 def test_a_fingerprint_that_cannot_be_made_is_refused_before_the_text(live: Live, body: dict) -> None:
     if "structured_outputs" in body:
-        pytest.importorskip("xgrammar")
+        pytest.importorskip("llguidance")
     body |= {"prompt": PROMPT, "return_fingerprint": True}
     response = httpx.post(live.url + "/v1/completions", json=body, timeout=60)
     assert response.status_code == 400

@@ -150,7 +150,7 @@ def test_the_stop_reason_says_why_a_text_ended(live: Live) -> None:
 
 
 def test_tools_are_called_and_their_results_are_read(live: Live) -> None:
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     body: dict[str, Any] = {"tools": [LOOK, {**LOOK, "name": "other"}], "max_tokens": 60, "seed": 1}
     choice = {"type": "tool", "name": "look", "disable_parallel_tool_use": True}
     made = ask(live, **body, tool_choice=choice)
@@ -196,7 +196,7 @@ def test_tokens_are_counted_as_the_model_reads_them(live: Live) -> None:
 
 
 def test_a_thought_is_a_block_of_its_own(live: Live) -> None:
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     body: dict[str, Any] = {"structured_outputs": {"regex": "<think>hm, ha</think>\nyes"}, "temperature": 0}
     made = ask(live, **body)
     thought = {"type": "thinking", "thinking": "hm, ha", "signature": made["id"]}

@@ -95,7 +95,7 @@ def test_options_reach_the_engine(live: Live) -> None:
 
 
 def test_schemas_tools_and_thoughts(live: Live) -> None:
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     made = ask(live, "/api/chat", messages=HELLO, format={"enum": ["sky", "sea"]}, stream=False)
     assert json.loads(made["message"]["content"]) in ("sky", "sea")
     arguments = {"name": "look", "arguments": {"at": "sky"}}

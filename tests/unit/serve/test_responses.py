@@ -193,7 +193,7 @@ def test_a_conversation_goes_on_from_a_response_and_instructions_do_not(live: Li
 
 
 def test_tools_are_called_and_their_answers_are_read(live: Live, client: openai.OpenAI) -> None:
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     body: dict[str, Any] = {"input": "look at the sky", "tools": [LOOK, OTHER], "max_output_tokens": 60}
     body["parallel_tool_calls"] = False
     for choice in (

@@ -135,7 +135,7 @@ def text(path: str, answer: dict[str, Any]) -> str:
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_meaning_has_the_same_tokens(live: Live, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     if case == "a schema":
-        pytest.importorskip("xgrammar")
+        pytest.importorskip("llguidance")
     engine, made = live.service.engine, list[Sequence]()
     submit = engine.submit
     monkeypatch.setattr(engine, "submit", lambda requests: (made.extend(new := submit(requests)), new)[1])

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import httpx
 import openai
 import pytest
+from grammars import accepts
 from hypothesis import given
 from hypothesis import settings as quick
 from hypothesis import strategies as st
 from serving import TEMPLATE, Live, builtin, serving
 
+from outrider.serve.grammar import Grammar, Grammars
 from outrider.serve.openai.tools import FORMATS, PLAIN, ToolCallReader, ToolOffer, chosen, for_template, offered
 
 LOOK = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
@@ -248,17 +251,49 @@ def test_what_cannot_be_asked_of_tools_is_refused(live: Live, more: dict, param:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_a_forced_answer_is_read_by_the_reader_of_its_format() -> None:
-    for form in (*FORMATS.values(), PLAIN):
-        tag = ToolOffer({"look": LOOK}, True).grammar(form)["format"]["elements"]
-        [calls] = [e for e in tag if e["type"] == "tags_with_separator"]
-        [one] = calls["tags"]
-        written = one["begin"] + '{"x": 1}' + one["end"]
-        before, after = ("".join(e["value"] for e in part if "value" in e) for part in (tag[:1], tag[-1:]))
-        content, found = ToolCallReader(form, ["look"]).feed(
-            before + written + calls["separator"] + written + after, True
-        )
-        assert (content, [c.name for c in found]) == ("", ["look", "look"])
+FORCED = {
+    "hermes": ('<tool_call>\n{"name": %s, "arguments": %s}\n</tool_call>', "\n", "%s"),
+    "llama3_json": ('{"name": %s, "parameters": %s}', "; ", "%s"),
+    "mistral": ('{"name": %s, "arguments": %s}', ", ", "[TOOL_CALLS][%s]"),
+    "plain": ('{"name": %s, "arguments": %s}', "\n", "%s"),
+}
+
+
+@pytest.mark.parametrize("parser", FORCED)
+def test_a_forced_answer_has_only_calls_and_is_read_by_the_reader_of_its_format(live: Live, parser: str) -> None:
+    llm, form = live.service.llm, FORMATS.get(parser, PLAIN)
+    grammars = Grammars(llm.tokenizer, 8192, llm.loaded.end_ids)
+    call, between, around = FORCED[parser]
+    names = ["look", "a" * 128, 'q"\\/\n\u00e9\u2028𓀀 </tool_call>']
+    offer = ToolOffer({name: LOOK if name == "look" else {"type": "object"} for name in names}, True)
+    one, two, three = (
+        call % (json.dumps(name, ensure_ascii=False), arguments)
+        for name, arguments in zip(names, ('{"x": 1}', "{}", '{"x":\n  ["}"]}'), strict=True)
+    )
+
+    def takes(offer: ToolOffer, text: str) -> bool:
+        grammar = Grammar.tools(offer.grammar(form), [offer.tools[name] for name in offer.names])
+        return accepts(llm, grammars, grammar, around % text)
+
+    several = between.join([one, two, one, three])
+    assert takes(offer, one)
+    assert takes(offer, several)
+    content, found = ToolCallReader(form, names).feed(around % several, True)
+    assert (content, [c.name for c in found]) == ("", [names[0], names[1], names[0], names[2]])
+    for bad in (
+        "",
+        one + two,
+        one + between,
+        one[:-1],
+        "x" + one,
+        call % ('"look"', '{"x": "1"}'),
+        call % ('"no"', "{}"),
+    ):
+        assert not takes(offer, bad), bad
+    for single in (replace(offer, many=False), replace(offer, only="look")):
+        assert takes(single, one)
+        assert not takes(single, one + between + one)
+    assert not takes(replace(offer, only="look"), two)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from serving import Live, builtin, serving
 
-from outrider.core.grammar import available
+from outrider.serve.grammar import available
 from outrider.serve.ollama import API_VERSION
 
 LONG = "word " * 400  # tokens that do not fit

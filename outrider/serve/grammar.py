@@ -1,0 +1,283 @@
+"""Text that fits a JSON schema, a regular expression or a list of choices, at every node of a draft. Needs llguidance.
+
+One matcher reads the committed tokens. For a node of a draft, a copy of it reads the node's ancestors and gives the mask. So
+nothing is rolled back, and what is asked of a draft changes nothing. The mask is part of the target's distribution, so the text
+is that of plain decoding.
+
+llguidance enforces each keyword of a schema or refuses it, and bounds the work of a mask. What it cannot see stands here:
+`_checked`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.core.extras import install
+from outrider.drafters.model.vocabulary import Vocabulary
+from outrider.serve.logs import log
+
+MAX_BYTES = 1 << 20  # of a schema, a regular expression or a list of choices
+KEPT = 8  # compiled grammars
+MAX_STATES = 20_000  # of one text; each takes one or two kB
+MAX_ITEMS = 20_000  # ways to read a place in a text; an object has one or more for each optional key
+# Space between two parts of JSON. A line may be indented; without a bound a model may write spaces for ever.
+SPACE = r"[ \t]?\r?\n[ \t]{0,128}|[ \t]"
+_CLASS = re.compile(r"\\.|\[\^?\]?((?:\\.|[^\]\\])*)(?:\]|\Z)", re.DOTALL)
+_OPERATOR = re.compile(r"(?:\\.|[^\\])*?(&&|--|~~|\[)", re.DOTALL)  # [a&&b], [a--b], [a~~b], [[a]b]
+_ANY_TOKENS = '%llguidance {"no_forcing": true}\n'  # also other tokens of a text than its tokenizer would make
+_PLAIN = {"type", "properties", "required", "title", "description", "$defs", "definitions", "$schema"}
+_FORMAT = re.compile("Unknown format: (.*)")
+
+
+def available() -> bool:
+    return importlib.util.find_spec("llguidance") is not None
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A grammar that is not compiled yet. The functions that make one raise ValueError.
+
+    what: how messages call it. lark: in llguidance's language, where @s0, @s1, ... are the schemas, which are JSON.
+    pattern: a regular expression, in place of them.
+    """
+
+    what: str
+    lark: str = ""
+    schemas: tuple[str, ...] = ()
+    pattern: str = ""
+
+    def __post_init__(self) -> None:
+        size = sum(len(text.encode("utf-8", "replace")) for text in (self.lark, self.pattern, *self.schemas))
+        if size > MAX_BYTES:
+            raise ValueError(f"{self.what} has {size} bytes and may have {MAX_BYTES}")
+
+    @staticmethod
+    def json() -> Grammar:
+        """Any JSON object."""
+        return Grammar("JSON", "start: @s0", ('{"type": "object"}',))
+
+    @staticmethod
+    def schema(schema: dict[str, Any] | bool | str) -> Grammar:
+        """JSON that fits a schema."""
+        return Grammar("the schema", "start: @s0", (schema if isinstance(schema, str) else json.dumps(schema),))
+
+    @staticmethod
+    def regex(pattern: str) -> Grammar:
+        """A text that a regular expression matches as a whole."""
+        return Grammar("the regular expression", pattern=pattern)
+
+    @staticmethod
+    def choice(choices: Sequence[str]) -> Grammar:
+        """One of the given texts."""
+        if not choices or not all(isinstance(c, str) and c for c in choices):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError("choice is a list of strings that are not empty")
+        return Grammar("the list of choices", "start: TEXT\nTEXT: " + " | ".join(map(literal, choices)))
+
+    @staticmethod
+    def tools(lark: str, schemas: Sequence[Mapping[str, Any]]) -> Grammar:
+        """Text around JSON that fits the schemas of tools; see `ToolOffer.grammar`. A function takes the arguments it names."""
+        closed = ({"additionalProperties": False} if s.keys() <= _PLAIN and "properties" in s else {} for s in schemas)
+        texts = tuple(json.dumps(more | dict(schema)) for more, schema in zip(closed, schemas, strict=True))
+        return Grammar("the schemas of the tools", lark, texts)
+
+
+def literal(text: str) -> str:
+    """A text in the language of `Grammar.lark`, and in JSON."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, and keeps what was used last.
+
+    vocab_size: the model's. end_ids: the tokens that end a text. One of them is written when the grammar is complete.
+    Raises ImportError without llguidance, and ValueError if the model has no end token or no tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Sequence[int]) -> None:
+        if not available():
+            raise ImportError(f"grammars need llguidance: {install('grammar')}")
+        if tokenizer is None or not end_ids:
+            raise ValueError("a grammar needs a tokenizer and an end token, and this model lacks one of them")
+        import llguidance
+
+        vocabulary = Vocabulary(tokenizer, vocab_size, end_ids)
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Words(vocabulary, end_ids)), n_vocab=vocab_size, eos_token=list(end_ids)
+        )
+        self._limits = llguidance.LLParserLimits(
+            max_lexer_states=MAX_STATES, max_items_in_row=MAX_ITEMS, step_max_items=10 * MAX_ITEMS, verbose_errors=False
+        )
+        self.vocab_size, self._end_ids, self._matcher = vocab_size, tuple(end_ids), llguidance.LLMatcher
+        self.compiled = lru_cache(KEPT)(self._compiled)
+
+    def _compiled(self, grammar: Grammar) -> Any:
+        """The matcher of a grammar. Raises ValueError for one that cannot be enforced, is too complex or allows nothing."""
+        try:
+            schemas, lark = [_checked(text) for text in grammar.schemas], grammar.lark or _lark(grammar.pattern)
+            while True:
+                parts = [{"lark_grammar": _ANY_TOKENS + lark}]
+                parts += [{"name": f"s{n}", "json_schema": schema} for n, schema in enumerate(schemas)]
+                matcher = self._matcher(
+                    self._tokenizer, json.dumps({"grammars": parts}), log_level=0, limits=self._limits
+                )
+                unknown = _FORMAT.search(matcher.get_error())
+                # the standard has it that these are notes
+                if not unknown or not sum(_without_format(schema, unknown[1]) for schema in schemas):
+                    break
+            matcher.compute_bitmask()
+            if matcher.is_error():
+                raise ValueError(_why(matcher.get_error()))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{grammar.what} cannot be used: {str(error) or 'it is nested too deeply'}") from None
+        return matcher
+
+    def mask(self, compiled: Any) -> GrammarMask:
+        """The state of one text under a compiled grammar."""
+        return GrammarMask(compiled, self.vocab_size, self._end_ids)
+
+
+class GrammarMask:
+    """What a grammar allows after the text and some draft tokens. A `TokenMask` of `outrider.core.sampling`, for one text."""
+
+    def __init__(self, compiled: Any, vocab_size: int, end_ids: Sequence[int]) -> None:
+        self._compiled, self._vocab_size, self._end_ids = compiled, vocab_size, end_ids
+        self._read = 0  # committed tokens the matcher has read
+        self._known: dict[tuple[int, ...], Tensor] = {}  # draft tokens after the committed ones -> the mask there
+
+    @cached_property
+    def _matcher(self) -> Any:
+        """It takes memory, so a text that waits has none."""
+        return self._compiled.deep_copy()
+
+    def allowed(self, tokens: Sequence[int], start: int, extra: Sequence[int]) -> Tensor:
+        """bool [vocab]: what may follow `tokens[start:]` and then `extra`. `tokens` are committed, `extra` are draft tokens.
+
+        Nothing may follow a token that the grammar forbids, nor where a mask needs more work than the limits allow.
+        """
+        self._follow(tokens, start)
+        key = tuple(extra)
+        found = self._known.get(key)
+        if found is None:
+            matcher = self._matcher.deep_copy() if key else self._matcher
+            found = self._known[key] = self._next(matcher, key)
+        return found
+
+    def forced_tokens(self, tokens: Sequence[int], start: int) -> list[int]:
+        """See `TokenMask`: such as the rest of a key."""
+        self._follow(tokens, start)
+        return self._matcher.compute_ff_tokens() if self._matcher.compute_ff_bytes() else []
+
+    def _follow(self, tokens: Sequence[int], start: int) -> None:
+        """Read the committed tokens."""
+        new = tokens[start + self._read :]
+        if new:
+            self._consume(self._matcher, new)
+            self._read += len(new)
+            self._known.clear()
+
+    def _consume(self, matcher: Any, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if not (matcher.is_stopped() and token in self._end_ids):
+                matcher.consume_token(token)
+
+    def _next(self, matcher: Any, extra: Sequence[int]) -> Tensor:
+        self._consume(matcher, extra)
+        bits = b"" if matcher.is_error() else matcher.compute_logit_bias()
+        if matcher.is_error():
+            if not extra:
+                log.warning("a text ends, because its grammar cannot go on: %s", _why(matcher.get_error()))
+            return torch.zeros(self._vocab_size, dtype=torch.bool)
+        return torch.from_numpy(np.frombuffer(bits, np.uint8)[: self._vocab_size] != 0)
+
+
+class _Words:
+    """The tokenizer, as llguidance wants it."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary, end_ids: Sequence[int]) -> None:
+        ends = set(end_ids)
+        pieces = [None if i in ends else piece for i, piece in enumerate(vocabulary.pieces)]
+        self.tokens, self.eos_token_id = [piece or b"" for piece in pieces], end_ids[0]
+        self.special_token_ids = [i for i, piece in enumerate(pieces) if piece is None]
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._encode(text)
+
+
+def _checked(text: str) -> dict[str, Any]:
+    """A schema with our settings. Raises ValueError for what llguidance would take, and not enforce."""
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise ValueError(f"it is an object or true, got {text[:80]}")
+    escapes = True
+    for part in _parts(schema):
+        for pattern in (part.get("pattern"), *(part.get("patternProperties") or ())):
+            if isinstance(pattern, str):
+                _check_pattern(pattern)
+        least, required = part.get("minProperties"), part.get("required")
+        if isinstance(least, (int, float)) and least > 1 + len(required if isinstance(required, list) else ()):
+            raise ValueError(
+                f"minProperties {least} cannot be enforced, because a key that is not in `required` may come twice"
+            )
+        # "\u0061" is another way to write the key "a", and its value would not be that of "a"
+        if not {"properties", "patternProperties"}.isdisjoint(part) and part.get("additionalProperties") is not False:
+            escapes = False
+    own = {"whitespace_pattern": SPACE, "json_allowed_escapes": 'nrbtf\\"' + "u" * escapes}
+    return {**schema, "x-guidance": {**own, "json_allow_general_unicode_escapes": escapes}}
+
+
+def _lark(pattern: str) -> str:
+    from llguidance import regex_to_lark
+
+    _check_pattern(pattern)
+    return f"start: /{regex_to_lark(pattern, '')}/"
+
+
+def _check_pattern(pattern: str) -> None:
+    """Raise ValueError for classes of characters that mean other things in Python, JavaScript and Rust."""
+    for part in _CLASS.finditer(pattern):
+        if found := _OPERATOR.match(part[1] or ""):
+            sign = found[1][0]
+            raise ValueError(
+                f"{part[0][:80]!r} means other things in other languages; write \\{sign} for the letter {sign}"
+            )
+
+
+def _without_format(schema: dict[str, Any], name: str) -> int:
+    """Take a format out of a schema. Returns how often it was there."""
+    return sum(part.get("format") == name and part.pop("format") == name for part in _parts(schema))
+
+
+def _parts(schema: Any) -> Iterator[dict[str, Any]]:
+    """A schema and the schemas in it."""
+    waiting: list[Any] = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            yield part
+            waiting += [v for k, v in part.items() if k not in ("const", "enum", "default", "examples", "x-guidance")]
+        elif isinstance(part, list):
+            waiting += part
+
+
+def _why(error: str) -> str:
+    """What an error of llguidance says, without the place in a grammar that the client has not seen."""
+    said = re.sub(r"^at \d+\(\d+\): |\n*<non-verbose/>|\n\s+\d+ \| (.|\n)*", "", error).strip()
+    return "no text fits" if said in ("", "NoExtensionBias") else " ".join(said.split())[:500]
