@@ -240,7 +240,7 @@ def test_calls_that_a_model_writes_of_itself_and_broken_ones(live: Live, monkeyp
     [
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [{}]}, "tools"),
-        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, None),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"tools": [{"function": {"name": "a", "parameters": {"type": "object", "properties": {"x": {"type": "foo"}}}}}],
           "tool_choice": "required"}, "tools"),
     ],
