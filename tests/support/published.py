@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cache
 from pkgutil import resolve_name
 from typing import Any
@@ -50,6 +49,7 @@ OWN: dict[str, Json] = {
         done={"const": True},
         done_reason={"enum": ["stop", "length", "load", "unload"]},
     ),
+    "moment": {"type": "string", "format": "date-time"},
     "figures": _object(**{name: {"type": "integer", "minimum": 0} for name in NUMBERS}),
     "version": _object(version={"type": "string", "pattern": r"^\d+\.\d+\.\d+"}),
     "error": {**_object(error="string"), "additionalProperties": False},
@@ -232,6 +232,7 @@ def _response_order(events: list[Json], _: Json) -> Iterator[str]:
         yield f"a stream of a response begins with {kinds[:2]}"
     if kinds[-1] not in ("response.completed", "response.incomplete", "response.failed"):
         yield f"a stream of a response ends with {kinds[-1]}"
+        return
     if [event["sequence_number"] for event in events] != list(range(len(events))):
         yield "the sequence numbers are not 0, 1, 2, ..."
     items, opened, texts = list[Json](), None, dict[tuple[str, str], str]()
@@ -242,7 +243,7 @@ def _response_order(events: list[Json], _: Json) -> Iterator[str]:
                 yield f"an item is added in the wrong place: {event}"
             opened = event["item"]
             continue
-        if opened is None or event["output_index"] != len(items):
+        if opened is None or event.get("output_index") != len(items):
             yield f"an event belongs to no item that is open: {event}"
             return
         if kind == "output_item.done":
@@ -277,7 +278,7 @@ def _message_order(events: list[Json], _: Json) -> Iterator[str]:
     for event in events:
         if event["type"] == "content_block_start":
             index, opened = index + 1, event["content_block"]["type"]
-        if "index" in event and event["index"] != index:
+        if event.get("index", index) != index:
             yield f"an event has another index than {index}: {event}"
         if event["type"] == "content_block_delta":
             wanted = {
@@ -285,7 +286,7 @@ def _message_order(events: list[Json], _: Json) -> Iterator[str]:
                 "tool_use": ("input_json_delta",),
                 "thinking": ("thinking_delta", "signature_delta"),
             }
-            if event["delta"]["type"] not in wanted[opened]:
+            if event["delta"]["type"] not in wanted.get(opened, ()):
                 yield f"a delta does not fit its block of {opened}: {event}"
 
 
@@ -387,7 +388,7 @@ def events_of(body: bytes, kind: str) -> list[Any]:
                 data = json.loads(value) if value != "[DONE]" else value
             elif field:
                 raise ValueError(f"a stream has the line {line[:100]!r}")
-        if name and (not isinstance(data, dict) or data["type"] != name):
+        if name and (not isinstance(data, dict) or data.get("type") != name):
             raise ValueError(f"the event {name} has other data: {str(data)[:100]}")
         if data is not None:
             found.append(data)
@@ -416,7 +417,7 @@ def problems(
     if status != 200:
         yield from faults(answer, route.error)
         if route.error == ("openai", "ErrorResponse"):
-            yield from type_faults(answer["error"], "openai.types.shared:ErrorObject")
+            yield from type_faults(answer.get("error"), "openai.types.shared:ErrorObject")
         elif route.error == ANTHROPIC_ERROR:
             yield from _claude_error_faults(answer)
     elif method == "DELETE":
@@ -429,12 +430,12 @@ def problems(
         if answer.get("done_reason") in ("stop", "length"):
             yield from faults(answer, ("own", "figures"))
         for name in ("created_at", "expires_at", "modified_at"):  # with a zone, as RFC 3339 has it
-            if isinstance(moment := answer.get(name), str) and datetime.fromisoformat(moment).tzinfo is None:
-                yield f"{name} has no zone: {moment}"
+            if isinstance(moment := answer.get(name), str) and not validator("own", "moment").is_valid(moment):
+                yield f"{name} is no time with a zone: {moment}"
 
 
 def _claude_error_faults(event: Json) -> Iterator[str]:
-    if event["error"]["type"] != "request_too_large":  # see `document`
+    if event.get("error", {}).get("type") != "request_too_large":  # see `document`
         yield from type_faults(event, "anthropic.types.shared:ErrorResponse")
 
 
@@ -442,18 +443,21 @@ def _stream_problems(route: Route, asked: Json, events: list[Any], is_over: bool
     is_chunked = route in (CHAT, TEXT)
     if is_chunked and is_over and events[-1:] != ["[DONE]"]:
         yield "the stream does not end with [DONE]"
-    events = [event for event in events if event != "[DONE]"]
-    for event in events:
-        if "error" in event and route.path != "/v1/responses":
-            yield from faults(event, route.error)
-            if route is MESSAGE:
-                yield from _claude_error_faults(event)
-            continue
+    events, are_whole = [event for event in events if event != "[DONE]"], True
+    for found in (list(_event_problems(route, event)) for event in events):
+        yield from found
+        are_whole = are_whole and not found
+    if is_over and are_whole and route.order is not None:
+        yield from route.order(events, asked) if events else ["the stream is empty"]
+
+
+def _event_problems(route: Route, event: Json) -> Iterator[str]:
+    if "error" in event and route is not RESPONSE:
+        yield from faults(event, route.error)
+        yield from _claude_error_faults(event) if route is MESSAGE else ()
+    else:
         yield from faults(event, *route.stream)
-        if event.get("type") != "ping":
-            yield from type_faults(event, route.stream_type)
-    if is_over and route.order is not None:
-        yield from route.order(events, asked)
+        yield from type_faults(event, route.stream_type) if event.get("type") != "ping" else ()
 
 
 class Judged:

@@ -103,7 +103,7 @@ class BatchAnswerer:
         with called(body.called):
             chat = body.chat([])
             writer = ResponsesWriter(f"resp_{name}", self.service.settings.model_name, body, chat)
-            return writer.whole(await self._whole(chat, name))
+            return await writer.whole(await self.service.accept(chat, name, "batch"))
 
     def _body(self, request: BatchRequest) -> Any:
         try:

@@ -77,22 +77,27 @@ class PendingAnswer:
         return {"x-outrider-guarantee": self._guarantee}
 
     async def whole(self) -> dict[str, Any]:
-        """Wait for all texts. Raises Refused if one failed, or if all were aborted before their first token.
-
-        A deadline that has passed is 408: another server would be as late. A server that stops is 503.
-        """
+        """Wait for all texts. Raises Refused if one failed, and what `check_written` raises."""
         self._ends_alone = True
         async for _ in self.deltas():
             pass
+        self.check_written()
+        choices = await asyncio.to_thread(lambda: [choice.whole() for choice in self._choices])  # logprobs take long
+        shows_ids = self.body.is_chat and self.body.return_token_ids
+        ids = {"prompt_token_ids": self.sequences[0].prompt} if shows_ids else {}
+        return {**self._totals(choices), "object": self._head["object"].removesuffix(".chunk"), **ids}
+
+    def check_written(self) -> None:
+        """Raise Refused if all texts were aborted before their first token.
+
+        A deadline that has passed is 408: another server would be as late. A server that stops is 503.
+        """
         results = self.sequences
         if all(r.finish and r.finish.finish == "abort" and not r.written for r in results):
             reason = results[0].finish and results[0].finish.reason
             if reason == LATE:
                 raise Refused(f"nothing was written: {reason}; allow more time", 408, code="timeout")
             raise Refused(f"nothing was written: {reason}", 503, code="aborted", retry=1)
-        choices = await asyncio.to_thread(lambda: [choice.whole() for choice in self._choices])  # logprobs take long
-        ids = {"prompt_token_ids": results[0].prompt} if self.body.is_chat and self.body.return_token_ids else {}
-        return {**self._totals(choices), "object": self._head["object"].removesuffix(".chunk"), **ids}
 
     async def chunks(self, interval: float | None, usage: bool = False) -> AsyncIterator[dict[str, Any] | None]:
         """The chunks of a stream, as they come; None where none came for a while. usage: the last one has it, also if the body

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import count
 from typing import Any
 
 from outrider.core.outputs import Delta
@@ -68,15 +69,19 @@ class ChoiceWriter:
                 reader.feed(before)
         at = self._offset
         self._offset += len(text)
-        content, calls = reader.feed(text, last) if reader else (text, [])
+        parts = reader.parts(text, last) if reader else [text] if text else []
+        content = parts[0] if len(parts) == 1 and isinstance(parts[0], str) else ""
         tokens, more = self._shows_tokens and delta is not None and delta.token_ids, {}
         if delta is not None and (tokens or self._body.return_pieces):
-            more = self._of_tokens(delta, "" if calls else content, at)
-        if reader is None or not calls:
+            more = self._of_tokens(delta, content, at)
+        if content or not parts:
             return [self._chunk({"content": content}, **more)] if content or tokens else []
-        chunks = [self._chunk({"content": content})] if content else []
-        for number, call in enumerate(calls, reader.called - len(calls)):
-            chunks.append(self._chunk({"tool_calls": [{"index": number, **call.shape}]}))
+        number = count(reader.called - sum(isinstance(part, ToolCall) for part in parts) if reader else 0)
+        deltas = [
+            {"content": p} if isinstance(p, str) else {"tool_calls": [{"index": next(number), **p.shape}]}
+            for p in parts
+        ]
+        chunks = [self._chunk(delta) for delta in deltas]
         # The tokens come last: a client that has read them has the call, so the answer can go on from there.
         return [*chunks, self._chunk({"content": ""}, **more)] if tokens else chunks
 
@@ -134,9 +139,8 @@ class ChoiceWriter:
         result, finish = self.sequence, self.sequence.finish
         assert finish is not None
         stopped = "tool_calls" if called else "stop"
-        end: dict[
-            str, Any
-        ] = {  # OpenAI has no other name than `length` for a text that was cut off; stop_reason says by what
+        # OpenAI has no other name than `length` for a text that was cut off. stop_reason says by what.
+        end: dict[str, Any] = {
             "finish_reason": stopped if finish.finish == "stop" else "length",
             "stop_reason": finish.reason,
             "seed": result.request.seed,

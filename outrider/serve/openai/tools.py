@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 from outrider.core.params import BadParameter
@@ -213,12 +214,17 @@ class ToolCallReader:
         self._inside, self._fresh = False, True  # after an opening; only space so far
 
     def feed(self, text: str, last: bool = False) -> tuple[str, list[ToolCall]]:
-        """Add text. Returns the content and the calls that are certain now. last: there is no more text."""
+        """As `parts`: all of the content, and all of the calls."""
+        parts = self.parts(text, last)
+        return "".join(p for p in parts if isinstance(p, str)), [p for p in parts if isinstance(p, ToolCall)]
+
+    def parts(self, text: str, last: bool = False) -> list[str | ToolCall]:
+        """Add text. Returns the content and the calls that are certain now, in their order. last: there is no more text."""
         self._text += text
-        content, calls = "", list[ToolCall]()
+        parts = list[str | ToolCall]()
         while self._text:
             if not self._inside:
-                content += self._content(last)
+                parts.append(self._content(last))
                 if not self._inside:
                     break
             elif (found := self._calls(last)) is None:
@@ -226,15 +232,17 @@ class ToolCallReader:
             else:
                 end, new = found
                 if new is None:
-                    content += self._clean(self._text[:end])
+                    parts.append(self._clean(self._text[:end]))
                     self._fresh = False
                 else:
                     new = new if self._many else new[: 1 - self.called]
-                    calls += new
+                    parts += new
                     self.called += len(new)
                 self._text = self._text[end:]
                 self._inside = new is not None and self.form.bare
-        return content, calls
+        runs = ((kind, list(run)) for kind, run in groupby(parts, type))
+        joined = [part for kind, run in runs for part in (["".join(map(str, run))] if kind is str else run)]
+        return [part for part in joined if part]
 
     def _content(self, last: bool) -> str:
         """The content up to an opening, or up to a text that may become one."""

@@ -44,9 +44,9 @@ class AnswerWriter:
         """What a stream has for an answer that could not be written."""
         return self.sent(refused.body)
 
-    def whole(self, completion: dict[str, Any]) -> dict[str, Any]:
-        """The answer of a whole completion."""
-        return completion
+    async def whole(self, pending: PendingAnswer) -> dict[str, Any]:
+        """The answer in one piece. Raises Refused."""
+        return await pending.whole()
 
     async def events(self, pending: PendingAnswer, interval: float | None) -> AsyncIterator[bytes]:
         """The stream. interval: see `PendingAnswer.chunks`."""
@@ -89,10 +89,11 @@ class AnswerTranslator(AnswerWriter, ABC):
     def refused(self, refused: Refused) -> bytes:
         return b"".join(map(self.encoded, self.failed(refused)))
 
-    def whole(self, completion: dict[str, Any]) -> dict[str, Any]:
-        choice = completion["choices"][0]
-        self.chunk({**completion, "choices": [{**choice, "delta": choice.get("message", {})}]})
-        self.chunk({**completion, "choices": []})
+    async def whole(self, pending: PendingAnswer) -> dict[str, Any]:
+        async for chunk in pending.chunks(None, True):  # text and calls in their order, which no completion tells
+            pending.check_written()
+            if chunk is not None:
+                self.chunk(chunk)
         return self.answer
 
 
@@ -133,7 +134,7 @@ class Answering:
             headers = {**pending.headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
             events = writer.events(pending, service.settings.pad_seconds)
             return StreamingResponse(events, headers=headers, media_type=writer.media_type)
-        return json_response(writer.whole(await unless_gone(request.receive, pending.whole())), headers=pending.headers)
+        return json_response(await unless_gone(request.receive, writer.whole(pending)), headers=pending.headers)
 
 
 class ThinkingReader:
