@@ -9,8 +9,11 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
+import sysconfig
 import threading
-from pathlib import Path
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import httpx
@@ -141,6 +144,91 @@ def test_the_schemas_of_kubernetes() -> None:
     validate = pytest.importorskip("kubernetes_validate")
     for manifest in MANIFESTS.values():
         validate.validate(manifest, "1.31", strict=True)
+
+
+def reaches_docker(path: str) -> bool:
+    """Whether `.dockerignore` leaves a file in. The last line decides that names it, or a folder above it."""
+    sent, names = True, [PurePosixPath(path), *PurePosixPath(path).parents][:-1]
+    for line in (FOLDER / "Dockerfile.dockerignore").read_text().split():
+        pattern = line.removeprefix("!")
+        every = pattern.startswith("**/")
+        if any(fnmatch(name.name, pattern[3:]) if every else fnmatch(str(name), pattern) for name in names):
+            sent = line.startswith("!")
+    return sent
+
+
+def copy(source: Path, into: Path, kept: Any) -> None:
+    """COPY: a file goes into a folder, and a folder's files do. kept: whether a file is there for it."""
+    for file in [source] if source.is_file() else [one for one in source.rglob("*") if one.is_file()]:
+        if kept(file):
+            to = into / (file.name if source.is_file() else file.relative_to(source))
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, to)
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the root of the image: its lines COPY and its commands of pip and sed are obeyed there, in a new environment.
+
+    pip finds the libraries of this environment, and no package of outrider. The kernels are not compiled, which takes a minute.
+    """
+    root, libraries = tmp_path_factory.mktemp("image"), tmp_path_factory.mktemp("libraries")
+    for one in Path(sysconfig.get_path("purelib")).iterdir():
+        if not one.name.startswith(("outrider", "__editable__")) and one.suffix != ".pth":
+            (libraries / one.name).symlink_to(one)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", root / "venv"], check=True)
+    [packages] = (root / "venv").glob("lib/python*/site-packages")
+    (packages / "libraries.pth").write_text(str(libraries))
+    (root / "venv/bin/pip").write_text(f'#!/bin/sh\nexec {root}/venv/bin/python -m pip "$@"\n')
+    (root / "venv/bin/pip").chmod(0o755)
+    pip = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    environment = {"PATH": f"{root}/venv/bin:{os.environ['PATH']}", "HOME": str(root), "CXX": "false", **pip}
+    folder = root
+    for line in DOCKERFILE.replace("\\\n", " ").splitlines():
+        word, _, rest = line.partition(" ")
+        if word == "WORKDIR":
+            folder = root / rest.removeprefix("/")
+            folder.mkdir(parents=True)
+        elif word == "COPY":
+            built = rest.startswith("--from")
+            *sources, into = shlex.split(rest)[built:]
+            to = root / into.removeprefix("/") if built else folder / into
+            for source in sources:
+                if built:
+                    copy(root / source.removeprefix("/"), to, lambda _: True)
+                else:
+                    copy(ROOT / source, to, lambda file: reaches_docker(file.relative_to(ROOT).as_posix()))
+        elif word == "RUN":
+            for command in rest.split("&&"):
+                if command.split()[0] in ("pip", "sed"):
+                    there = re.sub(r"(?<![\w.])/(wheels|tmp)/?\b", rf"{root}/\1/", command)
+                    done = subprocess.run(
+                        there, shell=True, cwd=folder, env=environment, capture_output=True, text=True
+                    )
+                    assert done.returncode == 0, done.stdout + done.stderr
+    return root
+
+
+@pytest.mark.parametrize("where", COMMANDS)
+def test_what_the_image_holds_starts_its_command(where: str, image: Path) -> None:
+    own = {"8000": "0", "0.0.0.0": "127.0.0.1"}
+    environment = {"PATH": f"{image}/venv/bin:{os.environ['PATH']}", "HOME": str(image / "home/outrider")}
+    command = ["outrider", *(own.get(word, word) for word in COMMANDS[where])]
+    with subprocess.Popen(
+        command, cwd=image, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        assert server.stderr is not None
+        try:
+            line = next((line for line in server.stdout if line.startswith("curl")), "")
+            assert line, server.stderr.read()
+            [url] = re.findall(r"http://127\.0\.0\.1:\d+", line)
+            assert httpx.get(f"{url}/health").status_code == 200
+            body = {"model": "code", "prompt": "def f(x):", "max_tokens": 4}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+            assert answer["usage"]["completion_tokens"] == 4
+        finally:
+            server.kill()
 
 
 def test_sigterm_under_load_ends_every_stream_whole() -> None:
