@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from outrider.core.suggest import did_you_mean, faults
 from outrider.core.types import Budget
-from outrider.drafters.method import AUTO, METHODS, NONE, find, model_method, offered, owner, plugins
+from outrider.drafters.method import AUTO, METHODS, NONE, canonical, find, model_method, offered, owner, plugins
 from outrider.verify import VERIFIERS
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from outrider.models.cache import SlotCache
     from outrider.models.load import Loaded
 
-_VLLM_METHODS = {"eagle3": "eagle"}
+_KEYS = {"draft_model": "model", "speculative_model": "model"}
+"""Names of options, and of vLLM's first configurations -> our key."""
 _VLLM_RULES = {"standard": "rejection", "block": "block"}
 """vLLM's `rejection_sample_method` -> our verifier."""
 
@@ -115,6 +116,9 @@ class SpeculativeConfig(BaseModel):
     @classmethod
     def _known_keys(cls, data: Any) -> Any:
         if isinstance(data, dict):
+            given, data = data, {_KEYS.get(name := key.replace("-", "_"), name): given for key, given in data.items()}
+            if len(data) < len(given):
+                raise ValueError(f"speculative_config has a key twice, under two names: {', '.join(given)}")
             for key in data:
                 if key not in cls.model_fields:
                     raise ValueError(f"speculative_config has no {key!r}{did_you_mean(key, cls.model_fields)}")
@@ -127,8 +131,8 @@ class SpeculativeConfig(BaseModel):
                 data = {**data, "controller": "adaptive"}
             if "method" not in data and data.get("model") is not None:
                 data = {**data, "method": model_method(data["model"])}
-            if isinstance(named := data.get("method"), str) and named in _VLLM_METHODS:
-                data = {**data, "method": _VLLM_METHODS[named]}
+            if named := data.get("method"):
+                data = {**data, "method": canonical(named) if isinstance(named, str) else [*map(canonical, named)]}
         return data
 
     @model_validator(mode="after")
@@ -142,7 +146,7 @@ class SpeculativeConfig(BaseModel):
         if self.rejection_sample_method:
             self.verifier = _VLLM_RULES[self.rejection_sample_method]
         if self.verifier not in VERIFIERS:
-            raise ValueError(f"unknown verifier {self.verifier!r}{did_you_mean(self.verifier, VERIFIERS)}")
+            raise ValueError(f"unknown verifier {self.verifier!r}; known: {', '.join(VERIFIERS)}")
         if self.budget.width > 1 and not VERIFIERS[self.verifier].trees:
             raise ValueError(
                 f'the verifier "{self.verifier}" takes chains only, and tree_width is {self.tree_width}; leave it out, or '

@@ -146,6 +146,14 @@ def offered(name: str) -> EntryPoint | None:
     return None if name in METHODS else entry or plugins().get(name)
 
 
+def canonical(name: str) -> str:
+    """A method's name as the table has it: a hyphen may stand for an underscore, and eagle3 is vLLM's name of eagle."""
+    if name in METHODS or offered(name) is not None:
+        return name
+    name = name.replace("-", "_")
+    return {"eagle3": "eagle"}.get(name, name)
+
+
 def find(name: str) -> DraftMethod:
     """The method of that name, built in or offered. Raises KeyError if there is none.
 
