@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import Annotated, Any
 
-from outrider.cli.options import Debug, ModelFirst, ModelInstead, SpeculationOptions, one_model, option
+from outrider.cli.options import Config, Debug, ModelFirst, ModelInstead, SpeculationOptions, one_model, option
 from outrider.cli.serve import ready_lines
 from outrider.cli.terminal import loading, readable
 from outrider.core.extras import needs
@@ -26,6 +26,7 @@ def deploy(
     ] = "local",
     name: Annotated[str, option("Cluster", "The name of the Serve application.")] = "outrider",
     start_timeout: Annotated[float, option("Cluster", "Seconds until all replicas must be healthy.")] = 600.0,
+    config_file: Config = None,
     given: Annotated[dict[str, Any], DeployOptions],
     write_config: Annotated[
         Path | None,

@@ -85,7 +85,10 @@ class BriefCommand(TyperCommand):
             super().format_help(ctx, formatter := ctx.make_formatter())
             typer.echo(formatter.getvalue(), nl=False)
             ctx.exit()
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        if ctx.params.get("model_option") and ctx.get_parameter_source("model").name == "DEFAULT_MAP":
+            ctx.params["model"] = None  # the command line goes before the file of --config
+        return rest
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the page. Raises KeyError if `usual` names no option."""
@@ -166,7 +169,7 @@ add(
     "outrider serve ./my-model -d ./my-small-model -k 4",
     "outrider serve smollm2 ./coder.gguf --memory 12GiB --speculative-config coder=coder.json",
     "OUTRIDER_API_KEY=... outrider serve builtin:code --host 0.0.0.0 --metrics-prefix vllm",
-    usual="-d -k --method --host --port --api-key --served-model-name --quantization --max-model-len --max-num-seqs --trace",
+    usual="-d -k --method --config --host --port --api-key --served-model-name --quantization --max-model-len --max-num-seqs",
 )
 add(
     "Use",
@@ -214,7 +217,7 @@ add(
     "outrider tune",
     "outrider tune my-prompts.jsonl -m ./my-model -d ./my-small-model",
     "outrider tune code -m builtin:code --method suffix --method draft_model --seconds 30",
-    usual="-m -d --method --seconds --num-prompts -n -t --out --json",
+    usual="-m -d --method --seconds --num-prompts -n -t --out --export --json",
 )
 add(
     "Measure",

@@ -6,6 +6,7 @@ A group is `outrider.serve.options.Options`. `grouped` lets a command take a gro
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
@@ -14,9 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
+from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
-from outrider.drafters.method import AUTO, METHODS, owner
+from outrider.cli.terminal import readable
+from outrider.core.suggest import did_you_mean
+from outrider.drafters.method import AUTO, METHODS, canonical, owner
 from outrider.serve.options import FolderOptions as FolderOptions
 from outrider.serve.options import LoadOptions as LoadOptions
 from outrider.serve.options import Options as Options
@@ -110,6 +114,11 @@ def full_name(name: Any) -> Any:
     return known.get(name, longer[0] if len(longer) == 1 else name)
 
 
+def canonical_names(given: Any) -> Any:
+    """The names of methods as the table has them; None stays."""
+    return canonical(given) if isinstance(given, str) else given and [*map(canonical, given)]
+
+
 MODEL = "A folder, a GGUF file, a hub name or a built-in model."
 Model = Annotated[str, option("Model", MODEL, "--model", "-m", callback=full_name)]
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, callback=full_name)]
@@ -124,6 +133,65 @@ ModelInstead = Annotated[
 ApiKey = Annotated[
     str | None, option("Server", "The key of the server; better set by the variable.", envvar="OUTRIDER_API_KEY")
 ]
+
+
+def read_config(context: typer.Context, file: Path | None) -> Path | None:
+    """Take the options of a TOML file as defaults of the command. Its keys are the names of the options."""
+    if file is not None:
+        with readable(False):
+            context.default_map = _options_of(file, context.command.params)
+    return file
+
+
+def _options_of(file: Path, parameters: list[Any]) -> dict[str, Any]:
+    """What a file says, by the names of parameters. Values are words of the command line, so the same limits hold for them.
+
+    Raises ValueError for what no option is.
+    """
+    try:
+        given = tomllib.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--config {file} is not TOML ({error}); a line of it: port = 8000") from None
+    known = {one.name: one for one in parameters if one.param_type_name == "argument"}
+    for one in parameters:
+        known |= {
+            name[2:].replace("-", "_"): one for name in one.opts if name.startswith("--") and name[2:] not in known
+        }
+    del known["config"]
+    out = dict[str, Any]()
+    for key, value in given.items():
+        if (one := known.get(key.replace("-", "_"))) is None:
+            raise ValueError(f"--config {file}: there is no option {key!r}{did_you_mean(key, known)}")
+        words = [_word(file, key, v, one) for v in (value if isinstance(value, list) else [value])]
+        if len(words) != 1 and not (one.multiple if one.param_type_name == "option" else one.nargs == -1):
+            raise ValueError(f"--config {file}: {key} takes one value, got {len(words)}")
+        out[one.name] = words if isinstance(value, list) or one.nargs == -1 or one.multiple else words[0]
+    return out
+
+
+def _word(file: Path, key: str, value: Any, one: Any) -> str:
+    """A value of a file as the command line has it."""
+    if isinstance(value, dict) and key.replace("-", "_") != "speculative_config":
+        raise ValueError(f"--config {file}: only speculative_config may be a table, and {key} is one")
+    if isinstance(value, bool) != bool(getattr(one, "is_flag", False)):
+        raise ValueError(
+            f"--config {file}: {key} = {json.dumps(value)}: true and false are for {_FLAGS}, and only they"
+        )
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+_FLAGS = "options without a value"
+Config = Annotated[
+    Path | None,
+    option(
+        "Server",
+        "A TOML file of options; the command line goes before it.",
+        "--config",
+        metavar="FILE",
+        is_eager=True,
+        callback=read_config,
+    ),
+]
 Debug = Annotated[bool, option("Output", "Show the traceback of an error.", "--debug")]
 
 
@@ -136,7 +204,7 @@ _SHAPE = ("num_speculative_tokens", "tree_width", "tree_nodes", "verifier")
 class SpeculationOptions(Options):
     """How to speculate: single options, or one JSON object in their place."""
 
-    method: str | None = setting(
+    method: Annotated[str | None, AfterValidator(canonical_names)] = setting(
         None,
         "Speculation",
         "How to draft: `outrider methods`, or your own FILE.py:NAME. Default: auto.",

@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 from outrider.cli.options import (
+    Config,
     Debug,
     ModelInstead,
     Models,
@@ -17,7 +18,7 @@ from outrider.cli.options import (
     one_model,
     option,
 )
-from outrider.cli.terminal import DIM, paint, readable, working, wrapped
+from outrider.cli.terminal import DIM, command, loading, paint, readable, working, wrapped
 from outrider.core.extras import needs
 from outrider.core.files import public_name
 from outrider.serve.options import ServeOptions, served_name
@@ -31,6 +32,7 @@ def serve(
     *,
     model_option: ModelInstead = None,
     speculation: ServedSpeculationOptions,
+    config_file: Config = None,
     given: Annotated[dict[str, Any], ServeOptions],
     log_file: Annotated[Path | None, option("Output", "Write the log to this file, not to standard error.")] = None,
     trace: TraceOptions,
@@ -49,9 +51,6 @@ def serve(
         models = model or [one_model(None, model_option)]
         if model and model_option:
             one_model(model[0], model_option)  # says that these are two ways
-        for one in models:  # before seconds of imports
-            if one.endswith(".gguf") and ":" not in one and not Path(one).expanduser().exists():
-                raise FileNotFoundError(f"there is no file {one}; give its path, or a model of `outrider list`")
         settings = _settings(models, speculation, given)
         options = settings[0]
         if len(models) > 1 and trace.trace is not None:
@@ -62,13 +61,18 @@ def serve(
             from outrider.serve.connection import bound
         ports = [options.port, *([] if options.monitor_port is None else [options.monitor_port])]
         sockets = [one for port in ports for one in bound(options.host, port)]  # before seconds of imports
-        with working(f"loading {models[0]}"):
+        with loading(models[0]):
             with needs("serve", "the server"):
                 from outrider.serve import logs
                 from outrider.serve.app import create_app
-                from outrider.serve.pool import ModelPool
+                from outrider.serve.pool import ModelPool, weights_of
+            from outrider.drafters.config import SpeculativeConfig
             from outrider.engine.memory import gib
 
+            for one in settings:  # a pipe hears what is wrong before it hears that something is loaded
+                SpeculativeConfig.of(one.speculative_config)
+                weights_of(one)
+        with working(f"loading {models[0]}"):
             spans = None
             if otlp_traces_endpoint is not None:
                 with needs("otel", "--otlp-traces-endpoint"):
@@ -149,14 +153,17 @@ def ready_lines(options: ServeOptions, port: int, chat: bool, stop: str) -> None
     host = options.host
     host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     at = f"http{'s' if options.ssl_certfile else ''}://{host}:{port}"
-    bearer = " -H 'Authorization: Bearer '$OUTRIDER_API_KEY" if options.api_key else ""
+    bearer = ["-H 'Authorization: Bearer '$OUTRIDER_API_KEY"] if options.api_key else []
     body: dict[str, Any] = {"model": options.model_name}
     if chat:
         path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": "Write a story about a dog."}]
     else:
         path, body["prompt"] = "/v1/completions", "def quicksort(xs):"
     sent = json.dumps({**body, "max_tokens": 64, "stream": True})
-    curl = f"curl -N {at}{path}{bearer} -H 'Content-Type: application/json' -d '{sent}'"
-    print(curl if wrapped(curl) == curl else curl.replace(" -H ", " \\\n  -H ").replace(" -d ", " \\\n  -d "))
-    print(wrapped(f"in a browser: {at}/   dashboard: {at}/dashboard   how it works: {at}/explain"))
+    print(command(f"curl -N {at}{path}", *bearer, "-H 'Content-Type: application/json'", f"-d '{sent}'"))
+    print(
+        wrapped(
+            f"in a terminal: outrider chat {at}   in a browser: {at}/   dashboard: {at}/dashboard   how it works: {at}/explain"
+        )
+    )
     print(paint(wrapped(f"health: {at}/health   metrics: {at}/metrics   stop: {stop}"), DIM), flush=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -72,7 +75,8 @@ def readable(debug: bool) -> Iterator[None]:
 @contextmanager
 def unechoed() -> Iterator[None]:
     """Show nothing of what is typed while a text is written, ^C included. It is the beginning of the next message."""
-    if not sys.stdin.isatty():
+    keys = sys.stdin.fileno() if sys.stdin.isatty() and hasattr(os, "tcgetpgrp") else -1
+    if keys < 0 or os.tcgetpgrp(keys) != os.getpgrp():  # a process in the background may not change the terminal
         yield
         return
     import termios
@@ -116,12 +120,12 @@ def home(path: Path) -> str:
 
 def paint(text: str, code: str, stream: TextIO | None = None) -> str:
     """Return the text in a colour, if the stream shows colours. code: an ANSI code, such as `GREEN`."""
-    return text if not text or plain(stream or sys.stdout) else f"\x1b[{code}m{text}\x1b[0m"
+    return text if not (text and code) or plain(stream or sys.stdout) else f"\x1b[{code}m{text}\x1b[0m"
 
 
 def say(text: str, colour: str = DIM) -> None:
-    """Print a line in a colour."""
-    print(paint(text, colour))
+    """Print a line in a colour, on a terminal wrapped between words."""
+    print(paint(wrapped(text), colour))
 
 
 def warn(text: str, colour: str = YELLOW) -> None:
@@ -142,6 +146,32 @@ def wrapped(text: str, stream: TextIO | None = None) -> str:
     width = shutil.get_terminal_size().columns
     lines = (textwrap.fill(s, width, break_long_words=False, break_on_hyphens=False) for s in text.split("\n"))
     return "\n".join(lines)
+
+
+def program() -> str:
+    """How a shell starts this outrider: by its name, if that is on PATH, else by its path."""
+    own, found = shutil.which("outrider", path=str(Path(sys.executable).parent)), shutil.which("outrider")
+    if own is None:
+        return "outrider" if found else f"{shlex.quote(sys.executable)} -m outrider"
+    if found and Path(found).samefile(own):
+        return "outrider"
+    path = Path(own)
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
+
+
+def command(*words: str) -> str:
+    """A command that can be copied. On a terminal its lines end between its words, or after a comma of JSON within one.
+
+    words: as a shell reads them, so quoted where that is needed.
+    """
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    text, column = words[0], len(words[0])
+    for word in words[1:]:
+        for n, part in enumerate(re.split("(?<=,) ", word)):
+            fits = column + len(part) + 3 <= width  # a space, and a space with a backslash behind it
+            text += (" " if fits else "\n  " if n else " \\\n  ") + part
+            column = (column + 1 if fits else 2) + len(part)
+    return text
 
 
 def plain(stream: TextIO) -> bool:

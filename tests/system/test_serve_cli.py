@@ -108,6 +108,7 @@ def test_ctrl_c_ends_a_server_without_a_traceback() -> None:
     [
         (["serve", "missing.gguf"], "error: there is no file missing.gguf"),
         (["serve", "builtin:cod"], "did you mean 'builtin:code'"),
+        (["serve", "builtin:code", "-d", "no/draft.gguf"], "there is no file no/draft.gguf"),
         (["serve", "builtin:code", "--speculative-config", "{"], "not JSON"),
         (["serve", "builtin:code", "--speculative-config", '{"method": "sufix"}'], "did you mean 'suffix'"),
         (["serve", "builtin:code", "--kv-cache-memory-bytes", "1000000"], "would fit"),
@@ -126,6 +127,7 @@ def test_mistakes_are_one_line(options: list[str], words: str) -> None:
     result = CliRunner().invoke(cli.app, options)
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
+    assert "loading" not in result.output or words == "would fit"  # the weights say how much
 
 
 def test_a_port_in_use_is_found_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +152,7 @@ def test_the_start_prints_a_request_that_fits_the_model_and_the_pages(
     at = "http://[::1]:8000"
     assert curl.startswith(f"curl -N {at}/v1/{'chat/' if chat else ''}completions ")
     assert ("Bearer" in curl) == chat
+    assert f"in a terminal: outrider chat {at} " in pages
     body = json.loads(curl[curl.index("'{") + 1 : -1])
     assert {"model", "max_tokens", "stream", "messages" if chat else "prompt"} == set(body)
     for path, line in (
@@ -169,8 +172,9 @@ def test_a_narrow_terminal_breaks_no_word_of_the_start(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     ready_lines(ServeOptions(model="m"), 8000, True, "ctrl-C")
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines[4:])) <= 60
-    curl = shlex.split(" ".join(line.removesuffix("\\") for line in lines[:3]))  # as a shell joins them
+    assert max(map(len, lines)) <= 60
+    text = "\n".join(lines[: lines.index(next(line for line in lines if line.startswith("in a terminal")))])
+    curl = shlex.split(text.replace("\\\n", ""))  # as a shell joins them
     assert curl[:2] == ["curl", "-N"]
     assert json.loads(curl[-1])["stream"]
 

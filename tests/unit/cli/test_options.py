@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +78,7 @@ OPTIONS = {
         "--client-headers",
         "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus "
         "--verifier --speculative-config",
-        "Server": "--host --port --allowed-host --api-key --api-key-file --ssl-certfile --ssl-keyfile",
+        "Server": "--config --host --port --allowed-host --api-key --api-key-file --ssl-certfile --ssl-keyfile",
         "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes "
         "--memory --prefix-cache --prefill-chunk",
         "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
@@ -91,7 +93,7 @@ OPTIONS = {
         "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus "
         "--verifier --speculative-config",
         "Cluster": "--address --name --start-timeout",
-        "Server": "--host --port --allowed-host --api-key --api-key-file --ssl-certfile --ssl-keyfile",
+        "Server": "--config --host --port --allowed-host --api-key --api-key-file --ssl-certfile --ssl-keyfile",
         "Replicas": "--replicas --min-replicas --max-replicas --target-requests --upscale-delay --downscale-delay --cpus "
         "--gpus --fronts --prefix-weight --patience",
         "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes "
@@ -133,7 +135,7 @@ OPTIONS = {
         "What": "--method/--drafter --layers --verifier",
         "Speculation": "--draft-model/-d",
         "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --seconds",
-        "Output": "--out --json --debug",
+        "Output": "--out --export --json --debug",
     },
     "export": {
         "Engine": "--to --model/-m --lengths",
@@ -279,6 +281,8 @@ def test_two_groups_with_one_name_are_refused() -> None:
         ({"method": "draft_model"}, "builtin:code", {"method": "draft_model", "model": "builtin:code-draft"}),
         ({"draft_model": "me/small", "tree_width": 3}, "me/big", {"model": "me/small", "tree_width": 3}),
         ({"method": "auto", "draft_model": "s"}, "me/big", {"method": "auto", "model": "s"}),
+        ({"method": "draft-model", "draft_model": "s"}, "m", {"method": "draft_model", "model": "s"}),
+        ({"method": "eagle3", "draft_model": "head"}, "m", {"method": "eagle", "model": "head"}),
         ({"prediction": Path("a.py")}, "builtin:code", {"method": "prediction"}),
         ({"corpus": ["a.py"]}, "builtin:code", {"method": "suffix", "corpus": ["a.py"]}),
         ({"speculative_config": '{"method": "ngram"}'}, "builtin:code", {"method": "ngram"}),
@@ -338,3 +342,120 @@ def test_speculation_has_the_same_options_wherever_a_model_runs(words, model, mo
 def test_a_server_has_one_model(words, why) -> None:
     done = CliRunner().invoke(app, words)
     assert (done.exit_code, why in done.output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ({"draft_model": "x"}, {"method": "draft_model", "model": "x"}),
+        ({"speculative_model": "x"}, {"method": "draft_model", "model": "x"}),
+        ({"draft-model": "x", "num-speculative-tokens": 3}, {"model": "x", "num_speculative_tokens": 3}),
+        ({"method": ["ngram", "layer-skip"], "assistant-early-exit": 2}, {"method": ["ngram", "layer_skip"]}),
+    ],
+)
+def test_the_names_of_options_are_keys_too(words: dict[str, Any], given: dict[str, Any]) -> None:
+    from outrider.drafters.config import SpeculativeConfig
+
+    config = SpeculativeConfig.of(words)
+    assert {name: getattr(config, name) for name in given} == given
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"verifier": "typical"}, "unknown verifier 'typical'; known: match, rejection, block, traversal"),
+        ({"model": "a", "draft_model": "b"}, "has a key twice, under two names: model, draft_model"),
+    ],
+)
+def test_a_configuration_that_cannot_be_says_what_can(config: dict[str, Any], words: str) -> None:
+    from outrider.drafters.config import SpeculativeConfig
+
+    with pytest.raises(ValueError, match=words):
+        SpeculativeConfig.of(config)
+
+
+FILE = """
+model = "MODEL"
+port = 8001
+allowed-host = ["a", "b"]
+log_prompts = true
+chat_template = "t.jinja"
+learn-share = 0.25
+[speculative_config]
+method = "suffix"
+"""
+OF_FILE = {
+    "port": 8001,
+    "allowed_host": ["a", "b"],
+    "log_prompts": True,
+    "chat_template": Path("t.jinja"),
+    "learn_share": 0.25,
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "models", "differing"),
+    [
+        ([], ["MODEL"], {}),
+        (["OTHER"], ["OTHER"], {}),
+        (["-m", "OTHER"], ["OTHER"], {}),
+        (["--port", "9", "--allowed-host", "c"], ["MODEL"], {"port": 9, "allowed_host": ["c"]}),
+    ],
+)
+def test_a_file_has_options_and_the_command_line_goes_before_it(
+    words: list[str], models: list[str], differing: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[Any]()
+
+    def stop(*given: Any) -> None:
+        asked.append(given)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("outrider.cli.serve._settings", stop)
+    (file := tmp_path / "serve.toml").write_text(FILE)
+    assert "enough" in CliRunner().invoke(app, ["serve", *words, "--config", str(file)]).output
+    [(served, speculation, given)] = asked
+    assert served == models
+    assert speculation.speculative_config == ['{"method": "suffix"}']
+    assert {name: given[name] for name in OF_FILE} == OF_FILE | differing
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("prot = 1", "there is no option 'prot' (did you mean 'port'?)"),
+        ("config = 'other.toml'", "there is no option 'config'"),
+        ("d = 'x'", "there is no option 'd'"),
+        ("port = 80.5", "Invalid value for '--port'"),
+        ("port = true", "true and false are for options without a value"),
+        ("log_prompts = 1", "true and false are for options without a value"),
+        ("port = [1, 2]", "port takes one value, got 2"),
+        ("max_num_seqs = 0", "Invalid value for '--max-num-seqs'"),
+        ("[server]\nport = 1", "there is no option 'server'"),
+        ("[host]\nname = 1", "only speculative_config may be a table"),
+        ("max_model_len = 1979-05-27", "Invalid value for '--max-model-len'"),
+        ("port: 8000", "is not TOML"),
+    ],
+)
+def test_a_file_with_a_mistake_starts_no_server(text: str, why: str, tmp_path: Path) -> None:
+    (file := tmp_path / "serve.toml").write_text(text)
+    done = CliRunner().invoke(app, ["serve", "builtin:cod", "--config", str(file)])
+    said = " ".join(done.output.replace("│", " ").split())
+    assert (done.exit_code, why in said) == (2, True), said
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    assert "no.toml: No such file" in CliRunner().invoke(app, ["serve", "--config", "no.toml"]).output
+
+
+def test_the_file_in_the_guide_is_one() -> None:
+    from outrider.cli.options import read_config
+
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "serve.md").read_text()
+    [text] = re.findall(r"```toml\n(.*?)```", guide, re.S)
+    context = typer.main.get_command(app).commands["serve"].make_context("serve", ["x"])  # pyright: ignore[reportAttributeAccessIssue]
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(text)
+        file.flush()
+        read_config(context, Path(file.name))
+    assert context.default_map["allowed_host"] == ["llm.example.org"]
