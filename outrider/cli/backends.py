@@ -47,14 +47,17 @@ class ServerBackend:
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._template = True  # until the server says that the model has none
+        self._more: dict[str, Any] = {}  # others may refuse fields that they do not know
         if model is None:
             with self._open("/v1/models") as response:
-                model = str(json.load(response)["data"][0]["id"])
+                first = json.load(response)["data"][0]
+            model = str(first["id"])
+            self._more = {"return_pieces": True} if first.get("owned_by") == "outrider" else {}
         self.name = model
 
     def answer(self, messages: Messages, options: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """See `ChatBackend`. A model without a chat template continues the text of the conversation."""
-        body = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}, **options}
+        body = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}, **self._more, **options}
         if self._template:
             try:
                 yield from self._events("/v1/chat/completions", {**body, "messages": messages})
@@ -95,6 +98,10 @@ class LocalBackend:
     def __init__(self, llm: LLM, engine: Engine) -> None:
         self._llm, self._engine = llm, engine
         self.name = llm.loaded.name
+
+    def room(self, messages: Messages) -> int:
+        """Tokens that an answer to these messages may have."""
+        return self._engine.decoder.max_length - len(self._llm.encode(messages))
 
     def answer(self, messages: Messages, options: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """See `ChatBackend`."""

@@ -28,6 +28,8 @@ from outrider.core.files import state_folder
 from outrider.serve.options import Options, setting
 
 SERVER = "http://127.0.0.1:8000"
+PIPE_TOKENS = 2048
+"""Of an answer in a pipe, at most, where a person gives no limit: it may be that no person sees that it does not end."""
 
 
 class TalkOptions(Options):
@@ -36,7 +38,12 @@ class TalkOptions(Options):
     system: str | None = setting(None, "Conversation", "The system message.")
     temperature: float = setting(0.7, "Conversation", "0 is greedy.", "--temperature", "-t")
     max_tokens: int | None = setting(
-        None, "Conversation", "Tokens of an answer, at most; without it, as many as fit.", "--max-tokens", "-n", ge=1
+        None,
+        "Conversation",
+        "Tokens of an answer, at most; without it, as many as fit, and 2048 in a pipe.",
+        "--max-tokens",
+        "-n",
+        ge=1,
     )
     seed: int | None = setting(None, "Conversation", "Without it, a seed is drawn.")
     stats: bool = setting(
@@ -126,8 +133,13 @@ def run(
         with _here(model, loaded, folders, speculation) as backend:
             if asked is None:
                 _talk(talk, backend)
-            elif talk.conversation(backend).say(asked):
-                raise typer.Exit(130)
+            else:
+                conversation = talk.conversation(backend)
+                piped = not (sys.stdin.isatty() and sys.stdout.isatty())
+                if piped and backend.room([*conversation.messages, {"role": "user", "content": asked}]) > PIPE_TOKENS:
+                    conversation.limit = PIPE_TOKENS
+                if conversation.say(asked):
+                    raise typer.Exit(130)
 
 
 def _talk(talk: TalkOptions, backend: ChatBackend) -> None:
@@ -164,7 +176,7 @@ def _talk(talk: TalkOptions, backend: ChatBackend) -> None:
 @contextmanager
 def _here(
     model: str, loaded: LoadOptions, folders: FolderOptions, speculation: SpeculationOptions
-) -> Iterator[ChatBackend]:
+) -> Iterator[LocalBackend]:
     """A model in this process, for the length of a block."""
     config = speculation.config(model)
     with loading(model):

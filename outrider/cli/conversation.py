@@ -34,6 +34,8 @@ _PARAMETERS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens",
     "stop", "seed",
 )  # fmt: skip
+PERIODS, LOOP = 30, 300
+"""A text repeats itself if it ends in so many equal pieces, and they have so many characters together, a line of dashes not."""
 _OLLAMA = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 
 
@@ -42,7 +44,12 @@ class Conversation:
 
     def __init__(self, backend: ChatBackend, options: dict[str, Any], *, system: str | None, stats: bool) -> None:
         """options: of `SamplingParams`; the n-th answer has the seed of the options plus n, so a conversation can be had
-        again. system: the system message. stats: a line of figures after each answer."""
+        again. system: the system message. stats: a line of figures after each answer.
+
+        A limit that a person sets is obeyed. Without one an answer ends at `limit`, if there is one, or when it repeats itself:
+        it would do so until the context is full, and a pipe may have no person to stop it.
+        """
+        self.limit: int | None = None
         self.backend, self.stats = backend, stats
         self.options, self._defaults = {k: v for k, v in options.items() if v is not None}, dict(options)
         self.messages = [{"role": "system", "content": system}] if system else []
@@ -75,8 +82,9 @@ class Conversation:
     def say(self, text: str) -> bool:
         """Send a message and show the answer as it comes. Returns whether ctrl-C stopped it; its text is kept."""
         self.messages.append({"role": "user", "content": text})
-        options = {**self.options, "seed": (self.options["seed"] + self._answers) % 2**63}
-        answer, finish, last, stopped = "", None, dict[str, Any](), False
+        limits = {"max_tokens": self.limit} if self.limit else {}
+        options = {**limits, **self.options, "seed": (self.options["seed"] + self._answers) % 2**63}
+        answer, finish, last, stopped, loop = "", None, dict[str, Any](), False, ""
         out = TextPrinter()
         try:
             with unechoed(), closing(self.backend.answer(self.messages, options)) as events:
@@ -88,6 +96,8 @@ class Conversation:
                         answer += text
                         out.write(text, choice.get("pieces", ()))
                     last = event if event.get("usage") else last
+                    if "max_tokens" not in self.options and (loop := repeated(answer)):
+                        break
         except KeyboardInterrupt:
             stopped = True
         except Exception:
@@ -101,14 +111,19 @@ class Conversation:
             self.messages.append({"role": "assistant", "content": answer})
             self._answers += 1
         self._figures = _figures(last, options["seed"]) if last else "the answer was stopped, so it has no figures"
-        self._tell(answer, finish, stopped, last)
+        self._tell(answer, finish, stopped, last, loop)
         return stopped
 
-    def _tell(self, answer: str, finish: str | None, stopped: bool, last: dict[str, Any]) -> None:
+    def _tell(self, answer: str, finish: str | None, stopped: bool, last: dict[str, Any], loop: str) -> None:
         """What a person should know of an answer, beside its text. It never stands in a pipe of texts."""
-        limit = self.options.get("max_tokens")
+        limit = self.options.get("max_tokens", self.limit)
         if stopped:
             note = "stopped"
+        elif loop:
+            note = (
+                f"ended: it repeats itself, {len(loop)} characters {PERIODS} times or more; a limit lets it go on: -n 2000, and "
+                "in a conversation /set max_tokens 2000. /set repetition_penalty 1.1 may help"
+            )
         elif finish == "length" and limit and last.get("usage", {}).get("completion_tokens", limit) >= limit:
             note = (
                 f"cut at {limit} tokens; -n {2 * limit} allows more, and in a conversation /set max_tokens {2 * limit}"
@@ -216,6 +231,15 @@ def _figures(event: dict[str, Any], seed: int) -> str:
         parts.append(f"acceptance length {spec['mean_acceptance_length']:.2f}")
         parts.append(f"{accepted} of {drafted} draft tokens accepted")
     return ", ".join([*parts, f"seed {seed}", *([event["guarantee"]] if "guarantee" in event else [])])
+
+
+def repeated(text: str) -> str:
+    """The piece that a text repeats at its end; empty if it does not."""
+    for size in range(1, len(text) // PERIODS + 1):
+        piece = text[-size:]
+        if text.endswith(piece, 0, len(text) - size) and text.endswith(piece * max(PERIODS, -(-LOOP // size))):
+            return piece
+    return ""
 
 
 _TAB = 8

@@ -80,13 +80,13 @@ def test_the_second_turn_reads_only_what_is_new() -> None:
 
 def test_a_person_at_a_terminal(tmp_path: Path) -> None:
     """Several lines pasted as one message, an answer stopped and gone on from, a hint for ctrl-C, an end for ctrl-D."""
-    with Terminal("chat", *HERE, "-t", "0", XDG_STATE_HOME=str(tmp_path)) as terminal:
+    with Terminal("chat", *HERE, "-t", "0", "-n", "1900", XDG_STATE_HOME=str(tmp_path)) as terminal:
         assert f"{CODE}, seed 5. /help lists the commands, ctrl-D ends.\n" in terminal.wait_for(">>> ")
         assert terminal.marks_pastes
         terminal.type("\x1b[200~import os\nimport sys\x1b[201~\n")
         terminal.wait_until(
             lambda shown: len(shown.partition("import sys\n")[2]) > 300
-        )  # it writes as many tokens as fit
+        )  # without a limit it would end, because it repeats itself
         terminal.type("/sh")  # too early: it is the beginning of the next message
         terminal.type("\x03")
         terminal.wait_for("stopped\n\n>>> /sh")
@@ -164,3 +164,32 @@ def test_a_base_model_is_refused_before_it_is_loaded(words: tuple[str, ...], mon
     shown = " ".join(done.stderr.split())
     assert "is a base model: it has no chat template" in shown
     assert f'outrider generate "Once upon a time" -m {folder}' in shown
+
+
+@pytest.mark.parametrize("words", [("chat", *HERE), ("generate", "import os", "--ignore-eos")])
+def test_draft_tokens_that_were_accepted_are_green(words: tuple[str, ...], tmp_path: Path) -> None:
+    with Terminal(*words, "-t", "0", "-n", "64", NO_COLOR="", XDG_STATE_HOME=str(tmp_path)) as terminal:
+        if words[0] == "chat":
+            terminal.wait_for(">>> ")
+            terminal.type("import os\n")
+            text = terminal.wait_for(">>> ", 2).rpartition("import os\n")[2]
+            terminal.type("\x04")
+        assert terminal.ended() == 0
+        text = text if words[0] == "chat" else terminal.shown
+        assert re.search(r"\x1b\[32m[^\x1b]*[^\x1b\s][^\x1b]*\x1b\[0m", text)
+
+
+def test_a_pipe_has_a_limit_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A person would stop what does not end. Near the end of the context there is no need for a limit."""
+    asked = list[dict[str, Any]]()
+
+    def answer(_: Any, messages: Any, options: Any):
+        asked.append(dict(options))
+        yield {"choices": [{"delta": {"content": "x"}, "finish_reason": "stop"}]}
+
+    monkeypatch.setattr(LocalBackend, "answer", answer)
+    monkeypatch.setattr("outrider.cli.chat.PIPE_TOKENS", 100)
+    for message in ("short", "long " * 1950):
+        assert invoke("run", CODE, message, stdin="").exit_code == 0
+    assert invoke("run", CODE, "short", "-n", "7", stdin="").exit_code == 0
+    assert [options.get("max_tokens") for options in asked] == [100, None, 7]

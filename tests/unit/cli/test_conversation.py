@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from outrider.cli.conversation import HELP, Conversation
+from outrider.cli.conversation import HELP, Conversation, repeated
 from outrider.cli.keyboard import message
 
 END = {
@@ -221,3 +221,50 @@ def lines(*typed: str) -> Callable[[str], str | None]:
 )
 def test_messages_of_several_lines(typed: list[str], expected: str | None) -> None:
     assert message(lines(*typed)) == expected
+
+
+@pytest.mark.parametrize("size", [1, 7, 25, 400])
+@pytest.mark.parametrize("before", ["", "Once upon a time. "])
+def test_a_text_that_repeats_itself_is_found_after_thirty_pieces(size: int, before: str) -> None:
+    piece = "The token was a token of the kind. "[:size] if size < 40 else "".join(f"{n} " for n in range(200))[:size]
+    count = max(30, -(-300 // size))
+    assert not repeated(before + piece * (count - 1))
+    assert len(repeated(before + piece * count)) == size
+    assert not repeated(before + piece * count + "!")
+
+
+@pytest.mark.parametrize("text", ["", "-" * 80, "|" + "---|" * 20, "a\n" * 29, "".join(f"{n}, " for n in range(400))])
+def test_rules_tables_and_lists_are_no_loops(text: str) -> None:
+    assert not repeated(text)
+
+
+def test_an_answer_that_repeats_itself_ends_and_a_limit_of_the_user_lets_it_go_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    loop = ["Well. ", *["The token was a token of "] * 90]
+    backend = Noted(*loop)
+    chat = talk(backend)
+    assert not chat.say("Tell me")
+    shown = capsys.readouterr()
+    assert shown.out == "Well. " + "The token was a token of " * 30 + "\n"
+    assert "ended: it repeats itself, 25 characters 30 times" in shown.err
+    assert backend.closed == 1
+    assert chat.messages[-1]["content"] == shown.out.removesuffix("\n")
+    chat.handle("/set max_tokens 4000")
+    chat.say("Tell me")
+    assert capsys.readouterr().out == "".join(loop) + "\n"
+
+
+def test_a_limit_for_a_pipe_is_not_the_users(capsys: pytest.CaptureFixture[str]) -> None:
+    cut = {"choices": [{"finish_reason": "length"}], "usage": {**END["usage"], "completion_tokens": 64}}
+    backend = Noted(*["again "] * 90, ends=END | cut)
+    chat = talk(backend)
+    chat.limit = 64
+    chat.say("Tell me")
+    assert "it repeats itself" in capsys.readouterr().err
+    backend.words = ("one ", "two ")
+    chat.say("Tell me")
+    assert "cut at 64 tokens; -n 128 allows more" in capsys.readouterr().err
+    chat.handle("/set max_tokens 9")
+    chat.say("Tell me")
+    assert [options.get("max_tokens") for _, options in backend.asked] == [64, 64, 9]
