@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import AfterValidator
 
 from outrider.cli.options import (
     CODE,
@@ -18,6 +19,7 @@ from outrider.cli.options import (
     Debug,
     LoadOptions,
     Options,
+    canonical_names,
     option,
     own_draft,
     parse_speculative_config,
@@ -77,7 +79,7 @@ class SettingOptions(Options):
     model: str | None = setting(
         None, "What", f"A model; default {CODE}. For a server: the model's name there.", "--model", "-m"
     )
-    method: list[str] | None = setting(
+    method: Annotated[list[str] | None, AfterValidator(canonical_names)] = setting(
         None,
         "What",
         "A drafting method to compare with plain decoding, or FILE.py:NAME, a drafter of your own. May be repeated.",

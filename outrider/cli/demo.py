@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from outrider.cli.options import (
     option,
     own_draft,
 )
-from outrider.cli.terminal import DIM, loading, paint, readable, say
+from outrider.cli.terminal import DIM, command, loading, paint, program, readable, say
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
@@ -128,8 +129,17 @@ def demo(
         code = run_and_report(run, backend, prompts, [], files, tables=details)
         if code == 130:
             raise KeyboardInterrupt
-        print('Next: outrider generate "def fibonacci(n):" --temperature 0.8')
+        print("Next: " + next_command(chosen, drafts.draft_model, chat))
         raise typer.Exit(code)
+
+
+def next_command(model: str | None, draft_model: str | None, chat: bool) -> str:
+    """What to try after the demo, with its models. model: None for the default one. chat: it answers messages."""
+    named = None if model is None else shlex.quote(model)
+    words = (
+        ["run", named or "smollm2"] if chat else ["generate", "'def fibonacci(n):'", *(["-m", named] if named else [])]
+    )
+    return command(f"{program()} {' '.join(words)}", *(["-d", shlex.quote(draft_model)] if draft_model else []))
 
 
 def default_model() -> str:

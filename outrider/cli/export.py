@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.cli.options import Debug, option, parse_speculative_config
-from outrider.cli.terminal import DIM, loading, readable, say, warn
+from outrider.cli.terminal import DIM, command, loading, readable, say, warn
 
 if TYPE_CHECKING:
     from outrider.integrations.engines import EngineCommand
@@ -88,7 +89,7 @@ def parse_lengths(given: str | None) -> dict[int, int]:
 
 def show_commands(commands: list[EngineCommand]) -> None:
     """Print command lines, and what differs."""
-    for command in commands:
-        print(f"  {command.engine}: {command.serve or '-'}")
-        for note in command.notes:
+    for one in commands:
+        print("  " + command(f"{one.engine}:", *re.split(r" (?=-)", one.serve or "-")))
+        for note in one.notes:
             say(f"    - {note}")

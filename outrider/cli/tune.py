@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import AfterValidator
 
 from outrider.cli.bench import Prompts, WorkloadOptions
 from outrider.cli.options import (
@@ -18,6 +19,7 @@ from outrider.cli.options import (
     Debug,
     Options,
     PrecisionOptions,
+    canonical_names,
     option,
     own_draft,
     setting,
@@ -27,9 +29,11 @@ from outrider.cli.terminal import (
     RED,
     YELLOW,
     check_folders,
+    command,
     console,
     loading,
     plain,
+    program,
     readable,
     say,
     table,
@@ -39,7 +43,6 @@ from outrider.core.files import write_whole
 
 if TYPE_CHECKING:
     from outrider.drafters.method import TuneInputs
-    from outrider.lab.tune.race import Candidate
     from outrider.lab.tune.search import Search
 
 
@@ -48,7 +51,7 @@ class CandidateOptions(Options):
 
     model: str = setting(CODE, "Model", MODEL, "--model", "-m")
     draft_model: str | None = DRAFT_MODEL
-    method: list[str] | None = setting(
+    method: Annotated[list[str] | None, AfterValidator(canonical_names)] = setting(
         None,
         "What",
         "A drafting method to try, or FILE.py:NAME, a drafter of your own. May be repeated. Default: all that are possible.",
@@ -70,9 +73,10 @@ def tune(
     workload: WorkloadOptions,
     seconds: Annotated[float, option("How", "Measure at most so long. The recording is not included.", min=1)] = 120.0,
     precision: PrecisionOptions,
-    out: Annotated[Path, option("Output", "The file for the setting.", metavar="FILE")] = Path(
-        "speculative_config.json"
-    ),
+    out: Annotated[Path | None, option("Output", "Also write the setting to a file.", metavar="FILE")] = None,
+    export: Annotated[
+        bool, option("Output", "Also show the setting for vLLM, SGLang, llama.cpp and TensorRT-LLM.", "--export")
+    ] = False,
     json_file: Annotated[
         Path | None,
         option(
@@ -123,20 +127,26 @@ def tune(
             interrupted = True
         if not search.plain.samples:
             raise typer.Exit(130)
-        answer = show(search)
-        if interrupted:
-            warn("interrupted: this is known so far", RED)
-        write_whole(out, json.dumps(answer.config, indent=1) + "\n")
-        print(f"Written to {out}. Use it: outrider generate ... -m {what.model} --speculative-config {out}")
+        show_table(search)
+        answer = search.answer
+        show_exports(search, export, {} if interrupted else None)
         if json_file is not None:
             as_run(target.name, read_prompts, search.candidates, sampling, not interrupted).save(json_file)
             which = "" if answer.config["method"] == "none" else f" --setting {shlex.quote(answer.name)}"
-            say(
-                f"All answers are in {json_file}: outrider report {json_file}, or outrider plan ... --acceptance {json_file}"
-                f"{which}"
-            )
+            say(f"All answers are in {json_file}. To see them, and to plan with them:")
+            print("  " + command("outrider report", shlex.quote(str(json_file))))
+            print("  " + command("outrider plan", "...", f"--acceptance {shlex.quote(str(json_file))}{which}"))
         print()
-        show_exports(search, out, {} if interrupted else None)
+        show_answer(search)
+        if interrupted:
+            warn("interrupted: this is known so far", RED)
+        given = shlex.quote(json.dumps(answer.config))
+        if out is not None:
+            write_whole(out, json.dumps(answer.config, indent=1) + "\n")
+            given = shlex.quote(str(out))
+        print("Use it, also with run and serve:")
+        words = f"-m {shlex.quote(what.model)}", f"--speculative-config {given}"
+        print("  " + command(f"{program()} generate", "'def f(x):'", *words))
         raise typer.Exit(130 if interrupted else 0)
 
 
@@ -175,8 +185,8 @@ def _run(search: Search) -> None:
             status.update(line)
 
 
-def show(search: Search) -> Candidate:
-    """Print the table, and the answer in a sentence. Returns the answer."""
+def show_table(search: Search) -> None:
+    """Print what was found of each setting."""
     from outrider.lab.bench import stats
 
     heads = "<setting", "replayed\nover plain", "measured\ntokens/s", "over plain\n(95 %)", "<"
@@ -198,7 +208,11 @@ def show(search: Search) -> Candidate:
     for name, problem in search.forecasts.problems.items():
         say(f"{name}: {problem}")
     if said := search.drafts_with_a_model():
-        print(said)
+        say(said)
+
+
+def show_answer(search: Search) -> None:
+    """Print the answer in a sentence."""
     answer = search.answer
     gain = search.gain(answer)
     if answer is search.plain:
@@ -208,7 +222,6 @@ def show(search: Search) -> Candidate:
         if gain.low <= 1:
             said += " More prompts would make it certain. It stops where draft tokens do not pay."
         say(said, GREEN)
-    return answer
 
 
 def why_plain(search: Search) -> str:
@@ -229,20 +242,23 @@ def why_plain(search: Search) -> str:
     return f"nothing else was measured yet. The best in the replay is {best.name}, {best.predicted:.2f} times plain decoding"
 
 
-def show_exports(search: Search, out: Path, depths: dict[int, int] | None) -> None:
-    """Print the same setting for other engines. depths: best chain by batch size, None to predict it now."""
+def show_exports(search: Search, whole: bool, depths: dict[int, int] | None) -> None:
+    """Print how other engines get the best setting that they can express.
+
+    whole: their own command lines, else only ours that makes them. depths: best chain by batch size, None to predict it now.
+    """
     from outrider.cli.export import show_commands
     from outrider.integrations.engines import exports
 
-    if depths is None:
-        with loading("the settings of other engines"):
-            depths = search.best_depths()
-    setting, given = search.exported, str(out)
-    if setting is search.answer:
-        print("The same setting in other engines")
-    else:
-        print(f"Other engines do not choose among drafters. The best single setting for them is {setting.name}")
-        given = shlex.quote(json.dumps(setting.config))
-    show_commands(exports(setting.config, depths, model=search.racer.target.name))
-    lengths = f" --lengths {','.join(f'{n}:{k}' for n, k in sorted(depths.items()))}" if depths else ""
-    say(f"Files for one of them: outrider export {given} --to ENGINE -m MODEL{lengths} -o FOLDER")
+    setting, name = search.exported, search.racer.target.name
+    same = "" if setting is search.answer else f": they do not choose among drafters, so they get {setting.name}"
+    words = [shlex.quote(json.dumps(setting.config)), f"-m {shlex.quote(name)}"]
+    say(f"For other engines{same}:")
+    if whole:
+        if depths is None:
+            with loading("the settings of other engines"):
+                depths = search.best_depths()
+        show_commands(exports(setting.config, depths, model=name))
+        words += [f"--lengths {','.join(f'{n}:{k}' for n, k in sorted(depths.items()))}"] if depths else []
+        words += ["--to ENGINE", "-o FOLDER"]
+    print("  " + command("outrider export", *words))

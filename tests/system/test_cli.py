@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -159,10 +161,14 @@ def test_demo_compares_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "accepted",
         "12 of 12",
         "Identical texts",
-        "Next: outrider",
+        "Next: ",
     ):
         assert word in done.stdout
     assert "\x1b" not in done.stdout
+    [following] = [line for line in done.stdout.splitlines() if line.startswith("Next: ")]
+    short = {**os.environ, "PATH": os.defpath}
+    went = subprocess.run(following.removeprefix("Next: "), shell=True, env=short, capture_output=True, text=True)
+    assert (went.returncode, "exact-tokens" in went.stderr) == (0, True), went.stderr
     report = json.loads(file.read_text())
     assert report["kind"] == "outrider-bench"
     assert report["complete"]
@@ -249,6 +255,42 @@ def test_demo_fails_when_a_text_differs(monkeypatch: pytest.MonkeyPatch) -> None
     assert done.exit_code == 1
     said = " ".join(done.stdout.split())
     assert "1 of 12 texts of speculative differ from those of plain (greedy · binary-search)" in said
+
+
+def test_tune_ends_with_its_answer_and_a_line_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = (
+        "tune",
+        "-m",
+        SMALL,
+        "-d",
+        SMALL,
+        "--method",
+        "draft-model",
+        "--num-prompts",
+        "2",
+        "-n",
+        "8",
+        "--seconds",
+        "1",
+    )
+    done = run(*words)
+    assert done.exit_code == 0, done.output
+    *_, answer, use, line = done.stdout.splitlines()
+    assert "lain decoding" in answer
+    assert use == "Use it, also with run and serve:"
+    assert not list(tmp_path.iterdir())
+    config = json.loads(shlex.split(line)[-1])
+    assert run("generate", "x = ", "-m", SMALL, "-n", "2", "--speculative-config", json.dumps(config)).exit_code == 0
+    before = done.stdout.partition(answer)[0]
+    assert re.search(r"\n  outrider export '\{.*\}' -m " + SMALL, before)
+    assert "llama.cpp" not in done.stdout
+    assert "is right as often at half the cost of draft_model would" in before
+    done = run(*words, "--export", "--out", "kept.json")
+    assert done.exit_code == 0, done.output
+    assert "  llama.cpp: " in done.stdout
+    assert done.stdout.splitlines()[-1].endswith("--speculative-config kept.json")
+    assert json.loads(Path("kept.json").read_text())["method"] in ("draft_model", "none")
 
 
 def test_terminal_colours_and_ctrl_c() -> None:

@@ -169,7 +169,7 @@ class Search:
         keep = "Keep" if (best.predicted or 0.0) > max(without, 1.0) * (1 + EQUAL) else "Leave out"
         return (
             f"{keep} {name}: {best.predicted:.2f} times plain decoding with it, {max(without, 1.0):.2f} without it, by the "
-            f"replay. One that is as often right at half its cost would reach {half:.2f}."
+            f"replay. A draft model that is right as often at half the cost of {name} would reach {half:.2f}."
         )
 
     def _costs(self, candidate: Candidate) -> bool:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import errno
+import shlex
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from outrider.cli.demo import next_command
 from outrider.cli.main import app
-from outrider.cli.terminal import home
+from outrider.cli.terminal import command, home, program, say
 
 PLAN = ["plan", "--model-params", "8B", "--hardware", "l40s", "--qps", "1", "--output", "8"]
 
@@ -52,3 +56,57 @@ def test_an_error_of_the_system_names_the_file(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Path, "write_text", full)
     done = CliRunner().invoke(app, ["explain", "--no-open", "-o", "page.html"])
     assert done.stderr.splitlines()[-1] == "error: page.html: No space left on device"
+
+
+WORDS = [
+    "curl -N http://127.0.0.1:8000/v1/chat/completions", "-H 'Content-Type: application/json'",
+    """-d '{"model": "smollm2-135m", "messages": [{"role": "user", "content": "A story about a dog."}], "max_tokens": 64}'""",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_a_command_on_a_terminal_breaks_between_words_and_can_be_copied(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command(*WORDS) == " ".join(WORDS)  # in a pipe
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    shown = command(*WORDS)
+    assert max(map(len, shown.split("\n"))) <= width
+    copied, whole = (shlex.split(text.replace("\\\n", "")) for text in (shown, " ".join(WORDS)))
+    assert [" ".join(word.split()) for word in copied] == whole
+
+
+def test_a_line_on_a_terminal_breaks_between_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "health: http://127.0.0.1:8000/health   metrics: http://127.0.0.1:8000/metrics\nstop: ctrl-C"
+    say(text)
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    say(text)
+    whole, *wrapped = capsys.readouterr().out.split("\nstop: ctrl-C\n")
+    assert (whole, wrapped[0].split()) == (text.partition("\n")[0], text.split()[:-2])
+    assert max(map(len, wrapped[0].split("\n"))) <= 40
+
+
+def test_what_comes_next_can_be_typed_as_it_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell has not heard of the environment that `make demo` has made."""
+    own = tmp_path / ".venv" / "bin"
+    own.mkdir(parents=True)
+    for name in ("python", "outrider"):
+        (own / name).touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(own / "python"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    assert next_command(None, None, chat=True) == ".venv/bin/outrider run smollm2"
+    assert next_command("m.gguf", "d.gguf", chat=True) == ".venv/bin/outrider run m.gguf -d d.gguf"
+    assert next_command(None, None, chat=False) == ".venv/bin/outrider generate 'def fibonacci(n):'"
+    assert next_command("a b", None, chat=False) == ".venv/bin/outrider generate 'def fibonacci(n):' -m 'a b'"
+    monkeypatch.setenv("PATH", str(own))
+    assert program() == "outrider"
+    (other := tmp_path / "outrider").touch(0o755)
+    monkeypatch.setenv("PATH", f"{other.parent}:{own}")
+    assert shutil.which("outrider") == str(other)  # another one
+    assert program() == ".venv/bin/outrider"
