@@ -274,7 +274,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/responses", {"input": "x", "tools": [{"type": "function", "name": ""}]}, "tools"),
     ("/v1/messages", {"messages": USER}, "max_tokens"),
     ("/v1/messages", {"messages": USER, "max_tokens": 5, "stop_sequences": [""]}, "stop_sequences"),
-    ("/v1/messages", {"messages": USER, "max_tokens": 5, "output_format": {"type": "json"}}, "output_config.format"),
+    ("/v1/messages", {"messages": USER, "max_tokens": 5, "output_format": {"type": "json"}}, "output_format"),
     ("/v1/messages", {"messages": USER, "max_tokens": 5, "tool_choice": {"type": "any"}}, "tool_choice"),
     ("/v1/messages", {"messages": USER, "max_tokens": 5, "top_p": 7}, "top_p"),
     ("/api/generate", {"prompt": "x", "options": {"presence_penalty": 9}}, "options.presence_penalty"),
@@ -298,7 +298,7 @@ def test_an_error_names_the_field_that_was_sent(path: str, body: dict, field: st
 def test_a_schema_beside_the_type_counts(live: Live) -> None:
     form = {"type": "json_object", "schema": SCHEMA | {"additionalProperties": False}}
     answer = post(live, "/v1/chat/completions", messages=USER, max_tokens=60, temperature=0, response_format=form)
-    assert '"path"' in answer.json()["choices"][0]["message"]["content"]
+    assert json.loads(answer.json()["choices"][0]["message"]["content"])["path"] in ("a", "b")
 
 
 def test_editors_find_an_ollama_that_is_new_enough(live: Live) -> None:

@@ -56,7 +56,7 @@ def seen(chunks: list[Any]) -> dict[str, Any]:
     """What does not depend on how the text was cut into events, nor on time and drafts."""
     found: dict[str, Any] = {"ids": {c["id"] for c in chunks}, "created": len({c["created"] for c in chunks})}
     for chunk in chunks:
-        if "usage" in chunk:
+        if chunk.get("usage"):
             found["usage"] = {k: v for k, v in chunk["usage"].items() if not k.endswith("details")}
         for choice in chunk["choices"]:
             mine = found.setdefault(choice["index"], {"text": "", "ids": [], "ends": [], "opened": 0, "calls": []})
