@@ -36,6 +36,9 @@ _CLASS = re.compile(r"\\.|\[\^?\]?((?:\\.|[^\]\\])*)(?:\]|\Z)", re.DOTALL)
 _OPERATOR = re.compile(r"(?:\\.|[^\\])*?(&&|--|~~|\[)", re.DOTALL)  # [a&&b], [a--b], [a~~b], [[a]b]
 _ANY_TOKENS = '%llguidance {"no_forcing": true}\n'  # also other tokens of a text than its tokenizer would make
 _PLAIN = {"type", "properties", "required", "title", "description", "$defs", "definitions", "$schema"}
+# Keywords with values that allow all, as programs write them; llguidance has no rule for the keyword
+_IDLE: dict[str, list[Any]] = {"propertyNames": [True, {}, {"type": "string"}], "uniqueItems": [False]}
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # have schemas by names
 _FORMAT = re.compile("Unknown format: (.*)")
 
 
@@ -228,6 +231,11 @@ def _checked(text: str) -> dict[str, Any]:
         raise ValueError(f"it is an object or true, got {text[:80]}")
     escapes = True
     for part in _parts(schema):
+        for name, idle in _IDLE.items():
+            if part.get(name) in idle:
+                del part[name]
+        if part.get("minimum") == -(1 << 63):  # llguidance takes the next one that a float holds
+            part["minimum"] = 1024 - (1 << 63)
         for pattern in (part.get("pattern"), *(part.get("patternProperties") or ())):
             if isinstance(pattern, str):
                 _check_pattern(pattern)
@@ -272,7 +280,9 @@ def _parts(schema: Any) -> Iterator[dict[str, Any]]:
         part = waiting.pop()
         if isinstance(part, dict):
             yield part
-            waiting += [v for k, v in part.items() if k not in ("const", "enum", "default", "examples", "x-guidance")]
+            for name, value in part.items():
+                if name not in ("const", "enum", "default", "examples", "x-guidance"):
+                    waiting += value.values() if name in _NAMED and isinstance(value, dict) else [value]
         elif isinstance(part, list):
             waiting += part
 
@@ -280,4 +290,5 @@ def _parts(schema: Any) -> Iterator[dict[str, Any]]:
 def _why(error: str) -> str:
     """What an error of llguidance says, without the place in a grammar that the client has not seen."""
     said = re.sub(r"^at \d+\(\d+\): |\n*<non-verbose/>|\n\s+\d+ \| (.|\n)*", "", error).strip()
+    said = re.sub("Enable '.*", "Write anyOf, or give each of them a property with a const of its own", said)
     return "no text fits" if said in ("", "NoExtensionBias") else " ".join(said.split())[:500]

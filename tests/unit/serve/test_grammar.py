@@ -224,6 +224,26 @@ CASES: list[tuple[dict, list[str], list[str]]] = [
         ['{"format": 1}'],
     ),
     ({"type": "string", "format": "date"}, ['"2024-02-29"'], ['"x"']),
+    # what allows all is no keyword, and names of properties are none
+    (
+        {
+            **OBJECT,
+            "propertyNames": {"type": "string"},
+            "additionalProperties": {"type": "array", "uniqueItems": False},
+        },
+        ['{"a": [1, 1]}'],
+        ['{"a": 1}'],
+    ),
+    (
+        {**OBJECT, "properties": {"uniqueItems": False, "propertyNames": {"type": "string"}}},
+        ['{"propertyNames": "x"}'],
+        ['{"uniqueItems": 1}', '{"propertyNames": 1}'],
+    ),
+    (
+        {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 63) - 1},
+        ["-9223372036854774784"],
+        ["9223372036854775808"],
+    ),
     ({"x-guidance": {"lenient": True, "whitespace_flexible": True}}, ["1"], ["{  }"]),
 ]
 
@@ -242,7 +262,8 @@ def test_what_a_schema_takes_is_json_and_fits_it(
     [
         *((lambda key=key: Grammar.schema({key: {}}), key) for key in ("not", "if", "contains", "dependencies")),
         (lambda: Grammar.schema({"x-guidance": {"lenient": True}, "uniqueItems": True}), "uniqueItems"),
-        (lambda: Grammar.schema({"oneOf": [{"type": "integer"}, {"minimum": 2}]}), "oneOf"),
+        (lambda: Grammar.schema({"oneOf": [{"type": "integer"}, {"minimum": 2}]}), "oneOf.*Write anyOf"),
+        (lambda: Grammar.schema({"properties": {"default": {"pattern": "[a&&b]"}}}), "other languages"),
         (lambda: Grammar.schema({"$ref": "file:///etc/passwd"}), "file:///etc/passwd"),
         (lambda: Grammar.schema({"type": "nothing"}), "Invalid type: nothing"),
         (lambda: Grammar.schema({"$ref": "#"}), "no text fits"),
