@@ -26,8 +26,8 @@ from outrider.train.survival import Survival
 
 @dataclass
 class Progress:
-    """How far a run is. seconds: of training, without writing answers. tokens: read in training, without filling. epoch,
-    batch: the next one. curve: one entry for each measurement."""
+    """How far a run is. seconds: of training and its measurements, without writing answers. tokens: read in training, without
+    filling. epoch, batch: the next one. curve: one entry for each measurement."""
 
     seconds: float = 0.0
     writing_seconds: float = 0.0
@@ -177,7 +177,7 @@ def point(
 def verdict(curve: list[dict[str, Any]], now: Survival) -> str:
     """Whether more training will help: whether the first tokens got better in the last third of the run, by more than chance."""
     told = f"the first drafted token is right at {now.shares[0]:.3f} of the places in held-out answers"
-    earlier = [p for p in curve if p["tokens"] <= curve[-1]["tokens"] * 2 / 3]
+    earlier = [p for p in curve if 0 < p["tokens"] <= curve[-1]["tokens"] * 2 / 3]
     if now.error > 0.02 or not earlier:
         return f"{told}, measured at {now.places:,} places: too few to say whether it still rises"
     rise = now.shares[0] - earlier[-1]["held_out"][0]["S"][0]

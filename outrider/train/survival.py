@@ -61,6 +61,7 @@ class HeldOut:
     """Texts that measure a head while it learns. Raises ValueError if none is long enough.
 
     lengths: of each text when it was measured last: its source, places where drafts were tried, tokens of their steps.
+    tokens: of all texts.
     """
 
     def __init__(self, answers: Sequence[TrainingText], head: TrainedHead, seed: int, dtype: torch.dtype) -> None:
@@ -74,6 +75,8 @@ class HeldOut:
             raise ValueError(
                 f"no held-out answer has {depth + 2} tokens or more, so acceptance cannot be measured; give more prompts"
             )
+
+        self.tokens = sum(len(text.answer.tokens) for text in self._texts)
 
     def measure(self) -> list[Survival]:
         """For all texts, group "all"; then for each source and each temperature."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from outrider.control import Fixed
+from outrider.drafters.heads.files import name_target, target_digest
 from outrider.engine.llm import LLM
 from outrider.train.answers import TrainingText, parted, served_texts, write_answers
 from outrider.train.batches import batch_of, count_tokens, draw_anchors, epoch, positions
@@ -32,6 +33,7 @@ SAVE_SECONDS = 60.0
 NEWS_SECONDS = 20.0
 POINTS, FEW_POINTS = 20, 2  # measurements of a run; of one on served texts, where the first and the last decide
 MEASURED_TEXTS, MANY_TEXTS = 40, 120  # and on how many texts
+LEARNT_BETWEEN = 3  # tokens that are learnt before each measurement, at least, for each token that it reads
 WARM_UP = 0.02  # of the whole run
 OLD_SHARE = 0.5  # of a head that goes on with served texts: the mean keeps what it knew of others (arXiv 2109.01903)
 
@@ -152,6 +154,7 @@ class Training:
         self._folder, self._budget, self._say = folder, budget, say
         settings, loaded, state = folder.settings, llm.loaded, folder.load()
         self._name = Path(settings.model).name if "/" in settings.model else settings.model
+        self._digest = target_digest(loaded)
         self._answers, held = parted(folder.answers.in_order())
         self._check(held)
         given = head_to_begin_with(settings.method, settings.start, loaded) if settings.start else None
@@ -221,11 +224,12 @@ class Training:
                 with torch.no_grad():
                     for old, trained in zip(self._old, self._trained, strict=True):
                         trained.lerp_(old, OLD_SHARE)
-            if int(done * points) > int(before * points) or done >= 1:
+            enough = progress.tokens - progress.curve[-1]["tokens"] >= LEARNT_BETWEEN * self._held.tokens
+            if (enough and int(done * points) > int(before * points)) or done >= 1:
                 measured = self._measure(sum(recent) / len(recent))
                 recent.clear()
                 self._save()
-                clock = saved = time.monotonic()
+                saved = time.monotonic()
             elif now - saved >= SAVE_SECONDS:
                 self._save()
                 saved = now
@@ -271,10 +275,16 @@ class Training:
         self.progress.curve.append(point(self.progress, loss, measured, self._held.lengths))
         every = measured[0]
         shares = " ".join(f"{x:.3f}" for x in every.shares)
+        some = ", ".join(
+            f"{s.accepted_length:.2f} at {s.group}" for s in measured if s.group.startswith("temperature ")
+        )
         self._say(
-            f"{self.progress.tokens:,} tokens: held-out drafts survive {shares}, {every.accepted_length:.2f} tokens a step"
+            f"{self.progress.tokens:,} tokens: held-out drafts survive {shares}, {every.accepted_length:.2f} tokens a step "
+            f"({some})"
         )
         self.head.write(self._folder.path)
+        if self._digest:
+            name_target(self._folder.path, self._digest)
         self._folder.write_card(self.progress, self._name, sum(p.numel() for p in self._trained))
         return measured
 

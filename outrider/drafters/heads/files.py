@@ -20,8 +20,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outrider.core.files import read_settings, written_whole
+from outrider.core.files import read_settings, write_whole, written_whole
 from outrider.models.checkpoint import header, indexed
+from outrider.models.identity import content
+from outrider.models.load import Loaded
 
 EAGLE3, EAGLE1, PEAGLE = "eagle3", "eagle1", "peagle"
 MEDUSA, DFLASH, DFLASH2, DSPARK, LILICORR = "medusa", "dflash", "dflash2", "dspark", "lilicorr"
@@ -35,6 +37,8 @@ REFUSED = {
 }
 HEADS = Path(__file__).resolve().parents[2] / "data" / "heads"
 """Trained heads of this package, in folders with the names of built-in models."""
+TARGET_DIGEST = "target_sha256"
+"""The key of config.json that names the model of a head of `outrider train`."""
 _Target = TypeVar("_Target")
 _Head = TypeVar("_Head")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -243,3 +247,17 @@ def store_head(
     with written_whole(out / "config.json") as partial:
         partial.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     return out
+
+
+def name_target(folder: Path, digest: str) -> None:
+    """Write into a head's config.json which model it is for. digest: of `target_digest`."""
+    settings = read_settings(folder / "config.json") | {TARGET_DIGEST: digest}
+    write_whole(folder / "config.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")
+
+
+def target_digest(target: Loaded) -> str | None:
+    """What names the content of a model; None for one without files here."""
+    try:
+        return content(target.source)
+    except (ValueError, OSError):
+        return None

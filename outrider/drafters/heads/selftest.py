@@ -1,7 +1,7 @@
 """Tries a head on known text when it is loaded. A head that was read the wrong way accepts nothing, and no other check sees it.
 
-If almost nothing is right, the known misreadings are tried, and the one that mends it is named. Trainers and engines disagree
-about each of them: docs/guides/heads.md.
+If almost nothing is right, and the head does not name this model as its own, the known misreadings are tried, and the one that
+mends it is named. Trainers and engines disagree about each of them: docs/guides/heads.md.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from outrider.core.files import read_settings
 from outrider.drafters.base import BaseDrafter
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.config import tap_of
-from outrider.drafters.heads.files import head_of
+from outrider.drafters.heads.files import TARGET_DIGEST, HeadFolder, head_of, target_digest
 from outrider.drafters.heads.lattice import ParallelDrafter
 from outrider.drafters.heads.reading import Config, HeadWeights, log
 from outrider.drafters.model.self_speculation import SAMPLE
@@ -42,19 +44,25 @@ Hits = Callable[[_Made, Sequence[int], Tensor, Sequence[int]], DraftHits]
 
 @dataclass(frozen=True)
 class HeadReport:
-    """found: as the head was read. better: the misreading that mends it, in words, and what it gives; None if none does."""
+    """found: as the head was read. better: the misreading that mends it, in words, and what it gives; None if none does.
+    same: whether its folder names this model, or another; None if it says nothing."""
 
     found: DraftHits
     better: tuple[str, DraftHits] | None = None
+    same: bool | None = None
 
     def __str__(self) -> str:
         said = f"{sum(self.found):.2f} of {DEPTH} draft tokens are right along a known text"
         if self.better is not None:
             what, hits = self.better
             return f"{said}. With {what} it is {sum(hits):.2f}: correct that in its config.json"
-        if sum(self.found) < ENOUGH:
-            return f"{said}, and no known misreading mends that; it was trained for another model, or for other text"
-        return said
+        if sum(self.found) >= ENOUGH:
+            return said
+        if self.same:
+            return f"{said}; it was trained for this model, but is right rarely on this text. Train it longer, or on such text"
+        if self.same is False:
+            return f"{said}; it was trained for another model, or another file of this one: {TARGET_DIGEST} differs"
+        return f"{said}, and no known misreading mends that; it was trained for another model, or for other text"
 
 
 def head_drafter(
@@ -96,7 +104,7 @@ def examine(
     hits: Hits[_Made],
     target: Loaded,
     longest: int,
-    path: object,
+    path: str | Path | HeadFolder,
     text: Sequence[int] | None = None,
 ) -> HeadReport | None:
     """Draft along a text, and warn if almost nothing is right, with what mends it. Takes one forward of the target.
@@ -126,9 +134,11 @@ def examine(
     found = tried(own, own.taps)
     if sum(found) >= ENOUGH:
         return HeadReport(found)
-    made = [(what, tried(make(), read)) for what, read, make in others]
+    named = read_settings(Path(path) / "config.json").get(TARGET_DIGEST) if Path(path).is_dir() else None
+    same = named == target_digest(target) if named else None
+    made = [(what, tried(make(), read)) for what, read, make in others if not same]
     best = max(made, key=lambda pair: sum(pair[1]), default=None)
-    report = HeadReport(found, best if best is not None and sum(best[1]) > sum(found) + CLEAR else None)
+    report = HeadReport(found, best if best is not None and sum(best[1]) > sum(found) + CLEAR else None, same)
     log.warning("%s: %s", path, report)
     return report
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,15 +21,17 @@ from typer.testing import CliRunner
 from outrider.cli.main import app
 from outrider.core.params import SamplingParams
 from outrider.drafters.heads.eagle.files import read_eagle
+from outrider.drafters.heads.files import target_digest
 from outrider.drafters.method import TRAINED as METHOD_NAMES
 from outrider.engine.llm import LLM
+from outrider.models.load import load
 from outrider.serve.learn.reservoir import ServedText
 from outrider.train import trainer
 from outrider.train.answers import AnswerFile
 from outrider.train.folder import RunFolder
 from outrider.train.methods import METHODS
 from outrider.train.settings import TrainingSettings
-from outrider.train.survival import Survival
+from outrider.train.survival import HeldOut, Survival
 from outrider.train.trainer import TrainingBudget, train
 
 SETTINGS = TrainingSettings(method="eagle3", model="tiny", length=64, draft_vocab_size=0, batch_tokens=512)
@@ -87,6 +92,8 @@ def test_a_known_structure_is_learnt_and_the_head_is_read_again(
     assert len(run["curve"]) == trainer.POINTS + 1
     assert "S_1" in (tmp_path / "head" / "MODEL_CARD.md").read_text()
     assert said[-1].startswith("the first drafted token is right at")
+    [last] = [line for line in said if "held-out drafts survive" in line][-1:]
+    assert re.search(r"tokens a step \((\d\.\d\d at temperature 0(\.8)?(, )?){2}\)", last), last
     weights = read_eagle(tmp_path / "head", llm.loaded)
     assert len(weights.token_ids) == VOCAB
     again = train(
@@ -192,6 +199,28 @@ def test_minutes_end_a_run_and_more_minutes_go_on(llm: LLM, tmp_path: Path, monk
     assert runs[1]["training"]["tokens"] > runs[0]["training"]["tokens"] > 0
     assert any(line.endswith(" 0 min left") for line in said)
     assert not any(line.endswith("-0 min left") for line in said)
+
+
+def test_measurements_read_a_bounded_share_of_what_is_learnt(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short run has the first one and the last alone, a longer one as many as their price allows."""
+    read = list[int]()
+
+    class Counted(HeldOut):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            read.append(self.tokens)
+
+    monkeypatch.setattr(trainer, "HeldOut", Counted)
+    curves = dict[int, list[int]]()
+    for tokens in (3_000, 40_000):
+        folder = tmp_path / str(tokens)
+        train(vary(batch_tokens=256), TrainingBudget(tokens=tokens), folder, llm, lambda _: None)
+        curve = json.loads((folder / "training" / "run.json").read_text())["curve"]
+        curves[tokens] = [later["tokens"] - before["tokens"] for before, later in pairwise(curve)]
+        assert all(learnt >= trainer.LEARNT_BETWEEN * read[-1] for learnt in curves[tokens][:-1])
+    assert len(curves[3_000]) < trainer.POINTS <= len(curves[40_000]) + 10
 
 
 def test_a_head_that_learns_served_texts_stays_half_what_it_was(
@@ -330,7 +359,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert run.exit_code == 0, run.output
     assert "held-out drafts survive" in run.output
     assert f"the head is in {out}" in run.output
-    assert json.loads((out / "config.json").read_text())["draft_vocab_size"] == 1024
+    settings = json.loads((out / "config.json").read_text())
+    assert settings["draft_vocab_size"] == 1024
+    assert settings["target_sha256"] == target_digest(load("builtin:code"))
     wrong = CliRunner().invoke(app, ["train", "medusa3", "-m", "builtin:code", "--tokens", "3000", "-o", str(out)])
     assert wrong.exit_code == 2
     assert "outrider train eagle3" in wrong.output

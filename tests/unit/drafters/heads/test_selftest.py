@@ -26,7 +26,7 @@ from outrider.drafters.heads.eagle.drafter import EagleDrafter, PEagleDrafter, e
 from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.eagle.module import EagleConfig
 from outrider.drafters.heads.features import PairModel
-from outrider.drafters.heads.files import head_kind
+from outrider.drafters.heads.files import head_kind, name_target, target_digest
 from outrider.drafters.heads.lattice import ParallelDrafter
 from outrider.drafters.heads.medusa.drafter import MedusaDrafter
 from outrider.drafters.heads.medusa.files import read_medusa
@@ -191,6 +191,30 @@ def test_a_head_of_another_model_is_said(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level(logging.WARNING, "outrider.heads"):
         make_drafter(config, tokenized, rows=1, max_length=128, device="cpu")
     assert "no known misreading mends that; it was trained for another model" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("digest", "words"),
+    [
+        (None, "no known misreading mends that; it was trained for another model, or for other text"),
+        ("that of the target", "it was trained for this model, but is right rarely on this text. Train it longer"),
+        ("another", "it was trained for another model, or another file of this one: target_sha256 differs"),
+    ],
+)
+def test_a_head_that_names_its_model_is_compared_with_it_first(
+    digest: str | None, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copied("eagle31", tmp_path / "head")
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors")
+    loaded = replace(TARGET, tokenizer=lambda text, **_: {"input_ids": TEXT}, source=str(tmp_path))
+    if digest is not None:
+        found = target_digest(loaded)
+        assert found is not None
+        name_target(folder, digest.replace("that of the target", found))
+    with caplog.at_level(logging.WARNING, "outrider.heads"):
+        make_drafter(SpeculativeConfig.of({"model": str(folder)}), loaded, rows=1, max_length=128, device="cpu")
+    assert words in caplog.text
 
 
 # -- heads of several positions -------------------------------------------------------------------------------------------
