@@ -25,6 +25,7 @@ from outrider.engine.request import Request, Sequence
 from outrider.engine.runtime import build
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.trace import Recorder, describe
+from outrider.models.chat_template import chat_prompt
 from outrider.models.load import Loaded, load
 from outrider.models.tokenizer import complete
 
@@ -232,12 +233,10 @@ class LLM:
             raise ValueError(f"a prompt is {forms}, got {prompt!r:.80}")
         if not getattr(self.loaded.tokenizer, "chat_template", None):
             raise ValueError(f"the tokenizer of {self.loaded.name} has no chat template; give the prompt as one string")
-        encode = self.loaded.tokenizer.apply_chat_template
-        try:
-            return list(encode(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"])
-        except Exception as error:  # a template is a program, and fails as it likes
-            form = '{"role": "user", "content": "a text"}'
-            raise ValueError(f"the chat template does not take these messages ({error}); one is {form}") from error
+        made = chat_prompt(self.loaded.tokenizer, prompt, add_generation_prompt=True)
+        return (
+            made if isinstance(made, list) else list(self.loaded.tokenizer(made, add_special_tokens=False)["input_ids"])
+        )
 
     def _ids_of(self, text: str, what: str, instead: str) -> tuple[int, ...]:
         """The token ids of a text within a request. what: it is. instead: how to give it without a tokenizer."""

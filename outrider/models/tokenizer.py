@@ -95,12 +95,12 @@ class LazyTokenizer(Lazy):
     share it, and the one that was made is theirs at once: a long text keeps no other thread waiting.
     """
 
-    def __init__(self, backend: Tokenizer, settings: Mapping[str, str | None]) -> None:
+    def __init__(self, backend: Tokenizer, settings: Mapping[str, Any]) -> None:
         super().__init__(self._make_complete)
         self._backend, self.settings = backend, dict(settings)
 
     @classmethod
-    def of_folder(cls, folder: Path, settings: Mapping[str, str | None]) -> LazyTokenizer:
+    def of_folder(cls, folder: Path, settings: Mapping[str, Any]) -> LazyTokenizer:
         """From the folder's tokenizer.json. Raises ValueError for a file that cannot be read."""
         check_ids(folder / FILE)
         try:

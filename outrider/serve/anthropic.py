@@ -14,11 +14,12 @@ from fastapi import FastAPI, Header, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from outrider.models.chat_template import text_of
 from outrider.serve.errors import Refused, called, json_response, refusing
 from outrider.serve.logs import log
 from outrider.serve.openai.pending import PendingAnswer
 from outrider.serve.openai.protocol import UNSEEN, ChatRequest, CommonRequest, JsonObject, Objects, Texts
-from outrider.serve.openai.tools import ToolForm, text_of
+from outrider.serve.openai.tools import ToolForm
 from outrider.serve.openai.translated import (
     Answering,
     AnswerTranslator,

@@ -12,6 +12,7 @@ from outrider.engine import Engine
 from outrider.engine.llm import LLM
 from outrider.engine.memory import gib, spare
 from outrider.engine.trace import Recorder
+from outrider.models.chat_template import check_template
 from outrider.serve.dashboard.viewers import Dashboard
 from outrider.serve.learn.learner import Learner
 from outrider.serve.learn.reservoir import DAYS
@@ -48,7 +49,7 @@ def set_chat_template(llm: LLM, template: str | None) -> str | None:
     """Give the model this template, if there is one. Returns a note for the user, or None.
 
     A built-in model that has none gets a plain one, so that every chat client works: messages are comments, and answers
-    are code. Raises ValueError for a model without a tokenizer.
+    are code. Raises ValueError for a model without a tokenizer, and for a text that is no template.
     """
     tokenizer = llm.tokenizer
     if template is not None:
@@ -56,6 +57,7 @@ def set_chat_template(llm: LLM, template: str | None) -> str | None:
             raise ValueError(
                 f"{llm.loaded.name} has no tokenizer, so it cannot use a chat template; leave out --chat-template"
             )
+        check_template(template)
         tokenizer.chat_template = template
     elif tokenizer is not None and not tokenizer.chat_template and llm.loaded.name.startswith("builtin:"):
         tokenizer.chat_template = PLAIN.read_text(encoding="utf-8")
@@ -88,7 +90,6 @@ def assemble(
     )
     chats = note is None and bool(getattr(llm.tokenizer, "chat_template", None))
     service = Service(llm, engine, options)
-    service.encoder.start()
     if options.learn is not None:
         load = options.model_dump(include={"model", *LoadOptions.model_fields})
         service.learner = Learner(options.learn, llm, engine, load, options.learn_share)

@@ -8,23 +8,21 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-import secrets
 import sys
+import threading
 from collections import abc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from outrider.core.child import give_way
 from outrider.core.params import ContextOverflow
-from outrider.core.rendering import renderer
 from outrider.engine.llm import LLM
+from outrider.models.chat_template import chat_prompt
 from outrider.serve.bodies import check_body
 from outrider.serve.errors import Refused
-from outrider.serve.lanes import Lanes
 from outrider.serve.openai.protocol import ChatRequest
-from outrider.serve.openai.tools import for_template
 
 T = TypeVar("T")
 LONG = 16 << 10  # characters; what has more is long work
@@ -42,13 +40,6 @@ class Encoder:
             self._long = ThreadPoolExecutor(1, "outrider-encode-long", give_way)
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of its own would not give way
             llm.encode("x")  # the first call may change settings
-        usual = self.tokenizer is not None and _renders_as_usual(self.tokenizer)
-        self._renderers = Lanes("outrider-template", renderer) if usual else None
-
-    def start(self) -> None:
-        """Start now what the first chat needs."""
-        if self._renderers is not None and self.tokenizer is not None and self.tokenizer.chat_template:
-            self._renderers.start()
 
     async def run(self, act: Callable[[], T], size: int = 0, param: str | None = None) -> T:
         """Run in a thread. size: characters, or tokens, that it works on. A ValueError becomes Refused, for a parameter."""
@@ -69,61 +60,31 @@ class Encoder:
 
     async def chat(self, body: ChatRequest, most: int | None = None) -> list[int]:
         """The ids of a chat. most: as of `prompt`. Raises Refused."""
-        messages, goes_on, tokenizer = body.messages, bool(body.continue_final_message), self.tokenizer
+        goes_on, tokenizer = bool(body.continue_final_message), self.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
-            return await self.run(lambda: self.llm.encode(for_template(messages)), LONG + 1, "messages")
-        template = tokenizer.apply_chat_template
-        thought = _thinking(body.reasoning_effort, str(tokenizer.chat_template))
-        variables = thought | (body.chat_template_kwargs or {})
-        for name in variables:  # they are variables of the template, never arguments of the function
-            if name == "messages" or name in inspect.signature(template).parameters:
-                message = f"chat_template_kwargs cannot set {name!r}, which the server sets; leave it out"
-                raise Refused(message, param="chat_template_kwargs")
+            return await self.run(lambda: self.llm.encode(body.messages), param="messages")  # says what is missing
+        variables = _thinking(body.reasoning_effort, str(tokenizer.chat_template)) | (body.chat_template_kwargs or {})
+        own = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages"} - {"documents"}
+        if name := next((name for name in variables if name in own), None):
+            message = f"chat_template_kwargs cannot set {name!r}, which the server sets; leave it out"
+            raise Refused(message, param="chat_template_kwargs")
         prompted = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
-        given = {"tools": body.tools_shown, "add_generation_prompt": prompted, **variables}
-        made = await self.run(lambda: for_template(messages, check_body), param="messages")
-        mark = f"[{secrets.token_hex(8)}]"  # ends the last message, so that what the template writes after it can go
-        try:
-            if self._renderers is None:  # the tokenizer has code of its own in place of a template
-                apply = partial(
-                    template, made, tokenize=True, return_dict=True, continue_final_message=goes_on, **given
-                )
-                ids = await asyncio.get_running_loop().run_in_executor(self._short, apply)
-                return list(ids["input_ids"])
-            if goes_on:
-                made = [*made[:-1], {**made[-1], "content": made[-1]["content"] + mark}]
-            question = {"chat_template": tokenizer.get_chat_template(None, body.tools_shown), "messages": made}
-            question |= self._special_tokens | given
-            text = await self._renderers.ask(lambda child, seconds: child.ask(question, seconds))
-        except ChildProcessError:
-            raise
-        except Exception as error:  # a template is a program and fails in its own ways
-            why = ValueError(f"the model's chat template does not take these messages: {error!s:.500}")
-            raise self._refused(why, "messages") from error
-        if goes_on:
-            text, found, _ = text.partition(mark)
-            if not found:
-                why = "the answer cannot go on from the last message, because the template leaves that message out"
-                raise Refused(why, param="messages")
-        return await self.run(partial(self._ids, text, most, False), len(text), "messages")
+        variables["add_generation_prompt"] = prompted
+        make = partial(chat_prompt, tools=body.tools_shown, continued=goes_on, check=check_body, **variables)
+        made = await self.run(lambda: make(tokenizer, body.messages), _size(body.messages), "messages")
+        if isinstance(made, list):
+            return made
+        return await self.run(partial(self._ids, made, most, False), len(made), "messages")
 
     def close(self) -> None:
-        """End the threads and the children."""
+        """End the threads."""
         for pool in (self._short, self._long):
             pool.shutdown(cancel_futures=True)
-        if self._renderers is not None:
-            self._renderers.close()
 
     def _refused(self, error: Exception, param: str | None) -> Refused:
         refused = Refused.of(error, param)
         refused.message = refused.message.replace(self.llm.loaded.name, self.name) or "nested too deeply"
         return refused
-
-    @cached_property
-    def _special_tokens(self) -> dict[str, Any]:
-        """As variables of templates."""
-        named = (self.tokenizer and self.tokenizer.special_tokens_map) or {}
-        return {k: [str(each) for each in v] if isinstance(v, list) else str(v) for k, v in named.items()}
 
     @cached_property
     def _longest(self) -> int:
@@ -155,7 +116,16 @@ def _thinking(effort: str | None, template: str) -> dict[str, Any]:
     return {name: value for name, value in known.items() if name in template}
 
 
-def _renders_as_usual(tokenizer: Any) -> bool:
-    """False for a tokenizer whose class makes tokens of messages in a way of its own."""
-    own = getattr(type(tokenizer), "apply_chat_template", None)
-    return getattr(own, "__module__", "") == "transformers.tokenization_utils_base"
+def give_way() -> None:
+    """Let this thread, and processes that it starts, have a quarter of a core that others need. Only Linux has it."""
+    with suppress(AttributeError, OSError):
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + 5)
+
+
+def _size(messages: abc.Sequence[abc.Mapping[str, Any]]) -> int:
+    """Characters of messages, and some for each message and each part: a template works on each."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return 32 * len(parts) + sum(len(text) for text in texts if isinstance(text, str))

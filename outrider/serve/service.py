@@ -111,8 +111,9 @@ class Service:
 
     @property
     def template(self) -> Any:
-        """The model's chat template, or None."""
-        return getattr(self.encoder.tokenizer, "chat_template", None)
+        """The model's chat templates, or None."""
+        found = getattr(self.encoder.tokenizer, "chat_template", None)
+        return "\n".join(found.values()) if isinstance(found, dict) else found
 
     @property
     def tool_format(self) -> ToolFormat | None:

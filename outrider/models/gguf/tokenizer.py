@@ -111,7 +111,14 @@ def tokenizer_of(file: GGUFFile) -> LazyTokenizer | None:
         )
     special = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     settings = {setting: named[name] for setting, name in special.items()}
-    return LazyTokenizer(tokenizer, settings | {"chat_template": file.metadata.get("tokenizer.chat_template")})
+    return LazyTokenizer(tokenizer, settings | {"chat_template": _templates(file)})
+
+
+def _templates(file: GGUFFile) -> Any:
+    """The chat template; by their names, if there are several."""
+    first, key = file.metadata.get("tokenizer.chat_template"), "tokenizer.chat_template."
+    more = {name.removeprefix(key): text for name, text in file.metadata.items() if name.startswith(key)}
+    return {"default": first, **more} if first and more else first
 
 
 def end_ids(file: GGUFFile) -> tuple[int, ...]:

@@ -25,7 +25,8 @@ from pydantic import (
 )
 
 from outrider.core.params import BadParameter, SamplingParams
-from outrider.serve.openai.tools import OPENAI, ToolForm, ToolOffer, offered, text_of, with_tools
+from outrider.models.chat_template import text_of
+from outrider.serve.openai.tools import OPENAI, ToolForm, ToolOffer, offered, with_tools
 
 # Validation stops at the first wrong item. An error for each of a million items would take minutes.
 Ids = Annotated[list[int], Field(fail_fast=True)]

@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request
 from pydantic import BeforeValidator, Field, field_validator
 from starlette.responses import Response
 
+from outrider.models.chat_template import check_role, text_of
 from outrider.serve.errors import Refused, answered, called, dumps, json_response, refusing
 from outrider.serve.openai.protocol import (
     UNSEEN,
@@ -28,7 +29,7 @@ from outrider.serve.openai.protocol import (
     Texts,
     few,
 )
-from outrider.serve.openai.tools import ToolForm, text_of
+from outrider.serve.openai.tools import ToolForm
 from outrider.serve.openai.translated import Answering, AnswerTranslator, Event, cut_by
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -160,21 +161,30 @@ def _format(given: TextFormat) -> dict[str, Any]:
 
 def _messages(items: Sequence[Any], before: int) -> list[dict[str, Any]]:
     """Chat messages of items. before: how many of them are of an earlier request. Raises ValueError."""
-    messages, names = list[dict[str, Any]](), dict[str, str]()
+    messages, names, thought = list[dict[str, Any]](), dict[str, str](), ""
+
+    def answer(content: str) -> dict[str, Any]:
+        """A message of the assistant, with the thought before it."""
+        nonlocal thought
+        made, thought = {"role": "assistant", "content": content, "reasoning_content": thought or None}, ""
+        return made
+
     for place, item in enumerate(items):
         where = f"input.{place - before}"
-        kind = item.get("type", "message" if "role" in item else None)
+        kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "message":
-            if not isinstance(item.get("role"), str):
-                raise ValueError(f"{where} has no role")
-            messages.append({"role": item["role"], "content": _content(item.get("content"), f"{where}.content")})
+            check_role(item.get("role"), where)
+            content = text_of(item.get("content"), f"{where}.content", "input_text")
+            messages.append(
+                answer(content) if item["role"] == "assistant" else {"role": item["role"], "content": content}
+            )
         elif kind == "function_call":
             call_id, name, arguments = item.get("call_id"), item.get("name"), item.get("arguments")
             if not (isinstance(call_id, str) and isinstance(name, str) and isinstance(arguments, str)):
                 raise ValueError(f"{where} is a function_call: call_id, name and arguments are texts")
             names[call_id] = name
             if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
+                messages.append(answer(""))
             call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
@@ -184,21 +194,17 @@ def _messages(items: Sequence[Any], before: int) -> list[dict[str, Any]]:
                     f"{where} answers the call {str(call_id)[:40]!r}, which no item before it made; send its function_call, "
                     "or the previous_response_id of the answer that made it"
                 )
-            output = _content(item.get("output"), f"{where}.output")
+            output = text_of(item.get("output"), f"{where}.output", "input_text")
             messages.append({"role": "tool", "tool_call_id": call_id, "name": names[call_id], "content": output})
-        elif kind != "reasoning":  # this model has none, so it cannot have come from here
+        elif kind == "reasoning":  # encrypted ones only their writer can read
+            parts = item.get("content") or item.get("summary") or []
+            thought = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+        else:
             raise ValueError(
-                f"{where} has type {str(kind)[:40]!r}; this server takes message, function_call and function_call_output"
+                f"{where} has type {str(kind)[:40]!r}; this server takes message, function_call, function_call_output and "
+                "reasoning"
             )
     return messages
-
-
-def _content(given: Any, where: str) -> str:
-    """The text of a content. Raises ValueError for images and other parts that are no text."""
-    if isinstance(given, list):
-        refusals = [isinstance(part, dict) and part.get("type") == "refusal" for part in given]
-        given = [{"text": p.get("refusal")} if refusal else p for p, refusal in zip(given, refusals, strict=True)]
-    return text_of(given, where, "input_text")
 
 
 class ResponsesWriter(AnswerTranslator):

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
 from outrider.core.params import BadParameter
-from outrider.core.stopping import content_text
 from outrider.serve.grammar import literal
 
 
@@ -330,48 +329,6 @@ class ToolCallReader:
         for mark in self._special:
             text = text.replace(mark, "")
         return text
-
-
-def for_template(
-    messages: Sequence[dict[str, Any]], check: Callable[[bytes], None] = lambda _: None
-) -> list[dict[str, Any]]:
-    """The messages as chat templates need them: each content as one string, the arguments of earlier calls as objects.
-
-    check: raises ValueError for arguments that are too large to be read. Raises ValueError for other content than text.
-    """
-
-    def loaded(call: Any) -> Any:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-            return call
-        try:
-            check(function["arguments"].encode())
-            arguments = _JSON.decode(function["arguments"] or "{}")
-        except (ValueError, RecursionError):
-            return call
-        return {**call, "function": {**function, "arguments": arguments}}
-
-    out = list[dict[str, Any]]()
-    for number, message in enumerate(messages):
-        if not isinstance(message.get("role"), str):
-            raise ValueError(f"messages.{number} has no role")
-        content, calls = message.get("content"), message.get("tool_calls")
-        text = "" if content is None else content
-        text = text if isinstance(text, str) else text_of(text, f"messages.{number}.content")
-        out.append({**message, "content": text})
-        if isinstance(calls, list):
-            out[-1]["tool_calls"] = [loaded(call) for call in calls]
-    return out
-
-
-def text_of(content: Any, where: str, kind: str = "text") -> str:
-    """A string, or the joined texts of a list of text parts. kind: how errors call a part. Raises ValueError."""
-    text = content_text(content)
-    if text is None:
-        raise ValueError(
-            f'{where} is a string or a list of {{"type": "{kind}", "text": ...}}; this model reads text only'
-        )
-    return text
 
 
 def begun(text: str, mark: str) -> int:

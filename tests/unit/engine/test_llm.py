@@ -171,11 +171,24 @@ def test_what_is_no_prompt_is_refused_with_one(plain: LLM, prompt: Any, words: s
         plain.generate(prompt)
 
 
-@pytest.mark.parametrize("messages", [[{"role": "user"}], [{"role": "user", "content": 5}], [[]]])
-def test_messages_that_a_template_does_not_take(plain: LLM, messages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    template = "{{ messages[0]['role'] + ': ' + messages[0]['content'] }}"
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([{"role": "user"}], "messages.0 has no content"),
+        ([{"role": "user", "content": 5}], "messages.0.content is a string or a list"),
+        ([{"role": "bogus", "content": "x"}], "messages.0.role is one of system, developer, user"),
+        ([{"role": "tool", "content": "x"}], "the model's chat template does not take these messages: no tools"),
+        ([[]], "there are no messages"),
+    ],
+)
+def test_messages_that_cannot_be_a_prompt(
+    plain: LLM, messages: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = (
+        "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ messages[0].content }}"
+    )
     monkeypatch.setattr(plain.loaded.tokenizer, "chat_template", template)
-    with pytest.raises(ValueError, match="the chat template does not take these messages"):
+    with pytest.raises(ValueError, match=words):
         plain.generate(messages)
 
 

@@ -256,7 +256,7 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "text only", "input"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0 has type 'item_reference'", "input"),
     ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "send its function_call", "input"),
-    ({"input": [{"type": "message", "content": "x"}]}, "input.0 has no role", "input"),
+    ({"input": [{"type": "message", "content": "x"}]}, "input.0.role is one of", "input"),
     ({"input": "x", "tools": [{"type": "web_search"}]}, "runs no tools of its own", "tools"),
     ({"input": "x", "background": True}, "outrider batch", "background"),
     ({"input": "x", "conversation": "conv_1"}, "previous_response_id", "conversation"),

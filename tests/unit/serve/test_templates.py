@@ -1,179 +1,239 @@
-"""Chat templates: the text of a child process is transformers' own, and a template without end is ended."""
+"""Chats at the server: the prompt of every route is that of the library, and what a template refuses is a 400 with its words."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
-import resource
-import subprocess
-import sys
 import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-from serving import TEMPLATE, Live, builtin, serving
+from serving import Live, builtin, serving
 
 from outrider import LLM
-from outrider.core import child
-from outrider.core.child import Child, TooSlow
-from outrider.core.rendering import renderer
-from outrider.serve import lanes
+from outrider.models.chat_template import chat_prompt
+from outrider.serve.assembly import set_chat_template
+from outrider.serve.batch.answer import BatchAnswerer
+from outrider.serve.batch.lines import BatchRequest
+from outrider.serve.encoding import give_way
+from outrider.serve.options import BatchOptions
 
-ENDLESS = (
-    "{% for m in messages %}{% if m.content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}"
-    "{% endfor %}{% endfor %}{% endif %}{% if m.content == 'grow' %}{{ 'a' * 3000000000 }}{% endif %}"
-    "{% if m.content == 'fail' %}{{ raise_exception('roles must alternate') }}{% endif %}# {{ m.content }}\n{% endfor %}"
-)
-GROWING = "{% set long = 'a' * bytes %}{% for i in range(20) %}{% for c in long[:9999] %}{% endfor %}{% endfor %}x"
+FOLDER = Path(__file__).parents[2] / "data" / "templates"
+WORDS = {"type": "object", "properties": {"word": {"type": "string"}}}
+TEMPLATES = ["qwen2.5", "lfm2", "llama-3.1", "command-r", "deepseek-v3.1", "smolvlm", "mistral-nemo"]
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return builtin(2)
+    return builtin(2, None)
 
 
-def say(live: Live, text: str, **more) -> httpx.Response:
-    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "temperature": 0, **more}
-    return httpx.post(live.url + "/v1/chat/completions", json=body, timeout=120)
+@pytest.fixture(scope="module")
+def live(llm: LLM) -> Iterator[Live]:
+    with serving(llm) as live:
+        yield live
 
 
-def test_the_child_renders_what_transformers_does(llm: LLM) -> None:
+def post(live: Live, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(live.url + path, json={"model": "code", **body}, timeout=600)
+
+
+def chat(live: Live, *messages: dict[str, Any], **more: Any) -> httpx.Response:
+    more = {"max_tokens": 2, "return_token_ids": True} | more
+    return post(live, "/v1/chat/completions", messages=messages, **more)
+
+
+def test_the_prompt_is_what_transformers_makes(live: Live, llm: LLM) -> None:
     messages = [{"role": "user", "content": "räksmörgås"}, {"role": "assistant", "content": "smörgås"}]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    with serving(llm) as live:
-        asked = httpx.post(
-            live.url + "/v1/chat/completions",
-            json={
-                "messages": messages,
-                "tools": tools,
-                "max_tokens": 2,
-                "return_token_ids": True,
-                "tool_choice": "auto",
-            },
-            timeout=120,
-        ).json()
-    expected = llm.tokenizer.apply_chat_template(  # type: ignore[union-attr]
-        [{"role": "user", "content": "räksmörgås"}, {"role": "assistant", "content": "smörgås"}],
-        tools=tools,
-        add_generation_prompt=True,
-        return_dict=True,
-    )["input_ids"]
-    assert asked["prompt_token_ids"] == expected
+    found = chat(live, *messages, tools=tools, tool_choice="auto").json()
+    template: Any = llm.tokenizer
+    expected = template.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=True)
+    assert found["prompt_token_ids"] == expected["input_ids"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_each_protocol_gives_the_same_prompt(live: Live, llm: LLM, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """One conversation with instructions, a call and its result: what a client of each protocol sends for it."""
+    source: Any = (FOLDER / f"{name}.jinja").read_text()
+    if (tools := FOLDER / f"{name}.tool_use.jinja").exists():
+        source = {"default": source, "tool_use": tools.read_text()}
+    monkeypatch.setattr(llm.tokenizer, "chat_template", source)
+    prompts, requests = list[list[int]](), llm.requests
+    monkeypatch.setattr(llm, "requests", lambda ids, *args, **more: prompts.append(ids) or requests(ids, *args, **more))
+    about, result = {"name": "look", "description": "Looks."}, "a fox"
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": '{"word": "fox"}'}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Look for it."},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "function_call": None},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": result},
+    ]
+    tools = [{"type": "function", "function": {**about, "parameters": WORDS}}]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": messages, "tools": tools, "max_tokens": 1},
+        "/v1/responses": {
+            "instructions": "Be brief.",
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "Look for it."}]},
+                {"type": "function_call", "call_id": "abcdefghi", "name": "look", "arguments": '{"word": "fox"}'},
+                {"type": "function_call_output", "call_id": "abcdefghi", "output": result},
+            ],
+            "tools": [{"type": "function", **about, "parameters": WORDS}],
+            "max_output_tokens": 1,
+        },
+        "/v1/messages": {
+            "system": [{"type": "text", "text": "Be brief."}],
+            "messages": [
+                {"role": "user", "content": "Look for it."},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "abcdefghi", "name": "look", "input": {"word": "fox"}}],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "abcdefghi",
+                            "content": [{"type": "text", "text": result}],
+                        }
+                    ],
+                },
+            ],
+            "tools": [{**about, "input_schema": WORDS}],
+            "max_tokens": 1,
+        },
+        "/api/chat": {
+            "messages": [
+                *messages[:2],
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"id": "abcdefghi", "function": {"name": "look", "arguments": {"word": "fox"}}}],
+                },
+                {"role": "tool", "tool_name": "look", "content": result},
+            ],
+            "tools": tools,
+            "stream": False,
+            "options": {"num_predict": 1},
+        },
+    }
+    for path, body in bodies.items():
+        answer = post(live, path, **body)
+        assert answer.status_code == 200, (path, answer.text)
+    [ids] = {tuple(ids) for ids in prompts}
+    assert len(prompts) == len(bodies)
+    shown = llm.tokenizer.decode(list(ids))  # type: ignore[union-attr]
+    assert all(text in shown for text in ("Be brief.", "Look for it.", "look", "fox", result))
+    llm_prompt = chat_prompt(llm.tokenizer, messages, tools=tools, add_generation_prompt=True)
+    assert llm.tokenizer(llm_prompt, add_special_tokens=False)["input_ids"] == list(ids)  # type: ignore[misc]
+
+
+def test_instructions_reach_the_model_as_developer_and_as_system(live: Live, llm: LLM) -> None:
+    asked = {"role": "user", "content": "x"}
+    for first in ("system", "developer"):
+        chat_ids = chat(live, {"role": first, "content": "Be brief."}, asked).json()["prompt_token_ids"]
+        assert chat_ids == llm.encode([{"role": "system", "content": "Be brief."}, asked])
+    both = [{"role": "system", "content": "Be brief.\n\nIn French."}, asked]
+    for body in (
+        {"instructions": "Be brief.", "input": [{"role": "developer", "content": "In French."}, asked]},
+        {"input": [{"role": "system", "content": "Be brief."}, {"role": "developer", "content": "In French."}, asked]},
+    ):
+        answer = post(live, "/v1/responses", max_output_tokens=1, **body).json()
+        assert answer["usage"]["input_tokens"] == len(llm.encode(both))
+
+
+@pytest.mark.parametrize("role", ["User", "bogus", "", None, ["user"]])
+def test_a_role_that_does_not_exist_is_refused_on_every_route(live: Live, role: Any) -> None:
+    message = {"role": role, "content": "x"}
+    for path, body, param in (
+        ("/v1/chat/completions", {"messages": [message]}, "messages"),
+        ("/v1/responses", {"input": [{"type": "message", **message}]}, "input"),
+        ("/v1/messages", {"messages": [message], "max_tokens": 1}, None),
+        ("/api/chat", {"messages": [message]}, None),
+        ("/tokenize", {"messages": [message]}, "messages"),
+    ):
+        answer = post(live, path, **body)
+        assert answer.status_code == 400, path
+        assert "0.role is" in answer.text, answer.text
+        assert param is None or answer.json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize("asked", [None, True, False])
-def test_the_mark_of_an_answer_is_there_unless_a_client_leaves_it_out(llm: LLM, asked: bool | None) -> None:
-    with serving(llm) as live:
-        more = {} if asked is None else {"add_generation_prompt": asked}
-        answer = say(live, "x", return_token_ids=True, **more).json()
-        refused = say(live, "x", add_generation_prompt=True, continue_final_message=True)
-    expected = llm.tokenizer.apply_chat_template(  # type: ignore[union-attr]
-        [{"role": "user", "content": "x"}], add_generation_prompt=asked is not False, return_dict=True
-    )["input_ids"]
-    assert answer["prompt_token_ids"] == expected
+def test_the_mark_of_an_answer_is_there_unless_a_client_leaves_it_out(live: Live, llm: LLM, asked: bool | None) -> None:
+    message = {"role": "user", "content": "x"}
+    answer = chat(live, message, **({} if asked is None else {"add_generation_prompt": asked})).json()
+    template: Any = llm.tokenizer
+    ids = template.apply_chat_template([message], add_generation_prompt=asked is not False, return_dict=True)
+    assert answer["prompt_token_ids"] == ids["input_ids"]
+    refused = chat(live, message, add_generation_prompt=True, continue_final_message=True)
     assert refused.status_code == 400
     assert "leave out add_generation_prompt" in refused.text
 
 
-def test_special_tokens_and_variables_reach_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    template = "{{ eos_token }}|{{ style }}|{% for m in messages %}{{ m.content }}{% endfor %}"
+def test_special_tokens_and_variables_reach_the_template(live: Live, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{{ eos_token }}|{{ style }}|{{ (documents or [{}])[0].text }}|{% for m in messages %}{{ m.content }}{% endfor %}"
     monkeypatch.setattr(llm.tokenizer, "chat_template", template)
-    with serving(llm) as live:
-        body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"style": "short"}}
-        asked = httpx.post(
-            live.url + "/v1/chat/completions", json={**body, "max_tokens": 2, "return_token_ids": True}, timeout=120
-        ).json()
-    eos = llm.tokenizer.eos_token  # type: ignore[union-attr]
-    assert asked["prompt_token_ids"] == llm.tokenizer(f"{eos}|short|x", add_special_tokens=False)["input_ids"]  # type: ignore[misc]
+    kwargs = {"style": "short", "documents": [{"text": "d"}]}
+    found = chat(live, {"role": "user", "content": "x"}, chat_template_kwargs=kwargs).json()["prompt_token_ids"]
+    eos: Any = llm.tokenizer.eos_token  # type: ignore[union-attr]
+    assert found == llm.tokenizer(f"{eos}|short|d|x", add_special_tokens=False)["input_ids"]  # type: ignore[misc]
 
 
-def test_an_endless_template_is_refused_and_the_next_chat_is_answered(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("fail", "the model's chat template does not take these messages: roles must alternate"),
+        ("deep", "the model's chat template does not take these messages: "),
+        ("gone", "shows nothing of messages.0 (user: 'gone'"),
+    ],
+)
+def test_what_a_template_cannot_do_is_refused(
+    live: Live, llm: LLM, monkeypatch: pytest.MonkeyPatch, content: str, words: str
 ) -> None:
-    monkeypatch.setattr(lanes, "SECONDS", (0.5, 1.0))
-    monkeypatch.setattr(llm.tokenizer, "chat_template", ENDLESS)
-    with serving(llm) as live:
-        before = say(live, "hello").json()["choices"][0]["message"]["content"]
-        slow = say(live, "loop")
-        assert slow.status_code == 400
-        assert "needs more than 1 s to render" in slow.json()["error"]["message"]
-        large = say(live, "grow")
-        assert large.status_code == 400
-        assert "memory" in large.json()["error"]["message"].lower() or "MB" in large.json()["error"]["message"]
-        wrong = say(live, "fail").json()["error"]
-        assert "the model's chat template does not take these messages: roles must alternate" in wrong["message"]
-        assert say(live, "hello").json()["choices"][0]["message"]["content"] == before
+    template = (
+        "{% macro again() %}{{ again() }}{% endmacro %}{% for m in messages %}"
+        "{% if m.content.startswith('fail') %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{% if m.content.startswith('deep') %}{{ again() }}{% endif %}"
+        "{% if not m.content.startswith('gone') %}# {{ m.content }}\n{% endif %}{% endfor %}"
+    )
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    answer = chat(live, {"role": "user", "content": content})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages"
+    assert words in answer.json()["error"]["message"]
+    assert chat(live, {"role": "user", "content": "x"}).status_code == 200
 
 
-def test_a_child_that_was_ended_starts_anew() -> None:
-    one = renderer()
-    question = {"chat_template": ENDLESS, "messages": [{"role": "user", "content": "x"}]}
-    try:
-        assert one.ask(question, 60) == "# x\n"
-        first = one._process
-        assert first is not None
-        with pytest.raises(TooSlow, match=r"needs more than 0\.2 s to render"):
-            one.ask({**question, "messages": [{"role": "user", "content": "loop"}]}, 0.2)
-        assert first.poll() is not None
-        assert one.ask({"chat_template": TEMPLATE, "messages": []}, 60) == ""
-    finally:
-        one.close()
-    with pytest.raises(ChildProcessError):
-        one.ask(question, 60)
+def test_a_batch_has_the_prompts_of_the_library() -> None:
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+    ]
+    body = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
+    options = BatchOptions(model="builtin:code", chat_template=(FOLDER / "qwen2.5.jinja").read_text())
+    with BatchAnswerer(options) as answerer:
+        [(_, row)] = answerer.answers([BatchRequest("k", "a", "/v1/chat/completions", body)])
+        expected = answerer.llm.encode([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "x"}])
+    assert row["response"]["body"]["prompt_token_ids"] == expected
 
 
-def test_the_system_limits_the_memory_of_a_child() -> None:
-    one = renderer()
-    try:
-        one.ask({"chat_template": TEMPLATE, "messages": []}, 60)
-        process = one._process
-        assert process is not None
-        memory, _ = resource.prlimit(process.pid, resource.RLIMIT_AS)
-        assert child.MEMORY < memory < 8 * child.MEMORY
-    finally:
-        one.close()
-
-
-def test_a_child_is_ended_where_the_system_limits_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "LIMITED", False)
-    monkeypatch.setattr(child, "MEMORY", 256 << 20)
-    one = renderer()
-    try:
-        assert one.ask({"chat_template": GROWING, "bytes": 1 << 20, "messages": []}, 60) == "x"
-        with pytest.raises(ValueError, match="needs more than 256 MB to render"):
-            one.ask({"chat_template": GROWING, "bytes": 900 << 20, "messages": []}, 60)
-        assert one.ask({"chat_template": GROWING, "bytes": 1 << 20, "messages": []}, 60) == "x"
-    finally:
-        one.close()
-
-
-def test_a_child_without_a_parent_ends() -> None:
-    command = [sys.executable, "-c", "from outrider.core import child, rendering; child.answer(rendering.prepare)"]
-    question = {"chat_template": ENDLESS, "messages": [{"role": "user", "content": "loop"}]}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as one:
-        assert one.stdin is not None
-        one.stdin.write(f"null\n{json.dumps([question, 0.1])}\n")
-        one.stdin.flush()
-        assert one.wait(30) == 1
+def test_a_template_with_a_mistake_is_refused_when_it_is_given(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="this is no chat template"):
+        set_chat_template(llm, "{% for %}")
 
 
 def test_what_is_slow_gives_way() -> None:
     seen = list[int]()
 
-    def act(_: Child, seconds: float) -> None:
+    def act() -> None:
+        give_way()
         seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        if seconds == lanes.SECONDS[0]:
-            raise TooSlow("it is slow")
 
-    asyncio.run(lanes.Lanes("x", renderer).ask(act))
-    assert seen[0] == os.getpriority(os.PRIO_PROCESS, 0)
-    assert seen[1] == min(19, seen[0] + 5)
-
-
-def test_a_child_that_does_not_start_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = child.Child("outrider.core.no_such_module", None, "to render", "")
-    with pytest.raises(ChildProcessError, match="did not start"):
-        one.ask({}, 60)
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+    assert seen == [min(19, os.getpriority(os.PRIO_PROCESS, 0) + 5)]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from serving import TEMPLATE, Live, builtin, serving
 
 from outrider.serve.grammar import Grammar, Grammars
-from outrider.serve.openai.tools import FORMATS, PLAIN, ToolCallReader, ToolOffer, chosen, for_template, offered
+from outrider.serve.openai.tools import FORMATS, PLAIN, ToolCallReader, ToolOffer, chosen, offered
 
 LOOK = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 TOOLS = [
@@ -136,20 +136,6 @@ def test_what_a_request_says_of_tools() -> None:
 
 
 ANY = {"type": "object", "properties": {}}
-
-
-def test_earlier_calls_reach_the_template_as_objects() -> None:
-    call = {"id": "a", "function": {"name": "look", "arguments": '{"x": 1}'}}
-    [told, broken, user] = for_template(
-        [
-            {"role": "assistant", "tool_calls": [call]},
-            {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}, 7]},
-            {"role": "user", "content": "x"},
-        ]
-    )
-    assert told["tool_calls"][0]["function"]["arguments"] == {"x": 1}
-    assert broken["tool_calls"] == [{"function": {"arguments": "{"}}, 7]
-    assert user == {"role": "user", "content": "x"}
 
 
 @pytest.fixture(scope="module")
