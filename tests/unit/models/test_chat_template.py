@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.chat_template import ChatTemplate, LostMessage, chat_prompt, check_template, source_of
 from outrider.models.gguf import reader
+from outrider.models.tokenizer import tokenizer_of
 
 FOLDER = Path(__file__).parents[2] / "data" / "templates"
 MODELS = Path(os.environ.get("OUTRIDER_TEST_MODELS", "models"))  # a folder with GGUF files
@@ -282,6 +284,23 @@ def test_a_chat_with_tools_gets_the_template_for_it(name: str) -> None:
     assert "word" not in prompt(template, [ASKED], tools=[])
     assert source_of(tokenizer({"x": "1"}), True) == "1"
     assert source_of(tokenizer({"default": "1", "rag": "2"}), False, True) == "2"
+
+
+@pytest.mark.parametrize("form", ["files", "list"])
+def test_a_folder_may_have_several_templates(form: str, tmp_path: Path) -> None:
+    tokenizer_of(str(builtin_folder("builtin:code"))).save_pretrained(tmp_path)
+    one = "{{ messages[0].content }}"
+    texts = {"default": one, "tool_use": "{{ tools|length }}: " + one}
+    if form == "files":
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "chat_template.jinja").write_text(texts["default"])
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(texts["tool_use"])
+    else:
+        settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        settings["chat_template"] = [{"name": name, "template": text} for name, text in texts.items()]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    made = tokenizer_of(str(tmp_path))
+    assert [prompt(made, [ASKED]), prompt(made, [ASKED], tools=TOOLS)] == ["the question", "1: the question"]
 
 
 def test_variables_reach_the_template() -> None:

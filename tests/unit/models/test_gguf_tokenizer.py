@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, GemmaTokenizer, GPT2Tokenizer, PreTraine
 
 from outrider.models.builtin.download import DOWNLOADS, find
 from outrider.models.builtin.shipped import builtin_folder
+from outrider.models.chat_template import chat_prompt
 from outrider.models.gguf.reader import GGUFFile, read
 from outrider.models.gguf.tokenizer import end_ids, tokenizer_of
 from outrider.models.load import load
@@ -182,6 +183,17 @@ def test_the_chat_template_is_the_file_s(code: PreTrainedTokenizerBase, tmp_path
     assert made is not None
     text = made.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert text == "<|endoftext|>[user]hi<|endoftext|>"
+
+
+def test_a_file_may_have_a_template_for_chats_with_tools(code: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """Published files name the others in `tokenizer.chat_templates`, and keep each under its name."""
+    key, one = "tokenizer.chat_template", "{{ messages[0].content }}"
+    other = "{{ tools[0].function.name }}: " + one
+    stored = tokenizer_metadata(code, "gpt-2") | {key: one, f"{key}.tool_use": other, f"{key}s": ["tool_use"]}
+    made = tokenizer_of(file_with(stored, tmp_path / "model.gguf"))
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    assert chat_prompt(made, [{"role": "user", "content": "x"}]) == "x"
+    assert chat_prompt(made, [{"role": "user", "content": "x"}], tools=tools) == "look: x"
 
 
 @pytest.mark.parametrize(
