@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from outrider.core.detokenizer import Detokenizer, TokenBytes
 from outrider.core.params import SamplingParams
 
 
@@ -18,42 +19,6 @@ def content_text(content: Any) -> str | None:
     parts = cast("list[Any]", content)
     texts: list[Any] = [cast("dict[str, Any]", part).get("text") if isinstance(part, dict) else None for part in parts]
     return "".join(texts) if all(isinstance(text, str) for text in texts) else None
-
-
-class Detokenizer:
-    """Decodes a growing list of tokens. Text appears when no later token can change it: a split UTF-8 character waits.
-
-    A short window is decoded twice, with and without the new tokens, and the difference is the new text (the method of vLLM).
-    So it is right for tokenizers that add spaces between tokens, and costs the same at any length.
-    """
-
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], skip_special_tokens: bool = True) -> None:
-        self._decode = tokenizer.decode
-        self._skip = skip_special_tokens
-        self._tokens = list(prompt[-6:])
-        self._prefix = 0
-        self._read = len(self._tokens)
-        self.text = ""
-
-    def push(self, token: int) -> str:
-        """Add a token and return the new text."""
-        self._tokens.append(token)
-        return self._read_on(len(self._tokens) - self._read < 5)
-
-    def flush(self) -> str:
-        """Return the text that was held back, as it is."""
-        return self._read_on(wait=False)
-
-    def _read_on(self, wait: bool) -> str:
-        """The new text. wait: hold an incomplete character back."""
-        before = self._decode(self._tokens[self._prefix : self._read], skip_special_tokens=self._skip)
-        after = self._decode(self._tokens[self._prefix :], skip_special_tokens=self._skip)
-        if wait and after.endswith("\ufffd"):
-            return ""
-        self._prefix, self._read = self._read, len(self._tokens)
-        new = after[len(before) :]
-        self.text += new
-        return new
 
 
 @dataclass(frozen=True)
@@ -73,44 +38,46 @@ class StopChecker:
         params: SamplingParams,
         end_ids: Sequence[int],
         limit: int,
-        tokenizer: Any | None = None,
+        tokens: TokenBytes | None = None,
         prompt: Sequence[int] = (),
     ) -> None:
-        """end_ids: tokens that end the text, beside those of params. limit: the most tokens.
+        """end_ids: tokens that end the text, beside those of params. limit: the most tokens. tokens: of the tokenizer; without
+        them there is no text.
 
         Raises ValueError for stop strings without a tokenizer.
         """
         self.params, self.limit = params, limit
         self._stop_ids = set(params.stop_token_ids)
         self._end_ids: set[int] = set(end_ids)
-        if params.stops and tokenizer is None:
+        self._tokens = tokens or TokenBytes(None)
+        if params.stops and self._tokens.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; give LLM(..., tokenizer=...) or use stop_token_ids")
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt, params.skip_special_tokens)
+        self._reader = Detokenizer(self._tokens, prompt, params.skip_special_tokens)
         self._hold = 0 if params.include_stop_str_in_output else max((len(s) for s in params.stops), default=1) - 1
         self._cut: int | None = None  # where a stop string ends the text
         self.marks: list[int] = []  # length of the text after each token
-        self.count = 0
+        self.count, self.silent = 0, False  # tokens; whether the last one is no text, because it ended the text
         self.end: FinishReason | None = None
 
     def push(self, token: int) -> FinishReason | None:
         """Add one token. Returns the reason if it ends the text, else None."""
         self.count += 1
-        params, own = self.params, token in self._end_ids
+        params, own, piece = self.params, token in self._end_ids, self._tokens[token]
+        ready = self.count >= params.min_tokens
         if token < 0:
             self.end = FinishReason("error", "the model's logits are not numbers")
-        elif (own or token in self._stop_ids) and self.count >= params.min_tokens:
+        elif ready and (own or token in self._stop_ids):
             self.end = FinishReason("stop", None if own else token)
-        new = ""
-        if self._detokenizer and self._shows(token):
-            new = self._detokenizer.push(token)
-        if self.end is None and new and self.count >= params.min_tokens and (found := self._find(len(new))):
-            self.end = FinishReason("stop", found)
-        elif self.end is None and self.count >= self.limit:
+        elif ready and piece.special and params.skip_special_tokens and piece.name in params.stops:
+            self.end = FinishReason("stop", piece.name)  # the text does not show it
+        self.silent = not self._shows(token)
+        new = "" if self.silent else self._reader.push(token)
+        if self.end is None and self.count >= self.limit:
             self.end = FinishReason("length")
-        if self._detokenizer:
-            if self.end and self._cut is None:
-                self._detokenizer.flush()
-            self.marks.append(len(self._detokenizer.text))
+        new += self._reader.flush() if self.end else ""
+        if new and ready and token >= 0 and (found := self._find(len(new))):
+            self.end = FinishReason("stop", found)
+        self.marks.append(len(self._reader.text))
         return self.end
 
     def _shows(self, token: int) -> bool:
@@ -121,29 +88,23 @@ class StopChecker:
         return token >= 0 and (self.end is None or asked)
 
     def finish(self, end: FinishReason) -> None:
-        """End the text where it is. What was held back for a stop string is text now."""
+        """End the text where it is. What was held back for a stop string is text now. Bytes of an unfinished character are not:
+        a text that was cut off can go on."""
         self.end = end
 
     def _find(self, new: int) -> str | None:
         """The stop string that ends within the last `new` characters. Of several, the one that starts first."""
-        if not self.params.stops or self._detokenizer is None:
-            return None
-        text, best = self._detokenizer.text, None
-        for stop in self.params.stops:
-            at = text.find(stop, max(0, len(text) - new - len(stop) + 1))
-            if at >= 0 and (best is None or at < best[0]):
-                best = (at, stop)
-        if best is None:
-            return None
-        at, stop = best
-        self._cut = at + len(stop) if self.params.include_stop_str_in_output else at
+        text = self._reader.text
+        begins = ((text.find(stop, max(0, len(text) - new - len(stop) + 1)), stop) for stop in self.params.stops)
+        at, stop = min(((at, stop) for at, stop in begins if at >= 0), key=lambda found: found[0], default=(-1, None))
+        if stop is not None:
+            self._cut = at + len(stop) if self.params.include_stop_str_in_output else at
         return stop
 
     @property
     def text(self) -> str:
         """The whole text so far, cut at a stop string."""
-        text = self._detokenizer.text if self._detokenizer else ""
-        return text if self._cut is None else text[: self._cut]
+        return self._reader.text[: self._cut]
 
     @property
     def settled(self) -> str:

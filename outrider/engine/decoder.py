@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from outrider.control import Controller, Fixed
+from outrider.core.detokenizer import TokenBytes
 from outrider.core.features import Features
 from outrider.core.noise import Noise
 from outrider.core.params import BadParameter, ContextOverflow
@@ -66,7 +67,7 @@ class Decoder:
         self.verifier = VERIFIERS[verifier]
         self.controller = controller or Fixed(5)
         self.max_length = min(max_length or target.max_length, target.max_length)
-        self.end_ids, self.tokenizer = tuple(end_ids), tokenizer
+        self.end_ids, self.tokens = tuple(end_ids), TokenBytes(tokenizer)
         self.prefixes, self.memory, self.chunk = prefixes, memory, PREFILL_CHUNK
         self.cache = target.new_cache(rows, self.max_length)
         self.free = list(range(rows))[::-1]
@@ -80,7 +81,7 @@ class Decoder:
 
         Only one of the two may run at a time."""
         same = {"verifier": self.verifier.name, "rows": self.cache.num_slots, "max_length": self.max_length}
-        same |= {"end_ids": self.end_ids, "tokenizer": self.tokenizer, "memory": self.memory}
+        same |= {"end_ids": self.end_ids, "tokenizer": self.tokens.tokenizer, "memory": self.memory}
         return Decoder(self.target, drafter, controller=controller, **(same | other))
 
     @property
@@ -127,7 +128,7 @@ class Decoder:
             method, depth = method if own else NONE, own
         # a grammar allows an end token where it is complete, and nothing can follow
         model_ends = () if p.ignore_eos and request.mask is None else self.end_ids
-        checker = StopChecker(p, model_ends, limit, self.tokenizer, request.prompt)
+        checker = StopChecker(p, model_ends, limit, self.tokens, request.prompt)
         for count, token in enumerate(request.continued, 1):
             end = checker.push(token)
             if end is not None and count < len(request.continued):

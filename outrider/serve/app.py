@@ -18,7 +18,7 @@ from outrider.engine.request import whose
 from outrider.serve import anthropic, errors, ollama
 from outrider.serve.dashboard import pages_route
 from outrider.serve.encoding import WIDE
-from outrider.serve.errors import OBJECT, Refused, answered, json_response
+from outrider.serve.errors import OBJECT, Refused, answered, json_response, refusing
 from outrider.serve.guard import guards
 from outrider.serve.metrics import CONTENT_TYPE
 from outrider.serve.openai import responses_api
@@ -159,19 +159,19 @@ def _model(app: FastAPI, pool: ModelPool) -> None:
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """The token ids of a prompt or of messages."""
         service = await pool.lend(body.model, request)
-        if (body.prompt is None) == (body.messages is None):
-            raise Refused("give a prompt or messages, one of them", param="prompt")
         encoder, most = service.encoder, max(MAX_TOKENIZE, WIDE * service.encoder.max_length)
-        if body.prompt is not None:
-            tokens = await encoder.prompt(body.prompt, most)
+        with refusing():
+            chat = body.chat
+        if chat is None:
+            tokens = await encoder.prompt(body.prompt or "", most, body.add_special_tokens is not False)
         else:
-            tokens = await encoder.chat(ChatRequest.model_validate({"messages": body.messages}), most)
+            tokens = await encoder.chat(chat, most, bool(body.add_special_tokens))
 
         def answer() -> Response:
-            texts = {t: service.decode([t]) for t in set(tokens)} if body.return_token_strs else {}
-            strings = [texts[t] for t in tokens] if body.return_token_strs else None
+            begins = service.tokens.begins(tokens, skip_special_tokens=True)
+            texts = [service.tokens.label(*each) for each in zip(tokens, begins, strict=False)]
             found = {"count": len(tokens), "max_model_len": encoder.max_length, "tokens": tokens}
-            return json_response({**found, "token_strs": strings})
+            return json_response({**found, "token_strs": texts if body.return_token_strs else None})
 
         return await encoder.run(answer, len(tokens))
 

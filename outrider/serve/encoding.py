@@ -49,17 +49,20 @@ class Encoder:
         except (ValueError, RecursionError) as error:
             raise self._refused(error, param) from error
 
-    async def prompt(self, given: str | abc.Mapping[str, Any], most: int | None = None) -> list[int]:
-        """The ids of a text or of {"prompt_token_ids": ...}. most: characters of a text; None: what the model can hold.
+    async def prompt(
+        self, given: str | abc.Mapping[str, Any], most: int | None = None, special: bool = True
+    ) -> list[int]:
+        """The ids of a text or of {"prompt_token_ids": ...}. most: characters of a text; None: what the model can hold. special:
+        with those that the model's prompts begin with.
 
         Raises Refused.
         """
         if isinstance(given, str):
-            return await self.run(partial(self._ids, given, most), len(given), "prompt")
+            return await self.run(partial(self._ids, given, most, special), len(given), "prompt")
         return await self.run(lambda: self.llm.encode(given), len(given.get("prompt_token_ids", ())), "prompt")
 
-    async def chat(self, body: ChatRequest, most: int | None = None) -> list[int]:
-        """The ids of a chat. most: as of `prompt`. Raises Refused."""
+    async def chat(self, body: ChatRequest, most: int | None = None, special: bool = False) -> list[int]:
+        """The ids of a chat. most, special: as of `prompt`. Raises Refused."""
         goes_on, tokenizer = bool(body.continue_final_message), self.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             return await self.run(lambda: self.llm.encode(body.messages), param="messages")  # says what is missing
@@ -74,7 +77,7 @@ class Encoder:
         made = await self.run(lambda: make(tokenizer, body.messages), _size(body.messages), "messages")
         if isinstance(made, list):
             return made
-        return await self.run(partial(self._ids, made, most, False), len(made), "messages")
+        return await self.run(partial(self._ids, made, most, special), len(made), "messages")
 
     def close(self) -> None:
         """End the threads."""

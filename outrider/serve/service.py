@@ -49,11 +49,12 @@ class Service:
         self.trials = Trials(engine)
         self.learner: Learner | None = None
         self._told_of_tools = False
+        self.tokens = engine.decoder.tokens
         self.encoder = Encoder(llm, engine.decoder.max_length, settings.model_name)
 
     def decode(self, tokens: abc.Sequence[int]) -> str:
         """The text of token ids; empty without a tokenizer."""
-        return "" if self.llm.tokenizer is None else self.llm.tokenizer.decode(list(tokens))
+        return self.tokens.decode(tokens)
 
     async def accept(
         self, body: CompletionRequest | ChatRequest, request_id: str, client: str, owner: str = "", waited: float = 0.0
@@ -103,7 +104,7 @@ class Service:
                 log.info("%s asks %s", request_id, [self.decode(p) for p in prompts])
             name = self.settings.model_name
             with trial.enrolled(requests) if trial else nullcontext(requests) as requests:
-                return PendingAnswer(self.engine, loop, requests, body, request_id, name, self.decode, reader, prints)
+                return PendingAnswer(self.engine, loop, requests, body, request_id, name, self.tokens, reader, prints)
 
         told = sum(map(len, body.bad_words or ())) + len(params.prediction or ())
         told += (LONG + 1) * bool(body.return_fingerprint)  # the first one reads the model's files

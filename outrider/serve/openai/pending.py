@@ -11,6 +11,7 @@ from time import perf_counter, time
 from typing import Any, ClassVar
 
 from outrider._version import __version__
+from outrider.core.detokenizer import TokenBytes
 from outrider.core.outputs import Delta
 from outrider.engine import Engine, EngineStopped, QueueFull
 from outrider.engine.fingerprint import Fingerprints
@@ -39,7 +40,7 @@ class PendingAnswer:
         body: CommonRequest,
         name: str,
         model: str,
-        decode: Callable[[abc.Sequence[int]], str],
+        known: TokenBytes,
         reader: Callable[[], ToolCallReader] | None = None,
         fingerprints: Fingerprints | None = None,
     ) -> None:
@@ -67,7 +68,7 @@ class PendingAnswer:
         if body.stream and body.stream_options and body.stream_options.include_usage:
             self._head["usage"] = None  # in all chunks but the last
         self._choices = [
-            ChoiceWriter(body, self._head, index, sequence, decode, reader and reader(), fingerprints)
+            ChoiceWriter(body, self._head, index, sequence, known, reader and reader(), fingerprints)
             for index, sequence in enumerate(self.sequences)
         ]
 

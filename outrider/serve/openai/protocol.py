@@ -286,6 +286,11 @@ class CommonRequest(JsonObject):
         return None
 
     @property
+    def prompts(self) -> list[Any]:
+        """Each a text or {"prompt_token_ids": [...]}. A chat has messages in their place."""
+        return []
+
+    @property
     def echoes(self) -> bool:
         """The answer begins with the prompt."""
         return False
@@ -412,7 +417,6 @@ class CompletionRequest(CommonRequest):
 
     @property
     def prompts(self) -> list[Any]:
-        """Each a text or {"prompt_token_ids": [...]}."""
         given = self.prompt
         many: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
         return [p if isinstance(p, str) else {"prompt_token_ids": p} for p in many]
@@ -489,13 +493,32 @@ class ChatRequest(CommonRequest):
 
 
 class TokenizeRequest(JsonObject):
-    """POST /tokenize: a prompt, or messages."""
+    """POST /tokenize: a prompt, or messages with what `/v1/chat/completions` takes for its prompt."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Objects | None = Field(None, min_length=1)
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
+    add_special_tokens: bool | None = Field(
+        None, description="with the tokens that prompts begin with; a template writes them, so messages have none more"
+    )
+    return_token_strs: bool | None = None
+    tools: Objects | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def chat(self) -> ChatRequest | None:
+        """The chat whose prompt is asked for; None for a prompt. Raises ValueError unless it is one of them."""
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give a prompt or messages, one of them")
+        names = set(type(self).model_fields) - {"model", "prompt", "add_special_tokens", "return_token_strs"}
+        given = self.model_dump(include=names, exclude_none=True)
+        if self.prompt is None:
+            return ChatRequest.model_validate(given)
+        for name in given:
+            raise BadParameter(f"{name} is for messages, and a prompt is encoded as it is; leave it out", name)
+        return None
 
 
 class DetokenizeRequest(JsonObject):

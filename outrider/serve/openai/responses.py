@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable
 from dataclasses import asdict
 from itertools import count
 from typing import Any
 
+from outrider.core.detokenizer import Detokenizer, TokenBytes
 from outrider.core.outputs import Delta
 from outrider.drafters.method import PREDICTION
 from outrider.engine.fingerprint import Fingerprints
@@ -30,18 +30,31 @@ class ChoiceWriter:
         head: dict[str, Any],
         index: int,
         sequence: Sequence,
-        decode: Callable[[abc.Sequence[int]], str],
+        known: TokenBytes,
         reader: ToolCallReader | None = None,
         fingerprints: Fingerprints | None = None,
     ) -> None:
-        """body: says what is shown. head: what each chunk begins with. decode: token ids -> text. reader: of tool calls, where
+        """body: says what is shown. head: what each chunk begins with. known: the model's tokens. reader: of tool calls, where
         tools were offered. fingerprints: what makes them, where they are shown."""
         self.sequence, self._body, self._head, self._index = sequence, body, head, index
-        self._decode, self._reader, self._fingerprints = decode, reader, fingerprints
-        self._echo = decode(sequence.prompt) if body.echoes else ""
-        self._offset, self._shows_tokens = len(self._echo), body.shows_tokens
+        self._known, self._reader, self._fingerprints = known, reader, fingerprints
+        self._hides, self._shows_tokens = body.skip_special_tokens is not False, body.shows_tokens
+        self._begins = not any(known.shows(t, self._hides) for t in sequence.prompt)  # no text before the next token
+        self._echo, self._sent = self._echoed(index)
         self.is_open = self._behind = bool(sequence.request.continued)
         self.so_far = {"tokens": len(sequence.request.continued), "drafted": 0, "accepted": 0}
+        self._named = len(sequence.request.continued)  # tokens whose log-probabilities were shown
+
+    def _echoed(self, index: int) -> tuple[str, bool]:
+        """The prompt as the answer shows it, and whether that is what the client sent, character for character."""
+        if not self._body.echoes:
+            return "", False
+        given = self._body.prompts[index // (self._body.n or 1)]
+        if isinstance(given, str):
+            return given, True
+        prompt = Detokenizer(self._known, (), skip_special_tokens=False)
+        text = prompt.push(*self.sequence.prompt)  # an unfinished character is finished by the text, if there is one
+        return text + (prompt.flush() if self._body.limit == 0 else ""), False
 
     def open(self) -> dict[str, Any] | None:
         """The first chunk, if the choice needs one: the role, the echo, the ids of the prompt."""
@@ -63,17 +76,14 @@ class ChoiceWriter:
         """The chunks for more text: its content, then the tool calls that it completes. delta: what is known of its tokens."""
         reader = self._reader
         if self._behind:  # the text before is known since the sequence had its slot
-            before, self._behind = self.sequence.cursor.continued_text, False
-            self._offset += len(before)
+            self._behind = False
             if reader is not None:
-                reader.feed(before)
-        at = self._offset
-        self._offset += len(text)
+                reader.feed(self.sequence.cursor.continued_text)
         parts = reader.parts(text, last) if reader else [text] if text else []
         content = parts[0] if len(parts) == 1 and isinstance(parts[0], str) else ""
         tokens, more = self._shows_tokens and delta is not None and delta.token_ids, {}
         if delta is not None and (tokens or self._body.return_pieces):
-            more = self._of_tokens(delta, content, at)
+            more = self._of_tokens(delta, content)
         if content or not parts:
             return [self._chunk({"content": content}, **more)] if content or tokens else []
         number = count(reader.called - sum(isinstance(part, ToolCall) for part in parts) if reader else 0)
@@ -97,8 +107,7 @@ class ChoiceWriter:
         if self._reader is not None:
             self._reader.feed(result.cursor.continued_text)
             text, calls = self._reader.feed(text, True)
-        at = self._offset + sum(len(self._decode([t])) for t in result.request.continued)
-        shown = self._logprobs(result.written, result.logprobs, at) if result.params.logprobs is not None else None
+        shown = self._logprobs(result.written, result.logprobs) if result.params.logprobs is not None else None
         if not self.is_open:  # else the prompt was shown at the beginning of the text
             text = self._echo + text
             before = self._prompt()
@@ -125,11 +134,11 @@ class ChoiceWriter:
         choice = {"index": self._index, **content, "logprobs": None, "finish_reason": None, **more}
         return {**self._head, "choices": [choice]}
 
-    def _of_tokens(self, delta: Delta, text: str, at: int) -> dict[str, Any]:
-        """What a delta says of its tokens. text: of the chunk. at: where that begins in the text of the choice."""
+    def _of_tokens(self, delta: Delta, text: str) -> dict[str, Any]:
+        """What a delta says of its tokens. text: of the chunk."""
         more: dict[str, Any] = {"token_ids": delta.token_ids} if self._body.return_token_ids else {}
         if delta.logprobs:
-            more["logprobs"] = self._logprobs(delta.token_ids, delta.logprobs, at)
+            more["logprobs"] = self._logprobs(delta.token_ids, delta.logprobs)
         if self._body.return_pieces and delta.text == text and delta.pieces:
             more["pieces"] = delta.pieces
         return more
@@ -157,7 +166,9 @@ class ChoiceWriter:
         count = self._body.alternatives
         if not self._body.echoes or count is None:
             return None
-        return self._logprobs(self.sequence.prompt, self._cut(count))
+        prompt = self.sequence.prompt
+        places = self._known.places(self._echo, prompt, skip_special_tokens=self._sent)
+        return self._lists(prompt, self._cut(count), places, self._known.begins(prompt, self._sent))
 
     def _cut(self, count: int) -> list[dict[int, float] | None]:
         """The log-probabilities of the prompt with `count` alternatives each. None for all of them if it was not read to its
@@ -167,36 +178,49 @@ class ChoiceWriter:
             return [None] * len(prompt)
         return [None if x is None else {t: x[t], **_likeliest(x, count)} for t, x in zip(prompt, known, strict=True)]
 
-    def _logprobs(
-        self, tokens: abc.Sequence[int], logprobs: abc.Sequence[dict[int, float] | None], offset: int = 0
-    ) -> dict[str, Any]:
-        """Log-probabilities as OpenAI shows them. logprobs: of each token and its alternatives, None where there is
-        none. offset: where the text of the tokens begins in the text of the choice."""
-        pairs = list(zip(tokens, logprobs, strict=False))
+    def _logprobs(self, tokens: abc.Sequence[int], logprobs: abc.Sequence[dict[int, float]]) -> dict[str, Any]:
+        """The log-probabilities of the next tokens of the text, as OpenAI shows them. logprobs: of each token and its
+        alternatives."""
+        known, checker, at = list(zip(tokens, logprobs, strict=False)), self.sequence.checker, self._named
+        self._named += len(known)
         if self._body.is_chat:
-            return {"content": [self._token(t, x[t], x) for t, x in pairs if x is not None], "refusal": None}
-        texts, offsets = [self._decode([t]) for t, _ in pairs], list[int]()
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        top = [None if x is None else self._by_text(x) for _, x in pairs]
-        own = [None if x is None else max(x[t], _LEAST) for t, x in pairs]
-        return {"tokens": texts, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}
+            end = checker.count - 1 if checker.silent else -1
+            content = [self._token(t, x[t], x, n != end) for n, (t, x) in enumerate(known, at)]
+            return {"content": content, "refusal": None}
+        begins = self._known.begins(tokens, self._hides, self._begins)
+        self._begins = begins[len(known)]
+        places = [len(self._echo) + (checker.marks[n - 1] if n else 0) for n in range(at, self._named)]
+        return self._lists(tokens, [x for _, x in known], places, begins)
 
-    def _by_text(self, logprobs: dict[int, float]) -> dict[str, float]:
-        """Alternatives by their text; of two tokens with one text, as parts of characters may have, the likelier."""
-        found = dict[str, float]()
-        for token, value in logprobs.items():
-            text = self._decode([token])
-            found[text] = max(value, found.get(text, _LEAST))
-        return found
+    def _lists(
+        self,
+        tokens: abc.Sequence[int],
+        logprobs: abc.Sequence[dict[int, float] | None],
+        places: list[int],
+        begins: abc.Sequence[bool],
+    ) -> dict[str, Any]:
+        """Log-probabilities as text completions have them. places: where each token begins in the text of the choice. begins:
+        whether the text begins with it."""
+        names, own, top = list[str](), list[float | None](), list[dict[str, float] | None]()
+        for token, known, first in zip(tokens, logprobs, begins, strict=False):
+            name, found = self._known.label(token, first), dict[str, float]()
+            for other, value in ({token: known[token]} | known if known else {}).items():
+                called = name if other == token else self._known.label(other)
+                found[f"token_id:{other}" if called in found else called] = max(value, _LEAST)
+            names.append(name)
+            own.append(found.get(name))
+            top.append(found or None)
+        return {"tokens": names, "token_logprobs": own, "top_logprobs": top, "text_offset": places}
 
-    def _token(self, token: int, logprob: float, alternatives: dict[int, float] | None = None) -> dict[str, Any]:
-        text = self._decode([token])
+    def _token(
+        self, token: int, logprob: float, alternatives: dict[int, float] | None = None, shown: bool = True
+    ) -> dict[str, Any]:
+        """A token as chats show it. shown: False for one that ended the text and is no part of it."""
+        shown = shown and self._known.shows(token, self._hides)
         out: dict[str, Any] = {
-            "token": text,
+            "token": self._known.label(token, mark=""),
             "logprob": max(logprob, _LEAST),
-            "bytes": list(text.encode("utf-8", "replace")),
+            "bytes": list(self._known[token].data) if shown else [],
         }
         if alternatives is not None:
             best = _likeliest(alternatives, self._body.alternatives or 0)
