@@ -50,7 +50,7 @@ class TokenBytes:
         if self.tokenizer is None or not isinstance(name, str):
             return Piece("", b"", b"", False)
         once, twice = self._joined(name), self._joined(name, name)
-        text = twice[len(once) :]  # as it is inside a text
+        text = once if self._neighbours else twice[len(once) :]  # as it is inside a text
         if "\ufffd" in twice and (found := _FALLBACK.fullmatch(name)):
             data = first = bytes([int(found[1], 16)])
         elif "\ufffd" in twice and _BYTES.keys() >= set(name):
@@ -73,9 +73,8 @@ class TokenBytes:
 
     @cached_property
     def _neighbours(self) -> bool:
-        """The text of a token depends on the token before it: of an end of a word (GPT-1), or an equal one (CTC)."""
-        added = {self._joined(name, "a")[len(self._joined(name)) :] for name in ("a", "b", "a</w>")}
-        return len(added) > 1
+        """The text of a token depends on the token before it, which may end a word (GPT-1)."""
+        return self._joined("a</w>", "a") == "a a" != self._joined("a", "a")
 
     @cached_property
     def errors(self) -> str:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 from helpers import VOCAB
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from outrider.drafters.model.vocabulary import Pairing, Vocabulary
+from outrider.models.builtin.shipped import builtin_folder
+from outrider.models.gguf.reader import read
+from outrider.models.gguf.tokenizer import tokenizer_of
+from outrider.models.tokenizer import LazyTokenizer
 
 END = "<end>"
 CODE = "\n".join(p.read_text() for p in sorted(Path(__file__).parents[1].rglob("test_t*.py"))).replace("▁", "_")
@@ -74,3 +80,73 @@ assert len(TOY) == VOCAB
 
 def pairing(draft: Any = TOY_DRAFT, target: Any = TOY) -> Pairing:
     return Pairing(*(Vocabulary(t, len(t), [t.eos_token_id]) for t in (target, draft)))
+
+
+def _spelled(tokens: list[str], model: Any, decoder: Any, normalizer: Any = None) -> PreTrainedTokenizerFast:
+    """A tokenizer with these tokens after the end token. What it cannot write are bytes, if it has them."""
+    tokenizer = Tokenizer(model({token: n for n, token in enumerate([END, *tokens])}))
+    tokenizer.decoder, tokenizer.normalizer = decoder, normalizer
+    tokenizer.add_special_tokens([END, "<|im_start|>"])
+    tokenizer.add_tokens(["two words", " led", "é!"])
+    return wrapped(tokenizer)
+
+
+_PARTS = [
+    "a",
+    "b",
+    " ",
+    "\n",
+    ".",
+    "▁",
+    "▁the",
+    "▁▁",
+    "the",
+    "▁漢",
+    "漢",
+    "字",
+    "e\u0301",
+    "\ufffd",
+    "▁true",
+    "true",
+    "\u200d",
+]
+_FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def _pieces(tokens: dict[str, int]) -> Any:
+    return models.BPE(vocab=tokens, merges=[], byte_fallback=True, fuse_unk=True)
+
+
+@cache
+def decoded(kind: str) -> Any:
+    """A tokenizer for each way in which vocabularies write text."""
+    if kind == "byte-level":
+        found = byte_level(501)  # which nothing else uses
+        found.add_tokens(["<|im_start|>"], special_tokens=True)
+        found.add_tokens(["two words", " led", "é", "漢字"])
+        return found
+    if kind == "llama-2":
+        return sentencepiece(500)
+    if kind == "gemma":
+        decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        return _spelled(_FALLBACK + _PARTS, _pieces, decoder, normalizers.Replace(" ", "▁"))
+    if kind == "metaspace":
+        return _spelled(_FALLBACK + _PARTS, _pieces, decoders.Metaspace(), normalizers.Replace(" ", "▁"))
+    if kind == "no decoder":
+        return _spelled(_PARTS, lambda tokens: models.WordLevel(tokens, unk_token=END), None)
+    if kind == "word pieces":
+        parts = [*_PARTS, *(f"##{part}" for part in _PARTS), "don", "'", "##'", "t", "n't", " n't", "do not"]
+        return _spelled(parts, lambda tokens: models.WordPiece(tokens, unk_token=END), decoders.WordPiece())
+    if kind == "ends of words":
+        parts = [*_PARTS, *(f"{part}</w>" for part in _PARTS)]
+        return _spelled(parts, lambda tokens: models.BPE(tokens, [], unk_token=END), decoders.BPEDecoder())
+    if kind == "builtin:code":
+        return LazyTokenizer.of_folder(builtin_folder(kind), {"eos_token": None})
+    file = Path(os.environ.get("OUTRIDER_MODELS", "."), kind)
+    if not file.exists():
+        pytest.skip(f"there is no {file}; OUTRIDER_MODELS names the folder of the GGUF files")
+    return tokenizer_of(read([file]))
+
+
+DECODED = ["byte-level", "llama-2", "gemma", "metaspace", "no decoder", "word pieces", "ends of words", "builtin:code"]
+DECODED += ["smollm2-135m.gguf", "qwen2.5-coder-0.5b.gguf", "qwen2.5-coder-1.5b.gguf", "gemma-3-270m.gguf"]
