@@ -11,6 +11,7 @@ import pytest
 from helpers import VOCAB
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from outrider.drafters.model.vocabulary import Pairing, Vocabulary
 from outrider.models.builtin.shipped import builtin_folder
@@ -35,6 +36,17 @@ def byte_level(size: int) -> PreTrainedTokenizerFast:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator([CODE], trainers.BpeTrainer(vocab_size=size, special_tokens=[END],
                                   initial_alphabet=alphabet, show_progress=False))  # fmt: skip
+    return wrapped(tokenizer)
+
+
+@cache
+def single_bytes() -> PreTrainedTokenizerFast:
+    """A token for each byte, with the byte as its id, and the special tokens `<end>` (256) and `<stop>`."""
+    letters = sorted(bytes_to_unicode().items())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in letters}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END, "<stop>"])
     return wrapped(tokenizer)
 
 

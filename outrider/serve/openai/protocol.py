@@ -511,7 +511,7 @@ class TokenizeRequest(JsonObject):
     def chat(self) -> ChatRequest | None:
         """The chat whose prompt is asked for; None for a prompt. Raises ValueError unless it is one of them."""
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give a prompt or messages, one of them")
+            raise BadParameter("give a prompt or messages, one of them", "prompt")
         names = set(type(self).model_fields) - {"model", "prompt", "add_special_tokens", "return_token_strs"}
         given = self.model_dump(include=names, exclude_none=True)
         if self.prompt is None:

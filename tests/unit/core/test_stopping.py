@@ -3,53 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from vocabularies import single_bytes
 
+from outrider.core.detokenizer import TokenBytes
 from outrider.core.params import SamplingParams
-from outrider.core.stopping import Detokenizer, StopChecker
+from outrider.core.stopping import StopChecker
 
-
-class Bytes:
-    """One token a byte."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
-
-
-class Pieces:
-    """Pieces that lose a leading space at the start of a text, as SentencePiece does."""
-
-    words = ("▁the", "▁cat", "s", "▁sat", "!", "▁", "and")
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        text = "".join(self.words[i] for i in ids).replace("▁", " ")
-        return text.removeprefix(" ")
-
-
-@given(st.text(max_size=60))
-@settings(max_examples=200)
-def test_pushed_pieces_join_to_the_whole_text(text: str) -> None:
-    reader, out = Detokenizer(Bytes(), []), ""
-    for byte in text.encode():
-        new = reader.push(byte)
-        out += new
-        assert "�" not in new or "�" in text
-    assert out + reader.flush() == text == reader.text
-
-
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=30), st.integers(1, 6))
-@settings(max_examples=100)
-def test_spaces_after_the_prompt_survive(ids: list[int], cut: int) -> None:
-    prompt, rest = ids[:cut], ids[cut:]
-    reader = Detokenizer(Pieces(), prompt)
-    for token in rest:
-        reader.push(token)
-    assert Pieces().decode(prompt) + reader.text == Pieces().decode(ids)
+TOKENS = TokenBytes(single_bytes())
 
 
 def run(text: str, **params) -> StopChecker:
-    ending = StopChecker(SamplingParams(**{"max_tokens": 1000, **params}), (0,), 1000, Bytes(), b"")
+    ending = StopChecker(SamplingParams(**{"max_tokens": 1000, **params}), (0,), 1000, TOKENS)
     for token in text.encode():
         if ending.push(token):
             break
@@ -69,7 +35,7 @@ def test_the_earliest_stop_string_wins() -> None:
 
 
 def test_text_that_may_be_a_stop_string_waits() -> None:
-    ending = StopChecker(SamplingParams(stop=["</end>"]), (), 99, Bytes(), b"")
+    ending = StopChecker(SamplingParams(stop=["</end>"]), (), 99, TOKENS)
     shown = [ending.settled for token in b"ab</e!cd" if not ending.push(token)]
     assert all("ab</e!cd".startswith(s) for s in shown)
     assert not any(s.endswith("</e") for s in shown)
@@ -94,7 +60,7 @@ def test_a_token_that_ends_a_text_is_no_part_of_it(given: dict) -> None:
     """Also an end token that the vocabulary does not call special."""
     ends = () if given else (ord("c"),)
     for more, text in (({}, "ab"), ({"include_stop_str_in_output": True}, "abc"), ({"min_tokens": 4}, "abc")):
-        ending = StopChecker(SamplingParams(max_tokens=9, **given, **more), ends, 4, Bytes(), b"")
+        ending = StopChecker(SamplingParams(max_tokens=9, **given, **more), ends, 4, TOKENS)
         for token in b"abcd":
             if ending.push(token):
                 break
@@ -102,8 +68,53 @@ def test_a_token_that_ends_a_text_is_no_part_of_it(given: dict) -> None:
 
 
 def test_length_and_missing_tokenizer() -> None:
-    ending = StopChecker(SamplingParams(), (), 2, Bytes(), b"")
+    ending = StopChecker(SamplingParams(), (), 2, TOKENS)
     assert ending.push(65) is None
     assert ending.push(66).finish == "length"  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="need a tokenizer"):
         StopChecker(SamplingParams(stop="x"), (), 2)
+
+
+@given(
+    st.text("a🙂�\u0301漢", max_size=8), st.text("a🙂�漢", min_size=1, max_size=3), st.booleans(), st.integers(0, 12)
+)
+def test_a_stop_string_is_found_wherever_it_ends(text: str, stop: str, included: bool, cut: int) -> None:
+    """Also across characters and tokens, and in what an unfinished character becomes at the end. Each delta was right."""
+    data, params = text.encode(), {"stop": [stop], "include_stop_str_in_output": included}
+    ending, shown = StopChecker(SamplingParams(**params), (), max(1, len(data) - cut), TOKENS), ""
+    for byte in data:
+        end = ending.push(byte)
+        assert ending.text.startswith(shown)
+        shown = ending.settled
+        if end:
+            break
+    whole = data[: max(1, len(data) - cut)].decode(errors="replace")
+    at = whole.find(stop)
+    if at < 0:
+        assert ending.text == whole
+        assert ending.end is None or ending.end.finish == "length"
+    else:
+        assert (ending.text, ending.end.reason) == (whole[: at + len(stop) * included], stop)  # type: ignore[union-attr]
+    assert ending.marks == sorted(ending.marks)
+
+
+@pytest.mark.parametrize(
+    ("stop", "skip", "minimum", "text"),
+    [
+        ("<stop>", True, 0, "ab"),
+        ("<stop>", False, 0, "ab"),
+        ("<stop>", True, 4, "abcd"),
+        ("<stop>c", False, 0, "ab"),
+        ("<end>", False, 0, "ab<stop>cd"),
+        ("<end>", True, 0, "abcd"),
+    ],
+)
+def test_the_text_of_a_special_token_is_a_stop_string(stop: str, skip: bool, minimum: int, text: str) -> None:
+    """Texts are shown without special tokens, and clients give them as stop strings."""
+    params = SamplingParams(stop=[stop], skip_special_tokens=skip, min_tokens=minimum)
+    ending = StopChecker(params, (), 99, TOKENS)
+    for token in (*b"ab", 257, *b"cd", 256):
+        if ending.push(token):
+            break
+    assert ending.text == text
+    assert (ending.end and ending.end.reason) == (None if minimum else stop)
