@@ -28,7 +28,6 @@ python -m benchmarks.serve           load on a server: throughput and latency by
 python -m benchmarks.serve_soak      a server under clients that behave badly, for ten minutes
 python -m benchmarks.handover.parsers exported command lines, by the parsers of other engines
 python -m benchmarks.handover.started exported vLLM commands, started: texts and counters against ours
-python -m benchmarks.simulated       the simulator of `outrider plan` against a real server, over a sweep of loads
 python -m benchmarks.table           the tables of docs/performance.md, from the files in benchmarks/results
 """
 

@@ -66,19 +66,6 @@ PAGES: dict[str, tuple[str, list[str]]] = {
         ],
     ),
     "engines": ("exports to other engines", ["integrations.engines", "integrations.engines.setting"]),
-    "plan": (
-        "plan other machines: hardware, costs, acceptance, the simulator",
-        [
-            "lab.hardware",
-            "lab.plan.planned_model",
-            "lab.plan.acceptance_curve",
-            "lab.plan.serving_costs",
-            "lab.plan.workload",
-            "lab.plan.simulation",
-            "lab.plan.serving_plan",
-            "lab.plan.answer",
-        ],
-    ),
     "certify": (
         "certificates of any engine: the package outrider-certify",
         ["outrider_certify.run", "outrider_certify.subject", "outrider_certify.certificate"],

@@ -26,7 +26,6 @@ from outrider.cli.export import export
 from outrider.cli.generate import generate
 from outrider.cli.models import layers, list_, methods, models, pack, pull, rm
 from outrider.cli.options import grouped
-from outrider.cli.plan import plan
 from outrider.cli.replay import replay
 from outrider.cli.serve import serve
 from outrider.cli.terminal import show_warnings
@@ -233,14 +232,6 @@ add(
     """outrider certify ./my-model --speculative-config '{"method": "suffix", "verifier": "rejection"}' --budget 30m""",
     "outrider certify --compare before.json after.json",
     usual="--speculative-config --plain-url --reference --texts --kind --budget --confidence --prompts -n -o --compare",
-)
-add(
-    "Measure",
-    plan,
-    "outrider plan --model-params 70B --draft-params 1B --hardware h100x8 --qps 20 --acceptance report.json",
-    "outrider plan --model-params 8B --hardware l40s --qps 5 --prompt 300-2000 --output ~200 --p90-ttft 2 -o plan.html",
-    "outrider plan --model-params 70B --hardware h100x8 --qps 20 --replicas 4 --price 2.5",
-    usual="--model-params --draft-params --hardware --weights --price --qps --prompt --output --acceptance --p90-ttft -o",
 )
 add("Models", models, "outrider models", "outrider models --check Qwen/Qwen3-8B")
 add("Models", list_, "outrider list")

@@ -81,7 +81,7 @@ def tune(
         Path | None,
         option(
             "Output",
-            "A file for all answers, as of outrider bench --json: for outrider report, and outrider plan --acceptance.",
+            "A file for all answers, as of outrider bench --json: for outrider report.",
             "--json",
             metavar="FILE",
         ),
@@ -132,10 +132,8 @@ def tune(
         show_exports(search, export, {} if interrupted else None)
         if json_file is not None:
             as_run(target.name, read_prompts, search.candidates, sampling, not interrupted).save(json_file)
-            which = "" if answer.config["method"] == "none" else f" --setting {shlex.quote(answer.name)}"
-            say(f"All answers are in {json_file}. To see them, and to plan with them:")
+            say(f"All answers are in {json_file}. To see them:")
             print("  " + command("outrider report", shlex.quote(str(json_file))))
-            print("  " + command("outrider plan", "...", f"--acceptance {shlex.quote(str(json_file))}{which}"))
         print()
         show_answer(search)
         if interrupted:

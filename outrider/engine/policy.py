@@ -1,4 +1,4 @@
-"""The scheduler's decisions as pure functions of counts. `Scheduler` takes them, and so does the simulator of `lab.plan`."""
+"""The scheduler's decisions as pure functions of counts."""
 
 from __future__ import annotations
 

@@ -27,7 +27,6 @@ from outrider.engine.memory import per_token
 from outrider.engine.request import Sequence
 from outrider.engine.trace import Detail, StepRecord, Trace, TracedText, replay
 from outrider.engine.trace.replay import request_of
-from outrider.lab.hardware import ACCELERATORS
 from outrider.models.base import LanguageModel
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
@@ -46,6 +45,14 @@ from outrider.verify import VERIFIERS
 MOST_STEPS = 400  # of all requests, that are computed again
 COMPARED = 96  # positions of the first request at which drafts are compared
 NODES, DEPTH, WIDTH = 16, 8, 4  # of the trees that are compared; the chain has as many tokens
+
+# Operations a second of 16-bit arithmetic without sparsity, and bytes a second of memory, by the data sheets: A100 SXM 80 GB
+# (2021), H100 SXM (2023), Ada architecture paper 2.01 (2023).
+ACCELERATORS = {
+    "NVIDIA A100 80 GB": (312e12, 2.039e12),
+    "NVIDIA H100 SXM": (989e12, 3.35e12),
+    "NVIDIA RTX 4090": (165e12, 1.008e12),
+}
 
 
 def explained(trace: Trace, tokenizer: Any | None = None) -> ExplainedRun:
@@ -121,8 +128,7 @@ def rooflines() -> list[CostCurve]:
     """Curves from data sheets: the best that the hardware allows."""
     why = "a bound from the data sheet, 16-bit weights; measure your own with outrider calibrate"
     # Two bytes and two operations for each weight and row: arithmetic takes as long as reading at half / bandwidth rows.
-    some = (ACCELERATORS[name] for name in ("a100", "h100", "rtx4090"))
-    return [CostCurve(device.name, why, balance=device.half / device.bandwidth) for device in some]
+    return [CostCurve(name, why, balance=half / bandwidth) for name, (half, bandwidth) in ACCELERATORS.items()]
 
 
 def model_size(loaded: Loaded) -> ModelSize | None:

@@ -146,15 +146,6 @@ OPTIONS = {
         "Model": "--dtype --device --quantization --kv-cache-dtype",
         "Output": "--debug",
     },
-    "plan": {
-        "Model": "--model-params --active-params --model-config --weights --kv-cache --draft-params",
-        "Hardware": "--hardware --price",
-        "Demand": "--qps --prompt --output --acceptance --setting",
-        "Engine": "--max-num-seqs --kv-tokens --prefill-chunk",
-        "Limits": "--p90-wait --p90-ttft --p90-tpot --p90-latency --replicas",
-        "Simulation": "--seed --whole-fleet",
-        "Output": "--json --out/-o --debug",
-    },
     "train": {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype",
         "Output": "--out/-o --debug",

@@ -17,10 +17,8 @@ from outrider.core.types import Draft
 from outrider.drafters import make_drafters
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, chains
 from outrider.drafters.config import SpeculativeConfig
-from outrider.lab.bench import stats
 from outrider.lab.bench.prompts import Prompt
 from outrider.lab.bench.run import Run, Sample
-from outrider.lab.plan import acceptance_curve
 from outrider.lab.tune import forecasts
 from outrider.lab.tune.race import Candidate, Racer
 from outrider.lab.tune.search import Search
@@ -211,16 +209,6 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, methods: l
     assert CliRunner().invoke(app, words).exit_code == 0
     run = Run.load(answers)
     assert {sample.setting for sample in run.samples} == {setting.name for setting in run.settings}
-    if methods != ["draft_model"]:
-        return
-    name = next(s.name for s in run.settings if stats.acceptance(stats.answered(run, s.name)) is not None)
-    monkeypatch.setattr(acceptance_curve, "_TRIES", 1)  # two short prompts are few
-    words = ["plan", "--model-params", "8B", "--hardware", "h100", "--qps", "1", "--prompt", "100", "--output", "50"]
-    planned = CliRunner().invoke(
-        app, [*words, "--draft-params", "100M", "--acceptance", str(answers), "--setting", name]
-    )
-    assert planned.exit_code == 0, planned.output
-    assert f"setting {name}" in " ".join(planned.output.split())
     assert CliRunner().invoke(app, ["report", str(answers), "--out", str(tmp_path / "page.html")]).exit_code == 0
 
 
