@@ -21,13 +21,3 @@ def interpolate(points: Mapping[int, float], x: float) -> float:
     if x < xs[0]:
         return max(points[low] + slope * (x - low), 0.0)
     return points[low] + slope * (x - low)
-
-
-def through(table: Sequence[Sequence[float]], at: tuple[float, ...]) -> float:
-    """Linear interpolation in a table of [x, y, ..., seconds], one coordinate after the other."""
-    groups: dict[int, list[Sequence[float]]] = {}
-    for row in table:
-        groups.setdefault(int(row[0]), []).append(row[1:])
-    if len(at) == 1:
-        return interpolate({x: rows[0][0] for x, rows in groups.items()}, at[0])
-    return interpolate({x: through(rows, at[1:]) for x, rows in groups.items()}, at[0])
