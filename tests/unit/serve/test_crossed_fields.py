@@ -51,13 +51,16 @@ SHARED: dict[str, list[Any]] = SAMPLING | {
     "prediction": [NOT, None, {"type": "content", "content": ""}, {"type": "content", "content": "return 🙂"}],
     "num_speculative_tokens": [NOT, 0, 3],
     "method": [NOT, "none", "prediction"],
-    "return_token_ids": [NOT, True],
-    "return_pieces": [NOT, True],
     "detailed_metrics": [NOT, True],
     "user": [NOT, None, "", "é"],
     "stream": [NOT, None, True],
 }
-MORE = {"n": [NOT, None, 1, 2], "stream_options": [NOT, None, {"include_usage": True, "continuous_usage_stats": True}]}
+MORE = {
+    "n": [NOT, None, 1, 2],
+    "return_token_ids": [NOT, True],
+    "return_pieces": [NOT, True],
+    "stream_options": [NOT, None, {"include_usage": True, "continuous_usage_stats": True}],
+}
 FORMS = [
     NOT,
     None,
@@ -188,6 +191,7 @@ def fault(path: str, body: dict[str, Any], status: int, text: str) -> str | None
     named = error if isinstance(error, str) else str(error.get("param", error["message"]))
     options = body.get("options")
     known = [*body, *(options if isinstance(options, dict) else ())]
+    known.append("prompt is too long")  # Anthropic's words name no field
     return None if any(name in named for name in known) else f"no field is named: {text}"
 
 
