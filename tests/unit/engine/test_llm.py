@@ -270,7 +270,7 @@ def test_prompts_of_every_kind(plain: LLM) -> None:
         ({"method": "ngrams"}, "did you mean 'ngram'"),
         ({"method": "draft_model"}, "needs a model"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}, "prompt_lookup_min=5"),
-        ({"method": "ngram", "verifier": "matches"}, "did you mean 'match'"),
+        ({"method": "ngram", "verifier": "matches"}, "unknown verifier 'matches'"),
         ({"method": "ngram", "num_speculative_tokens": -1}, "num_speculative_tokens"),
         ({"method": "suffix", "tree_width": 2, "verifier": "block"}, '"block" takes chains only.*"traversal"'),
     ],
