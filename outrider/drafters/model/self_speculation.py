@@ -103,7 +103,7 @@ class LayerSearch:
             return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{path} contains no layer set ({error}); make one with: outrider layers MODEL --out {path}"
+                f"{path} contains no layer set ({error}); make one with: outrider layers -m MODEL --out {path}"
             ) from error
 
 
