@@ -20,6 +20,9 @@ import torch
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
+
+from patience import PATIENCE
+
 torch.set_num_threads(1)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a hundred processes of the tests would compile the same files
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # as `outrider` does; before transformers is imported
@@ -44,7 +47,7 @@ def pytest_collection() -> Iterator[None]:
 def _clients() -> Iterator[None]:
     """Each client of httpx reads the certificates of all authorities: 20 ms of a request that takes two. They are read once.
 
-    An answer may take a minute, where a busy machine would miss the five seconds that httpx waits."""
+    They wait long, where a busy machine would miss the five seconds of httpx."""
     made = ssl.create_default_context
     known = cache(lambda: made(cafile=certifi.where()))
 
@@ -53,7 +56,8 @@ def _clients() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", create)
-        patch.setattr(DEFAULT_TIMEOUT_CONFIG, "read", 60.0)
+        for kind in ("read", "write", "connect", "pool"):
+            patch.setattr(DEFAULT_TIMEOUT_CONFIG, kind, PATIENCE)
         yield
 
 

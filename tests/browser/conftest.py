@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 from outrider.pages.page import ASSETS
 
@@ -74,6 +75,7 @@ class Visit:
 
     def __init__(self, browser: Any, url: str, **options: Any) -> None:
         self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+        self.context.set_default_timeout(1000 * PATIENCE)
         self.page, self.problems, self.asked = self.context.new_page(), list[str](), list[str]()
         self.page.on("console", lambda m: self.problems.append(m.text) if m.type in ("error", "warning") else None)
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))

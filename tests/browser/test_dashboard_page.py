@@ -30,7 +30,7 @@ def ask(live: Live, n: int = 1, **more: Any) -> None:
         body = {"model": "code", "prompt": PROMPT, "max_tokens": 24, "temperature": 0, **more}
         keys = live.service.settings.api_key
         headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
-        httpx.post(f"{live.url}/v1/completions", json=body, headers=headers, timeout=60).raise_for_status()
+        httpx.post(f"{live.url}/v1/completions", json=body, headers=headers).raise_for_status()
 
 
 @pytest.fixture(scope="module")

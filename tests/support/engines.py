@@ -8,6 +8,7 @@ import threading
 from dataclasses import dataclass, field, replace
 
 from helpers import VOCAB, request, toy_drafters
+from patience import PATIENCE
 
 from outrider.control import Fixed
 from outrider.core.outputs import Delta
@@ -38,7 +39,7 @@ class Reader:
         self.deltas.put(delta)
 
     def next(self) -> Delta:
-        delta = self.deltas.get(timeout=30)
+        delta = self.deltas.get(timeout=PATIENCE)
         self.tokens += delta.token_ids
         self.ended |= delta.ended
         return delta
@@ -71,7 +72,7 @@ class Gated(ToyModel):
     def forward(self, nodes, **options):
         self.count += 1
         if self.count > 5:
-            assert self.gate.wait(30)
+            assert self.gate.wait(PATIENCE)
         return super().forward(nodes, **options)
 
 

@@ -16,6 +16,8 @@ import termios
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 
+from patience import PATIENCE
+
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
@@ -60,7 +62,7 @@ class Forked:
         """The exit code, or minus the number of a signal. None while it runs."""
         return self._process.exitcode
 
-    def wait(self, seconds: float = 60) -> int:
+    def wait(self, seconds: float = PATIENCE) -> int:
         """The exit code. It fails for a process that hangs."""
         self._process.join(seconds)
         assert self._process.exitcode is not None, "it hangs"

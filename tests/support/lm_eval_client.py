@@ -44,7 +44,7 @@ def served(url: str) -> Score:
 
     def score(tokens: list[int], context: int) -> tuple[float, bool]:
         body = {"model": "code", "prompt": [tokens], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
-        response = httpx.post(url + "/v1/completions", json={**body, "echo": True}, timeout=60)
+        response = httpx.post(url + "/v1/completions", json={**body, "echo": True}, timeout=600)
         told = response.raise_for_status().json()["choices"][0]["logprobs"]
         own, top = told["token_logprobs"][context:-1], told["top_logprobs"][context:-1]
         return sum(own), all(x == max(others.values()) for x, others in zip(own, top, strict=True))

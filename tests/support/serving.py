@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from patience import PATIENCE
 from published import Judged
 
 from outrider import LLM
@@ -85,12 +86,12 @@ def running(pool: ModelPool, spans: Any = None) -> Iterator[Live]:
     server.startup = started  # type: ignore[method-assign]
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(PATIENCE)
     try:
         yield Live(pool, server)
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
         assert [
             service.engine.scheduler.problems() for service in pool.loaded if service.engine.scheduler.problems()

@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable
 
 from forked import COMMAND, Forked
-
-HANG = 60  # seconds; nothing here depends on how fast the machine is
+from patience import PATIENCE
 
 
 class Terminal:
@@ -47,7 +46,7 @@ class Terminal:
 
     def wait_until(self, good: Callable[[str], bool], what: str = "that") -> str:
         """Read until what was shown is good. Returns it."""
-        end = time.monotonic() + HANG
+        end = time.monotonic() + PATIENCE
         while not good(self.shown):
             if time.monotonic() > end:  # a guard against a command that hangs
                 raise AssertionError(f"{what} was not shown in {self.shown!r}")
@@ -68,10 +67,10 @@ class Terminal:
         """Read to the end. Returns the exit code."""
         while self._read():
             pass
-        return self.process.wait(HANG)
+        return self.process.wait(PATIENCE)
 
     def _read(self) -> bool:
-        if not select.select([self._leader], [], [], HANG)[0]:
+        if not select.select([self._leader], [], [], PATIENCE)[0]:
             raise AssertionError(f"the command hangs: {self.shown!r}")
         try:
             part = os.read(self._leader, 64)  # a full terminal holds the writer back

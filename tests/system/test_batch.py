@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from forked import Forked
+from patience import PATIENCE
 from serving import builtin
 from typer.testing import CliRunner
 
@@ -169,12 +170,17 @@ def test_actors_of_a_cluster_write_the_same_texts(tmp_path: Path) -> None:
     lines = requests(20, 8)
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = ["batch", str(source), "-o", str(out), *SUFFIX, "--ray", "local"]
-    done = subprocess.run([sys.executable, "-m", "outrider", *command], capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        [sys.executable, "-m", "outrider", *command], capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert texts(written(out)) == expected(lines)
     command[command.index(str(out))] = str(tmp_path / "other.jsonl")
     done = subprocess.run(
-        [sys.executable, "-m", "outrider", *command, "-m", str(tmp_path)], capture_output=True, text=True, timeout=500
+        [sys.executable, "-m", "outrider", *command, "-m", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert done.returncode == 2, done.stderr[-3000:]
     assert "cannot load the model" in done.stderr

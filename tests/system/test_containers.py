@@ -22,6 +22,7 @@ import typer
 from forked import Forked
 
 from outrider.cli.main import app
+from tests.support.patience import PATIENCE
 from tests.support.serving import builtin, serving
 
 yaml = pytest.importorskip("yaml")
@@ -225,7 +226,7 @@ def test_what_the_image_holds_starts_its_command(where: str, image: Path) -> Non
             [url] = re.findall(r"http://127\.0\.0\.1:\d+", line)
             assert httpx.get(f"{url}/health").status_code == 200
             body = {"model": "code", "prompt": "def f(x):", "max_tokens": 4}
-            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+            answer = httpx.post(f"{url}/v1/completions", json=body).json()
             assert answer["usage"]["completion_tokens"] == 4
         finally:
             server.kill()
@@ -243,11 +244,11 @@ def test_sigterm_under_load_ends_every_stream_whole() -> None:
         def client(n: int) -> None:
             body = {"model": "code", "prompt": "def f(x):", "max_tokens": 120, "ignore_eos": True, "seed": n}
             tokens, finish, started = 0, "", False
-            with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
+            with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}) as answer:
                 for event in answer.iter_lines():
                     if n < 6 and not started:  # some of the ten wait in the queue
                         started = True
-                        begun.wait(60)
+                        begun.wait(PATIENCE)
                     if event.startswith("data: {"):
                         [choice] = json.loads(event[6:])["choices"]
                         tokens, finish = tokens + len(choice["text"]), choice["finish_reason"] or finish
@@ -257,11 +258,11 @@ def test_sigterm_under_load_ends_every_stream_whole() -> None:
         threads = [threading.Thread(target=client, args=(n,)) for n in range(10)]
         for thread in threads:
             thread.start()
-        begun.wait(60)
+        begun.wait(PATIENCE)
         os.kill(server.pid, signal.SIGTERM)
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE)
         assert {n: finish for n, (_, finish) in ends.items()} == dict.fromkeys(range(10), "length")
         with pytest.raises(httpx.HTTPError):
-            httpx.get(f"{url}/health", timeout=5)
+            httpx.get(f"{url}/health")
         assert server.wait() in (0, -signal.SIGTERM)  # uvicorn passes the signal on when it is done

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from lm_eval_client import CHOICES, LENGTH, TEXTS, Score, computed, loglikelihood, multiple_choice, rolling, served
 from lm_eval_client import write_tasks as written
+from patience import PATIENCE
 from serving import Live, builtin, serving
 
 from outrider.models.builtin.shipped import builtin_folder
@@ -60,7 +61,7 @@ def test_lm_eval_itself_reports_them(live: Live, expected: dict, tmp_path: Path)
     command += ["--model_args", f"{model},max_length={LENGTH + 1}", "--output_path", str(tmp_path / "out")]
     environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [*command, "--tasks", ",".join(tasks)], env=environment, capture_output=True, text=True, timeout=500
+        [*command, "--tasks", ",".join(tasks)], env=environment, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr[-2000:]
     [file] = (tmp_path / "out").rglob("results_*.json")

@@ -53,7 +53,7 @@ def tight() -> str:
 
 def ask(live: Live, model: str, prompt: str, temperature: float = 0.0) -> dict[str, Any]:
     body = {"model": model, "prompt": prompt, "temperature": temperature, "max_tokens": 24, "seed": 5}
-    answer = httpx.post(f"{live.url}/v1/completions", json=body, timeout=60)
+    answer = httpx.post(f"{live.url}/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -129,7 +129,7 @@ def test_no_model_drafts_from_or_reads_a_text_of_the_other() -> None:
 
 def test_names_and_times_of_ollamas_clients() -> None:
     with two("1GiB", "none") as live:
-        post = lambda path, **body: httpx.post(live.url + path, json=body, timeout=60)  # noqa: E731
+        post = lambda path, **body: httpx.post(live.url + path, json=body)  # noqa: E731
         tags = httpx.get(f"{live.url}/api/tags").json()["models"]
         assert [one["name"] for one in tags] == list(MODELS)
         assert all(one["size"] > 0 for one in tags)

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.patience import PATIENCE
 from tests.support.serving import Live, builtin, serving
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "monitoring"
@@ -30,7 +31,7 @@ def live() -> Iterator[Live]:
     with serving(builtin()) as found:
         for _ in range(3):
             body = {"model": "code", "prompt": "def f(x):", "max_tokens": 16, "ignore_eos": True}
-            httpx.post(f"{found.url}/v1/completions", json=body, timeout=60).raise_for_status()
+            httpx.post(f"{found.url}/v1/completions", json=body).raise_for_status()
         yield found
 
 
@@ -96,7 +97,7 @@ def test_a_real_prometheus_reads_the_server_and_answers_every_panel(live: Live, 
         assert [r["name"] for r in _rules(api) if r["state"] == "firing"] == []
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(PATIENCE)
 
 
 def _rules(api: str) -> list[dict[str, Any]]:
@@ -108,7 +109,7 @@ def _grafana(expression: str) -> str:
     return expression.replace("$model", ".*").replace("$__rate_interval", "1m")
 
 
-def _wait(ready: Any, seconds: float = 60.0) -> None:
+def _wait(ready: Any, seconds: float = PATIENCE) -> None:
     for _ in range(int(seconds / 0.5)):
         try:
             if ready():

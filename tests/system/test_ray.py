@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from patience import PATIENCE
 from serving import PAIR
 
 from outrider import LLM, SamplingParams
@@ -31,7 +32,7 @@ OPTIONS |= {"engines": "test-engines"}
 def url() -> Iterator[str]:
     options = DeployOptions(**OPTIONS, port=0, replicas=2)
     cluster.join_for(options, cluster.LOCAL)
-    deployed = cluster.start(options, "test", own=True, timeout=300)
+    deployed = cluster.start(options, "test", own=True, timeout=PATIENCE)
     yield f"http://127.0.0.1:{deployed.port}"
     cluster.stop(deployed)
 
@@ -92,11 +93,11 @@ class Asked:
 def read(url: str, body: dict[str, Any]) -> str:
     """The text of one answer. A stream must end as streams do."""
     if not body["stream"]:
-        response = httpx.post(url + "/v1/completions", json=body, timeout=300)
+        response = httpx.post(url + "/v1/completions", json=body)
         assert response.status_code == 200, response.text
         return response.json()["choices"][0]["text"]
     text, ends = "", list[str]()
-    with httpx.stream("POST", url + "/v1/completions", json=body, timeout=300) as response:
+    with httpx.stream("POST", url + "/v1/completions", json=body) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             if line == "data: [DONE]":
@@ -132,10 +133,10 @@ def wait_for(count: int) -> None:
 def test_texts_survive_a_replica_that_is_killed(url: str) -> None:
     asked = Asked(24)
     assert asked.wrong(url, 6, {6: kill_one}) == []
-    page = httpx.get(url + "/metrics", timeout=30).text
+    page = httpx.get(url + "/metrics").text
     assert 'replica="front"' in page
-    assert httpx.get(url + "/v1/models", timeout=30).json()["data"][0]["id"] == "code"
-    error = httpx.post(url + "/v1/completions", json={"prompt": "x", "temperature": -1, "stream": True}, timeout=30)
+    assert httpx.get(url + "/v1/models").json()["data"][0]["id"] == "code"
+    error = httpx.post(url + "/v1/completions", json={"prompt": "x", "temperature": -1, "stream": True})
     assert error.status_code == 400
     assert error.json()["error"]["param"] == "temperature"
 
@@ -153,17 +154,17 @@ def test_500_requests_a_kill_and_a_rolling_update(url: str) -> None:
 
     assert asked.wrong(url, 8, {40: kill_one, 150: update, 420: kill_one}) == []
     [thread] = updates
-    thread.join(300)
-    model = httpx.get(url + "/v1/models", timeout=60).json()["data"][0]
+    thread.join(PATIENCE)
+    model = httpx.get(url + "/v1/models").json()["data"][0]
     assert model["speculative"]["method"] == "suffix"
 
 
 def test_a_front_that_dies_cuts_its_clients_and_comes_back(url: str) -> None:
     """Who asks again gets the same text. Replicas are free again although nobody told them."""
     body = {"prompt": "def f(x):\n", "temperature": 0.9, "seed": 1, "max_tokens": 400, "ignore_eos": True}
-    whole = httpx.post(url + "/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+    whole = httpx.post(url + "/v1/completions", json=body).json()["choices"][0]["text"]
     with (
-        httpx.stream("POST", url + "/v1/completions", json={**body, "stream": True}, timeout=60) as stream,
+        httpx.stream("POST", url + "/v1/completions", json={**body, "stream": True}) as stream,
         pytest.raises(httpx.RemoteProtocolError),
     ):
         for number, _ in enumerate(stream.iter_lines()):
@@ -171,19 +172,19 @@ def test_a_front_that_dies_cuts_its_clients_and_comes_back(url: str) -> None:
                 kill_one("test")
     for _ in range(600):
         try:
-            again = httpx.post(url + "/v1/completions", json=body, timeout=60)
+            again = httpx.post(url + "/v1/completions", json=body)
             break
         except httpx.TransportError:
             time.sleep(0.1)
     assert again.json()["choices"][0]["text"] == whole
-    assert [httpx.get(url + "/health", timeout=30).json()["running"] for _ in range(6)] == [0] * 6
+    assert [httpx.get(url + "/health").json()["running"] for _ in range(6)] == [0] * 6
 
 
 def test_the_number_of_replicas_follows_the_load(url: str) -> None:
     moving = DeployOptions(
         **OPTIONS, min_replicas=1, max_replicas=2, target_requests=2, upscale_delay=1, downscale_delay=3
     )
-    cluster.start(moving.with_(port=port(url)), "test", own=True, timeout=300)
+    cluster.start(moving.with_(port=port(url)), "test", own=True, timeout=PATIENCE)
     wait_for(1)
     asked = Asked(200)
     grown = list[int]()

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from forked import Forked
+from patience import PATIENCE
 from serving import Live, builtin, certificate, serving
 from typer.testing import CliRunner
 
@@ -52,7 +53,7 @@ def test_serve_starts_streams_to_the_curl_it_prints_and_hands_back_partial_text_
             body = {**json.loads(found[4]), "ignore_eos": True, "max_tokens": 2000}
             assert body["model"] == "code"  # a colon in a name breaks clients
             assert "chat messages reach it as comments before code; clients call it code" in ready
-            connection = http.client.HTTPConnection(found[1], int(found[2]), timeout=60)
+            connection = http.client.HTTPConnection(found[1], int(found[2]), timeout=PATIENCE)
             connection.request("GET", "/metrics", headers={"authorization": "Bearer k3y"})
             assert b"vllm:spec_decode_num_drafts_total" in connection.getresponse().read()
             chat = {"model": "builtin:code", "max_tokens": 4, "messages": [{"role": "user", "content": "sort a list"}]}
@@ -73,7 +74,7 @@ def test_serve_starts_streams_to_the_curl_it_prints_and_hands_back_partial_text_
             assert "".join(json.loads(e)["choices"][0]["text"] for e in events[:-2])
         finally:
             process.terminate()
-        assert process.wait(30) in (0, -signal.SIGTERM)
+        assert process.wait(PATIENCE) in (0, -signal.SIGTERM)
     log = (tmp_path / "log").read_text()
     assert "POST /v1/completions 200" in log
     assert "quicksort" not in log
@@ -96,7 +97,7 @@ def test_ctrl_c_ends_a_server_without_a_traceback() -> None:
         while "stop: ctrl-C" not in process.stdout.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert [line.rpartition(" INFO ")[2] for line in said.splitlines()] == [
         *("loading builtin:code ...", "stopping: 30 s for 0 running requests", "stopped", "interrupted"),
@@ -193,7 +194,7 @@ def test_it_speaks_https_takes_keys_of_a_file_and_has_a_port_for_monitoring(tmp_
         found = re.search(r"https://127\.0\.0\.1:\d+", process.stdout.readline())
         assert found is not None
         trusted = ssl.create_default_context(cafile=str(cert))
-        with httpx.Client(verify=trusted, timeout=60) as client:
+        with httpx.Client(verify=trusted) as client:
             for path in ("/v1/models", "/metrics"):
                 sent = {"authorization": "Bearer second"}
                 assert client.get(found[0] + path, headers=sent).status_code == 200

@@ -23,6 +23,7 @@ import typer
 
 from outrider.cli.main import app
 from outrider.serve.options import ServeOptions
+from tests.support.patience import PATIENCE
 from tests.support.serving import Live, builtin, serving
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "service"
@@ -73,7 +74,7 @@ class Stub(BaseHTTPRequestHandler):
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         self.chunk(b"data: 1\n\n")
-        self.chunk(b"data: 2\n\n" if self.seen.wait(20) else b"data: the first one was held back\n\n")
+        self.chunk(b"data: 2\n\n" if self.seen.wait(PATIENCE) else b"data: the first one was held back\n\n")
         self.chunk(b"")
 
     def chunk(self, data: bytes) -> None:
@@ -93,7 +94,7 @@ class Proxy:
 
     def client(self, address: str = "127.0.0.1") -> httpx.Client:
         transport = httpx.HTTPTransport(local_address=address, verify=self.verify)
-        return httpx.Client(transport=transport, base_url=f"https://localhost:{self.secure}", timeout=30)
+        return httpx.Client(transport=transport, base_url=f"https://localhost:{self.secure}")
 
 
 def free_port() -> int:
@@ -149,7 +150,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory, live: Live) -> Iterator[Prox
             yield Proxy(plain, secure, ssl.create_default_context(cafile=str(folder / "fullchain.pem")))
         finally:
             nginx.terminate()
-            nginx.wait(10)
+            nginx.wait(PATIENCE)
             stub.shutdown()
 
 
@@ -165,7 +166,7 @@ def test_a_stream_has_the_text_that_the_server_gives(proxy: Proxy, live: Live) -
     body = {"model": "code", "prompt": "def f(x):", "max_tokens": 48, "ignore_eos": True, "seed": 7, "stream": True}
     with proxy.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
         through = [line for line in answer.iter_lines() if line.startswith("data: {")]
-    direct = httpx.post(f"{live.url}/v1/completions", json={**body, "stream": False}, timeout=60).json()
+    direct = httpx.post(f"{live.url}/v1/completions", json={**body, "stream": False}).json()
     pieces = [choice["text"] for line in through for choice in json.loads(line[6:])["choices"]]
     assert "".join(pieces) == direct["choices"][0]["text"]
     assert len(through) > 4

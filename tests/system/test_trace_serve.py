@@ -71,7 +71,7 @@ def test_a_server_sends_spans_and_writes_counts(tmp_path: Path, spans_of) -> Non
     trace = Recorder(tmp_path / "t", Detail.COUNTS)
     llm = builtin(trace=trace)
     secret = "def secret_sauce(xs):"
-    with serving(llm, spans=spans, trace=trace) as live, httpx.Client(base_url=live.url, timeout=30) as client:
+    with serving(llm, spans=spans, trace=trace) as live, httpx.Client(base_url=live.url) as client:
         parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
         body = {"prompt": secret, "max_tokens": 12, "seed": 5, "temperature": 0.5, "top_k": 9, "n": 2, "stop": ["zz"]}
         answer = client.post("/v1/completions", json=body, headers={"traceparent": parent}).json()

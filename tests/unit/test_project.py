@@ -37,6 +37,22 @@ def test_no_test_sets_its_own_deadline_or_asserts_a_speed() -> None:
     assert not wrong
 
 
+def test_tests_wait_long() -> None:
+    """A wait for a page, a process, a thread or an answer is `PATIENCE`. A shorter one fails on a busy machine."""
+    wrong = list[str]()
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if path.name == "attack.py" or "foreign" in path.parts:  # these run beside the suite, and measure
+            continue
+        for call in [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]:
+            name = ast.unparse(call.func)
+            waits = name.rpartition(".")[2] in ("wait", "join", "result") and "." in name
+            given = [word.value for word in call.keywords if word.arg == "timeout" and "Options" not in name]
+            for value in given + (call.args if waits else []):
+                if isinstance(value, ast.Constant) and type(value.value) in (int, float) and 10 <= value.value < 600:
+                    wrong.append(f"{path}:{call.lineno}: {ast.unparse(call)[:80]}")
+    assert not wrong
+
+
 def test_every_path_that_pyright_checks_strictly_exists() -> None:
     """A file that is moved must not leave strict mode in silence."""
     pyright = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from engines import LONG, TARGET, Gated, engine, read, run, settled, submit
 from helpers import VOCAB, plain_texts, request, toy_drafters
+from patience import PATIENCE
 
 from outrider.core.outputs import Delta
 from outrider.core.tree import chain
@@ -154,6 +155,6 @@ def test_a_sink_that_raises_is_a_reader_that_has_gone() -> None:
     lost = read(request([1], LONG))
     lost.request = replace(lost.request, sink=gone)
     submit(eng, [lost, done])
-    assert left.wait(30)
+    assert left.wait(PATIENCE)
     assert len(done.result().output) == 20
     settled(eng)

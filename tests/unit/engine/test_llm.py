@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import PATIENCE
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from outrider import LLM, Delta, Guarantee, SamplingParams
@@ -146,8 +147,8 @@ def test_threads_and_readers_share_a_model(plain: LLM) -> None:
     with ThreadPoolExecutor(8) as pool:
         whole = [pool.submit(lambda p=p: llm.generate(p, params)[0].outputs[0].token_ids) for p in PROMPTS * 2]
         parts = [pool.submit(streamed, p) for p in PROMPTS * 2]
-        assert [future.result(60) for future in whole] == want * 2
-        assert [future.result(60) for future in parts] == want * 2
+        assert [future.result(PATIENCE) for future in whole] == want * 2
+        assert [future.result(PATIENCE) for future in parts] == want * 2
     turns = list(zip_longest(*(llm.stream(p, params) for p in PROMPTS[:2])))
     assert [joined([delta for delta in own if delta]) for own in zip(*turns, strict=True)] == want[:2]
     assert llm.scheduler.idle

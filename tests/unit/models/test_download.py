@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import HfApi
+from patience import PATIENCE
 
 from outrider.core.files import cache_folder
 from outrider.models.builtin import download
@@ -245,7 +246,7 @@ def test_two_processes_fetch_it_once(index: Path, tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    shown = [p.communicate(timeout=120) for p in running]
+    shown = [p.communicate(timeout=PATIENCE) for p in running]
     assert [p.returncode for p in running] == [0, 0], shown
     assert all(out.startswith(str(SMALL.cached)) for out, _ in shown)
     assert sum("fetching" in out for out, _ in shown) == 1

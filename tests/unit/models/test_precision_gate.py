@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import torch
+from patience import PATIENCE
 
 from outrider.models import precision_gate
 
@@ -16,12 +17,12 @@ def test_a_step_waits_while_the_precision_is_another_and_a_change_waits_for_step
         with precision_gate.STEP:
             inside.set()
             if wait:
-                end.wait(10)
+                end.wait(PATIENCE)
             seen.append(torch.get_default_dtype())
 
     running = threading.Thread(target=step, args=(True,))
     running.start()
-    inside.wait(10)
+    inside.wait(PATIENCE)
     with precision_gate.making():
         threading.Timer(0.05, end.set).start()
         torch.set_default_dtype(torch.bfloat16)  # waits for the step
@@ -31,7 +32,7 @@ def test_a_step_waits_while_the_precision_is_another_and_a_change_waits_for_step
         late.join(0.05)
         assert late.is_alive()
         torch.set_default_dtype(torch.float32)
-        late.join(10)
+        late.join(PATIENCE)
     assert seen == [torch.float32] * 2
     assert torch.empty(1).dtype == torch.float32
     with precision_gate.making():

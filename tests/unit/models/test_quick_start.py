@@ -24,6 +24,7 @@ from architectures import ARCHITECTURES, prompts, tiny
 from crossed import crossed
 from forked import Forked
 from gguf_files import tokenizer_metadata, write_gguf
+from patience import PATIENCE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from outrider.engine.llm import LLM
@@ -298,7 +299,7 @@ def test_a_damaged_tokenizer_is_no_start(file: Path, cache: Path) -> None:
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A disk that takes no tensor before the event is set."""
     ready, save = threading.Event(), packs._save
-    monkeypatch.setattr(packs, "_save", lambda *given: (ready.wait(60), save(*given)))
+    monkeypatch.setattr(packs, "_save", lambda *given: (ready.wait(PATIENCE), save(*given)))
     yield ready
     ready.set()
     store.wait()
@@ -376,7 +377,7 @@ def test_the_user_can_give_it_up(file: Path, cache: Path) -> None:
         while "still keeping" not in process.stderr.readline():
             pass
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=300)
+        _, err = process.communicate(timeout=PATIENCE)
     assert "Traceback" not in err
     assert store.packs() == []
     assert [p.name for p in cache.iterdir() if p.is_dir()] == []

@@ -38,7 +38,7 @@ def client(live: Live) -> Iterator[openai.OpenAI]:
 
 
 def ask(live: Live, path: str = "/v1/completions", **body) -> httpx.Response:
-    return httpx.post(live.url + path, json=body, timeout=60)
+    return httpx.post(live.url + path, json=body)
 
 
 def error(response: httpx.Response) -> dict:

@@ -37,13 +37,13 @@ def plain() -> LLM:
 
 
 def ask(live: Live, path: str = "/v1/completions", **body) -> dict:
-    response = httpx.post(live.url + path, json=body, timeout=60)
+    response = httpx.post(live.url + path, json=body)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 def stream(live: Live, path: str = "/v1/completions", **body) -> list[dict]:
-    response = httpx.post(live.url + path, json={**body, "stream": True}, timeout=60)
+    response = httpx.post(live.url + path, json={**body, "stream": True})
     assert response.status_code == 200, response.text
     lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
     assert lines[-1] == "[DONE]"
@@ -141,7 +141,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("body", "words", "param"), REFUSED, ids=[str(body) for body, *_ in REFUSED])
 def test_what_would_change_the_answer_is_not_ignored(live: Live, body: dict, words: str, param: str | None) -> None:
-    response = httpx.post(live.url + "/v1/completions", json={"prompt": PROMPT, **body}, timeout=60)
+    response = httpx.post(live.url + "/v1/completions", json={"prompt": PROMPT, **body})
     assert response.status_code == 400, response.text
     assert words in response.json()["error"]["message"]
     assert response.json()["error"]["param"] == param
@@ -274,7 +274,7 @@ def test_a_fingerprint_that_cannot_be_made_is_refused_before_the_text(live: Live
     if "structured_outputs" in body:
         pytest.importorskip("llguidance")
     body |= {"prompt": PROMPT, "return_fingerprint": True}
-    response = httpx.post(live.url + "/v1/completions", json=body, timeout=60)
+    response = httpx.post(live.url + "/v1/completions", json=body)
     assert response.status_code == 400
     assert "leave out return_fingerprint" in response.json()["error"]["message"]
 
@@ -373,7 +373,7 @@ def test_no_answer_tells_the_folder_of_a_model() -> None:
             httpx.get(live.url + "/v1/models"),
             httpx.get(live.url + "/v1/models/other"),
             httpx.get(live.url + "/metrics"),
-            httpx.post(live.url + "/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}, timeout=60),
+            httpx.post(live.url + "/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}),
             httpx.post(live.url + "/v1/completions", json={"prompt": PROMPT, "model": path}),
             httpx.post(live.url + "/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}),
         ]

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from patience import PATIENCE
 from serving import certificate
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -68,7 +69,7 @@ class Live:
     def stop(self) -> None:
         self.app.go.set()
         self.server.should_exit = True
-        self.thread.join(30)
+        self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
 
 
@@ -100,7 +101,7 @@ def answer(one: socket.socket) -> bytes:
 
 
 def asked(live: Live, path: str = "/") -> httpx.Response:
-    got = httpx.post(live.url + path, content=b"a" * 100, timeout=60, verify=False)
+    got = httpx.post(live.url + path, content=b"a" * 100, verify=False)
     assert (got.status_code, got.text) == (200, "100")
     return got
 

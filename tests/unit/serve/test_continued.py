@@ -86,13 +86,13 @@ def test_settings_matter_here(llm: LLM) -> None:
 
 
 def ask(live: Live, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:
-    response = httpx.post(live.url + path, json=body, timeout=60)
+    response = httpx.post(live.url + path, json=body)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 def stream(live: Live, path: str, **body: Any) -> list[dict[str, Any]]:
-    response = httpx.post(live.url + path, json={**body, "stream": True}, timeout=60)
+    response = httpx.post(live.url + path, json={**body, "stream": True})
     assert response.status_code == 200, response.text
     lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
     assert lines[-1] == "[DONE]"
@@ -201,7 +201,7 @@ def test_what_cannot_go_on_is_refused(live: Live) -> None:
         ({"prompt": PROMPT, "continued_tokens": [*full, 5]}, "max_tokens is reached"),
         ({"prompt": PROMPT, "continued_tokens": [5], "max_tokens": 0, "echo": True}, "cannot be continued"),
     ):
-        response = httpx.post(live.url + "/v1/completions", json={**COMMON, **body}, timeout=60)
+        response = httpx.post(live.url + "/v1/completions", json={**COMMON, **body})
         assert response.status_code == 400, body
         assert says in response.json()["error"]["message"], response.text
     chat = {"messages": [{"role": "user", "content": "x"}], "continued_tokens": 2}

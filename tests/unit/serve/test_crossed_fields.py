@@ -206,7 +206,7 @@ def answers(live: Live, path: str, bodies: list[dict[str, Any]]) -> list[httpx.R
 
     async def ask() -> list[httpx.Response]:
         slots = asyncio.Semaphore(4)
-        async with httpx.AsyncClient(base_url=live.url, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=live.url) as client:
 
             async def one(body: dict[str, Any]) -> httpx.Response:
                 async with slots:

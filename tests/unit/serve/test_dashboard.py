@@ -32,13 +32,13 @@ BODY = {"model": "code", "prompt": "def f(x):", "max_tokens": 16, "temperature":
 
 
 def ask(live: Live, **more: Any) -> httpx.Response:
-    return httpx.post(f"{live.url}/v1/completions", json={**BODY, **more}, timeout=120)
+    return httpx.post(f"{live.url}/v1/completions", json={**BODY, **more})
 
 
 def watched(live: Live, act: Any, until: Any, **options: Any) -> list[dict[str, Any]]:
     """The events while `act` runs, up to the first for which `until` holds."""
     seen = list[dict[str, Any]]()
-    with httpx.stream("GET", f"{live.url}/dashboard/events", timeout=60, **options) as stream:
+    with httpx.stream("GET", f"{live.url}/dashboard/events", **options) as stream:
         stream.raise_for_status()
         done = threading.Thread(target=act)
         for event in events(stream.iter_raw()):

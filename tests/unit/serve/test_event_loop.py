@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from patience import PATIENCE
 from pydantic import BaseModel, ValidationError
 from serving import Live, builtin, serving
 
@@ -34,7 +35,7 @@ def live() -> Iterator[Live]:
 
 
 def post(live: Live, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(live.url + path, json=body, timeout=60)
+    return httpx.post(live.url + path, json=body)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_a_body_with_too_many_values_is_not_read(live: Live, monkeypatch: pytest
     loads = json.loads
     monkeypatch.setattr(json, "loads", lambda body, **more: read.append(len(body)) or loads(body, **more))
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
-        answer = httpx.post(live.url + path, json={"prompt": [1] * (2 * MAX_VALUES)}, timeout=60)
+        answer = httpx.post(live.url + path, json={"prompt": [1] * (2 * MAX_VALUES)})
         assert (answer.status_code, answer.headers["content-type"]) == (400, "application/json")
         assert "more than 250000 values" in answer.text
     assert max(read, default=0) < MANY
@@ -191,13 +192,13 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(live: Live, monkeypatch: py
     def slow(self: LLM, prompt: Any) -> list[int]:
         if isinstance(prompt, str) and len(prompt) > LONG:
             held.set()
-            assert free.wait(60)
+            assert free.wait(PATIENCE)
         return encode(self, prompt)
 
     monkeypatch.setattr(LLM, "encode", slow)
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(post, live, "/tokenize", prompt="x" * (LONG + 1))
-        assert held.wait(60)
+        assert held.wait(PATIENCE)
         assert post(live, "/v1/completions", prompt="def f():", max_tokens=2).status_code == 200
         assert post(live, "/tokenize", prompt="def f():").status_code == 200
         free.set()

@@ -346,11 +346,11 @@ def test_a_continued_text_must_fit_its_grammar_and_fields_are_named(llm: LLM) ->
                 "response_format",
             ),
         ):
-            answer = httpx.post(live.url + "/v1/completions", json=body | more, timeout=60)
+            answer = httpx.post(live.url + "/v1/completions", json=body | more)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
             assert says in answer.json()["error"]["message"]
         good = body | {"continued_tokens": llm.tokenizer("ye")["input_ids"]}  # type: ignore[misc]
-        assert httpx.post(live.url + "/v1/completions", json=good, timeout=60).json()["choices"][0]["text"] == "s"
+        assert httpx.post(live.url + "/v1/completions", json=good).json()["choices"][0]["text"] == "s"
 
 
 def test_json_ends_though_the_model_would_write_spaces(llm: LLM) -> None:
@@ -361,7 +361,7 @@ def test_json_ends_though_the_model_would_write_spaces(llm: LLM) -> None:
     with serving(llm) as live:
         for response_format in (form, {"type": "json_object"}):
             body = {"prompt": "data = ", "max_tokens": 300, "temperature": 0, "response_format": response_format}
-            [choice] = httpx.post(live.url + "/v1/completions", json=body, timeout=60).json()["choices"]
+            [choice] = httpx.post(live.url + "/v1/completions", json=body).json()["choices"]
             assert not re.search(r"^\{\s{130}", choice["text"])
             if response_format is form:
                 assert (choice["finish_reason"], set(json.loads(choice["text"]))) == ("stop", {"name", "age"})

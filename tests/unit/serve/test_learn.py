@@ -21,6 +21,7 @@ import pytest
 from heads import chain_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE
 from serving import serving
 
 from outrider import LLM, SamplingParams
@@ -198,7 +199,7 @@ def written(llm: LLM, engine: Engine, numbers: range, between: Callable[[], None
         made += engine.submit([replace(request, sink=sink, workload="kind", owner="key 1")])
     between()
     for _ in made:
-        ended.get(timeout=60)
+        ended.get(timeout=PATIENCE)
     return [sequence.written for sequence in made]
 
 

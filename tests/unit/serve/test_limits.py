@@ -16,6 +16,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as quick
+from patience import PATIENCE
 from serving import Live, builtin, serving
 
 from outrider import LLM, SamplingParams
@@ -49,7 +50,7 @@ class Gate:
         self.free -= 1
         if self.free < 0:
             self.reached.set()
-            assert self.open.wait(30)
+            assert self.open.wait(PATIENCE)
         return self.forward(*args, **options)
 
     def __exit__(self, *_: object) -> None:
@@ -59,14 +60,12 @@ class Gate:
 
 @contextmanager
 def streaming(live: Live, **body) -> Iterator[httpx.Response]:
-    with httpx.stream(
-        "POST", live.url + "/v1/completions", json={**LONG, "stream": True, **body}, timeout=60
-    ) as response:
+    with httpx.stream("POST", live.url + "/v1/completions", json={**LONG, "stream": True, **body}) as response:
         yield response
 
 
 def post(live: Live, **body) -> httpx.Response:
-    return httpx.post(live.url + "/v1/completions", json=body, timeout=60)
+    return httpx.post(live.url + "/v1/completions", json=body)
 
 
 def test_its_openapi_document_holds_under_schemathesis() -> None:
@@ -89,7 +88,8 @@ def test_its_openapi_document_holds_under_schemathesis() -> None:
             @given(case=operation.as_strategy())
             @quick(max_examples=15, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
             def judge(case: schemathesis.Case) -> None:
-                case.call_and_validate(checks=checks, timeout=120)  # 10 s if not given, which a busy machine exceeds
+                # 10 s if not given, which a busy machine exceeds
+                case.call_and_validate(checks=checks, timeout=PATIENCE)
 
             judge()
             asked += 1
@@ -156,7 +156,7 @@ def test_health_tells_of_an_engine_that_hangs(llm: LLM) -> None:
     with serving(llm, ServeOptions(model="code", host="0.0.0.0", stall_timeout=0.2)) as live:
         assert live.service.engine.stalled == 0
         with Gate(llm) as gate, streaming(live, max_tokens=20) as response:
-            assert gate.reached.wait(30)
+            assert gate.reached.wait(PATIENCE)
             while (sick := httpx.get(live.url + "/health")).status_code == 200:
                 pass
             assert "busy with one step" in sick.json()["error"]["message"]
@@ -180,7 +180,7 @@ def test_no_page_of_another_origin_may_ask_unless_it_is_named(llm: LLM) -> None:
 def test_a_client_that_leaves_takes_its_text_with_it(llm: LLM) -> None:
     with serving(llm) as live, Gate(llm) as gate:
         with streaming(live):
-            assert gate.reached.wait(30)
+            assert gate.reached.wait(PATIENCE)
         hangs = socket.create_connection(("127.0.0.1", live.port))  # not streaming
         body = json.dumps(LONG).encode()
         head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -246,7 +246,7 @@ def test_a_client_that_does_not_read_is_let_go(llm: LLM) -> None:
 
 def test_a_full_queue(llm: LLM) -> None:
     with serving(llm, max_queue=1) as live, Gate(llm) as gate, streaming(live):
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(PATIENCE)
         with streaming(live), streaming(live):  # one for the row that is left, one for the queue
             full = post(live, prompt=PROMPT)
             assert (full.status_code, full.json()["error"]["type"]) == (429, "rate_limit_error")
@@ -261,7 +261,7 @@ def test_too_many_requests_leave_the_monitoring_alone_and_half_a_body_is_none(ll
         held.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n")
         assert httpx.get(live.url + "/version").status_code == 200
         with Gate(llm) as gate, streaming(live):
-            assert gate.reached.wait(30)
+            assert gate.reached.wait(PATIENCE)
             busy = httpx.get(live.url + "/version")
             assert (busy.status_code, busy.json()["error"]["code"]) == (503, "overloaded")
             assert httpx.get(live.url + "/health").status_code == 200
@@ -274,11 +274,11 @@ def test_a_deadline_hands_back_what_was_written(llm: LLM) -> None:
         with Gate(llm) as gate:
             thread = threading.Thread(target=lambda: answer.update(post(live, **LONG).json()))
             thread.start()
-            assert gate.reached.wait(30)
+            assert gate.reached.wait(PATIENCE)
             [job] = live.service.engine.scheduler.running.values()
             job.request = replace(job.request, deadline=0.0)
             gate.open.set()
-            thread.join(30)
+            thread.join(PATIENCE)
         assert answer["choices"][0]["finish_reason"] == "length"
         assert "deadline" in answer["choices"][0]["stop_reason"]
         assert 0 < answer["usage"]["completion_tokens"] < 2000
@@ -290,7 +290,7 @@ def test_a_deadline_hands_back_what_was_written(llm: LLM) -> None:
 
 def test_told_to_stop_it_hands_back_partial_texts(llm: LLM) -> None:
     with serving(llm) as live, Gate(llm) as gate, streaming(live, stream_options={"include_usage": True}) as response:
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(PATIENCE)
         live.service.engine.drain(0)
         refused = post(live, prompt=PROMPT)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopped")
@@ -351,7 +351,7 @@ def test_a_drafter_that_fails_costs_guesses_and_says_so(llm: LLM) -> None:
 
 def test_when_the_engine_dies_health_tells_and_everybody_is_answered(llm: LLM) -> None:
     with serving(llm) as live, Gate(llm) as gate, streaming(live) as response:
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(PATIENCE)
 
         def die(*args, **options):
             raise SystemExit

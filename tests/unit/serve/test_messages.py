@@ -46,7 +46,7 @@ def live() -> Iterator[Live]:
 
 
 def ask(live: Live, path: str = "/v1/messages", **body: Any) -> dict[str, Any]:
-    response = httpx.post(live.url + path, json={"max_tokens": 24, "messages": HELLO, **body}, timeout=60)
+    response = httpx.post(live.url + path, json={"max_tokens": 24, "messages": HELLO, **body})
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -65,7 +65,7 @@ def said(answer: dict[str, Any]) -> str:
 
 def events(live: Live, **body: Any) -> list[dict[str, Any]]:
     sent = {"max_tokens": 24, "messages": HELLO, **body, "stream": True}
-    response = httpx.post(live.url + "/v1/messages", json=sent, timeout=60)
+    response = httpx.post(live.url + "/v1/messages", json=sent)
     assert response.status_code == 200, response.text
     pairs = [part.split("\n") for part in response.text.removesuffix("\n\n").split("\n\n")]
     found = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
@@ -109,7 +109,7 @@ def test_an_answer_goes_on_from_the_text_of_the_assistant(live: Live) -> None:
     on = ask(live, messages=begun, temperature=0, max_tokens=24)
     prompt = f"# user: sort a list\n# assistant: {text[:9]}"
     body = {"prompt": prompt, "temperature": 0, "max_tokens": 24}
-    expected = httpx.post(live.url + "/v1/completions", json=body, timeout=60).json()
+    expected = httpx.post(live.url + "/v1/completions", json=body).json()
     assert said(on) == expected["choices"][0]["text"]
     assert on["usage"]["input_tokens"] + on["usage"]["cache_read_input_tokens"] == expected["usage"]["prompt_tokens"]
 

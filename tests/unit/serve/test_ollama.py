@@ -36,13 +36,13 @@ def live() -> Iterator[Live]:
 
 
 def ask(live: Live, path: str, **body: Any) -> dict[str, Any]:
-    response = httpx.post(live.url + path, json={"model": "code", **body}, timeout=60)
+    response = httpx.post(live.url + path, json={"model": "code", **body})
     assert response.status_code == 200, response.text
     return response.json()
 
 
 def lines(live: Live, path: str, **body: Any) -> list[dict[str, Any]]:
-    response = httpx.post(live.url + path, content=json.dumps({"model": "code:latest", **body}), timeout=60)
+    response = httpx.post(live.url + path, content=json.dumps({"model": "code:latest", **body}))
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("application/x-ndjson")
     return [json.loads(line) for line in response.text.splitlines()]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 from outrider.serve.assembly import Assembly
 from outrider.serve.errors import Refused
@@ -28,7 +29,7 @@ class Shelf:
         models = [PooledModel(ServeOptions(model=name, **options), size * MB) for name, size in weights.items()]
 
         def load(settings: ServeOptions, room: float) -> Assembly:
-            self.gate.wait(10)
+            self.gate.wait(PATIENCE)
             if settings.model == "bad":
                 raise ValueError("bad has no weights")
             self.log.append(f"+{settings.model}")

@@ -49,7 +49,7 @@ def client(live: Live) -> openai.OpenAI:
 
 
 def events(live: Live, **body: Any) -> list[dict[str, Any]]:
-    response = httpx.post(live.url + "/v1/responses", json={"model": "code", **body, "stream": True}, timeout=60)
+    response = httpx.post(live.url + "/v1/responses", json={"model": "code", **body, "stream": True})
     assert response.status_code == 200, response.text
     pairs = [part.split("\n") for part in response.text.removesuffix("\n\n").split("\n\n")]
     found = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
@@ -61,7 +61,7 @@ def events(live: Live, **body: Any) -> list[dict[str, Any]]:
 
 
 def chat(live: Live, **body: Any) -> dict[str, Any]:
-    response = httpx.post(live.url + "/v1/chat/completions", json=body, timeout=60)
+    response = httpx.post(live.url + "/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
     return response.json()
 

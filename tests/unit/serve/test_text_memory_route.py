@@ -14,7 +14,7 @@ SETTINGS = ServeOptions(model="code", host="0.0.0.0", api_key=["one", "two"], me
 
 def test_a_client_drafts_from_its_own_texts_and_deletes_them(tmp_path: Path) -> None:
     llm = builtin(2, {"method": "suffix"}, memory_dir=tmp_path)
-    with serving(llm, SETTINGS) as live, httpx.Client(base_url=live.url, timeout=60) as http:
+    with serving(llm, SETTINGS) as live, httpx.Client(base_url=live.url) as http:
 
         def ask(key: str, user: str | None) -> tuple[str, int]:
             body = {"prompt": "def mean(values):\n", "max_tokens": 40, "temperature": 0, "user": user}

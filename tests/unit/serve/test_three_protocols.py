@@ -144,7 +144,6 @@ def test_the_same_meaning_has_the_same_tokens(live: Live, monkeypatch: pytest.Mo
         response = httpx.post(
             live.url + path,
             json={"model": "code", **way(**{"stop": None, "tools": (), "schema": None, **CASES[case]})},
-            timeout=60,
         )
         assert response.status_code == 200, response.text
         texts.append(text(path, response.json()))

@@ -199,7 +199,7 @@ def test_calls_that_a_model_writes_of_itself_and_broken_ones(live: Live, monkeyp
             "structured_outputs": {"choice": [text]},
         }
         body |= {"logprobs": True}
-        whole = httpx.post(live.url + "/v1/chat/completions", json=body, timeout=60).json()
+        whole = httpx.post(live.url + "/v1/chat/completions", json=body).json()
         for choice in whole["choices"]:
             message = choice["message"]
             assert message["content"] == content
@@ -207,9 +207,7 @@ def test_calls_that_a_model_writes_of_itself_and_broken_ones(live: Live, monkeyp
             assert found == calls
             assert all(c["type"] == "function" and len(c["id"]) == 9 for c in message.get("tool_calls", ()))
             assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
-        with httpx.stream(
-            "POST", live.url + "/v1/chat/completions", json={**body, "stream": True}, timeout=60
-        ) as response:
+        with httpx.stream("POST", live.url + "/v1/chat/completions", json={**body, "stream": True}) as response:
             events = [json.loads(line[6:]) for line in response.iter_lines() if line and not line.endswith("[DONE]")]
         for index in (0, 1):
             own = [c for e in events for c in e["choices"] if c["index"] == index]
@@ -233,7 +231,7 @@ def test_calls_that_a_model_writes_of_itself_and_broken_ones(live: Live, monkeyp
 )  # fmt: skip
 def test_what_cannot_be_asked_of_tools_is_refused(live: Live, more: dict, param: str | None) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], **more}
-    answer = httpx.post(live.url + "/v1/chat/completions", json=body, timeout=60)
+    answer = httpx.post(live.url + "/v1/chat/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
@@ -296,9 +294,7 @@ def test_an_opening_that_is_a_special_token_is_seen_and_other_special_tokens_are
             "tools": TOOLS,
             "structured_outputs": {"choice": [text]},
         }
-        with httpx.stream(
-            "POST", live.url + "/v1/chat/completions", json={**body, "stream": stream}, timeout=60
-        ) as response:
+        with httpx.stream("POST", live.url + "/v1/chat/completions", json={**body, "stream": stream}) as response:
             lines = [x.removeprefix("data: ") for x in response.iter_lines() if x and not x.endswith("[DONE]")]
         parts = [c.get("delta", c.get("message")) for x in lines for c in json.loads(x)["choices"]]
         assert "".join(p.get("content") or "" for p in parts) == content

@@ -33,7 +33,7 @@ def live() -> Iterator[Live]:
 
 
 def post(live: Live, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(live.url + path, json={"model": "code", **body}, timeout=60)
+    return httpx.post(live.url + path, json={"model": "code", **body})
 
 
 # route, what is sent with a text, the field that has it

@@ -50,7 +50,7 @@ def url() -> str:
 
 @pytest.fixture
 def client(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, headers={"authorization": "Bearer key"}, timeout=60) as made:
+    with httpx.Client(base_url=url, headers={"authorization": "Bearer key"}) as made:
         yield made
 
 

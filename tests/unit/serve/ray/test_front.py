@@ -84,7 +84,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_stream_survives_a_death_at_every_event(lives: list[Live], name: str) -> None:
     path, body = REQUESTS[name]
     body = {**body, **USAGE}
-    expected = seen(events(httpx.post(lives[0].url + path, json=body, headers={"x-request-id": "mine"}, timeout=30)))
+    expected = seen(events(httpx.post(lives[0].url + path, json=body, headers={"x-request-id": "mine"})))
     cut, died = 0, 0
     while True:
         deaths: list[int] = []

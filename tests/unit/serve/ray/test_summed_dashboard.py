@@ -135,12 +135,10 @@ def test_the_events_and_the_terminal_at_the_front_are_those_of_all_replicas() ->
 
         def ask(url: str) -> None:
             body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-            answers.append(
-                httpx.post(url + "/v1/completions", json=body, timeout=30).json()["usage"]["completion_tokens"]
-            )
+            answers.append(httpx.post(url + "/v1/completions", json=body).json()["usage"]["completion_tokens"])
 
         def act(url: str, front: Front) -> None:
-            with httpx.stream("GET", url + "/dashboard/events", timeout=30) as events, ThreadPoolExecutor(2) as pool:
+            with httpx.stream("GET", url + "/dashboard/events") as events, ThreadPoolExecutor(2) as pool:
                 for line in events.iter_lines():
                     if not line.startswith("data: "):
                         continue
@@ -149,8 +147,8 @@ def test_the_events_and_the_terminal_at_the_front_are_those_of_all_replicas() ->
                         list(pool.map(ask, [url] * 6))
                     if sum(len(event["ended"]) for event in seen) == 6:
                         break
-            assert httpx.get(url + "/dashboard", timeout=30).text.startswith("<!DOCTYPE html>")
-            refused = httpx.post(url + "/dashboard/trial", json={"requests": 4}, timeout=30)
+            assert httpx.get(url + "/dashboard").text.startswith("<!DOCTYPE html>")
+            refused = httpx.post(url + "/dashboard/trial", json={"requests": 4})
             assert refused.status_code == 400
             assert "one server" in refused.json()["error"]["message"]
 
