@@ -132,8 +132,8 @@ def _pieces(tokens: dict[str, int]) -> Any:
 @cache
 def decoded(kind: str) -> Any:
     """A tokenizer for each way in which vocabularies write text."""
-    if kind == "byte-level":
-        found = byte_level(501)  # which nothing else uses
+    if kind in ("byte-level", "byte-level composed"):
+        found = byte_level(501 + len(kind))  # which nothing else uses
         found.add_tokens(["<|im_start|>"], special_tokens=True)
         found.add_tokens(["two words", " led", "é", "漢字"])
         return found
