@@ -182,8 +182,11 @@ def _row(text: TracedText) -> list[str]:
 
 def _show(result: Replay, trace: Trace, tokenizer: Any) -> None:
     def show(token: int) -> str:
-        return f"token {token}" if tokenizer is None else repr(tokenizer.decode([token]))
+        return f"token {token}" if tokenizer is None else repr(known.label(token))
 
+    from outrider.core.detokenizer import TokenBytes
+
+    known = TokenBytes(tokenizer)
     step, params, text = result.step, result.text.request.params, result.text
     asked = (
         ", ".join(f"{k} {v}" for k, v in params.items() if k not in ("max_tokens", "ignore_eos")) or "temperature 1.0"
@@ -193,7 +196,7 @@ def _show(result: Replay, trace: Trace, tokenizer: Any) -> None:
         f"seed {text.request.seed}"
     )
     if tokenizer is not None:
-        print("after " + paint(repr(printable(tokenizer.decode(list(result.before[-24:])))), DIM))
+        print("after " + paint(repr(printable(known.decode(result.before[-24:]))), DIM))
     if step.note:
         say(step.note)
     print()

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]  # the bytes that byte-level BPE writes as they are
 _OTHER = sorted({*range(256)} - {*_PRINTED})
-_BYTES = {chr(byte): byte for byte in _PRINTED} | {chr(256 + n): byte for n, byte in enumerate(_OTHER)}
-_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE_OF = {chr(byte): byte for byte in _PRINTED} | {chr(256 + n): byte for n, byte in enumerate(_OTHER)}
+FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _EACH = "outrider.each"  # U+FFFD for each byte that is no text, as SentencePiece has it
 codecs.register_error(_EACH, lambda error: ("\ufffd" * (error.end - error.start), error.end))  # type: ignore[attr-defined]
 
@@ -51,10 +51,10 @@ class TokenBytes:
             return Piece("", b"", b"", False)
         once, twice = self._joined(name), self._joined(name, name)
         text = once if self._neighbours else twice[len(once) :]  # as it is inside a text
-        if "\ufffd" in twice and (found := _FALLBACK.fullmatch(name)):
+        if "\ufffd" in twice and (found := FALLBACK.fullmatch(name)):
             data = first = bytes([int(found[1], 16)])
-        elif "\ufffd" in twice and _BYTES.keys() >= set(name):
-            data = first = bytes(map(_BYTES.__getitem__, name))
+        elif "\ufffd" in twice and BYTE_OF.keys() >= set(name):
+            data = first = bytes(map(BYTE_OF.__getitem__, name))
         else:
             data, first = text.encode("utf-8", "replace"), once.encode("utf-8", "replace")
         special = bool(data) and not self.tokenizer.decode([token, token], skip_special_tokens=True)

@@ -184,7 +184,7 @@ def _model(app: FastAPI, pool: ModelPool) -> None:
             raise Refused(f"token {wrong[0]} is outside the vocabulary of {vocab} tokens", param="tokens")
         if service.llm.tokenizer is None:
             raise Refused("this model has no tokenizer")
-        decode = service.decode
+        decode = service.tokens.decode
         return await service.encoder.run(lambda: json_response({"prompt": decode(body.tokens)}), len(body.tokens))
 
 

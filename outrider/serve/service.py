@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import abc
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -52,10 +51,6 @@ class Service:
         self.tokens = engine.decoder.tokens
         self.encoder = Encoder(llm, engine.decoder.max_length, settings.model_name)
 
-    def decode(self, tokens: abc.Sequence[int]) -> str:
-        """The text of token ids; empty without a tokenizer."""
-        return self.tokens.decode(tokens)
-
     async def accept(
         self, body: CompletionRequest | ChatRequest, request_id: str, client: str, owner: str = "", waited: float = 0.0
     ) -> PendingAnswer:
@@ -101,7 +96,7 @@ class Service:
             requests = self._requests(prompts, before, params, mask, wishes)
             prints = self._fingerprints if body.return_fingerprint else None
             if self.settings.log_prompts:
-                log.info("%s asks %s", request_id, [self.decode(p) for p in prompts])
+                log.info("%s asks %s", request_id, [self.tokens.decode(p) for p in prompts])
             name = self.settings.model_name
             with trial.enrolled(requests) if trial else nullcontext(requests) as requests:
                 return PendingAnswer(self.engine, loop, requests, body, request_id, name, self.tokens, reader, prints)

@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+from outrider.core.detokenizer import BYTE_OF, FALLBACK
+
 _BROKEN = re.compile("([\udc80-\udcff]+)")  # bytes that are not UTF-8, as surrogateescape shows them
 _BORDER = re.compile(rb"(?<=\S) (?=\S)")  # where practically every tokenizer cuts: before the space before a word
 _LOOK_BACK = 4  # committed tokens that are encoded again with what follows them
@@ -30,9 +31,6 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any, size: int, end_ids: Sequence[int] = ()) -> None:
         """tokenizer: a tokenizer of transformers. size: the model's vocabulary size. end_ids: the model's end tokens."""
-        from transformers.convert_slow_tokenizer import bytes_to_unicode  # seconds of a start, and few drafters need it
-
-        byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}  # GPT-2's letters for bytes
         self.tokenizer, self.size = tokenizer, size
         added = {i: t for i, t in tokenizer.added_tokens_decoder.items() if i < size}
         plain = {t: i for t, i in tokenizer.get_vocab().items() if i < size and i not in added}
@@ -43,8 +41,8 @@ class Vocabulary:
         self.names |= {t: plain.pop(t) for t in tokenizer.all_special_tokens if t in plain}
         for token, i in plain.items():
             if lettered:
-                self.pieces[i] = bytes(byte_of[c] for c in token) if set(token) <= byte_of.keys() else token.encode()
-            elif spaced and (found := _FALLBACK.fullmatch(token)):
+                self.pieces[i] = bytes(BYTE_OF[c] for c in token) if set(token) <= BYTE_OF.keys() else token.encode()
+            elif spaced and (found := FALLBACK.fullmatch(token)):
                 self.pieces[i] = bytes([int(found[1], 16)])
             else:
                 self.pieces[i] = (token.replace("▁", " ") if spaced else token).encode("utf-8", "replace")
@@ -52,7 +50,7 @@ class Vocabulary:
             if not token.special:
                 self.pieces[i] = token.content.encode()
         # tokens of single bytes, which lose against a plain token for the same byte
-        spelled = {i for t, i in plain.items() if _FALLBACK.fullmatch(t)}
+        spelled = {i for t, i in plain.items() if FALLBACK.fullmatch(t)}
         order = sorted((i in spelled, i) for i, piece in enumerate(self.pieces) if piece)
         self.ids: dict[bytes, int] = {}
         for _, i in order:

@@ -18,6 +18,7 @@ import anyio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from outrider.core.detokenizer import Detokenizer
 from outrider.engine.trace import Detail
 from outrider.serve.connection import abort, unless_gone
 from outrider.serve.dashboard.figures import WINDOWS, added, figures, outlook, recent
@@ -187,11 +188,12 @@ class Dashboard(Audience):
         """A request for viewers; its texts only if the server's trace holds them too."""
         found = dict(request.facts)
         if self.shows_text:
-            decode, output = self.service.decode, request.output[:TOKENS]
+            prompt, output = request.prompt, request.output[:TOKENS]
             origins = request.origins or "?" * len(request.output)
             runs = groupby(zip(origins, output, strict=False), key=lambda pair: pair[0])
-            found["prompt"] = decode(request.prompt[-TOKENS:])
-            found["text"] = [[letter, decode([t for _, t in some])] for letter, some in runs]
+            reader = Detokenizer(self.service.tokens, prompt[:-TOKENS], skip_special_tokens=False)
+            found["prompt"] = reader.push(*prompt[-TOKENS:])
+            found["text"] = [[letter, reader.push(*(t for _, t in some))] for letter, some in runs]
         return found
 
 

@@ -183,4 +183,6 @@ def thinks(template: Any) -> bool:
 
 def thinking_reader(service: Service, pending: PendingAnswer) -> ThinkingReader | None:
     """What reads the thought of an answer; None for a model that does not think."""
-    return ThinkingReader(service.decode(pending.sequences[0].prompt[-END:])) if thinks(service.template) else None
+    return (
+        ThinkingReader(service.tokens.decode(pending.sequences[0].prompt[-END:])) if thinks(service.template) else None
+    )

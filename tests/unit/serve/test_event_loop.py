@@ -206,9 +206,9 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(live: Live, monkeypatch: py
 
 
 def test_texts_of_many_tokens_are_made_beside_the_loop(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, decode, loop = set[str](), live.service.decode, set[str]()
+    threads, shows, loop = set[str](), live.service.tokens.shows, set[str]()
     monkeypatch.setattr(
-        live.service, "decode", lambda tokens: threads.add(threading.current_thread().name) or decode(tokens)
+        live.service.tokens, "shows", lambda *of: threads.add(threading.current_thread().name) or shows(*of)
     )
     find = live.pool.find
     monkeypatch.setattr(live.pool, "find", lambda name: loop.add(threading.current_thread().name) or find(name))

@@ -182,7 +182,7 @@ def prompt_of(live: Live, path: str = "/v1/chat/completions", **body: Any) -> st
         assert (response := post(live, path, **{limit: 1}, stream=False, **body)).status_code == 200, response.text
     finally:
         live.service.accept = accept  # type: ignore[method-assign]
-    return live.service.decode(sequences[0].prompt)
+    return live.service.tokens.decode(sequences[0].prompt)
 
 
 def test_flat_tools_are_those_of_chat_completions(live: Live) -> None:
