@@ -104,7 +104,7 @@ class TokenBytes:
         try:
             return data.decode()
         except UnicodeDecodeError:
-            return mark + "".join(f"\\x{byte:02x}" for byte in data)
+            return mark + repr(data)[2:-1]
 
     def places(self, text: str, tokens: Sequence[int], skip_special_tokens: bool) -> list[int]:
         """Where each token of a prompt begins in the text of the prompt: int [tokens].

@@ -66,7 +66,7 @@ def keeps_characters(kind: str, tokens: list[int], skip: bool) -> bool:
     names = [tokenizer.convert_ids_to_tokens(t) for t in tokens if not (skip and t in special)]
     for is_byte, run in itertools.groupby(names, lambda name: bool(BYTE.fullmatch(name or ""))):
         data = bytes(int(name[3:5], 16) for name in run) if is_byte else b""
-        if set(data.decode(errors="replace")) - {"\ufffd"} and "\ufffd" in data.decode(errors="replace"):
+        if data.decode(errors="ignore") and "\ufffd" in data.replace("\ufffd".encode(), b"").decode(errors="replace"):
             return False
     return True
 

@@ -6,20 +6,15 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import pytest
 from serving import Live, builtin, serving
 
 from outrider import LLM, SamplingParams
-from outrider.core.outputs import Delta
 from outrider.engine.fingerprint import Fingerprint, read_fingerprint, rewrite
 from outrider.models.load import load
 from outrider.serve.assembly import set_chat_template
-from outrider.serve.openai.protocol import CompletionRequest
-from outrider.serve.openai.responses import ChoiceWriter
 from outrider.serve.options import ServeOptions, served_name
 
 PROMPT = "def quicksort(xs):\n"
@@ -118,14 +113,6 @@ def test_no_tokens_are_written_where_only_the_prompt_is_scored(live: Live, plain
     assert registry.get_sample_value("vllm:generation_tokens_total", {"model_name": "code", "engine": "0"}) == before
     long = "x = 1\n" * 200  # several chunks of prefill, and others that write meanwhile
     assert ask(live, prompt=long, max_tokens=0, echo=True)["choices"][0]["text"] == long
-
-
-def test_of_two_tokens_with_one_text_the_likelier_is_shown() -> None:
-    """lm-eval calls a token greedy if its log-probability is the largest of its alternatives."""
-    text: Any = SimpleNamespace(prompt=[1], request=SimpleNamespace(continued=()))
-    halves = ChoiceWriter(CompletionRequest(prompt="x", logprobs=2), {}, 0, text, lambda tokens: "\ufffd")
-    [chunk] = halves.read("", Delta("", [7], logprobs=[{7: -0.1, 8: -2.0, 9: -3.0}]))
-    assert chunk["choices"][0]["logprobs"]["top_logprobs"] == [{"\ufffd": -0.1}]
 
 
 REFUSED = [
