@@ -1,7 +1,7 @@
 """Tries a head on known text when it is loaded. A head that was read the wrong way accepts nothing, and no other check sees it.
 
-If almost nothing is right, and the head does not name this model as its own, the known misreadings are tried, and the one that
-mends it is named. Trainers and engines disagree about each of them: docs/guides/heads.md.
+If almost nothing is right, the known misreadings are tried, and the one that mends it is named. A head that names this model
+as its own has none. Trainers and engines disagree about each of them: docs/guides/heads.md.
 """
 
 from __future__ import annotations

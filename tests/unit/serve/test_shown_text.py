@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from architectures import tiny
+from patience import PATIENCE
 from serving import TEMPLATE, Live, serving
 from tokenizers import normalizers, processors
 from vocabularies import decoded
@@ -37,13 +38,13 @@ def lives() -> Iterator[dict[str, Live]]:
 
 
 def post(live: Live, path: str, **body: Any) -> Any:
-    response = httpx.post(live.url + path, json=body, timeout=120)
+    response = httpx.post(live.url + path, json=body, timeout=PATIENCE)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 def streamed(live: Live, path: str, **body: Any) -> list[dict[str, Any]]:
-    response = httpx.post(live.url + path, json={**body, "stream": True}, timeout=120)
+    response = httpx.post(live.url + path, json={**body, "stream": True}, timeout=PATIENCE)
     assert response.status_code == 200, response.text
     events = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
     return [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
