@@ -146,7 +146,9 @@ class SpeculativeConfig(BaseModel):
         if self.rejection_sample_method:
             self.verifier = _VLLM_RULES[self.rejection_sample_method]
         if self.verifier not in VERIFIERS:
-            raise ValueError(f"unknown verifier {self.verifier!r}; known: {', '.join(VERIFIERS)}")
+            raise ValueError(
+                f"unknown verifier {self.verifier!r}{did_you_mean(self.verifier, VERIFIERS)}; known: {', '.join(VERIFIERS)}"
+            )
         if self.budget.width > 1 and not VERIFIERS[self.verifier].trees:
             raise ValueError(
                 f'the verifier "{self.verifier}" takes chains only, and tree_width is {self.tree_width}; leave it out, or '

@@ -25,6 +25,7 @@ from torch import Tensor
 from outrider.core.extras import install
 from outrider.drafters.model.vocabulary import Vocabulary
 from outrider.serve.logs import log
+from outrider.serve.openai.tools import literal
 
 MAX_BYTES = 1 << 20  # of a schema, a regular expression or a list of choices
 KEPT = 8  # compiled grammars
@@ -92,11 +93,6 @@ class Grammar:
         closed = ({"additionalProperties": False} if s.keys() <= _PLAIN and "properties" in s else {} for s in schemas)
         texts = tuple(json.dumps(more | dict(schema)) for more, schema in zip(closed, schemas, strict=True))
         return Grammar("the schemas of the tools", lark, texts)
-
-
-def literal(text: str) -> str:
-    """A text in the language of `Grammar.lark`, and in JSON."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 class Grammars:

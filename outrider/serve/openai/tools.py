@@ -16,7 +16,6 @@ from itertools import groupby
 from typing import Any
 
 from outrider.core.params import BadParameter
-from outrider.serve.grammar import literal
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,11 @@ class ToolCall:
     @property
     def shape(self) -> dict[str, Any]:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+def literal(text: str) -> str:
+    """A text in the language of `Grammar.lark`, and in JSON."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 @dataclass(frozen=True)

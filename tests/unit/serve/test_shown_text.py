@@ -191,5 +191,5 @@ def test_each_field_of_tokenize_has_an_effect(lives: dict[str, Live]) -> None:
     tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
     for more in ({"add_generation_prompt": False}, {"continue_final_message": True}, {"tools": [tool]}):
         assert ask(**more)["tokens"] != usual["tokens"]
-    refused = httpx.post(live.url + "/tokenize", json={"prompt": "a", "tools": [tool]}, timeout=60)
+    refused = httpx.post(live.url + "/tokenize", json={"prompt": "a", "tools": [tool]}, timeout=PATIENCE)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")

@@ -192,7 +192,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, methods: l
     file, answers = tmp_path / "config.json", tmp_path / "answers.json"
     words = ["tune", "-m", "builtin:code", "--num-prompts", "2", "-n", "12"]
     words += [word for method in methods for word in ("--method", method)]
-    result = CliRunner().invoke(app, [*words, "--seconds", "1", "--out", str(file), "--json", str(answers)])
+    result = CliRunner().invoke(app, [*words, "--seconds", "1", "--export", "--out", str(file), "--json", str(answers)])
     assert result.exit_code == 0, result.output
     assert "plain" in result.output
     assert "vLLM:" in result.output
@@ -277,7 +277,7 @@ def test_a_drafter_that_fails_is_a_problem_and_the_others_go_on(monkeypatch: pyt
 def test_a_draft_model_that_cannot_be_loaded_is_a_problem_and_the_others_go_on(tmp_path: Path) -> None:
     words = ["tune", "-m", "builtin:code-draft", "-d", str(tmp_path / "none"), "--num-prompts", "2", "-n", "8"]
     file = tmp_path / "config.json"
-    result = CliRunner().invoke(app, [*words, "--seconds", "1", "--out", str(file)])
+    result = CliRunner().invoke(app, [*words, "--seconds", "1", "--export", "--out", str(file)])
     assert result.exit_code == 0, result.output
     assert "there is no folder" in " ".join(result.output.split())
     assert "model" not in json.loads(file.read_text())
