@@ -125,8 +125,11 @@ def tune(
             _run(search)
         except KeyboardInterrupt:
             interrupted = True
-        if not search.plain.samples:
+        if interrupted and not search.plain.samples:
             raise typer.Exit(130)
+        if not search.plain.samples:
+            problems = "".join(f" {name}: {problem}." for name, problem in search.forecasts.problems.items())
+            raise ValueError(f"nothing was measured in {seconds:g} s; give more --seconds.{problems}")
         show_table(search)
         answer = search.answer
         show_exports(search, export, {} if interrupted else None)

@@ -257,14 +257,23 @@ def test_demo_fails_when_a_text_differs(monkeypatch: pytest.MonkeyPatch) -> None
     assert "1 of 12 texts of speculative differ from those of plain (greedy · binary-search)" in said
 
 
+def test_tune_says_that_its_time_was_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take the draft model for too slow, and have no second left."""
+    monkeypatch.setattr("outrider.lab.tune.search.Search.run", lambda self: iter(()))
+    done = run("tune", "-m", SMALL, "-d", SMALL, "--method", "draft_model", "--num-prompts", "2", "-n", "8")
+    assert done.exit_code == 2
+    assert "nothing was measured in" in done.stderr
+    assert "give more --seconds" in done.stderr
+
+
 def test_tune_ends_with_its_answer_and_a_line_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = (
         "tune",
         "-m",
-        SMALL,
+        "builtin:code",
         "-d",
-        SMALL,
+        "builtin:code-draft",
         "--method",
         "draft-model",
         "--num-prompts",
@@ -272,7 +281,7 @@ def test_tune_ends_with_its_answer_and_a_line_that_works(tmp_path: Path, monkeyp
         "-n",
         "8",
         "--seconds",
-        "1",
+        "5",
     )
     done = run(*words)
     assert done.exit_code == 0, done.output
@@ -281,9 +290,12 @@ def test_tune_ends_with_its_answer_and_a_line_that_works(tmp_path: Path, monkeyp
     assert use == "Use it, also with run and serve:"
     assert not list(tmp_path.iterdir())
     config = json.loads(shlex.split(line)[-1])
-    assert run("generate", "x = ", "-m", SMALL, "-n", "2", "--speculative-config", json.dumps(config)).exit_code == 0
+    assert (
+        run("generate", "x = ", "-m", "builtin:code", "-n", "2", "--speculative-config", json.dumps(config)).exit_code
+        == 0
+    )
     before = done.stdout.partition(answer)[0]
-    assert re.search(r"\n  outrider export '\{.*\}' -m " + SMALL, before)
+    assert re.search(r"\n  outrider export '\{.*\}' -m builtin:code", before)
     assert "llama.cpp" not in done.stdout
     assert "is right as often at half the cost of draft_model would" in before
     done = run(*words, "--export", "--out", "kept.json")
