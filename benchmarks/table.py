@@ -47,7 +47,7 @@ def machine_lines(result: dict[str, Any]) -> str:
         f"{m['system']}",
         f"- Python {m['python']}, torch {m['torch']}, transformers {m['transformers']}, outrider {m['outrider']} at commit "
         f"{m['commit']}, {m['date']}",
-        f"- `{result['command']}`",
+        *([f"- `{result['command']}`"] if "command" in result else []),
     ]
     if read:
         lines.insert(1, f"- reads {read['one']} GB/s on one core, {read['all']} on all ({read['how']})")

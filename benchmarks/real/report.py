@@ -193,7 +193,7 @@ def short(made: dict[str, Any]) -> str:
     head = [
         "",
         "llama.cpp",
-        *(["llama.cpp, best with the draft"] if peers else []),
+        *([f"llama.cpp, {' and '.join(p.removeprefix(f'{LLAMA} ') for p in peers)}"] if peers else []),
         *(f"outrider, {c}" for c in columns[1:]),
     ]
     body = list[list[str]]()

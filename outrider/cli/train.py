@@ -35,7 +35,8 @@ def train(
     with readable(debug):
         if method not in TRAINED:
             raise ValueError(
-                f"outrider trains heads of the kinds {', '.join(TRAINED)}, not {method!r}; write: outrider train {TRAINED[0]}"
+                f"outrider trains heads of the kinds {', '.join(TRAINED)}, not {method!r}; write: outrider train {TRAINED[0]} "
+                "-m MODEL -o HEAD"
             )
         with loading(model):
             from outrider.engine.llm import LLM

@@ -303,7 +303,7 @@ def head_to_begin_with(method: str, folder: str, target: Loaded) -> Any:
     if opened.kind != method:
         raise ValueError(
             f"{opened.path} is a head of the kind {opened.kind!r}, and this run trains {method!r}; write: outrider train "
-            f"{opened.kind if opened.kind in METHODS else EAGLE3}, or leave out --from"
+            f"{opened.kind if opened.kind in METHODS else EAGLE3} -m {target.name} -o HEAD --from {folder}, or leave out --from"
         )
     return METHODS[method].read(opened, target)
 

@@ -81,7 +81,7 @@ def rewrite_reason(head: HeadFolder, engine: str) -> str:
 def refusal(head: HeadFolder, engine: str) -> str:
     """Why an engine runs no head of this kind; "" if it does."""
     if head.kind == EAGLE1 and engine in ("llama.cpp", "trt-llm"):
-        return "heads of EAGLE-1: this engine runs EAGLE-3 only; train one: outrider train eagle3"
+        return "heads of EAGLE-1: this engine runs EAGLE-3 only; train one: outrider train eagle3 -m MODEL -o HEAD"
     if head.kind in (DFLASH, DSPARK) and engine == "sglang" and head.speculators:
         return (
             f"{head.kind}: SGLang reads the flat layout of z-lab or DeepSpec, and this folder has that of speculators; "
