@@ -194,7 +194,7 @@ class ForeignEngine:
 def _missing(methods: Sequence[str]) -> str:
     """Why an engine does not run these methods."""
     if [*methods] == [AUTO]:
-        return "auto: this engine has no such method; `outrider tune` prints the best single one as a line of `outrider export`"
+        return "auto: this engine has no such method, and outrider tune prints the best single one as a line of outrider export"
     why = "this engine has no such method"
     if len(methods) > 1:
         why = "this engine does not run these together; export the one that matters most"
