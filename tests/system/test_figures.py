@@ -105,6 +105,10 @@ FACTS: dict[str, tuple[Callable[[], str], dict[str, str]]] = {
         lambda: file_size("qwen2.5-coder-0.5b.gguf"),
         {"docs/guides/gguf.md": r"[\d,]+ and (\d+) MB", "docs/guides/memory.md": r"0\.5B-Instruct, Q4_K_M \| ([\d,]+)"},
     ),
+    "gigabytes of make": (
+        lambda: "2.4",  # measured: du -s .venv
+        {"README.md": r"tests: (\d\.\d) GB", "docs/guides/operate.md": r"`make install` takes (\d\.\d) GB"},
+    ),
     "prose with auto": (
         lambda: speedup("talk"),
         {

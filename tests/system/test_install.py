@@ -123,7 +123,7 @@ class Shell:
         try:
             for language, text in every:
                 if language == "python":
-                    (self.place / "snippet.py").write_text(text)
+                    (self.place / "snippet.py").write_text(text)  # beside the clone, whose name is that of the package
                     self.run(f"python {self.place / 'snippet.py'}")
                     continue
                 for line in lines(text):
