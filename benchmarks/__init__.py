@@ -24,6 +24,7 @@ python -m benchmarks.instruction_sets  whole texts over instruction sets and thr
 python -m benchmarks.instructions    instructions for a weight of the kernels for ARM: a count, not a speed
 python -m benchmarks.libraries OLD.so NEW.so  two builds of the kernels against each other
 python -m benchmarks.commits         two checkouts against each other: did a change make anything slower
+python -m benchmarks.schemas         speed under a JSON schema, also beside another checkout
 python -m benchmarks.serve           load on a server: throughput and latency by concurrency
 python -m benchmarks.serve_soak      a server under clients that behave badly, for ten minutes
 python -m benchmarks.handover.parsers exported command lines, by the parsers of other engines
