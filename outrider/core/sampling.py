@@ -38,6 +38,10 @@ class TokenMask(Protocol):
         draft tokens, which may be rejected."""
         ...
 
+    def legal_prefix(self, tokens: Sequence[int], start: int, extra: Sequence[int]) -> int:
+        """How many of the draft tokens `extra`, from the first one on, may follow `tokens[start:]`."""
+        ...
+
     def forced_tokens(self, tokens: Sequence[int], start: int) -> list[int]:
         """Tokens to draft after `tokens[start:]`, because the grammar leaves no other text there; may be empty."""
         ...

@@ -244,14 +244,14 @@ class Service:
                 return Grammar.regex(own.regex)
             if own.choice is not None:
                 return Grammar.choice(own.choice)
-            return Grammar.json() if own.json_ is None else Grammar.schema(own.json_)
+            return Grammar.schema() if own.json_ is None else Grammar.schema(own.json_)
         assert form is not None
         given = form.json_schema.schema_ if form.json_schema else None
         if form.type == "json_schema" and given is None:
             raise ValueError(
                 'response_format is {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
             )
-        return Grammar.json() if given is None else Grammar.schema(given)
+        return Grammar.schema() if given is None else Grammar.schema(given)
 
 
 def _continued(

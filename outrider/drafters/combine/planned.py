@@ -26,8 +26,6 @@ from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, TargetPas
 from outrider.drafters.combine.merge import NodeList, Proposal, SharedTaps, join, own_commit
 from outrider.drafters.method import NONE, PREDICTION
 
-MASK_SECONDS = 0.02  # for the masks of one text's draft in a step
-
 
 class PlannedDrafter(BaseDrafter):
     """Drafters by name, under a planner.
@@ -372,17 +370,13 @@ def cut(made: Proposal, kept: Sequence[int]) -> Proposal:
 
 
 def legal(context: DraftContext, b: int, nodes: NodeList, kept: Sequence[int]) -> list[int]:
-    """Those of the kept nodes of entry b that its grammar allows, by index. A node goes with its parent.
-
-    Slow masks end the search after MASK_SECONDS, since all texts wait for it.
-    """
-    history, paths, until = context.warp.histories[b], {0: list[int]()}, perf_counter() + MASK_SECONDS
+    """Those of the kept nodes of entry b that its grammar allows, by index. A node goes with its parent."""
+    history, paths = context.warp.histories[b], {0: list[int]()}
     assert history.mask is not None
     for n in kept:
-        if perf_counter() > until:
-            break
         token, parent = nodes[n]
-        path = paths.get(parent)
-        if path is not None and history.mask.allowed(history.tokens, history.prompt_length, path)[token]:
-            paths[n] = [*path, token]
+        if parent in paths:
+            path = [*paths[parent], token]
+            if history.mask.legal_prefix(history.tokens, history.prompt_length, path) == len(path):
+                paths[n] = path
     return [*paths][1:]

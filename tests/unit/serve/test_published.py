@@ -309,7 +309,7 @@ def same(value: Any) -> Any:
         return [same(each) for each in value]
     if not isinstance(value, dict):
         return value
-    own = ("text_offset", "id", "created", "created_at", "completed_at", "metrics", "call_id", "signature", "item_id")
+    own = ("id", "created", "created_at", "completed_at", "metrics", "call_id", "signature", "item_id")
     return {k: same(v) for k, v in value.items() if k not in own and not k.endswith("_duration")}
 
 
@@ -395,7 +395,7 @@ def requests(draw: st.DrawFn) -> tuple[str, Json]:
     temperature = draw(st.sampled_from([0, 0.9]))
     stops = draw(st.sampled_from([None, ["\n"], ["e", "return"]]))
     tools = draw(st.sampled_from([None, None, "auto", "required"]))
-    form = draw(st.sampled_from([None, None, THOUGHT, "(ab|c){2,9}"])) if tools is None else None
+    form = draw(st.sampled_from([None, None, THOUGHT, "(ab|é|🦜){2,9}"])) if tools is None else None
     if path.startswith("/api/"):
         options = {"num_predict": limit, "seed": seed, "temperature": temperature, "stop": stops or []}
         body: Json = {"model": "code", "options": options}
@@ -414,7 +414,7 @@ def requests(draw: st.DrawFn) -> tuple[str, Json]:
     body |= {"stop": stops} if stops else {}
     scores = draw(st.sampled_from([None, 0, 2]))
     if path == "/v1/completions":
-        body |= {"prompt": draw(st.sampled_from(["def f(", ["x =", "y ="]])), "echo": draw(st.booleans())}
+        body |= {"prompt": draw(st.sampled_from(["def f(", "🦜🦜", ["x =", "y ="]])), "echo": draw(st.booleans())}
         body |= {"max_tokens": limit, "n": draw(st.integers(1, 2)), "stream_options": {"include_usage": True}}
         return path, body | ({} if scores is None else {"logprobs": scores})
     if path == "/v1/responses":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -42,6 +43,10 @@ class EveryThird:
     def allowed(self, tokens: Sequence[int], start: int, extra: Sequence[int]) -> Tensor:
         last = extra[-1] if extra else tokens[-1]
         return (torch.arange(128) + last) % 3 != 0
+
+    def legal_prefix(self, tokens: Sequence[int], start: int, extra: Sequence[int]) -> int:
+        legal = (self.allowed(tokens, start, extra[:n])[token] for n, token in enumerate(extra))
+        return len(list(itertools.takewhile(bool, legal)))
 
     def forced_tokens(self, tokens: Sequence[int], start: int) -> list[int]:
         return []
