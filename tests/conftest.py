@@ -49,10 +49,16 @@ def _clients() -> Iterator[None]:
 
     They wait long, where a busy machine would miss the five seconds of httpx."""
     made = ssl.create_default_context
-    known = cache(lambda: made(cafile=certifi.where()))
+    known = cache(made)
+    usual = [{"cafile": certifi.where()}]  # and what the environment names in its place
+    usual += [
+        {k: os.environ[name]}
+        for k, name in (("cafile", "SSL_CERT_FILE"), ("capath", "SSL_CERT_DIR"))
+        if name in os.environ
+    ]
 
     def create(*given: Any, **named: Any) -> ssl.SSLContext:
-        return known() if not given and named == {"cafile": certifi.where()} else made(*given, **named)
+        return known(**named) if not given and named in usual else made(*given, **named)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", create)
