@@ -140,12 +140,13 @@ BODIES = {
     "/tokenize": {"model": "code", "messages": CHAT_COMPLETION["messages"], "return_token_strs": True},
     "/detokenize": {"model": "code", "tokens": [1, 2, 3]},
 }
+WINDOW = 128  # tokens: a body that lost its limit is answered soon
 COUNTS = [150, pytest.param(1500, marks=pytest.mark.long)]  # bodies of a route
 
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    with serving(builtin(), ServeOptions(model="code", request_timeout=20)) as found:
+    with serving(builtin(max_model_len=WINDOW), ServeOptions(model="code", request_timeout=20)) as found:
         yield found
 
 
@@ -194,7 +195,7 @@ def test_a_changed_line_of_a_batch_is_answered_or_refused_in_its_form(count: int
         if isinstance(body := changed(path, seed), dict)
     ]
     bad, answered = list[str](), 0
-    with BatchAnswerer(BatchOptions(model="builtin:code", served_model_name="code")) as answerer:
+    with BatchAnswerer(BatchOptions(model="builtin:code", served_model_name="code", max_model_len=WINDOW)) as answerer:
         for line, row in answerer.answers(lines):
             found = row["response"]
             answered += found["status_code"] == 200
