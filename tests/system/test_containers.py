@@ -210,11 +210,13 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("where", COMMANDS)
-def test_what_the_image_holds_starts_its_command(where: str, image: Path) -> None:
-    own = {"8000": "0", "0.0.0.0": "127.0.0.1"}
+def test_what_the_image_holds_starts_the_commands(image: Path) -> None:
+    """One start with the options of the image, of compose and of the pod."""
+    assert {tuple(words[:2]) for words in COMMANDS.values()} == {("serve", "builtin:code")}
+    options = {k: v for words in COMMANDS.values() for k, v in zip(words[2::2], words[3::2], strict=True)}
+    options |= {"--port": "0", "--host": "127.0.0.1"}
     environment = {"PATH": f"{image}/venv/bin:{os.environ['PATH']}", "HOME": str(image / "home/outrider")}
-    command = ["outrider", *(own.get(word, word) for word in COMMANDS[where])]
+    command = ["outrider", "serve", "builtin:code", *(word for pair in options.items() for word in pair)]
     with subprocess.Popen(
         command, cwd=image, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as server:
