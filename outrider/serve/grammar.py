@@ -218,7 +218,8 @@ def _checked(text: str) -> dict[str, Any]:
                 del part[name]
         if part.get("minimum") == -(1 << 63):  # llguidance takes the next one that a float holds
             part["minimum"] = 1024 - (1 << 63)
-        for pattern in (part.get("pattern"), *(part.get("patternProperties") or ())):
+        names = part.get("patternProperties")
+        for pattern in (part.get("pattern"), *(names if isinstance(names, dict) else ())):
             if isinstance(pattern, str):
                 _check_classes(pattern)
         least, required = part.get("minProperties"), part.get("required")

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -350,6 +351,22 @@ def test_what_cannot_be_enforced_says_why(grammars: Grammars, make: Callable[[],
     with pytest.raises(ValueError, match=words) as refused:
         grammars.compiled(make())
     assert "x-guidance" not in str(refused.value)
+
+
+WORDS = """
+    type enum const properties required additionalProperties patternProperties minProperties maxProperties items prefixItems
+    minItems maxItems uniqueItems minLength maxLength pattern format minimum maximum exclusiveMinimum exclusiveMaximum multipleOf
+    anyOf allOf oneOf $ref $defs definitions $schema $id $anchor title description default examples propertyNames x-guidance
+"""
+
+
+@pytest.mark.parametrize("word", WORDS.split())
+def test_a_value_of_a_wrong_type_is_refused_or_a_note(grammars: Grammars, word: str) -> None:
+    for value in (None, True, 0, -1, 2.5, 1 << 70, "", "x", "\ud83d", [], [1], [None], {}, {"a": 1}, {"a": {"a": []}}):
+        for schema in ({word: value}, {"type": "object", "properties": {"a": {word: value, "type": "string"}}}):
+            for make in (lambda s=schema: Grammar.schema(s), lambda s=schema: Grammar.tools("start: @s0", [s])):
+                with suppress(ValueError):
+                    grammars.compiled(make())
 
 
 @pytest.mark.parametrize("pattern", SLOW)
