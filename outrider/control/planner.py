@@ -190,7 +190,7 @@ class _Try:
 class _Speed:
     """Tokens of a text, and the plain steps that they took. written: all of its tokens. looked: what lookups lately were worth.
     misses: those in a row that found nothing. pause: steps until they are asked again. rest: steps until anything is weighed
-    again. calm: plans in a row with nothing in them."""
+    again. calm: plans in a row with nothing in them. forced: a grammar may leave no choice, and lookups tell."""
 
     tokens: float = 0.0
     steps: float = 0.0
@@ -200,6 +200,7 @@ class _Speed:
     pause: int = 0
     rest: int = 0
     calm: int = 0
+    forced: bool = False
 
 
 class Planner:
@@ -285,9 +286,12 @@ class Planner:
         for belief in (*self.models.values(), *self.lookups.values()):
             belief.release(slot)
 
-    def asks_lookups(self, slot: int) -> bool:
-        """Whether lookups are asked for this sequence: not in every step, while they are worth less than the time they take."""
+    def asks_lookups(self, slot: int, forced: bool = False) -> bool:
+        """Whether lookups are asked for this sequence: not in every step, while they are worth less than the time they take.
+
+        forced: they also tell what a grammar leaves no choice about, so they are asked in every step."""
         speed = self._speeds.setdefault(slot, _Speed())
+        speed.forced = forced
         return self.lengths is not None or speed.pause == 0
 
     # -- plans ----------------------------------------------------------------------------------------------------------
@@ -525,7 +529,9 @@ class Planner:
         least = _WORTH * cost * max(speed.tokens / max(speed.steps, 1e-9), 1.0)
         speed.looked += _LOOKED * (worth - speed.looked)
         speed.misses = speed.misses + 1 if worth < least else 0
-        speed.pause = min(2**speed.misses - 1, int(_RARELY * cost), _LONGEST) if speed.looked < least else 0
+        speed.pause = (
+            min(2**speed.misses - 1, int(_RARELY * cost), _LONGEST) if speed.looked < least and not speed.forced else 0
+        )
 
     def _rest(self, slot: int, speed: _Speed, note: PlanNote) -> int:
         """Steps without a plan, after one that verified nothing: more each time, but lookups are not kept waiting."""

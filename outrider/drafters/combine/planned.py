@@ -191,7 +191,9 @@ class PlannedDrafter(BaseDrafter):
         asking = {
             b: budget
             for b, (slot, budget) in enumerate(zip(context.slots, context.budgets, strict=True))
-            if budget.max_nodes and budget.depth and self.planner.asks_lookups(slot)
+            if budget.max_nodes
+            and budget.depth
+            and self.planner.asks_lookups(slot, context.warp.histories[b].mask is not None)
         }
         for name in self.lookups:
             own = {b: budget for b, budget in asking.items() if name in self.of_slot(context.slots[b])}

@@ -340,6 +340,16 @@ def test_lookups_that_never_find_anything_rest_where_asking_costs() -> None:
     assert asks == 199, "they are asked in every step where that takes no time"
 
 
+def test_lookups_tell_what_a_grammar_forces_in_every_step() -> None:
+    """They never rest where a grammar may leave one text only, whatever they brought so far."""
+    own, asks = planner(level=2.0), 0
+    for written in range(1, 100):
+        asks += own.asks_lookups(0, forced=True)
+        one = replace(view(0, written, 300), offers={"suffix": offer(0)})
+        own.observe(step([note(own.plan([one])[0], one)], [0], 1.0, 0.15))
+    assert asks == 99
+
+
 def test_a_draft_that_gains_less_than_its_plan_takes_is_not_made() -> None:
     """What is around a drafter's own call, Python above all, is time that a step without a plan does not take."""
     asked = dict[float, int]()
