@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from outrider import LLM, SamplingParams
-from outrider.control import Fixed
+from outrider.control import CostModel, Costs, Fixed
 from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.types import Budget
@@ -140,6 +140,10 @@ def test_what_a_grammar_leaves_no_choice_about_costs_few_steps_of_a_server() -> 
     texts = ["The quick brown fox jumps over the lazy dog, then it sleeps in the sun. " * 2 + "[ab]"]
     texts.append(json.dumps({"name": NAMES, "note": "a text that nobody has to choose", "numbers": [[12, 34], [56]]}))
     with serving(llm, options) as live:
+        planner = live.service.engine.roster.planner  # costs of a busy machine could hold drafts back
+        plain = planner.costs.forward(1)
+        planner.costs = Costs(CostModel({}, {1: plain, 16: 1.5 * plain}))
+        planner.costs.observe_forward = planner.costs.observe_draft = lambda *seconds: None  # type: ignore[method-assign]
         for form in ({"regex": texts[0]}, {"choice": texts[1:]}):
             ways = [body | {"structured_outputs": form, "method": method} for method in ("none", None)]
             plain, drafted = (httpx.post(live.url + "/v1/completions", json=way).json() for way in ways)
