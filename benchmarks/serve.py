@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -182,11 +183,12 @@ def summary(samples: list[Sample], seconds: float, grown: dict[str, float]) -> d
 
 
 @contextmanager
-def own_server(model: str, *more: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """`outrider serve MODEL` with further options, on a free port: its address and its process. Raises RuntimeError if it does
-    not start."""
+def own_server(model: str, *more: str, checkout: Path = ROOT) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """`outrider serve MODEL` with further options, on a free port: its address and its process. checkout: of the repository,
+    whose code runs. Raises RuntimeError if it does not start."""
     command = [sys.executable, "-m", "outrider", "serve", model, "--port", "0", *more]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    env = os.environ | {"PYTHONPATH": str(checkout)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=checkout, env=env) as process:
         try:
             assert process.stdout is not None
             urls = (line.split()[2] for line in process.stdout if line.startswith("curl"))
