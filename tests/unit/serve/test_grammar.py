@@ -131,13 +131,15 @@ def test_what_a_grammar_leaves_no_choice_about_is_drafted(llm: LLM, grammars: Gr
     assert 3 * steps < 2 * len(plain)
 
 
-def test_what_a_grammar_leaves_no_choice_about_costs_few_steps_of_a_server() -> None:
-    """By default: drafts are proposed and accepted, and the tokens are plain decoding's."""
-    options = ServeOptions(model="code")
-    assert options.speculative_config == {"method": "auto"}
+@pytest.mark.parametrize("method", ["auto", "suffix"])
+def test_what_a_grammar_leaves_no_choice_about_costs_few_steps_of_a_server(method: str) -> None:
+    """By default, and with lookups alone, which can only know it from the grammar. The tokens are plain decoding's."""
+    options = ServeOptions(model="code", speculative_config={"method": method})
+    assert ServeOptions(model="code").speculative_config == {"method": "auto"}
     llm = LLM("builtin:code", speculative_config=options.speculative_config, max_num_seqs=1)
     body = {"prompt": "x = ", "max_tokens": 200, "temperature": 0, "return_token_ids": True}
-    texts = ["The quick brown fox jumps over the lazy dog, then it sleeps in the sun. " * 2 + "[ab]"]
+    letters = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz", k=160))  # which no drafter guesses
+    texts = [f"{letters}[ab]"]
     texts.append(json.dumps({"name": NAMES, "note": "a text that nobody has to choose", "numbers": [[12, 34], [56]]}))
     with serving(llm, options) as live:
         planner = live.service.engine.roster.planner  # costs of a busy machine could hold drafts back
@@ -149,8 +151,7 @@ def test_what_a_grammar_leaves_no_choice_about_costs_few_steps_of_a_server() -> 
             plain, drafted = (httpx.post(live.url + "/v1/completions", json=way).json() for way in ways)
             assert plain["choices"][0]["token_ids"] == drafted["choices"][0]["token_ids"]
             counts, written = drafted["metrics"]["speculative_decoding"], drafted["usage"]["completion_tokens"]
-            assert 2 * counts["num_spec_steps"] < written
-            assert 2 * counts["num_accepted_draft_tokens"] > written
+            assert counts["num_spec_steps"] < 0.75 * written
 
 
 def test_illegal_drafts_are_cut_with_what_hangs_on_them(llm: LLM, grammars: Grammars) -> None:
