@@ -14,8 +14,9 @@ python -m benchmarks.decode          tokens/s of methods and peers, interleaved
 python -m benchmarks.workloads       every drafter on code, prose and edits
 python -m benchmarks.trees           trees against chains at equal node count
 python -m benchmarks.draft_vocab     precision and head of a draft model: what they cost and are worth
-python -m benchmarks.traces          records what drafters would propose; the priors that ship
+python -m benchmarks.traces          records what drafters would propose
 python -m benchmarks.replays         `auto` without a clock: recorded texts on tables of seconds
+python -m benchmarks.around          the time around a draft: what a step takes beside its forwards
 python -m benchmarks.never_slower    the planner with drafters that cannot help
 python -m benchmarks.tuned           what tune chooses, against a long race of the best settings
 python -m benchmarks.edits           edits of real files: what the text itself foretells
@@ -25,6 +26,7 @@ python -m benchmarks.instructions    instructions for a weight of the kernels fo
 python -m benchmarks.libraries OLD.so NEW.so  two builds of the kernels against each other
 python -m benchmarks.commits         two checkouts against each other: did a change make anything slower
 python -m benchmarks.schemas         speed under a JSON schema, also beside another checkout
+python -m benchmarks.clients         a default server for one or several clients at once, over its own plain decoding
 python -m benchmarks.serve           load on a server: throughput and latency by concurrency
 python -m benchmarks.serve_soak      a server under clients that behave badly, for ten minutes
 python -m benchmarks.handover.parsers exported command lines, by the parsers of other engines

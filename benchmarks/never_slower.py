@@ -59,8 +59,8 @@ def measure(
     prompt = target.tokenizer(PROMPT)["input_ids"]
     plain = Decoder(target.model, NoDraft(), rows=1, max_length=LENGTH)
     drafter = make(1)
-    planner = Planner(LIMIT, Costs(measure_costs(target.model, {"draft": drafter}, {})), {"draft": "small"})
-    drafting = PlannedDrafter({"draft": drafter}, planner, target.model.vocab_size)
+    planner = Planner(LIMIT, Costs(measure_costs(target.model, {"draft": drafter}, {})))
+    drafting = PlannedDrafter({"draft": drafter}, planner, target.model.vocab_size, trusted=["draft"])
     fast = Decoder(target.model, drafting, controller=planner, rows=1, max_length=LENGTH)
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
     interleave({"plain": TimedRun(plain, Request(0, prompt, replace(params, max_tokens=STRETCH)))})

@@ -21,17 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS, headline
+from benchmarks.baselines import MovingAverage, Small
 from benchmarks.recorded_texts import read
 from benchmarks.report import markdown
 from outrider.control import CostModel, DraftCost, Planner
 from outrider.drafters.method import METHODS
-from outrider.drafters.registry import chain_kind
 from outrider.lab.tune.recorded import RecordedText
 from outrider.lab.tune.replay import Machine, Played, auto, fixed, plain_seconds
 
 TRACES = Path(__file__).resolve().parents[1] / "tests" / "data" / "traces"
-LOOKUP = 3e-4
-"""Seconds that the lookups of a step take."""
 
 
 def _table(plain: float, sizes: dict[int, float], drafter: str, cost: DraftCost) -> CostModel:
@@ -62,15 +60,13 @@ class Replays:
         self.names = list(texts[0].drafts)
         self.lookups = [name for name in self.names if METHODS[name].cost == "lookup"]
         self.models = [name for name in self.names if name not in self.lookups]
-        self.kinds = {name: chain_kind(name, 0.3) for name in self.models}
 
     def planner(self) -> Planner:
-        return auto(self.costs, kinds=self.kinds)
+        return auto(self.costs)
 
     def server(self, names: Sequence[str], own: Planner, texts: Sequence[RecordedText]) -> list[Played]:
         """All texts through one planner."""
-        lookup = LOOKUP if set(names) & set(self.lookups) else 0.0
-        machine = Machine(self.costs, own, names, self.lookups, lookup=lookup, jitter=self.jitter, seed=3)
+        machine = Machine(self.costs, own, names, self.lookups, jitter=self.jitter, seed=3)
         return machine.write(texts)
 
     def first(self, names: Sequence[str], make: Callable[[], Planner]) -> list[Played]:
@@ -90,6 +86,10 @@ class Replays:
         random.Random(5).shuffle(mixed)
         for order, texts in (("", self.texts), (", reversed", self.texts[::-1]), (", mixed", mixed)):
             found[f"auto, server{order}"] = self.server(self.names, self.planner(), texts)
+        for name, make in (("moving average", MovingAverage), ("small rules", Small)):
+            found[f"{name}, first request"] = [make(self.costs).write(text, self.names) for text in self.texts]
+            own = make(self.costs)
+            found[f"{name}, server, mixed"] = [own.write(text, self.names) for text in mixed]
         return {**found, "oracle": oracle_texts(self.texts, self.costs, self.models, self.lookups)}
 
 
@@ -156,16 +156,20 @@ def table(records: Sequence[dict[str, Any]]) -> str:
         "auto, first request",
         "auto, server",
         "worst text",
+        "small rules",
+        "moving average",
         "best single setting",
         "share of the oracle",
     ]
     body = list[list[str]]()
     for record in records:
         by = {r["setting"]: r for r in record["settings"]}
-        single = max((r for n, r in by.items() if not n.startswith(("auto", "oracle"))), key=lambda r: r["all"])
+        simple = ("auto", "oracle", "moving average", "small rules")
+        single = max((r for n, r in by.items() if not n.startswith(simple)), key=lambda r: r["all"])
         first, server = by["auto, first request"], min(r["all"] for n, r in by.items() if n.startswith("auto, server"))
         body.append(
             [record["machine"], f"{record['temperature']:g}", f"{first['all']:.2f}", f"{server:.2f}", f"{first['worst']:.2f}",
+             *(f"{by[f'{n}, first request']['all']:.2f}, {by[f'{n}, server, mixed']['all']:.2f}" for n in simple[:1:-1]),
              f"{single['all']:.2f} ({single['setting']})", f"{first['all'] / by['oracle']['all']:.2f}"]
         )  # fmt: skip
     return markdown(head, body)

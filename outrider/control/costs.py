@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, field, replace
-from functools import lru_cache
-from itertools import accumulate
 
 from pydantic import TypeAdapter, ValidationError
 
 from outrider.core.interpolate import interpolate
 from outrider.core.suggest import faults
 
-# Nodes between which a forward's seconds are straight lines.
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-_BASE = 4  # the curve is corrected at its powers: few places have little noise
-_WEIGHT = 12.0  # steps that a correction of the pace is the mean of
-_SHAPE = 24.0  # and a correction of the curve
-_PART = 0.25  # weight of a step over several nodes in the pace: the curve may explain it
-_DOUBT = 2.0  # steps that the measurement counts for
-_GROSS = 0.8  # bound on the logarithm of seconds taken over seconds believed: a machine pauses now and then
-_FASTER, _ENOUGH = 0.8, 48  # the pace from which a measurement is wrong, and the steps that prove it
-_UNKNOWN = (0.02, 0.1, 0.05)  # first, level and read of a drafter that was not measured, in plain steps
+RATE = 0.05  # of all moving averages. [half, double] cost so many hundredths in `benchmarks.replays`: [0.1, 1.2; -0.4, 1.8]
+GROSS = 0.8  # bound on the logarithm of seconds taken over seconds believed: a machine pauses now and then. 0.4, 1.6 cost 0.0
+MOST = 256  # nodes of a step up to which costs bend
 
 
 @dataclass(frozen=True)
@@ -58,15 +48,6 @@ class CostModel:
     def forward(self, nodes: int) -> float:
         """Seconds of a step without its draft."""
         return interpolate(self.target, nodes)
-
-    def attending(self, behind: float) -> float:
-        """Seconds that so many tokens of text behind it add to a node."""
-        return self.attention * tokens_read(self.windows, behind)
-
-    def draft(self, name: str, levels: int) -> float:
-        """Seconds of a draft for one sequence; 0 without levels, and for a drafter that costs nothing."""
-        cost = self.drafters.get(name)
-        return 0.0 if cost is None or not levels else cost.seconds(levels)
 
     def faster(self, other: CostModel) -> CostModel:
         """The faster of two measurements, size by size: other programs can only slow a step down."""
@@ -103,38 +84,22 @@ def tokens_read(windows: Mapping[int, int], behind: float) -> float:
     return sum(count * min(behind, window or behind) for window, count in windows.items()) / max(layers, 1)
 
 
-class Correction:
-    """A running mean of logarithms: seconds taken over seconds believed."""
-
-    def __init__(self) -> None:
-        self.log, self.factor, self.weight = 0.0, 1.0, _DOUBT
-
-    def learn(self, ratio: float, sure: bool = True) -> None:
-        """ratio: seconds taken over seconds believed, this correction included. sure: nothing else can explain it."""
-        if sure:
-            self.weight = min(self.weight + 1, _WEIGHT)
-        rate = 1 / self.weight if sure else _PART / _WEIGHT
-        self.log += rate * min(max(math.log(max(ratio, 1e-9)), -_GROSS), _GROSS)
-        self.factor = math.exp(self.log)
-
-
 class Costs:
     """The costs of a cost model, corrected by what steps take.
 
-    The target has a pace, which all its steps share, and a curve over nodes. Each drafter has a pace of its own.
-
-    keep: is called once with the corrected costs if steps or drafts are much faster than the measurement: another program ran
-    then. A machine that is slow now is no reason to forget what it can do.
+    All steps of the target share a pace, and steps of 4, 16, 64 and 256 nodes have a correction of their own; between them it is
+    interpolated. A drafter has a pace for each power of two of the sequences that it drafts for.
     """
 
-    def __init__(self, model: CostModel, keep: Callable[[CostModel], None] | None = None) -> None:
-        self.model, self._keep, self._steps = model, keep, 0
-        self._behind = self._attention = 0.0  # seconds that the text behind it adds to a node
-        self._base = [model.forward(n) for n in SIZES]
-        self._curve = list(self._base)
-        self._logs, self._seen = [0.0] * 5, [0.0] * 5  # corrections at 1, 4, 16, 64 and 256 nodes
-        self.pace = Correction()
-        self.paces: dict[str, Correction] = {}
+    def __init__(self, model: CostModel) -> None:
+        self.model, self.behind = model, 0.0
+        self._base = [model.forward(max(n, 1)) for n in range(MOST + 1)]
+        self._logs, self._seen = [0.0] * 5, [0.0] * 5  # corrections at 1, 4, 16, 64 and 256 nodes, and their steps
+        self._paces = {("", 1): (0.0, 0.0)}  # corrections of the target and of drafters, and steps
+        self._pace, self._bent = (
+            1.0,
+            list[float](),
+        )  # that of the target; seconds by nodes, corrected, as far as asked for
 
     @property
     def behind(self) -> float:
@@ -143,115 +108,93 @@ class Costs:
 
     @behind.setter
     def behind(self, tokens: float) -> None:
-        self._behind, self._attention = tokens, self.model.attending(tokens)
+        self._behind = tokens
+        self._attention = self.model.attention * tokens_read(self.model.windows, tokens)
 
     def forward(self, nodes: float) -> float:
         """Seconds of a step without its draft, over so many nodes of all its sequences."""
-        at, share = _between(nodes)
-        low = self._curve[at]
-        return self.pace.factor * (low + share * (self._curve[at + 1] - low) + self._attention * nodes)
+        return self.forwards(nodes, 1)[0]
 
-    def more(self, nodes: float, count: int) -> list[float]:
-        """Seconds that 1, 2, ... `count` further nodes add to a step over `nodes`."""
-        at, share = _between(nodes)
-        last = len(SIZES) - 2
-        slopes = list[float]()
-        while len(slopes) < count:
-            width = SIZES[at + 1] - SIZES[at]
-            slope = (self._curve[at + 1] - self._curve[at]) / width + self._attention
-            room = count if at == last else max(round((1 - share) * width), 1)
-            slopes += [slope] * min(room, count - len(slopes))
-            at, share = min(at + 1, last), 0.0
-        factor = self.pace.factor
-        return [factor * seconds for seconds in accumulate(slopes)]
+    def forwards(self, nodes: float, count: int) -> list[float]:
+        """`forward` of so many nodes, of one more, and so on: `count` of them."""
+        first, last, logs, bent = round(nodes), round(nodes) + count, self._logs, self._bent
+        for n in range(len(bent), last):
+            at, share = _PLACES[min(n, MOST)]
+            own = self._base[min(n, MOST)] * max(n / MOST, 1.0)
+            bent.append(own * math.exp(logs[at] + share * (logs[at + 1] - logs[at])))
+        pace, attention = self._pace, self._attention
+        return [pace * (seconds + attention * n) for n, seconds in enumerate(bent[first:last], first)]
+
+    def call(self, name: str, rows: int) -> tuple[float, float]:
+        """Seconds of a draft of one level for so many sequences together, and of each level more. Before it was seen for so many,
+        it is thought to slow down as the target does."""
+        together = self.forward(rows) / self.forward(1) if rows > 1 else 1.0
+        factor, cost = self._factor(name, rows) * together, self._cost(name)
+        return factor * (cost.first + cost.level), factor * cost.level
 
     def draft(self, name: str, rows: int, levels: float) -> float:
         """Seconds of a draft of so many levels for so many sequences together."""
-        if not rows or not levels:
-            return 0.0
-        return self._pace(name) * self._together(rows) * self._cost(name).seconds(levels)
+        first, level = self.call(name, rows)
+        return first + level * (levels - 1) if levels else 0.0
 
     def reading(self, name: str, tokens: int) -> float:
         """Seconds in which a drafter reads tokens that it has missed."""
-        return self._pace(name) * self._cost(name).read * tokens if tokens > 0 else 0.0
+        return self._factor(name, 1) * self._cost(name).read * tokens if tokens > 0 else 0.0
 
     def observe_forward(self, nodes: int, seconds: float) -> None:
         """A step over so many nodes took so long without its draft."""
         if seconds <= 0:
             return
-        self._steps += 1
-        if self._keep is not None and self._steps % _ENOUGH == 0 and min(self.drift.values()) < _FASTER:
-            self._keep(self._corrected().faster(self.model))
-            self._keep = None
         ratio = seconds / self.forward(nodes)
-        self.pace.learn(ratio, nodes == 1)
-        if nodes == 1:
-            return  # the curve at one node is the pace
-        log, (at, share) = min(max(math.log(ratio), -_GROSS), _GROSS), _power(nodes)
+        at, share = _PLACES[min(nodes, MOST)]
+        self._learn(("", 1), ratio, 1.0 if nodes == 1 else 0.25)  # the curve may explain a step over several nodes
+        self._pace = self._factor("", 1)
         for place, part in ((at, 1 - share), (at + 1, share)):
-            if place and part > 0:
-                self._seen[place] = min(self._seen[place] + part, _SHAPE)
-                self._logs[place] += part * log / (self._seen[place] + _DOUBT)
-        logs = self._logs
-        self._curve = [
-            seconds * math.exp(logs[at] + share * (logs[at + 1] - logs[at]))
-            for seconds, (at, share) in zip(self._base, _PLACES, strict=True)
-        ]
+            if place and part:  # the curve at one node is the pace
+                self._seen[place] += part
+                self._logs[place] += part * max(RATE, 1 / (self._seen[place] + 2)) * _bounded(ratio)
+                self._bent.clear()
 
     def observe_draft(self, name: str, rows: int, levels: int, read: int, seconds: float) -> None:
         """A draft of so many levels took so long, with the reading of so many missed tokens before it."""
         believed = self.draft(name, rows, levels) + self.reading(name, read)
         if believed > 0 and seconds > 0:
-            self.paces.setdefault(name, Correction()).learn(seconds / believed)
+            self._learn((name, max(rows.bit_length(), 1)), seconds / believed)
 
-    @property
-    def drift(self) -> dict[str, float]:
-        """Seconds taken over seconds measured: of a plain step, and of each drafter."""
-        return {"target": self.pace.factor, **{name: pace.factor for name, pace in self.paces.items()}}
+    def _learn(self, key: tuple[str, int], ratio: float, weight: float = 1.0) -> None:
+        log, steps = self._paces.get(key, (0.0, 0.0))
+        steps += weight
+        self._paces[key] = log + weight * max(RATE, 1 / steps) * _bounded(ratio), steps
 
-    def _corrected(self) -> CostModel:
-        """A drafter that did not draft was measured beside the same program as the target."""
-        paces = {name: self.paces.get(name, self.pace).factor for name in self.model.drafters}
-        drafters = {n: DraftCost(*(paces[n] * part for part in astuple(c))) for n, c in self.model.drafters.items()}
-        pace = self.pace.factor
-        target = {n: self.forward(n) - pace * self._attention * n for n in self.model.target}
-        return replace(self.model, target=target, drafters=drafters, attention=pace * self.model.attention)
-
-    def _pace(self, name: str) -> float:
-        pace = self.paces.get(name)
-        return 1.0 if pace is None else pace.factor
+    def _factor(self, name: str, rows: int) -> float:
+        """The correction of a drafter for so many sequences; that for one where it was not seen for so many."""
+        return math.exp((self._paces.get((name, rows.bit_length())) or self._paces.get((name, 1), (0.0, 0.0)))[0])
 
     def _cost(self, name: str) -> DraftCost:
-        cost = self.model.drafters.get(name)
-        if cost is None:
-            cost = DraftCost(*(part * self._base[0] for part in _UNKNOWN))
-        return cost
-
-    def _together(self, rows: int) -> float:
-        """A drafter that drafts for many sequences slows down as the target does."""
-        return self.forward(rows) / self.forward(1) if rows > 1 else 1.0
+        return self.model.drafters.get(name) or _share(0.1, self._base[1])
 
 
-@lru_cache(512)
-def _between(nodes: float) -> tuple[int, float]:
-    """The size at or below `nodes`, as an index, and how far they are on the way to the next; over 1 beyond the last."""
-    at = min(max(bisect_right(SIZES, nodes) - 1, 0), len(SIZES) - 2)
-    return at, (nodes - SIZES[at]) / (SIZES[at + 1] - SIZES[at])
+def _bounded(ratio: float) -> float:
+    """The logarithm of seconds taken over seconds believed."""
+    return min(max(math.log(max(ratio, 1e-9)), -GROSS), GROSS)
 
 
 def _power(nodes: int) -> tuple[int, float]:
-    """The power of `_BASE` at or below `nodes`, and how far they are on the way to the next."""
-    at = min(int(math.log(nodes, _BASE) + 1e-9), 3)
-    return at, min(math.log(nodes, _BASE) - at, 1.0)
+    """The power of 4 at or below `nodes`, and how far they are on the way to the next."""
+    at = min(int(math.log(nodes, 4) + 1e-9), 3)
+    return at, min(math.log(nodes, 4) - at, 1.0)
 
 
-_PLACES = [_power(size) for size in SIZES]
+_PLACES = [_power(max(size, 1)) for size in range(MOST + 1)]
+
+
+def _share(share: float, plain: float) -> DraftCost:
+    """The costs of a drafter that was not measured: of so large a part of the target, whose plain step takes `plain` seconds."""
+    return DraftCost(0.1 * share * plain, share * plain, share * plain / 8)
 
 
 def assumed(plain: float, weights: Mapping[str, float]) -> CostModel:
     """A cost model that was not measured. plain: seconds of a plain step. weights: of each drafter that has a cost, its bytes
     over the target's."""
-    drafters = {
-        name: DraftCost(0.1 * share * plain, share * plain, share * plain / 8) for name, share in weights.items()
-    }
+    drafters = {name: _share(share, plain) for name, share in weights.items()}
     return CostModel({}, {1: plain, 4: 1.35 * plain, 16: 3.0 * plain}, drafters)

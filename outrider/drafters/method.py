@@ -66,7 +66,6 @@ class DraftMethod:
     make: makes the drafter from a `DrafterSetup`. Raises ValueError if the method cannot draft for the target.
     cost: what one level of a draft costs; None derives it from the drafter (`level_cost`).
     default_depth: draft tokens in a row where the user gives no number. tune_depth: the most that `outrider tune` tries.
-    chains: the name of its chains among the shipped ones, if that does not depend on what a level costs.
     keys: the keys of `SpeculativeConfig` that only this method reads. A new method can read `options` and needs no key.
     needs_model: the key `model` must name its draft model. heads: the kinds of trained heads that it reads, as
     `outrider.drafters.heads.files` names them; then `model` names the folder of one.
@@ -83,7 +82,6 @@ class DraftMethod:
     cost: Cost | None = None
     default_depth: int = 5
     tune_depth: int = 8
-    chains: Literal["head", "self", ""] = ""
     keys: tuple[str, ...] = ()
     needs_model: bool = False
     heads: tuple[str, ...] = ()

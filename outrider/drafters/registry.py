@@ -85,12 +85,6 @@ def lookup_names(drafters: Iterable[str]) -> list[str]:
     return [name for name in drafters if (method := method_of(name)) is not None and method.cost == "lookup"]
 
 
-def chain_kind(drafter: str, share: float) -> str:
-    """The name of a drafter's chains among the shipped ones. share: as of `level_cost`."""
-    method = method_of(drafter)
-    return "small" if method is None else method.chains or ("small" if share < 0.15 else "sibling")
-
-
 def level_cost(name: str, drafter: Drafter, target: LanguageModel) -> float:
     """Cost of one draft level, in forward passes of the target, from the number of weights: until it is measured."""
     method, model = method_of(name), getattr(drafter, "model", None)
@@ -180,7 +174,6 @@ def _head(
         cost="model",
         needs_model=True,
         heads=heads or (name,),
-        chains="head",
         auto=partial(_brings, name),
         candidates=partial(_with_model, name),
         tune_hint=f"name the folder of {what}, --draft-model FOLDER",
@@ -237,7 +230,6 @@ _ROWS = (
         "the MTP layer of the model's own files (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5); nothing else is needed",
         made_by("heads.mtp"),
         cost="model",
-        chains="head",
         tune_depth=4,
         auto=lambda setup: setup.config.model is None and setup.target.has_mtp,
         candidates=lambda i: {"mtp": {"method": "mtp"}} if i.mtp else {},
@@ -270,7 +262,6 @@ _ROWS = (
         "an int8 or int4 copy of the model itself; helps without a second model where memory bandwidth is the limit",
         made_by("model.self_speculation", "quantized_from_setup"),
         cost="model",
-        chains="self",
         tune_depth=4,  # a level costs about half a forward pass of the target
         auto=_has_lower_precision,
         candidates=lambda i: {
@@ -285,7 +276,6 @@ _ROWS = (
         "some of the model's own layers; helps where a search finds layers that the model can skip (outrider layers)",
         made_by("model.self_speculation", "layer_skip_from_setup"),
         cost="self",
-        chains="self",
         keys=("layers", "assistant_early_exit"),
         candidates=lambda i: {"layer_skip": {"method": "layer_skip", "layers": i.layers}} if i.layers else {},
         tune_hint="name the layers, --layers FILE",

@@ -27,7 +27,7 @@ from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, chains
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.method import METHODS
 from outrider.drafters.model.tree_drafter import CachedTreeDrafter
-from outrider.drafters.registry import chain_kind, level_cost, lookup_names, method_of
+from outrider.drafters.registry import level_cost, lookup_names, method_of
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request
 from outrider.kernels import cpu as native
@@ -91,15 +91,15 @@ def make_planner(
     measure with `WHOLE` sizes and `ROUNDS`, whatever is stored.
     """
     shares = {name: level_cost(name, drafter, target.model) for name, drafter in drafters.items()}
-    kinds = {name: chain_kind(name, share) for name, share in shares.items() if name not in lookup_names(drafters)}
     if lengths is None and not config.adaptive:
         lengths = Fixed(config.budget.depth, config.budget.width, config.budget.nodes)
     if lengths is not None:
-        return Planner(config.budget, Costs(assumed(1.0, shares)), kinds, lengths)
-    models = {name: drafters[name] for name in kinds if (method := method_of(name)) and method.name in METHODS}
-    grown = [n for n in kinds if isinstance(drafters[n], CachedTreeDrafter)]
+        return Planner(config.budget, Costs(assumed(1.0, shares)), lengths)
+    heavy = {name: drafter for name, drafter in drafters.items() if name not in lookup_names(drafters)}
+    models = {name: drafter for name, drafter in heavy.items() if (m := method_of(name)) and m.name in METHODS}
+    grown = [name for name, drafter in heavy.items() if isinstance(drafter, CachedTreeDrafter)]
     siblings = grown if config.tree_width is None else []
-    return Planner(config.budget, Costs(costs(config, target, models, whole), _store), kinds, siblings=siblings)
+    return Planner(config.budget, Costs(costs(config, target, models, whole)), siblings=siblings)
 
 
 def costs(config: SpeculativeConfig, target: Loaded, models: Mapping[str, Drafter], whole: bool = False) -> CostModel:

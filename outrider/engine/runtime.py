@@ -28,6 +28,7 @@ class Runtime:
 
     drafters: the configured ones, by name; none for plain decoding. method: what all of them together are called, "none" without
     one. roster: the drafters under a planner, which chooses among them and says how long drafts are; None if nothing drafts.
+    foreign: names of drafters that others wrote.
     files: what later processes find of starts of texts; None without a folder. memory: texts that later ones draft from.
     """
 
@@ -37,6 +38,7 @@ class Runtime:
     method: str
     roster: PlannedDrafter | None
     decoder: Decoder
+    foreign: frozenset[str] = frozenset()
     files: PrefixFiles | None = None
     memory: TextMemory | None = None
 
@@ -53,7 +55,7 @@ class Runtime:
         setup = DrafterSetup(SpeculativeConfig.of(None), loaded, rows, own.max_length, device, memory=self.memory)
         every = {**request_drafters(setup), **self.drafters}
         planner = self.roster.planner if self.roster else make_planner(self.config, loaded, every)
-        roster = _roster(loaded, self.drafters, every, self.method, planner, tell)
+        roster = _roster(loaded, self.drafters, every, self.method, planner, tell, self.foreign)
         return own.sibling(roster, planner, max_length=max_length, prefixes=prefixes), roster
 
     def remade(self, name: str, model: str) -> Drafter:
@@ -93,7 +95,7 @@ def build(
     later processes. memory: texts of earlier requests. Raises ValueError if a drafter cannot draft here.
     """
     length = max_length or loaded.model.max_length
-    foreign = drafters is not None or any(map(offered, config.methods))
+    foreign = frozenset(filter(offered, config.methods) if drafters is None else drafters)
     method = "+".join(config.methods if drafters is None else drafters)
     if drafters is None:
         known = None if prefix_folder is None else partial(_known, prefix_folder)
@@ -103,12 +105,12 @@ def build(
     roster = None
     if drafters:
         planner: Controller = make_planner(config, loaded, drafters, controller, calibrate)
-        roster = _roster(loaded, drafters, drafters, method, planner, tell if foreign else None)
+        roster = _roster(loaded, drafters, drafters, method, planner, tell if foreign else None, foreign)
     else:
         method, planner = NONE, controller or Fixed(config.budget.depth, config.budget.width, config.budget.nodes)
     files = prefixes = None
     if prefix_folder is not None:
-        files = PrefixFiles(prefix_folder, loaded, roster.taps if roster else ())
+        files = PrefixFiles(prefix_folder, loaded)
         prefixes = PrefixCache(BYTES, files)
     decoder = Decoder(
         loaded.model,
@@ -122,7 +124,7 @@ def build(
         prefixes=prefixes,
         memory=memory,
     )
-    return Runtime(loaded, config, drafters, method, roster, decoder, files, memory)
+    return Runtime(loaded, config, drafters, method, roster, decoder, foreign, files, memory)
 
 
 def _known(folder: ContentFolder, draft: Loaded) -> PrefixCache:
@@ -137,7 +139,10 @@ def _roster(
     method: str,
     planner: Planner,
     tell: Callable[[str], None] | None,
+    foreign: frozenset[str],
 ) -> PlannedDrafter:
     """Drafters under a planner. drafters: those of `method`. every: also those that only a request chooses."""
     own = {method: list(drafters)} if drafters else {}
-    return PlannedDrafter(every, planner, loaded.model.vocab_size, lookup_names(every), own, method, tell)
+    return PlannedDrafter(
+        every, planner, loaded.model.vocab_size, lookup_names(every), own, method, tell, every.keys() - foreign
+    )

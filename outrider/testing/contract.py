@@ -21,7 +21,7 @@ from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.tree import validate
 from outrider.core.types import Budget, Commit, Draft, Siblings
 from outrider.drafters.base import DraftContext, Drafter, TargetPass
-from outrider.drafters.combine.planned import check, lend
+from outrider.drafters.contract import check, lend
 
 GREEDY, HOT = SamplingParams(temperature=0), SamplingParams(temperature=1.3)
 

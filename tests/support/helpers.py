@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from outrider.control import CostModel, Costs, DraftCost, Fixed, Planner
-from outrider.control.shapes import optimal_shape
 from outrider.core.noise import Noise, Stream
 from outrider.core.params import SamplingParams
 from outrider.core.tree import tree
@@ -24,6 +23,7 @@ from outrider.drafters.lookup.prediction import PredictionDrafter
 from outrider.drafters.lookup.suffix import SuffixDrafter
 from outrider.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.drafters.model.shapes import optimal_shape
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request, Sequence
 from outrider.engine.scheduler import Scheduler
@@ -135,7 +135,7 @@ def planned(
     budget, lengths = budget or Budget(8), Fixed(0)
     lengths.budget = budget
     models = [name for name in drafters if name not in lookups]
-    planner = Planner(budget, Costs(costs(models)), None, lengths if fixed else None)
+    planner = Planner(budget, Costs(costs(models)), lengths if fixed else None)
     return PlannedDrafter(drafters, planner, vocab, lookups, **options)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import decode, draft_vocab, forward, identity, machine, pairs, quality, table, workloads
+from benchmarks import clients, decode, draft_vocab, forward, identity, machine, pairs, quality, table, workloads
 from benchmarks.figures import HEAD, figures, names
 from benchmarks.inflate import Inflater, Size, compare, inflate, perturb
 from benchmarks.peers.llama_cpp import TYPES, converted
@@ -21,11 +22,13 @@ from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
 from benchmarks.side import Missing, Run
 from benchmarks.trees import sized_shape
-from outrider.control.shapes import BY_RANK, Shape
 from outrider.core.types import Budget
+from outrider.drafters.model.shapes import BY_RANK, Shape
 from outrider.models.cache import SlotCache
 from outrider.models.load import load
 from outrider.models.nodes import Nodes
+from outrider.serve.options import ServeOptions
+from tests.support.serving import builtin, serving
 
 VOCAB = 97
 
@@ -364,3 +367,22 @@ def test_quality_reads_the_windows_of_llama_cpps_tool(tmp_path: Path) -> None:
     tool.write_text(f"#!{sys.executable}\nraise SystemExit('no such model')\n")
     with pytest.raises(RuntimeError, match="no such model"):
         list(quality.measure("builtin:code", ["float32"], ["auto"], [str(file)], 1, 16, tool))
+
+
+def test_clients_at_once_are_compared_with_plain_decoding() -> None:
+    bodies = clients.requests(["code", "chat"], [0, 1.0], chat=False)
+    rounds = [[{**next(bodies), "max_tokens": 6} for _ in range(4)] for _ in range(2)]
+    with serving(builtin(), ServeOptions(model="model")) as live:
+        found = clients.compared(live.url, os.getpid(), rounds, [clients.PLAIN, {}], 2)
+        with pytest.raises(AssertionError, match="texts of a round differ"):
+            clients.compared(live.url, os.getpid(), rounds, [{}, {"seed": 99}], 2)
+    assert [len(arm["latency"]) for took in found for arm in took] == [4] * 4
+    assert len({body["prompt"] for some in rounds for body in some}) == 8
+
+
+def test_clients_gain_by_wall_time_rounds_and_the_slowest_request() -> None:
+    plain = {"seconds": 4.0, "processor": 2.0, "latency": [2.0, 4.0], "ttft": [0.1, 0.1]}
+    auto = {"seconds": 2.0, "processor": 2.5, "latency": [1.0, 5.0], "ttft": [0.2, 0.2]}
+    told = clients.summary([[plain, plain, auto]] * 2, 2)
+    assert (told["wall"][0], told["processor"][0], told["median_request"]) == (2.0, 0.8, 1.4)
+    assert (told["rounds"], told["slowest_over_plain"], told["first_token_over_plain"]) == ([1.0, 1.0], 1.25, 2.0)

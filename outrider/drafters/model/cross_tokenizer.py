@@ -21,11 +21,11 @@ from torch import Tensor
 from outrider.core.noise import Stream
 from outrider.core.types import Commit, Draft
 from outrider.drafters.base import DraftContext, chains
-from outrider.drafters.combine.merge import Proposal, join
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.model.draft_model import DraftReduction, ModelDrafter
 from outrider.drafters.model.tree_drafter import Growth
 from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
+from outrider.drafters.proposal import Proposal, join
 from outrider.kernels.probabilities import log, softmax
 from outrider.models.base import LanguageModel
 from outrider.models.load import Loaded, load

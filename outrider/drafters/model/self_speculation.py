@@ -16,12 +16,12 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from outrider.control.shapes import geometric, speedup
 from outrider.core.types import Commit, Draft
 from outrider.drafters.base import DraftContext
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.method import LOWER_PRECISION
 from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.drafters.model.shapes import geometric, speedup
 from outrider.kernels import cpu as native
 from outrider.models.base import LanguageModel
 from outrider.models.load import load

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from outrider.control.shapes import Shape, optimal_shape
 from outrider.core.noise import Stream
 from outrider.core.sampling import TokenSubset
 from outrider.core.tree import chain
@@ -26,6 +25,7 @@ from outrider.core.types import PADDING, Budget, Commit, Draft, Siblings
 from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass, draft_of
 from outrider.drafters.model.children import children
 from outrider.drafters.model.confidence import RIVALS, LogitError
+from outrider.drafters.model.shapes import Shape, optimal_shape
 from outrider.models.base import Chain, DrawnChain, Want
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes

@@ -11,7 +11,7 @@ from outrider.drafters import make_drafters
 from outrider.drafters.base import Drafter
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.method import AUTO
-from outrider.drafters.registry import chain_kind, level_cost, lookup_names, method_of
+from outrider.drafters.registry import lookup_names, method_of
 from outrider.engine.calibrate import AT_LOAD, measure
 from outrider.lab.bench.prompts import Prompt
 from outrider.lab.tune.race import Candidate, Racer
@@ -23,8 +23,6 @@ TOGETHER = 4
 HEAVY = 2
 """Drafters with weights of their own that are in memory at a time."""
 ROUNDS = 3
-LOOKUP = 3e-4
-"""Seconds that the lookups of a step take."""
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 BATCH_SIZES = (1, 2, 4, 8, 16)
 TOO_EXPENSIVE = "slower than plain decoding even if every draft token is accepted"
@@ -40,7 +38,7 @@ class Forecasts:
         self.racer, self.prompts, self.configs = racer, list(prompts), list(configs)
         self.methods, self.problems = list[Candidate](), dict[str, str]()
         self.texts, self.costs = list[RecordedText](), CostModel({}, {1: 1.0})
-        self.kinds: dict[str, str] = {}
+        self.names = set[str]()  # of all drafters
 
     def run(self) -> Iterator[str]:
         """Record all drafters. Yields a line of progress for each pass over the prompts."""
@@ -72,7 +70,11 @@ class Forecasts:
         if any(name not in costs.drafters for name in models):
             return "it cannot draft in a context as short as this model's"
         plain = costs.forward(1)
-        best = max((d + 1) * plain / (costs.draft(name, d) + costs.forward(d + 1)) for name in models for d in LENGTHS)
+        best = max(
+            (d + 1) * plain / (costs.drafters[name].seconds(d) + costs.forward(d + 1))
+            for name in models
+            for d in LENGTHS
+        )
         return "" if best > 1 or len(models) < len(method.drafters) else TOO_EXPENSIVE
 
     def _made(self, configs: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Drafter]:
@@ -85,11 +87,11 @@ class Forecasts:
             except (ValueError, OSError) as error:
                 self.problems[name] = " ".join(str(error).split())
                 continue
-            if set(own) & set(self.kinds):  # two precisions of one method
+            if set(own) & self.names:  # two precisions of one method
                 own = {f"{key} {name.rpartition('-')[2]}": drafter for key, drafter in own.items()}
             made |= own
             self.methods.append(Candidate(name, config, tuple(own)))
-            self.kinds |= {n: chain_kind(n, level_cost(n, d, target.model)) for n, d in own.items()}
+            self.names |= set(own)
         return made
 
     def _record(self, made: Mapping[str, Drafter]) -> dict[str, str]:
@@ -153,9 +155,9 @@ class Forecasts:
     def seconds(self, drafters: Sequence[str], length: int | None, costs: CostModel, slots: int = 1) -> float:
         """Seconds that all texts take, so many at a time. Several at a time are written again and again, so that a batch stays
         full."""
-        own: Planner = auto(costs, DEEPEST, kinds=self.kinds) if length is None else fixed(costs, length)
+        own: Planner = auto(costs, DEEPEST) if length is None else fixed(costs, length)
         lookups = lookup_names(drafters)
-        machine = Machine(costs, own, drafters, lookups, lookup=LOOKUP * bool(lookups), slots=slots)
+        machine = Machine(costs, own, drafters, lookups, slots=slots)
         machine.write(self.texts * (1 if slots == 1 else -(-4 * slots // len(self.texts))))
         return machine.seconds
 

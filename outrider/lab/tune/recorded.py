@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.core.types import Budget, Commit, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, TargetPass
-from outrider.drafters.combine.merge import NodeList, Proposal, SharedTaps, accepted_path, own_commit
+from outrider.drafters.proposal import NodeList, Proposal, SharedTaps, accepted_path, own_commit
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request
 from outrider.engine.request import Sequence as Text

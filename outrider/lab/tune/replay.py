@@ -15,18 +15,21 @@ from typing import Any
 import torch
 
 from outrider.control import CostModel, Costs, Fixed, Planner
-from outrider.control.beliefs import Offer
+from outrider.control.plan import Charge, Offer
 from outrider.core.tree import chain
 from outrider.core.types import Budget, Commit, Draft, Step, Verdict
 from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass
-from outrider.drafters.combine.merge import accepted_path
 from outrider.drafters.combine.planned import PlannedDrafter
 from outrider.drafters.model.confidence import FOR_HEADS, START, LogitError
+from outrider.drafters.proposal import accepted_path
 from outrider.drafters.registry import method_of
 from outrider.lab.tune.recorded import STATED, RecordedText
 
 _WRONG = -1  # a draft token that no text has
 DEEPEST = 16
+PLANNED, MORE, DRAFTED = 5.5e-4, 1.2e-4, 1e-4
+"""Seconds around the drafters' own: of a plan with its lookups, of that for each further sequence, whose code is warm, and of a
+draft. `python -m benchmarks.around` measures them."""
 
 
 class PlayedBack(BaseDrafter):
@@ -135,8 +138,7 @@ class Played:
 class Machine:
     """Writes recorded texts with a planner, and keeps time with costs.
 
-    Seconds are those of `costs`, times noise of `jitter`. lookup: seconds that the lookups of a step take. calls: drafts that
-    each drafter was asked for.
+    Seconds are those of `costs`, times noise of `jitter`. calls: drafts that each drafter was asked for.
     """
 
     def __init__(
@@ -146,16 +148,15 @@ class Machine:
         drafters: Sequence[str],
         lookups: Sequence[str] = (),
         *,
-        lookup: float = 0.0,
         jitter: float = 0.0,
         seed: int = 0,
         slots: int = 1,
     ) -> None:
-        self.costs, self.planner, self.lookup, self.jitter = costs, planner, lookup, jitter
+        self.costs, self.planner, self.jitter = costs, planner, jitter
         self.random, self.slots = random.Random(seed), slots
         self.running: dict[int, RecordedText] = {}
         self.played = {name: PlayedBack(name, name in lookups, self.running) for name in drafters}
-        self.drafter = PlannedDrafter(self.played, planner, 1 << 30, lookups) if drafters else None
+        self.drafter = PlannedDrafter(self.played, planner, 1 << 30, lookups, trusted=self.played) if drafters else None
         self.speed = 1.0  # of the machine, against the costs
         self.seconds = 0.0  # of all steps so far
 
@@ -235,16 +236,18 @@ class Machine:
 
     def _charged(self, draft: Draft) -> float:
         """Seconds of drafting in this step. The charges that the planner sees are made of the costs, too."""
-        total = self.lookup if any(d.lookup and d.last for d in self.played.values()) else 0.0
-        charges = {id(c): c for note in draft.notes if note is not None for c in note.charges}  # type: ignore[attr-defined]
-        for charge in charges.values():
+        total = (PLANNED + MORE * (len(draft.notes) - 1)) * bool(draft.notes) + DRAFTED * sum(
+            len(tree) > 1 for tree in draft.host
+        )
+        charges: list[Charge] = draft.notes[0].charges if draft.notes else []
+        for at, charge in enumerate(charges):
             cost = self.costs.drafters[charge.name]
             own = cost.read * charge.read
             if charge.levels:
                 together = self.costs.forward(charge.rows) / self.costs.forward(1)
                 own += (cost.first + cost.level * charge.levels) * together
-            charge.seconds = own * self._noise()
-            total += charge.seconds
+            charges[at] = charge._replace(seconds=own * self._noise())
+            total += charges[at].seconds
         return total
 
     def _noise(self) -> float:
@@ -256,13 +259,11 @@ def plain_seconds(text: RecordedText, costs: CostModel) -> float:
     return len(text.output) * costs.forward(1)
 
 
-def auto(
-    costs: CostModel, limit: int = DEEPEST, believed: CostModel | None = None, kinds: Mapping[str, str] | None = None
-) -> Planner:
+def auto(costs: CostModel, limit: int = DEEPEST, believed: CostModel | None = None) -> Planner:
     """The planner that a server has. believed: the costs that it starts with, if they are others."""
-    return Planner(Budget(limit), Costs(believed or costs), kinds)
+    return Planner(Budget(limit), Costs(believed or costs))
 
 
 def fixed(costs: CostModel, length: int) -> Planner:
     """A planner with one draft length."""
-    return Planner(Budget(length), Costs(costs), None, Fixed(length))
+    return Planner(Budget(length), Costs(costs), Fixed(length))

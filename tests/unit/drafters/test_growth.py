@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.control.shapes import BY_RANK, Shape, expected_accepted, optimal_shape
 from outrider.core.types import Budget
+from outrider.drafters.model.shapes import BY_RANK, Shape, expected_accepted, optimal_shape
 from outrider.drafters.model.tree_drafter import Growth
 
 

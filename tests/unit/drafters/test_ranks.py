@@ -10,11 +10,11 @@ from helpers import VOCAB, decoder, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.control.shapes import BY_RANK, expected_accepted, optimal_shape
 from outrider.core.params import SamplingParams
 from outrider.core.types import Budget
 from outrider.drafters.lookup.token_recycling import Ranks, TokenRecyclingDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.drafters.model.shapes import BY_RANK, expected_accepted, optimal_shape
 from outrider.testing.toy import ToyModel
 
 FULL = Budget(1, 8)  # eight siblings

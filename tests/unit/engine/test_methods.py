@@ -10,7 +10,7 @@ from engines import LONG, TARGET, engine, read, run, settled
 from helpers import VOCAB, costs, plain_texts, planned, request
 
 from outrider.control import Costs, Planner
-from outrider.control.planner import PLAIN, Plan, View
+from outrider.control.plan import PLAIN, Plan, View
 from outrider.core.params import SamplingParams
 from outrider.core.types import Budget
 from outrider.drafters import ModelDrafter
@@ -70,7 +70,7 @@ def test_a_prediction_under_auto_is_one_drafter_among_others() -> None:
 class Reads(Planner):
     """Reads what is missing in pieces, one sequence a step, then drafts."""
 
-    def plan(self, views: Sequence[View]) -> list[Plan]:
+    def plan(self, views: Sequence[View], waiting: int = 0) -> list[Plan]:
         super().plan(views)  # beliefs are made as ever
         behind = [view.slot for view in views if view.missing and view.missing["mine"] > 16]
         return [

@@ -168,7 +168,7 @@ def test_a_trace_holds_the_words_of_a_note(tmp_path: Path) -> None:
     assert trace.problem is None
     assert trace.text().end is not None
     notes = {step.note for step in trace.text().steps}
-    assert any(str(note).startswith("draft drafts, ") for note in notes), notes
+    assert any(str(note).startswith("draft drafts; ") for note in notes), notes
 
 
 def test_one_recorder_holds_one_run(tmp_path: Path) -> None:

@@ -1,0 +1,104 @@
+"""What a draft is expected to gain, and the tree shapes that gain most. Pure functions: no clock, no state.
+
+Acceptance is given as *survival*: survival[j - 1] is the probability that the first j draft tokens of a chain are all accepted.
+For a tree it is the probability that a token at depth j is accepted. With the same probability alpha for every draft token,
+survival[j - 1] = alpha ** j.
+
+A `Shape` is a tree that is fixed before anything is drawn (Sequoia, arXiv 2402.12374). It is optimal for measured acceptance by
+rank: the probability that the child of rank 0, 1, 2... is the one accepted.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from outrider.core.types import Budget
+
+# Acceptance by rank of an average draft, until it is measured.
+BY_RANK = (0.7, 0.12, 0.05, 0.03, 0.02, 0.015, 0.01, 0.008)
+
+
+def geometric(alpha: float, depth: int) -> list[float]:
+    """Survival if every draft token is accepted with probability alpha. Raises ValueError for alpha outside 0..1."""
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha is a probability, got {alpha}")
+    return [alpha**j for j in range(1, depth + 1)]
+
+
+def expected_tokens(survival: Sequence[float]) -> float:
+    """Tokens that a step commits on average, the target's own included.
+
+    With `geometric` it is (1 - alpha**(gamma + 1)) / (1 - alpha), Leviathan et al. 2211.17192, equation 1.
+    """
+    return 1 + sum(survival)
+
+
+def speedup(survival: Sequence[float], draft: float, verify: float = 1.0) -> float:
+    """Tokens per second over those of plain decoding.
+
+    draft: time of the whole draft. verify: time of the target over all nodes. Both are in units of a plain step. With
+    `geometric`, verify=1 and draft=gamma * c it is (1 - alpha**(gamma + 1)) / ((1 - alpha) * (gamma * c + 1)), Leviathan et
+    al., theorem 3.8.
+    """
+    return expected_tokens(survival) / (draft + verify)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tree of ranks: node n is child number `ranks[n]` of `parents[n]`. Node 0 is the root."""
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @functools.cached_property
+    def children(self) -> dict[tuple[int, int], int]:
+        """(parent, rank) -> node."""
+        return {key: n for n, key in enumerate(zip(self.parents, self.ranks, strict=True)) if n}
+
+    @functools.cached_property
+    def widths(self) -> list[int]:
+        """Children of each node."""
+        out = [0] * len(self.parents)
+        for parent in self.parents[1:]:
+            out[parent] += 1
+        return out
+
+
+def optimal_shape(budget: Budget, by_rank: Sequence[float] = BY_RANK) -> Shape:
+    """The tree within the budget with the largest expected number of accepted nodes. Raises ValueError if by_rank increases.
+
+    by_rank[r]: the probability that the child of rank r is accepted, given that its parent is; not increasing. The value of a
+    node is the product along its path. A parent is worth more than its child, so the most valuable nodes form a tree, and it
+    is the best one. The dynamic program of Sequoia (section 4.1) gives the same value with more work.
+    """
+    accepted = [*by_rank[: budget.width]]
+    if any(b > a for a, b in itertools.pairwise(accepted)):
+        raise ValueError(f"by_rank must not increase: a later child cannot be the better one, got {accepted}")
+    parents, ranks, levels = [-1], [0], [0]
+    heap: list[tuple[float, int, int, int]] = []  # (-value, level, parent, rank)
+
+    def offer(value: float, level: int, parent: int, rank: int) -> None:
+        if rank < len(accepted) and level <= budget.depth and accepted[rank] > 0:
+            heappush(heap, (-value * accepted[rank], level, parent, rank))
+
+    offer(1.0, 1, 0, 0)
+    while heap and len(parents) <= budget.max_nodes:
+        value, level, parent, rank = heappop(heap)
+        parents.append(parent)
+        ranks.append(rank)
+        levels.append(level)
+        offer(-value / accepted[rank], level, parent, rank + 1)  # the next sibling
+        offer(-value, level + 1, len(parents) - 1, 0)  # the first child
+    return Shape(tuple(parents), tuple(ranks))
+
+
+def expected_accepted(shape: Shape, by_rank: Sequence[float] = BY_RANK) -> float:
+    """Expected accepted nodes per step: the sum of the values of the nodes; see `optimal_shape`."""
+    value = [1.0]
+    for parent, rank in zip(shape.parents[1:], shape.ranks[1:], strict=True):
+        value.append(value[parent] * by_rank[rank])
+    return sum(value[1:])
