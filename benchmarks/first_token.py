@@ -2,13 +2,15 @@
 
     python -m benchmarks.first_token MODEL --tokens 16000
     python -m benchmarks.first_token MODEL --tokens 512 --beside 9 --config '{"method": "auto"}'
+    python -m benchmarks.first_token MODEL --tokens 5838 --cached 15 --config '{"method": "auto"}'
     python -m benchmarks.first_token MODEL --tokens 128 --beside 20 --learn FOLDER
 
 One server reads a prompt of random tokens and is killed by SIGKILL. Another one with the same folder gets the same prompt, then
 the first half of it with another end. With `--compare` a server without a folder reads the prompt, too. The texts must be equal.
 With `--folder` the files stay, so that a second run measures the start alone. With `--beside N` two servers, one of them without
-speculation, read N new prompts each, in turns. With `--learn` a server answers N prompts that come while its head trains on what
-it wrote, and each time another prompt at once, when the training stands. The folder keeps the texts for the next run.
+speculation, read N new prompts each, in turns. With `--cached N` they get one prompt N times, which both have read before. With
+`--learn` a server answers N prompts that come while its head trains on what it wrote, and each time another prompt at once, when
+the training stands. The folder keeps the texts for the next run.
 """
 
 from __future__ import annotations
@@ -76,16 +78,22 @@ def written(folder: Path) -> int:
     return now
 
 
-def beside(model: str, config: str, tokens: int, count: int, draw: Callable[[int], list[int]]) -> None:
-    """First tokens with speculation over those without."""
-    none = '{"method": "none"}'
-    with served(model, "--speculative-config", config) as one, served(model, "--speculative-config", none) as other:
-        ratios, texts = list[float](), 0
-        for n in range(count + 1):
-            prompt = draw(tokens)
+def beside(
+    model: str, config: str, tokens: int, count: int, draw: Callable[[int], list[int]], cached: bool = False
+) -> None:
+    """First tokens with speculation over those without. cached: all prompts are the same one, which is known by then."""
+    none, warm = '{"method": "none"}', 2 if cached else 1
+    room = ["--prefix-cache", "1024"] if cached else []  # MiB, for the whole prompt
+    with (
+        served(model, "--speculative-config", config, *room) as one,
+        served(model, "--speculative-config", none, *room) as other,
+    ):
+        ratios, texts, prompt = list[float](), 0, draw(tokens)
+        for n in range(count + warm):
+            prompt = prompt if cached else draw(tokens)
             order = (one, other) if n % 2 else (other, one)
             found = {port: asked(port, prompt) for port in order}
-            if n:  # the first one warms up
+            if n >= warm:
                 ratios.append(found[one].ttft / found[other].ttft)
                 texts += found[one].text == found[other].text
                 print(f"{1000 * found[one].ttft:.0f} and {1000 * found[other].ttft:.0f} ms", flush=True)
@@ -132,6 +140,7 @@ def main() -> None:
     parser.add_argument("--config", default='{"method": "none"}', help="the speculative_config")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--beside", type=int, help="prompts that servers with and without speculation read in turns")
+    parser.add_argument("--cached", type=int, help="requests of one prompt, which both servers have read before")
     parser.add_argument("--learn", help="a folder to learn in, for --beside")
     parser.add_argument("--folder", help="where the files stay; by default they are removed")
     parser.add_argument("--compare", action="store_true", help="also read the prompt without a folder")
@@ -149,8 +158,9 @@ def main() -> None:
     if given.learn:
         learning(given.model, given.learn, given.tokens, given.beside, drawn)
         return
-    if given.beside:
-        beside(given.model, given.config, given.tokens, given.beside, drawn)
+    if given.beside or given.cached:
+        count = given.cached or given.beside
+        beside(given.model, given.config, given.tokens, count, drawn, bool(given.cached))
         return
     with nullcontext(given.folder) if given.folder else tempfile.TemporaryDirectory() as folder:
         disk = [*options, "--prefix-dir", folder]

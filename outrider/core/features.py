@@ -1,11 +1,11 @@
-"""Features of the target that wait for a drafter or for the prefix cache: kept as they came, and joined once."""
+"""Features of the target that wait for a drafter: kept as they came, and joined once."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-_SMALL = 16  # positions of a part that may be kept for the sake of its last one
+_SMALL = 16  # positions of a part that may be kept for the sake of its last ones
 
 
 class Features:
@@ -22,12 +22,18 @@ class Features:
         self.parts.append(part)
         self._count += len(part)
 
+    def keep(self, count: int) -> None:
+        """Forget all but the newest `count` positions. They are not copied, unless much would be kept with them."""
+        while self.parts and len(self) - len(self.parts[0]) >= count:
+            self._forget(len(self.parts.pop(0)))
+        if (spare := len(self) - count) > 0:
+            part = self.parts[0][spare:]
+            self.parts[0] = part if len(part) + spare <= _SMALL else part.clone()
+            self._forget(spare)
+
+    def _forget(self, count: int) -> None:
+        self.first, self._count = self.first + count, self._count - count
+
     def joined(self) -> Tensor:
         """float [position, feature]."""
         return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
-
-    def last(self) -> Features:
-        """The last position alone. Not copied, unless much would be kept with it."""
-        part = self.parts[-1]
-        alone = part if len(part) == 1 else part[-1:] if len(part) <= _SMALL else part[-1:].clone()
-        return Features(self.first + self._count - 1, alone)

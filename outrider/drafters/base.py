@@ -37,6 +37,7 @@ class DraftContext:
     predictions: for each sequence, the tokens that its user expects in the answer; may be empty.
     left: for each sequence, the tokens that it may still get; empty if that is not known.
     clients: for each sequence, whose it is; empty if that is not known.
+    waiting: sequences whose prompts are not read yet.
     cache: the target's. A drafter made of the target's layers may use the space behind the committed tokens.
     """
 
@@ -52,6 +53,7 @@ class DraftContext:
     cache: SlotCache | None = None
     left: Sequence[int] = ()
     clients: Sequence[str] = ()
+    waiting: int = 0
 
     @property
     def positions(self) -> Tensor:
@@ -106,17 +108,16 @@ class Drafter(Protocol):
     """Proposes draft tokens. Derive from `BaseDrafter` and write `propose`; the rest has defaults.
 
     taps: layers of the target whose output the drafter reads, as numbered by `LanguageModel.forward`. For a drafter with taps
-    the loop passes the features of committed positions once, in order: those that prefill reads to `start`, those of each step
-    that may draft to `update`. Those of other steps wait, and go to `start` before the next draft. Behind the last, none come.
+    the loop passes the features of positions that the target reads once, in order: those of prefill and of steps that may not
+    draft to `start`, those of other steps to `update`. Positions that the prefix cache held have none.
     """
 
     taps: tuple[int, ...]
 
     def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
-        """The target has read a chunk of a prompt, or steps that may not draft. Called for drafters with taps only.
+        """The target has read a chunk of a prompt, or a step that may not draft. Called for drafters with taps only.
 
-        For a longer prompt it is called after the first step, whose position is then in the last chunk. That step asks only
-        drafters without taps, and its commit has no features. So drafting does not delay the first token.
+        The first token waits for it: keep the features, and compute in `propose`.
 
         A sequence that was preempted is read again from its first token, after a `release`.
 

@@ -16,7 +16,6 @@ import torch
 
 from outrider.control import Controller, Fixed
 from outrider.core.detokenizer import TokenBytes
-from outrider.core.features import Features
 from outrider.core.noise import Noise
 from outrider.core.params import BadParameter, ContextOverflow
 from outrider.core.sampling import LogitsDistribution, LogitsWarper
@@ -35,8 +34,6 @@ from outrider.verify import VERIFIERS
 
 _NO_DRAFT = NoDraft()
 PREFILL_CHUNK = 256  # prompt tokens per forward; sequences that decode wait for one chunk at most
-_SOON = 64  # tokens of a prompt whose features a drafter reads before the first token, and steps whose features wait
-_LATE = 1024  # features that wait at most: so many keep memory small
 
 
 class Decoder:
@@ -73,7 +70,6 @@ class Decoder:
         self.free = list(range(rows))[::-1]
         self.sequences: dict[int, Sequence] = {}
         self.waiting: list[Sequence] = []
-        self._unread: dict[int, Features] = {}  # by slot: of tokens that the drafter has not read
         self._batch: tuple[tuple[int, ...], LogitsWarper, list[int], torch.Tensor] | None = None
 
     def sibling(self, drafter: Drafter, controller: Controller, **other: Any) -> Decoder:
@@ -162,9 +158,6 @@ class Decoder:
         sequence = self.sequences.pop(slot)
         if sequence in self.waiting:
             self.waiting.remove(sequence)
-        self._unread.pop(slot, None)
-        if self.prefixes is not None:
-            self.prefixes.release(slot)
         self.cache.release(slot)
         self.drafter.release(slot)
         self.controller.release(slot)
@@ -189,9 +182,6 @@ class Decoder:
         with native.one_torch_thread(self.target.device):
             context = self._context(live)
             asked = any(b.depth and b.max_nodes for b in context.budgets)  # a drafter that may not draft costs nothing
-            for slot in [slot for slot, unread in self._unread.items() if asked or len(unread.parts) > _SOON]:
-                if self.sequences[slot].output:
-                    self._hand_over(self.sequences[slot])
             before, times = [len(sequence.tokens) for sequence in live], [perf_counter()]
             draft = (self.drafter if asked else _NO_DRAFT).propose(context).to(self.target.device)
             times.append(perf_counter())
@@ -201,9 +191,13 @@ class Decoder:
             target = LogitsDistribution(out.logits, draft, context.warp)
             verdict = self.verifier(target, draft, context.noise, context.positions)
             times.append(perf_counter())
-            commits = self._commit(live, draft, verdict, out, asked)
+            commits = self._commit(live, draft, verdict, out)
             if asked:
                 self.drafter.update(context, commits, TargetPass(draft, out.logits))
+            elif out.features is not None:
+                for sequence, commit, first in zip(live, commits, before, strict=True):
+                    assert commit.features is not None
+                    self.drafter.start(sequence.slot, sequence.tokens, first - 1, commit.features)
             times.append(perf_counter())
             seconds = {part: end - start for part, (start, end) in zip(PHASES, pairwise(times), strict=True)}
             step = Step(draft, verdict, commits, context.slots, before, context.budgets, seconds, out.logits)
@@ -219,10 +213,8 @@ class Decoder:
         done = self.cache.length[sequence.slot]
         if self.prefixes is not None and wanted is None:
             before = done
-            done, features = self.prefixes.fetch(self.cache, sequence.slot, tokens[:last])
+            done = self.prefixes.fetch(self.cache, sequence.slot, tokens[:last])
             sequence.recalled(before, done)
-            if features is not None:
-                self._started(sequence, before, features)
             if before < done < last and self.prefixes.files is not None:
                 return  # there may be more, and others need not wait for it
         end = min(done + (chunk or self.chunk), last)
@@ -239,7 +231,7 @@ class Decoder:
             if self.prefixes is not None and self.prefixes.files is not None:
                 self.prefixes.files.computed(len(part), perf_counter() - began)
             if out.features is not None:
-                self._started(sequence, done, out.features[0])
+                self.drafter.start(sequence.slot, tokens, done, out.features[0])
             if wanted is not None:
                 following = tokens[done + 1 : done + 1 + len(part)]
                 sequence.read(logprobs(x, t, wanted) for x, t in zip(out.logits[0], following, strict=True))
@@ -258,21 +250,6 @@ class Decoder:
         if self.prefixes is not None:
             held = sequence.tokens[: self.cache.length[sequence.slot]]
             self.prefixes.keep(self.cache, sequence.slot, held, ended=len(held) >= len(sequence.tokens) - 1)
-
-    def _started(self, sequence: Sequence, first: int, features: torch.Tensor) -> None:
-        """Keep a chunk's features until drafter and prefix cache have them. Drafting does not delay the first token."""
-        slot = sequence.slot
-        if self.prefixes is not None:
-            self.prefixes.add(slot, features, first)
-        unread = self._unread.setdefault(slot, Features(first))
-        unread.add(features)
-        if sequence.output or len(sequence.tokens) <= _SOON or len(unread) > _LATE:
-            self._hand_over(sequence)
-
-    def _hand_over(self, sequence: Sequence) -> None:
-        """Let the drafter have the features that wait."""
-        unread = self._unread.pop(sequence.slot)
-        self.drafter.start(sequence.slot, sequence.tokens, unread.first, unread.joined())
 
     def _context(self, live: list[Sequence]) -> DraftContext:
         """What the drafter sees of this step. The compiled parameters live as long as the batch stays the same."""
@@ -299,11 +276,12 @@ class Decoder:
             predictions=[sequence.request.prediction for sequence in live],
             cache=self.cache,
             left=left,
+            waiting=len(self.waiting),
             clients=() if self.memory is None else [sequence.request.whose for sequence in live],
         )
 
-    def _commit(self, live: list[Sequence], draft: Draft, verdict: Verdict, out: Output, asked: bool) -> list[Commit]:
-        """Move what was accepted into cache and text, cut at the first thing that ends it. asked: the drafter hears of it."""
+    def _commit(self, live: list[Sequence], draft: Draft, verdict: Verdict, out: Output) -> list[Commit]:
+        """Move what was accepted into cache and text, cut at the first thing that ends it."""
         trees, paths = draft.host, verdict.path.tolist()
         commits: list[Commit] = []
         for b, (sequence, path, last) in enumerate(zip(live, paths, verdict.token.tolist(), strict=True)):
@@ -325,15 +303,7 @@ class Decoder:
                 shown = [logprobs(out.logits[b, n], t, wanted) for n, t in zip(nodes, new, strict=False)]
             if out.features is not None:
                 line = len(live) == 1 and held == [*range(len(held))]  # as a slice: nothing is copied
-                features, first = (
-                    out.features[b, : len(held)] if line else out.features[b, held],
-                    len(sequence.tokens) - 1,
-                )
-                if self.prefixes is not None:
-                    self.prefixes.add(sequence.slot, features, first)
-                if not asked or sequence.slot in self._unread:
-                    self._unread.setdefault(sequence.slot, Features(first)).add(features)
-                    features = None
+                features = out.features[b, : len(held)] if line else out.features[b, held]
             commit = Commit(new, held, min(len(new), len(nodes) - 1), end.finish if end else None, features)
             sequence.step_done(len(trees[b]) - 1, commit, shown)
             commits.append(commit)

@@ -14,10 +14,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from outrider.core.features import Features
 from outrider.engine.prefix_files import PrefixFiles
 from outrider.models.cache import SlotCache
 
@@ -31,20 +29,13 @@ class _Block:
     Only the end of a text whose states are kept has fewer than BLOCK tokens, and no children.
     """
 
-    __slots__ = ("bytes", "children", "features", "key", "layers", "parent", "states")
+    __slots__ = ("bytes", "children", "key", "layers", "parent", "states")
 
-    def __init__(
-        self,
-        parent: _Block | None,
-        key: tuple[int, ...],
-        layers: list[tuple[Tensor, Tensor]],
-        features: Tensor | None = None,
-    ) -> None:
-        self.parent, self.key, self.layers, self.features = parent, key, layers, features
+    def __init__(self, parent: _Block | None, key: tuple[int, ...], layers: list[tuple[Tensor, Tensor]]) -> None:
+        self.parent, self.key, self.layers = parent, key, layers
         self.children: dict[tuple[int, ...], _Block] = {}
         self.states: list[list[Tensor]] | None = None
-        held = [t for pair in layers for t in pair] + ([] if features is None else [features])
-        self.bytes = sum(t.numel() * t.element_size() for t in held)
+        self.bytes = sum(t.numel() * t.element_size() for pair in layers for t in pair)
 
 
 class PrefixCache:
@@ -59,15 +50,12 @@ class PrefixCache:
         self.bytes = self.queries = self.hits = 0
         self._used: OrderedDict[_Block, None] = OrderedDict()  # least used first; a parent is used whenever a child is
         self._filed = set[int]()  # slots whose text began in files: the system keeps those in memory, too
-        self._features = dict[int, Features]()  # by slot: of tokens that are not kept yet
 
-    def fetch(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> tuple[int, Tensor | None]:
+    def fetch(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> int:
         """Copy the longest known start of `tokens` into an empty slot and commit it. With files, a slot that holds a start of
-        them is continued, too, and a later call may find more.
-
-        Returns the length now, and the features [token, feature] that were kept with what is new, if any.
+        them is continued, too, and a later call may find more. Returns the length now.
         """
-        before, features = cache.length[slot], None
+        before = cache.length[slot]
         if not before:
             self.queries += len(tokens)
             self._filed.discard(slot)
@@ -79,41 +67,20 @@ class PrefixCache:
             if path:
                 count = sum(len(block.key) for block in path)
                 cache.restore(slot, count, path[-1].states or (), [block.layers for block in path])
-                known = [block.features for block in path if block.features is not None]
-                features = torch.cat(known) if known else None
-        if self.files is not None:
-            held, more = cache.length[slot], self.files.load(cache, slot, tokens)
-            if cache.length[slot] > held:
-                self._filed.add(slot)
-            features = more if features is None else features if more is None else torch.cat([features, more])
+        if self.files is not None and self.files.load(cache, slot, tokens):
+            self._filed.add(slot)
         self.hits += cache.length[slot] - before
-        return cache.length[slot], features
-
-    def add(self, slot: int, features: Tensor, first: int) -> None:
-        """Features [token, feature] of a slot's tokens from `first` on, for `keep`."""
-        self._features.setdefault(slot, Features(first)).add(features)
-
-    def release(self, slot: int) -> None:
-        """The sequence in this slot has left. Another one may take the slot."""
-        self._features.pop(slot, None)
+        return cache.length[slot]
 
     def keep(self, cache: SlotCache, slot: int, tokens: Sequence[int], *, ended: bool = False) -> None:
-        """Remember the whole blocks of a slot, which holds `tokens`, and their features, where `add` brought some.
-        ended: a prompt or a text ends here, so that files keep its end, too.
-        """
-        new = self._features.pop(slot, None)
-        first, features = (0, None) if new is None else (new.first, new.joined())
+        """Remember the whole blocks of a slot, which holds `tokens`. ended: a prompt or a text ends here, so that files keep its
+        end, too."""
         if slot not in self._filed:
-            self._remember(cache, slot, tokens, features, first)
+            self._remember(cache, slot, tokens)
         if self.files is not None:
-            self.files.keep(cache, slot, tokens, features, first, ended)
-        if features is not None:  # those of the block that is not whole are needed again
-            whole = len(tokens) - len(tokens) % (BLOCK if self.files is None else self.files.segment)
-            self.add(slot, features[whole - first :].clone(), whole)
+            self.files.keep(cache, slot, tokens, ended)
 
-    def _remember(
-        self, cache: SlotCache, slot: int, tokens: Sequence[int], features: Tensor | None, first: int
-    ) -> None:
+    def _remember(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> None:
         """Keep in memory. With states, the rest of the tokens is a block as well, and the last block gets the states."""
         path = self._path(tokens)
         at = path[-1] if path else self.root
@@ -125,11 +92,8 @@ class PrefixCache:
         total = sum(block.bytes for block in path)
         for start in range(sum(len(block.key) for block in path), stop, BLOCK):
             end = min(start + BLOCK, stop)
-            if features is not None and start < first:
-                break  # blocks before were dropped, and their features are gone
             layers = [(k[slot, :, start:end].clone(), v[slot, :, start:end].clone()) for k, v in cache.layers]
-            own = None if features is None else features[start - first : end - first].clone()
-            block = _Block(at, tuple(tokens[start:end]), layers, own)
+            block = _Block(at, tuple(tokens[start:end]), layers)
             if (total := total + block.bytes) > self.limit:
                 break  # its own end would be dropped at once
             at.children[block.key] = block

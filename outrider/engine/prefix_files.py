@@ -1,8 +1,8 @@
 """What one model knows of earlier texts, in files: the second level of the prefix cache.
 
 A segment is some tokens behind all tokens before them. Its name is a chain of hashes, from all that its bytes depend on to
-the last of its tokens. It has a file of keys and values. Where a head reads features it has a file of them, and with recurrent
-layers one of their states after its last token. The end of a long text is a segment of fewer tokens.
+the last of its tokens. It has a file of keys and values, and with recurrent layers one of their states after its last token. The
+end of a long text is a segment of fewer tokens.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ OF_STATES = 256  # the same with recurrent layers, whose states are as large as 
 END_OF = 100  # times as long as its end a text must be, so that both ends, of a prompt and its answer, take a fiftieth
 READERS = 4  # threads: one waits for the disk or for memory while another one checks sums
 SECONDS = 0.05  # after which a step stops to read, so that other sequences go on
+_KINDS = ("keys", "states")  # of files
 _FORMAT = 1  # of the files; raise it with each change of what they hold
 _NEWEST = 0.3  # weight of the newest measurement
 _DOUBT = 0.9  # a disk that was too slow may have become faster: what is believed of it, at each prompt
@@ -54,12 +55,12 @@ class _Segment(NamedTuple):
 class PrefixFiles:
     """The files of one model in a folder. read: tokens that came from them. segment: tokens of a file."""
 
-    def __init__(self, folder: ContentFolder, loaded: Loaded, taps: tuple[int, ...] = ()) -> None:
-        """taps: of the features; none if no head reads any. Raises ValueError for a model whose content has no name."""
+    def __init__(self, folder: ContentFolder, loaded: Loaded) -> None:
+        """Raises ValueError for a model whose content has no name."""
         if loaded.model.device.type != "cpu":
             raise ValueError(f"prefix_dir is for models on the CPU, and {loaded.name} is not; leave it out")
         self.folder, self.read, self.segment = folder, 0, OF_STATES if loaded.model.new_cache(1, 1).states else SEGMENT
-        self._model, self._taps = loaded.model, taps
+        self._model = loaded.model
         # other machines give other bits, unless the path is native
         where = None if loaded.model.path == "native" else sorted(machine().items())
         self._about = (
@@ -72,8 +73,7 @@ class PrefixFiles:
             where,
         )
         self._root = b""  # digest of `_about` and of what the cache keeps
-        self._wide, self._has_keys = 0, False  # numbers in the features of a token; whether a layer has keys
-        self._kinds = ("keys", f"f{hashlib.sha256(repr(taps).encode()).hexdigest()[:8]}", "states")
+        self._has_keys = False  # whether a layer has keys
         self._newest = array("q"), list[_Segment]()  # the tokens of the last call, and their segments
         self._readers = ThreadPoolExecutor(READERS, "outrider-prefix-reader")
         self._second_of_token = self._second_of_byte = 0.0  # 0: not measured yet
@@ -82,48 +82,47 @@ class PrefixFiles:
         """The model has read tokens in this time."""
         self._second_of_token = _moved(self._second_of_token, seconds / tokens)
 
-    def load(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> Tensor | None:
-        """Continue a slot that holds a beginning of `tokens`, and commit it. Returns the features of what is new, if any.
+    def load(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> int:
+        """Continue a slot that holds a beginning of `tokens`, and commit it. Returns how many tokens are new.
 
         Stops after a while: the next call goes on. Loads nothing where the model is faster than the disk.
         """
         if len(tokens) < self.segment:
-            return None
+            return 0
         self._prepare(cache, slot)
         held, segments = cache.length[slot], self._segments(tokens)
         known = [*takewhile(self._is_there, segments[held // self.segment :])]
         whole = held // self.segment + len(known)
-        self.folder.forget(one.file(kind) for one in segments[whole:] for kind in self._kinds)
+        self.folder.forget(one.file(kind) for one in segments[whole:] for kind in _KINDS)
         known += self._ends(segments[:whole], tokens, held)
         while cache.states and known and not known[-1].file("states").exists():
             known.pop()
         if not known or not self._is_faster(cache):
-            return None
+            return 0
         cache.reserve([slot], len(tokens) + 1 - held)
-        cells, began, fastest, found = _cells(cache, slot), perf_counter(), float("inf"), list[Tensor]()
+        cells, began, fastest, found = _cells(cache, slot), perf_counter(), float("inf"), 0
         for at in range(0, len(known), READERS):
             some, last = known[at : at + READERS], perf_counter()
-            read = [*takewhile(lambda t: t is not None, self._readers.map(partial(self._fill, cells), some))]
+            read = [*takewhile(bool, self._readers.map(partial(self._fill, cells), some))]
             now, size = perf_counter(), cache.bytes_per_token * sum(one.end - one.start for one in some)
-            found += [t for t in read if t is not None]
+            found += len(read)
             fastest = min(fastest, (now - last) / max(size, 1))
             if len(read) < len(some) or now - began > SECONDS:
                 break
         # the first files also wait until the system has found memory for a new slot: that is not the disk
         self._second_of_byte = _moved(self._second_of_byte, fastest)
         states = cache.snapshot(slot)
-        while cache.states and found and not self._fill_states(known[len(found) - 1], states):
-            found.pop()
+        while cache.states and found and not self._fill_states(known[found - 1], states):
+            found -= 1
         if not found:
-            return None
-        cache.restore(slot, known[len(found) - 1].end, states)
+            return 0
+        cache.restore(slot, known[found - 1].end, states)
         self.read += cache.length[slot] - held
-        return torch.cat(found)[held - known[0].start :] if self._taps else None
+        return cache.length[slot] - held
 
-    def keep(
-        self, cache: SlotCache, slot: int, tokens: Sequence[int], features: Tensor | None, first: int, ended: bool
-    ) -> None:
-        """Write the segments of a slot, which holds `tokens`, in the background. features: of the tokens from `first` on.
+    def keep(self, cache: SlotCache, slot: int, tokens: Sequence[int], ended: bool) -> None:
+        """Write the segments of a slot, which holds `tokens`, in the background.
+
         ended: a prompt or a text ends here, and not a chunk of it.
 
         With states only a segment that ends where the slot does is written: the states of the others are gone.
@@ -136,7 +135,7 @@ class PrefixFiles:
         if ended and 0 < rest * END_OF <= len(tokens):
             ids, start = array("q", tokens), segments[-1].end
             segments.append(self._segment(segments[-1].chain, ids, start, len(ids)))
-        keys, taps, states = self._kinds
+        keys, states = _KINDS
         for one in segments:
             count = one.end - one.start
             if cache.states and one.end != len(tokens):
@@ -146,27 +145,16 @@ class PrefixFiles:
                 for part, kept in _parts(cells, content, one):
                     kept[:] = part
                 self.folder.write(one.file(keys), [content.data])
-            if (
-                features is not None
-                and one.start >= first
-                and self.folder.wants(one.file(taps), 4 * count * self._wide)
-            ):
-                self.folder.write(
-                    one.file(taps), [_bytes(features[one.start - first : one.end - first].float().clone())]
-                )
             if cache.states and self.folder.wants(one.file(states), cache.bytes_per_slot):
                 self.folder.write(one.file(states), [_bytes(t) for part in cache.snapshot(slot) for t in part])
         if ended:
-            self.folder.used(one.file(kind) for one in segments for kind in self._kinds)
+            self.folder.used(one.file(kind) for one in segments for kind in _KINDS)
 
     def _prepare(self, cache: SlotCache, slot: int) -> None:
         """Learn what the cache keeps, by one token in its scratch."""
         if self._root and bool(cache.layers) == self._has_keys:
             return
-        out = self._model.forward(
-            Nodes(torch.zeros(1, 1, dtype=torch.long), cache, [slot]), taps=self._taps, want="none"
-        )
-        self._wide = 0 if out.features is None else out.features.shape[-1]
+        self._model.forward(Nodes(torch.zeros(1, 1, dtype=torch.long), cache, [slot]), want="none")
         self._has_keys = bool(cache.layers)
         kept = [(t.shape[1], t.shape[3], str(t.dtype)) for pair in cache.layers for t in pair]
         states = [(t.shape, str(t.dtype)) for part in cache.snapshot(slot) for t in part]
@@ -201,27 +189,23 @@ class PrefixFiles:
         return []
 
     def _is_there(self, segment: _Segment) -> bool:
-        keys, taps, _ = self._kinds
-        return segment.file(keys).exists() and (not self._taps or segment.file(taps).exists())
+        return segment.file(_KINDS[0]).exists()
 
-    def _fill(self, cells: Sequence[np.ndarray], segment: _Segment) -> Tensor | None:
-        """Put a segment into the cells of its tokens. Returns its features [token, feature], None if a file is not whole."""
+    def _fill(self, cells: Sequence[np.ndarray], segment: _Segment) -> bool:
+        """Put a segment into the cells of its tokens. Returns whether its file is whole."""
         count = segment.end - segment.start
-        keys, taps, _ = self._kinds
-        content = self.folder.read(segment.file(keys), count * sum(part.shape[0] * part.shape[2] for part in cells))
-        features = torch.empty(count, self._wide)
-        if content is None or (self._taps and not self._fill_tensors(segment.file(taps), [features])):
-            return None
+        content = self.folder.read(
+            segment.file(_KINDS[0]), count * sum(part.shape[0] * part.shape[2] for part in cells)
+        )
+        if content is None:
+            return False
         for part, kept in _parts(cells, np.frombuffer(content, np.uint8), segment):
             part[:] = kept
-        return features
+        return True
 
     def _fill_states(self, segment: _Segment, states: Sequence[Sequence[Tensor]]) -> bool:
-        return self._fill_tensors(segment.file("states"), [t for part in states for t in part])
-
-    def _fill_tensors(self, file: Path, tensors: Sequence[Tensor]) -> bool:
-        into = [_bytes(t) for t in tensors]
-        content = self.folder.read(file, sum(map(len, into)))
+        into = [_bytes(t) for part in states for t in part]
+        content = self.folder.read(segment.file("states"), sum(map(len, into)))
         if content is None:
             return False
         for part in into:

@@ -10,7 +10,7 @@ from torch import Tensor
 from outrider.core.noise import Noise, Stream
 from outrider.core.types import Commit, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, TargetPass, chains
-from outrider.drafters.combine.merge import NodeList, own_commit
+from outrider.drafters.proposal import NodeList, own_commit
 
 
 class Wrong(BaseDrafter):
@@ -97,8 +97,8 @@ class Noisy(_Wrapper):
 class Tapped(_Wrapper):
     """Another drafter with the taps of a trained head. Asserts that it sees what a head needs.
 
-    Each committed position's features must come exactly once and in order, through `start` and `update`. Those of a prompt may
-    come after its first token. `expected` recomputes them where the values are to be checked too.
+    Each committed position's features must come exactly once and in order, through `start` and `update`, from the first
+    position on that no prefix cache held. `expected` recomputes them where the values are to be checked too.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Tapped(_Wrapper):
         """expected: tokens -> float [token, feature], what the target gives for a whole sequence."""
         super().__init__(wrapped)
         self.taps, self.expected, self.tolerance = taps, expected, tolerance
-        self.seen: dict[int, list[Tensor]] = {}  # slot -> features by position
+        self.seen: dict[int, int] = {}  # slot -> the position after the last one whose features came
         self.positions = 0  # checked so far, over all sequences
 
     def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
@@ -120,18 +120,15 @@ class Tapped(_Wrapper):
 
     def propose(self, context: DraftContext) -> Draft:
         for slot, tokens, prompt in zip(context.slots, context.tokens, context.prompt_lengths, strict=True):
-            known = len(self.seen.get(slot, []))
-            assert known == len(tokens) - 1 or (known < len(tokens) == prompt), (
-                f"slot {slot}: features of {known} positions, {len(tokens) - 1} are committed"
+            known = self.seen.get(slot, 0)
+            assert known == len(tokens) - 1 or (not known and len(tokens) == prompt), (
+                f"slot {slot}: features up to position {known}, {len(tokens) - 1} are committed"
             )
         return super().propose(context)
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
-        every = zip(context.slots, context.tokens, context.prompt_lengths, commits, strict=True)
-        for slot, tokens, prompt, commit in every:
-            if commit.features is None:
-                assert len(tokens) == prompt + len(commit.tokens), "a step without features"
-                continue
+        for slot, tokens, commit in zip(context.slots, context.tokens, commits, strict=True):
+            assert commit.features is not None, "a step without features"
             first = len(tokens) - 1 - len(commit.features)
             self._take(slot, tokens, first, commit.features)
         super().update(context, commits, target)
@@ -141,9 +138,9 @@ class Tapped(_Wrapper):
         super().release(slot)
 
     def _take(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
-        seen = self.seen.setdefault(slot, [])
-        assert first == len(seen), f"slot {slot}: position {first} comes where {len(seen)} was next"
-        seen += list(features.clone())
+        known = self.seen.get(slot, first)
+        assert first == known, f"slot {slot}: position {first} comes where {known} was next"
+        self.seen[slot] = first + len(features)
         self.positions += len(features)
         if self.expected is not None:
             want = self.expected(tokens[: first + len(features)])[first:]

@@ -51,7 +51,7 @@ def check_histories(model: LanguageModel, rounds: int, seed: int = 0) -> None:
         if draw.random() < 0.3:
             prefixes.keep(cache, slot, texts[slot])
             cache.release(slot)
-            found, _ = prefixes.fetch(cache, slot, texts[slot])
+            found = prefixes.fetch(cache, slot, texts[slot])
             assert found == len(texts[slot])
         elif draw.random() < 0.05:
             cache.release(slot)

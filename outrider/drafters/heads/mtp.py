@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.eagle.drafter import EagleDrafter
-from outrider.drafters.heads.features import HeadOutput, NativePairs, PairModel, last_nodes
+from outrider.drafters.heads.features import HELD, HeadOutput, NativePairs, PairModel, last_nodes
 from outrider.models.base import FINAL_NORM, LanguageModel, Want
 from outrider.models.cache import SlotCache
 from outrider.models.load import Loaded
@@ -31,7 +31,7 @@ def mtp_model(target: Loaded, max_length: int, quantization: str = "auto") -> Pa
         raise ValueError(f"{target.name} has no MTP layer that can draft: its files hold none, or loading it said why")
     if quantization in ("int8", "int4") and quantization != target.weights:
         program = program.converted(quantization)
-    return NativePairs(program, (FINAL_NORM,), min(max_length, program.max_length))
+    return NativePairs(program, (FINAL_NORM,), min(max_length, program.max_length, HELD))
 
 
 class TorchMtp(PairModel):
@@ -61,7 +61,7 @@ class TorchMtp(PairModel):
         given = target.weights if quantization in ("auto", "none") else quantization
         self._model = HFModel(raw, weights=given if given in ("int8", "int4") else "auto", own=True)
         self._fed_back = 0 if type(raw).__name__ in BEFORE_NORM else FINAL_NORM
-        self.max_length = min(max_length, self._model.max_length)
+        self.max_length = min(max_length, self._model.max_length, HELD)
         self.weight_bytes = self._model.weight_bytes + (model.head_bytes if own is None else 0)
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:

@@ -75,15 +75,6 @@ def head_drafter(
     """Read the head of a configuration, make its drafter and try it. flags: see `misread`. hits: see `examine`."""
     target, path = setup.target, head_of(setup.config.model, setup.target.name)
     head = read(path, target)
-    positions = head.config.max_position_embeddings
-    if positions < setup.max_length:
-        log.warning(
-            "%s drafts in texts of up to %d tokens, and a text may have %d here; beyond that nothing is drafted. Give a head "
-            "with larger max_position_embeddings, or another method beside it: --method suffix,eagle",
-            path,
-            positions,
-            setup.max_length,
-        )
 
     def made(config: Config) -> _Made:
         given = replace(head, config=config)
@@ -94,7 +85,7 @@ def head_drafter(
         return drafter
     wrong = misread(head.config, target.model.num_layers, flags)
     others = [(what, config.taps, partial(made, config)) for what, config in wrong]
-    examine(drafter, others, hits, target, min(setup.max_length, positions), path)
+    examine(drafter, others, hits, target, min(setup.max_length, head.config.max_position_embeddings), path)
     return drafter
 
 

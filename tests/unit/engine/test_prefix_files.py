@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from architectures import tiny
 from forked import Forked
 from heads import GOLDEN, small_target
@@ -40,7 +39,6 @@ from outrider.kernels import cpu as native
 from outrider.models.hf.model import HFModel
 from outrider.models.load import Loaded, load
 from outrider.models.native.model import NativeModel
-from outrider.models.nodes import Nodes
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="bit-identical prefixes need the native kernels")
 ROOM, LENGTH, SEGMENT = 1 << 30, 120, 16
@@ -86,7 +84,7 @@ class Process:
     def __init__(self, name: str, folder: Path, memory: int = 0, limit: int = ROOM) -> None:
         loaded, make = kind(name)
         self.drafter, self.folder = make(), ContentFolder(folder, limit)
-        self.files = PrefixFiles(self.folder, loaded, self.drafter.taps)
+        self.files = PrefixFiles(self.folder, loaded)
         self.prefixes = PrefixCache(memory, self.files)
         if isinstance(self.drafter, ModelDrafter):
             assert self.drafter.loaded is not None
@@ -134,9 +132,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(name: str, folder: Path, tokens: int, seed: int = 0) -> None:
-    """Random texts that begin alike, in processes that end after some of them: all are those without a cache.
-
-    A head also drafts the same, because it has the same features."""
+    """Random texts that begin alike, in processes that end after some of them: all are those without a cache."""
     draw, texts, written, found = random.Random(seed), list[list[int]](), 0, 0
     while written < tokens or not found:
         process = Process(name, folder, draw.choice([0, 20_000, 1 << 24]), draw.choice([ROOM, 300_000]))
@@ -150,8 +146,6 @@ def check(name: str, folder: Path, tokens: int, seed: int = 0) -> None:
             had = process.files.read
             run, expected = process.write(requests), plain(name, requests)
             assert outputs(run) == outputs(expected)
-            if name == "head":
-                assert [s.counts.accepted for s in run] == [s.counts.accepted for s in expected]
             assert not process.prefixes.check()
             assert all(s.counts.cached <= len(s.prompt) for s in run)
             assert sum(s.counts.cached for s in run) >= process.files.read - had
@@ -231,24 +225,6 @@ def test_a_segment_belongs_to_all_tokens_before_it(tmp_path: Path) -> None:
     process, text = Process("auto", tmp_path), [asked([*other, *same, *last, 5])]
     assert outputs(process.write(text)) == outputs(plain("auto", text))
     assert process.files.read == 2 * SEGMENT
-
-
-@pytest.mark.parametrize("held", [0, 5, 16])
-def test_features_come_back_bit_for_bit(tmp_path: Path, held: int) -> None:
-    """Also where the slot holds a part of the first segment."""
-    tokens, model = prompt(100), kind("head").target.model
-    Process("head", tmp_path).write([asked(tokens)])
-    process = Process("head", tmp_path)
-    cache, taps = process.loop.cache, process.drafter.taps
-    if held:
-        model.forward(Nodes(torch.tensor([tokens[:held]]), cache, [0]), want="none")
-        cache.commit([0], [range(held)])
-    parts = list[torch.Tensor]()
-    while (part := process.files.load(cache, 0, tokens)) is not None:  # a slow disk gives a part at a time
-        parts.append(part)
-    computed = model.forward(Nodes(torch.tensor([tokens[:96]]), model.new_cache(1, LENGTH), [0]), taps=taps).features
-    assert computed is not None
-    assert torch.equal(torch.cat(parts), computed[0, held:])
 
 
 def test_kinds_of_keys_and_values_live_side_by_side(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -257,7 +257,7 @@ def test_a_text_is_found_whole_after_its_beginning_was_kept(short: int, long: in
         cache.commit([0], [range(end - begin)])
         prefixes.keep(cache, 0, tokens[:end].tolist())
     cache.release(0)
-    assert prefixes.fetch(cache, 0, tokens.tolist())[0] == long
+    assert prefixes.fetch(cache, 0, tokens.tolist()) == long
     assert not prefixes.check()
 
 

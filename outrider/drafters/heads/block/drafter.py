@@ -15,7 +15,7 @@ from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.block.files import read_block
 from outrider.drafters.heads.block.lilicorr import CandidateScores, LiLiCorr
 from outrider.drafters.heads.block.module import BlockConfig, around
-from outrider.drafters.heads.features import FeatureReader
+from outrider.drafters.heads.features import HELD, FeatureReader
 from outrider.drafters.heads.lattice import ParallelDrafter
 from outrider.drafters.heads.layers import Linears, PackedLayer, Rotary, precision_of
 from outrider.drafters.heads.reading import OUTPUT, HeadWeights
@@ -42,7 +42,7 @@ class BlockModel:
     ) -> None:
         config, tensors = head.config, head.tensors
         self.config, self.device = config, target.device
-        self.max_length = min(max_length, config.max_position_embeddings)
+        self.max_length = min(max_length, config.max_position_embeddings, HELD)
         self._target, self._wide = target, len(config.taps) * config.target_hidden_size
         precision = precision_of(quantization, [t for t in tensors.values() if t.dim() == 2])
         linears = Linears(self.device, precision, tensors, config.rms_norm_eps)
@@ -216,14 +216,11 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
     def _room(self, slot: int, tokens: list[int]) -> int:
         return min(self.model.config.drafts, self._left(slot, tokens))
 
-    def _read(self, slot: int, tokens: Sequence[int] = ()) -> None:
-        if slot in self.waiting:
-            self.model.read(self.cache, slot, self._features(slot))
-            del self.waiting[slot]
-
     def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
         for slot in slots:
-            self._read(slot)
+            if held := self.waiting.get(slot):
+                self.model.read(self.cache, slot, self._features(slot))
+                held.keep(0)
         z = self.model.block(self.cache, slots, [tokens[-1] for tokens in texts])
         first = 0 if self.model.config.from_anchor else 1
         read = self.model.config.drafts if self.model.config.lilicorr else depth  # LiLiCorr reads all slots together

@@ -17,7 +17,7 @@ from outrider.core.types import Commit
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.eagle.module import EagleConfig, EagleEquations
-from outrider.drafters.heads.features import HeadOutput, NativePairs, PairModel, PairReader, last_nodes
+from outrider.drafters.heads.features import HELD, HeadOutput, NativePairs, PairModel, PairReader, last_nodes
 from outrider.drafters.heads.lattice import ParallelDrafter
 from outrider.drafters.heads.layers import Linears, PackedLayer, Rotary, precision_of
 from outrider.drafters.heads.reading import HeadWeights
@@ -50,7 +50,7 @@ def eagle_model(
     target: gives the embedding, unless the head has its own. quantization: "auto", "none", "int8" or "int4".
     max_length: tokens of the longest text. plain: in torch also where the native step could run it; the reference.
     """
-    config, length = head.config, min(max_length, head.config.max_position_embeddings)
+    config, length = head.config, min(max_length, head.config.max_position_embeddings, HELD)
     precision = precision_of(quantization, [t for n, t in head.tensors.items() if "norm" not in n])
     runs = target.device.type == "cpu" and native.available()
     if runs and not plain and (table := _table(head, target)) is not None:
@@ -188,7 +188,7 @@ class EagleDrafter(PairReader, CachedTreeDrafter):
     """Drafts from the target's features (Li et al. 2025, arXiv 2503.01840; the equations: docs/guides/heads.md).
 
     The cache holds pairs of the target's features only. What the head feeds back to itself while it drafts is in the scratch,
-    which is never committed: the same positions are read again from true features. Pairs wait until they are needed, and all
+    which is never committed: the same positions are read again from true features. Pairs wait until a draft reads them, and all
     but the last one cost only their keys and values.
     """
 
@@ -208,7 +208,7 @@ class EagleDrafter(PairReader, CachedTreeDrafter):
     def _keep(self, slot: int, places: list[int], commit: Commit) -> None:
         """The root's pair alone: it was read from the target's features."""
         self.cache.commit([slot], [[0]])
-        self.waiting.pop(slot, None)
+        self.waiting[slot].keep(0)
         self._fed_back.pop(slot, None)
 
     def _room(self, slot: int, tokens: list[int]) -> int:

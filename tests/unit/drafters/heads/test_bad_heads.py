@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from heads import copied, eagle1_folder, medusa_folder, small_target
 
-from outrider import LLM, SamplingParams
+from outrider import LLM
 from outrider.models.load import Loaded
 
 TARGET = small_target()
@@ -117,23 +116,3 @@ def test_bad_input_says_what_would_work(what: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"(?s){message}") as raised:
         LLM(target, speculative_config={"model": str(made), **options}, max_model_len=128)
     assert "tree" in what or str(made) in str(raised.value)
-
-
-@pytest.mark.parametrize("name", ["eagle31", "peagle", "dspark"])
-def test_a_prompt_longer_than_the_positions_of_a_head(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nothing is drafted there, and the text is that of plain decoding."""
-    folder = copied(name, tmp_path, {"max_position_embeddings": 40})
-    with caplog.at_level(logging.WARNING, "outrider.heads"):
-        fast = LLM(TARGET, speculative_config={"model": str(folder), "controller": "fixed"}, max_model_len=128)
-    assert f"{folder} drafts in texts of up to 40 tokens, and a text may have 128 here" in caplog.text
-    params = SamplingParams(max_tokens=30, temperature=1, seed=4, ignore_eos=True)
-    asked: list[Any] = [{"prompt_token_ids": PROMPT[:n]} for n in (60, 20)]
-    plain = LLM(TARGET, max_model_len=128).generate(asked, params)
-    long, short = fast.generate(asked, params)
-    assert [o.outputs[0].token_ids for o in (long, short)] == [o.outputs[0].token_ids for o in plain]
-    for out, drafts in ((long, False), (short, True)):
-        counted = out.metrics.speculative_decoding
-        assert counted is not None
-        assert (sum(counted.per_step_drafted) > 0) is drafts

@@ -273,19 +273,6 @@ def test_a_draft_depends_on_the_text_alone(name: str, budget: Budget, chunk: int
     assert made.cache.length == [0] * 4
 
 
-def test_waiting_features_are_read_in_time() -> None:
-    """A sequence that goes without drafts for long keeps few features."""
-    made = lucky()
-    loop = Loop(TARGET.model, made, controller=Fixed(0), rows=1, max_length=256)
-    asked = request(PROMPT, SamplingParams(max_tokens=180, temperature=0))
-    most = read = 0
-    for _ in loop.steps([asked]):
-        most = max(most, *(len(w) for w in made.waiting.values()), 0)
-        read = max(read, made.cache.length[0])
-    assert most <= 65
-    assert read > len(PROMPT) + 180 - 2 * 65
-
-
 # -- planted faults -------------------------------------------------------------------------------------------------------
 
 
@@ -309,7 +296,8 @@ def _feedback_kept(made: EagleDrafter) -> None:
                 made._places.pop(slot)
                 made.waiting.pop(slot)
                 made.cache.commit([slot], [range(len(forwarded))])
-                made.waiting[slot] = Features(0, commit.features[len(forwarded) - 1 :])
+                first = len(context_.tokens[context_.slots.index(slot)]) - len(commit.features) + len(forwarded) - 2
+                made.waiting[slot] = Features(first, commit.features[len(forwarded) - 1 :])
                 kept.add(slot)
         rest = [replace(c, features=None) if s in kept else c for s, c in zip(context_.slots, commits, strict=True)]
         kept.clear()
@@ -402,25 +390,8 @@ def test_the_contract(name: str) -> None:
     check_drafter(lambda: drafter(name), 128, feature_size=size)
 
 
-def test_a_prompt_longer_than_the_heads_positions() -> None:
-    """The head stops drafting; nothing else changes."""
-    read = weights("eagle3")
-    short = replace(read, config=replace(read.config, max_position_embeddings=50))
-    made = EagleDrafter(eagle_model(short, TARGET.model, 256, "none"), 2, 256)
-    loop = Loop(TARGET.model, made, controller=Fixed(4), rows=2, max_length=256)
-    asked = [
-        request(PROMPT[:40], SamplingParams(max_tokens=30, temperature=0)),
-        request(PROMPT, SamplingParams(max_tokens=9, temperature=0)),
-    ]
-    rows = loop.generate(asked)
-    assert [r.output for r in rows] == plain_texts(TARGET.model, asked, end_ids=())
-    assert rows[0].counts.drafted[2] == 4
-    assert rows[0].counts.drafted[-1] == 0
-    assert sum(rows[1].counts.drafted) == 0
-
-
 def test_prefix_cache_and_preemption() -> None:
-    llm = LLM(TARGET, drafter=lucky(), max_num_seqs=3, max_model_len=160)
+    llm = LLM(TARGET, drafter=drafter(rows=3), max_num_seqs=3, max_model_len=160)
     with closing(Engine(llm.runtime, kv_tokens=240, prefill_chunk=16)) as engine:
         params = SamplingParams(max_tokens=90, seed=5, ignore_eos=True)
         jobs = [read(request(PROMPT[:n], params)) for n in (48, 59, 50, 55)]

@@ -16,9 +16,8 @@ from outrider.drafters.heads.block.drafter import BlockDrafter
 from outrider.drafters.heads.block.files import read_block
 from outrider.drafters.heads.eagle.drafter import EagleDrafter, eagle_model
 from outrider.drafters.heads.eagle.files import read_eagle
-from outrider.engine import Engine, decoder
+from outrider.engine import Engine
 from outrider.engine.memory import Memory, per_token
-from outrider.engine.scheduler import Scheduler
 from outrider.models.cache import SCRATCH
 
 TARGET = small_target()
@@ -80,22 +79,3 @@ def test_a_damaged_head_changes_no_text(make: Callable[..., EagleDrafter | Block
         [{"prompt_token_ids": PROMPT[:9]}], SamplingParams(max_tokens=8, temperature=1, seed=1)
     )
     assert got[0].outputs[0].token_ids == want[0].outputs[0].token_ids
-
-
-@pytest.mark.parametrize("name", ["eagle31", "peagle", "dspark"])
-def test_a_prompt_is_read_after_the_first_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But what takes too much memory is read before it, and a few tokens are part of the first draft."""
-    config = {"model": str(GOLDEN / name), "controller": "fixed", "num_speculative_tokens": 2}
-    llm = LLM(TARGET, speculative_config=config, max_num_seqs=1, max_model_len=160)
-    (reader,) = llm.drafters.values()
-    monkeypatch.setattr(decoder, "_LATE", 110)
-    monkeypatch.setattr(llm.decoder, "chunk", 100)
-    for length, before in ((40, True), (100, False), (130, True)):
-        asked = request([(5 * n * n + 3) % 127 for n in range(length)], SamplingParams(max_tokens=9, ignore_eos=True))
-        scheduler, seen = Scheduler(llm.decoder, llm.runtime.roster), list[int]()
-        for step, _ in scheduler.run(sequences := scheduler.add([asked])):
-            if step is not None:
-                seen.append(reader.cache.length[0])
-        assert seen[0] >= length - 2 if before else seen[0] == 0
-        assert seen[1] >= length - 1
-        assert [sequences[0].output] == plain_texts(TARGET.model, [asked])

@@ -336,20 +336,6 @@ def test_a_draft_depends_on_the_text_alone(budget: Budget) -> None:
     assert not made.waiting
 
 
-def test_a_text_longer_than_the_head(tmp_path: Path) -> None:
-    short = copied("dspark", tmp_path, {"max_position_embeddings": 50})
-    loop = Loop(TARGET.model, block(folder=short), controller=Fixed(4), rows=2, max_length=256)
-    asked = [
-        request(PROMPT[:40], SamplingParams(max_tokens=30, temperature=0)),
-        request(PROMPT, SamplingParams(max_tokens=9, temperature=0)),
-    ]
-    rows = loop.generate(asked)
-    assert [r.output for r in rows] == plain_texts(TARGET.model, asked, end_ids=())
-    assert rows[0].counts.drafted[2] > 0
-    assert rows[0].counts.drafted[-1] == 0
-    assert sum(rows[1].counts.drafted) == 0
-
-
 # -- folders --------------------------------------------------------------------------------------------------------------
 
 

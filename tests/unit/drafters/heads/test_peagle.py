@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 import torch
 from heads import GOLDEN, copied, golden, small_target
-from helpers import Loop, plain_texts, request
 from torch import Tensor
 
-from outrider import SamplingParams
-from outrider.control import Fixed
 from outrider.drafters import make_drafter
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.eagle.drafter import PEagleDrafter
@@ -82,15 +79,6 @@ def test_the_folder_is_enough(name: str) -> None:
     assert '"parallel_drafting": true' in found["vLLM"].command
     assert not found["SGLang"].command
     assert 0 < level_cost("peagle", made, TARGET.model) * 4 < 1  # of the small target, all four tokens
-
-
-def test_a_text_longer_than_the_head(tmp_path: Path) -> None:
-    short = copied("peagle", tmp_path, {"max_position_embeddings": 50})
-    asked = [request(PROMPT[:40], SamplingParams(max_tokens=30, temperature=0))]
-    rows = Loop(TARGET.model, drafter("", folder=short), controller=Fixed(4), rows=1, max_length=256).generate(asked)
-    assert [r.output for r in rows] == plain_texts(TARGET.model, asked, end_ids=())
-    assert rows[0].counts.drafted[2] > 0
-    assert rows[0].counts.drafted[-1] == 0
 
 
 def test_its_embedding_is_its_own_without_a_word(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
