@@ -8,7 +8,8 @@
 The names of options and of the results' fields are those of `vllm bench serve`. An arm is what is added to each request; arms
 take turns at every concurrency, on the same prompts and seeds, in one server process. A peer (benchmarks/peers/servers.py) is
 an arm with a server of its own. The client reads raw sockets, so that it costs the two cores of a small machine little. Texts
-of the arms are compared: with one seed they must be equal; a peer's are its own.
+of the arms are compared: with one seed they must be equal; a peer's are its own. Each arm is a user of its own at each
+concurrency, because a server remembers a user's texts for its drafts.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ async def load(
         async with gate:
             body = {"model": end.model, "max_tokens": options.output_len, "temperature": options.temperature}
             body |= {"seed": options.seed + number, "ignore_eos": True, "stream": True}
+            body |= {"user": f"{json.dumps(end.extra)} {concurrency}"}
             body |= {"stream_options": {"include_usage": True}, **end.extra}
             body |= (
                 {"messages": [{"role": "user", "content": prompt}]}

@@ -15,7 +15,12 @@ import torch
 from depths import best_depth
 from scipy.stats import chisquare
 
-from outrider.control.shapes import (
+from outrider.core.interpolate import interpolate
+from outrider.core.noise import Noise, Stream
+from outrider.core.sampling import draw
+from outrider.core.tree import ancestor_mask, levels
+from outrider.core.types import Budget
+from outrider.drafters.model.shapes import (
     BY_RANK,
     expected_accepted,
     expected_tokens,
@@ -23,11 +28,6 @@ from outrider.control.shapes import (
     optimal_shape,
     speedup,
 )
-from outrider.core.interpolate import interpolate
-from outrider.core.noise import Noise, Stream
-from outrider.core.sampling import draw
-from outrider.core.tree import ancestor_mask, levels
-from outrider.core.types import Budget
 from outrider.engine.memory import per_token
 from outrider.engine.trace import StepRecord, read
 from outrider.lab.explain import _step, model_size

@@ -22,7 +22,7 @@ BARS = """() => [...document.querySelectorAll(".bars .bar")].map((bar) => [
   100 * bar.firstChild.getBoundingClientRect().width / (bar.getBoundingClientRect().width - 2 * bar.clientLeft),
   bar.nextSibling.textContent.match(/([\\d.]+) %$/)?.[1]])
   .filter(([, share]) => share).map(([width, share]) => [width, Number(share)])"""
-SIGNS = ['"✓"', '"✗"', '"Ⅱ"', '"="', ""]
+SIGNS = ['"✓"', '"✗"', '"="']
 
 
 def ask(live: Live, n: int = 1, **more: Any) -> None:
@@ -52,9 +52,7 @@ def test_it_shows_what_the_server_does(live: Live, visit: Any) -> None:
         assert "tokens/s" in page.locator("#facts").inner_text()
         assert page.locator("#survival .bar").count() >= 2
         assert "target" in page.locator("#phases").inner_text()
-        assert "draft length is fixed" in page.locator("#why").inner_text()
-        assert page.locator("#answer").inner_text().startswith(("Not known: ", "Too few requests to say: "))
-        assert page.locator("#sources dt").all_inner_texts() == ["Measured", "Estimated", "Expected"]
+        assert page.locator("#answer").inner_text().startswith("Too few requests to say: ")
         assert "Updated at" in page.locator("#updated").inner_text()
         assert page.locator(".dot.live").count() == 1
         shares = page.evaluate(BARS)
@@ -75,15 +73,13 @@ def test_it_shows_what_was_weighed(visit: Any) -> None:
     with serving(llm) as live, visit(f"{live.url}/dashboard") as seen:
         page = seen.page
         settled(page)
-        ask(live, 2)
-        page.locator("#requests tbody tr").nth(1).wait_for()
+        ask(live, 6)
+        page.locator("#requests tbody tr").nth(5).wait_for()
         assert page.locator("#plans .bar").count() >= 1
         [row] = [text for text in page.locator("#weighed tbody tr").all_inner_texts() if "draft_model" in text]
         assert "ms" in row or "µs" in row
-        assert "times as fast as plain decoding" in page.locator("#sources").inner_text()
+        assert "times as fast as plain decoding" in page.locator("#answer").inner_text()
         assert page.locator("#box").evaluate("node => getComputedStyle(node).getPropertyValue('--sign')") in SIGNS
-        assert "the speed of plain decoding" in page.locator("#believed").inner_text()
-        assert "times plain decoding" in page.locator("#why").inner_text()
 
 
 def test_a_trial_is_started_watched_and_stopped(live: Live, visit: Any) -> None:

@@ -36,7 +36,6 @@ function drawNow() {
   const now = last.windows[span];
   byId("box").className = `answer-box ${now.kind}`;
   byId("answer").textContent = visible(now.answer);
-  byId("sources").replaceChildren(...Object.entries(now.sources).flatMap(([name, text]) => [el("dt", {}, name), el("dd", {}, visible(`${text}.`))]));
   const engine = last.engine;
   byId("facts").replaceChildren(
     fact(known(now.rate, short), "tokens/s, all requests"),
@@ -46,9 +45,8 @@ function drawNow() {
     fact(bytes(engine.kv_bytes + engine.prefix_bytes), `keys and values; ${percent(engine.kv_tokens / engine.kv_limit)} of the tokens that fit`),
     ...(last.learning ? [fact(visible(last.learning.head), `head in use; ${last.learning.texts} texts kept, ${last.learning.taken} of ${last.learning.rounds} trainings took over${last.learning.running ? ", one runs now" : ""}`)] : []),
   );
-  byId("why").textContent = last.why ? `${last.why[0].toUpperCase()}${last.why.slice(1)}.` : "No step yet.";
   bars(byId("survival"), survivals(now.survival));
-  drawPlans(now, last.drift);
+  drawPlans(now);
   const inside = Object.values(now.phases).reduce((sum, x) => sum + x, 0) || 1;
   bars(byId("phases"), Object.entries(PHASES).map(([name, text]) => [text, (now.phases[name] ?? 0) / inside, `${seconds(now.phases[name] ?? 0)}, ${percent((now.phases[name] ?? 0) / inside)}`]));
   const kinds = { error: "failed", abort: "were aborted" };
@@ -58,18 +56,16 @@ function drawNow() {
     : `${lost.map(([n, word]) => `${count(n, "request")} ${word}`).join(", ")} since you opened this page. The drafter failed ${count(engine.drafter_failures, "time")} since the server started.${failed.length ? ` Last reason: ${visible(failed.at(-1).reason ?? "unknown")}.` : ""}`;
 }
 
-function drawPlans(now, drift) {
+function drawPlans(now) {
   const shares = Object.entries(now.plans).sort((a, b) => b[1] - a[1]);
   bars(byId("plans"), shares.length ? shares.map(([name, share]) => [DONE[name] ?? visible(name), share, percent(share)]) : [["no step yet", 0, "–"]]);
-  const heads = ["drafter", "tokens", "time", "value", "ends at", "verdict"];
+  const heads = ["drafter", "accepted lately", "expected tokens", "step", "verdict"];
   const rows = Object.values(now.weighed);
   byId("weighed").replaceChildren(...(rows.length ? [
     el("caption", { class: "hidden-text" }, "What was weighed last"),
     el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))),
-    el("tbody", {}, rows.map((one) => el("tr", {}, [visible(one.name), one.tokens.toFixed(2), one.seconds < 5e-6 ? "nothing" : seconds(one.seconds), one.value.toFixed(2), known(one.least, percent), one.verdict].map((cell) => el("td", {}, cell))))),
+    el("tbody", {}, rows.map((one) => el("tr", {}, [visible(one.name), percent(one.accepted), one.tokens.toFixed(2), one.seconds ? seconds(one.seconds) : "–", one.verdict].map((cell) => el("td", {}, cell))))),
   ] : []));
-  const paces = Object.entries(drift).map(([name, ratio]) => `${visible(name)} ${times(ratio)}`);
-  byId("believed").textContent = now.sigma === null ? "" : `Plans count with ${times(now.sigma)} the speed of plain decoding. Seconds taken over seconds measured at load: ${paces.join(", ")}.`;
 }
 
 function drawSeries(node, name, which) {
@@ -108,14 +104,14 @@ function drawTrial(trial) {
   if (!trial) return;
   const done = trial.ended.on + trial.ended.off;
   const state = trial.running ? `${trial.assigned} of ${trial.wanted} requests assigned, ${done} measured. ` : `${trial.complete ? "Complete" : "Stopped"}: ${done} requests measured. `;
-  const lost = trial.left ? `${count(trial.left, "request")} failed or wrote too little, and ${trial.left === 1 ? "is" : "are"} left out. ` : "";
-  const beside = trial.rows > 1.2 ? `On average ${short(trial.rows)} requests shared a step, those of both arms. So this is what a request gains here, not what the whole server would.` : "";
+  const lost = trial.left ? `${count(trial.left, "request")} failed or wrote nothing, and ${trial.left === 1 ? "is" : "are"} left out. ` : "";
+  const beside = trial.rows > 1.2 ? `On average ${short(trial.rows)} requests shared a step, those of both arms. So this is what a request gains here, not what the whole server would, and the answer above does not use it.` : "";
   if (trial.ratio === null) {
     byId("trial-says").textContent = `${state}${lost}The difference needs at least two requests on each side.`;
     byId("trial-chart").replaceChildren();
     return;
   }
-  const sure = trial.low > 1 ? "Speculation helps." : trial.high < 1 ? "Speculation costs time here." : "The interval holds 1: no difference is shown yet.";
+  const sure = trial.low > 1 ? "Speculation helps." : trial.high < 1 ? "Speculation costs time here." : "The interval holds 1: no gain is shown.";
   byId("trial-says").textContent = `${state}${lost}${sure} With speculation ${short(trial.rate_on)} tokens/s, without ${short(trial.rate_off)}: ${times(trial.ratio)} (95 % interval ${short(trial.low)} to ${short(trial.high)}). ${beside}`;
   const most = Math.max(trial.rate_on, trial.rate_off);
   bars(byId("trial-chart"), [["on", trial.rate_on / most, `${short(trial.rate_on)} tokens/s`], ["off", trial.rate_off / most, `${short(trial.rate_off)} tokens/s`]]);

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import ceil, sqrt
+from functools import lru_cache
+from math import ceil
 from typing import Any
 
-from outrider.core.intervals import student_quantile
+import numpy as np
 
-COUNTED = (
-    "elapsed", "steps", "rows", "tokens", "drafted", "accepted", "depth", "drafts", "worth", "taken", "planned", "sigma", "own",
-    "processor",
-)  # fmt: skip
+from outrider.core.intervals import interval
+
+COUNTED = ("elapsed", "steps", "rows", "tokens", "drafted", "accepted", "depth", "drafts", "own", "processor")
 WINDOWS = {10: "10 seconds", 60: "minute", 300: "5 minutes"}
-RESTING = 0.9  # share of the steps without a draft: then drafting rests
-_FEWEST, _STRETCHES = 5, 10  # that a window is cut into; fewer say nothing
+ALONE = 1.2  # requests that share a step on average: with more, a trial does not say what the whole server gains
+_FEWEST, _GROUPS = 5, 10  # requests; fewer say nothing. Groups of neighbours that the bootstrap draws
 
 
 def recent(ticks: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
@@ -36,6 +36,7 @@ def added(ticks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         **{name: sum(tick.get(name, 0) for tick in ticks) for name in COUNTED},
         **{name: _added(tick[name] for tick in ticks) for name in ("seconds", "plans")},
         "weighed": {name: one for tick in ticks for name, one in tick["weighed"].items()},
+        "requests": [(plain, taken) for tick in ticks for plain, taken in tick["requests"]],
         "by_depth": [[sum(column) for column in zip(*level, strict=True)] for level in reached],
     }
 
@@ -51,11 +52,10 @@ def _added(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
 def figures(ticks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures of some ticks; None where nothing happened that could say.
 
-    rate: tokens per second. speedup: against plain decoding, from what a plain step takes. between: its interval. length: tokens
-    per sequence and step, the target's own included. acceptance: of draft tokens. depth: levels of a draft, 0 without one. sigma:
-    the speed over plain decoding that plans counted with. rows: sequences per step. survival: the share of drafts whose first j
-    tokens were all accepted. plans: the share of sequences in steps, by what was done for them. weighed: what was said last of
-    each drafter. phases: seconds; `outside` is not in steps.
+    rate: tokens per second. length: tokens per sequence and step, the target's own included. acceptance: of draft tokens.
+    depth: levels of a draft, 0 without one. rows: sequences per step. survival: the share of drafts whose first j tokens were all
+    accepted. plans: the share of sequences in steps, by what was done for them. weighed: what was said last of each drafter.
+    phases: seconds; `outside` is not in steps.
     """
     total = added(ticks)
     phases, plans, by_depth = total["seconds"], total["plans"], total["by_depth"]
@@ -66,12 +66,9 @@ def figures(ticks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "elapsed": total["elapsed"],
         "rate": ratio("tokens", "elapsed"),
-        "speedup": ratio("worth", "taken"),
-        "between": _between([(tick["worth"], tick["taken"]) for tick in ticks]),
         "length": ratio("tokens", "rows"),
         "acceptance": ratio("accepted", "drafted"),
         "depth": ratio("depth", "rows"),
-        "sigma": ratio("sigma", "planned"),
         "rows": ratio("rows", "steps"),
         "survival": [accepted / by_depth[0][0] for _, accepted in by_depth],
         "plans": {name: count / sum(plans.values()) for name, count in plans.items()},
@@ -83,79 +80,39 @@ def figures(ticks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def outlook(ticks: Sequence[dict[str, Any]], last: dict[str, Any], seconds: float) -> dict[str, Any]:
     """The figures of the last seconds, with the answer to "does speculation help now?". last: the last tick as it came.
 
-    kind: yes, no, rest, even or unknown. answer: a sentence, whose first words say the same. sources: what was measured, what is
-    estimated and what is expected, a sentence each.
+    kind: yes, no, even or unknown. answer: a sentence, with the only figure of the page that compares with plain decoding.
     """
-    now = figures(recent(ticks, seconds))
-    trial: dict[str, Any] = last["trial"] or {"ratio": None}
-    over = _span(now["elapsed"], seconds)
-    sources = {
-        "Measured": "not yet; the A/B trial does it",
-        "Estimated": "not yet",
-        "Expected": "nothing: no draft is weighed",
-    }
-    estimate, trusted = None, None
-    if now["speedup"] is not None:
-        estimate = (now["speedup"], *(now["between"] or ()))
-        sources["Estimated"] = (
-            f"{_times(*estimate, note='95 % interval ')} over {over}: "
-            f"the time that plain steps would take ({last['speed_from']}), over the time taken"
-        )
-    if trial["ratio"] is not None:
-        found = (trial["ratio"], trial["low"], trial["high"])
-        sources["Measured"] = (
-            f"{_times(*found, note='95 % interval ')} by the A/B trial, "
-            f"{sum(trial['ended'].values())} requests, {trial['ago']:.0f} s ago"
-        )
-        if min(trial["ended"].values()) >= _FEWEST and trial["ago"] <= seconds:
-            trusted = found
-    if now["sigma"] is not None:
-        sources["Expected"] = f"{_times(now['sigma'])}: the speed that the plans of {over} count with"
-    resting = now["plans"].get("none", 0.0)
+    some, trial = recent(ticks, seconds), last["trial"]
+    now, requests = figures(some), added(some)["requests"]
+    count, over = len(requests), _span(now["elapsed"], seconds)
+    speed, source = gain(tuple(requests)), f"estimated from {count} whole requests over {over}"
+    if trial and trial["ratio"] is not None and trial["rows"] <= ALONE:
+        counts = trial["ended"].values()
+        if min(counts) >= _FEWEST and trial["ago"] <= seconds:
+            speed, source = trial, f"measured by the A/B trial on {sum(counts)} requests"
     if not last["speculates"]:
         kind, answer = "no", "No: this server decodes plainly."
-    elif trusted is not None:
-        kind, answer = _answer(trusted, f"measured by the A/B trial on {sum(trial['ended'].values())} requests")
-    elif not now["plans"]:
-        kind, answer = "unknown", f"Too few requests to say: nothing was written over {over}."
-    elif estimate is not None and len(estimate) > 1 and (estimate[1] > 1 or resting < RESTING):
-        kind, answer = _answer(estimate, f"estimated from the times of the steps over {over}")
-    elif resting >= RESTING:
-        plain = f"{100 * resting:.0f} % of the steps over {over} had no draft"
-        kind, answer = "rest", f"Not now: {plain}, because none was worth its time or none was asked for."
-    elif estimate is None:
-        kind, answer = "unknown", "Not known: no plain step was seen to compare with; an A/B trial compares."
+    elif speed is None:
+        known = f"{count} requests ended over {over} whose time without drafts is known"
+        kind, answer = "unknown", f"Too few requests to say: {known}; an A/B trial measures it."
     else:
-        kind, answer = "unknown", f"Too few requests to say: {_times(*estimate)} over {over}."
-    return {**now, "kind": kind, "answer": answer, "sources": sources}
+        kind, word = ("yes", "Yes") if speed["low"] > 1 else ("no", "No") if speed["high"] < 1 else ("even", "No gain")
+        between = f"{speed['low']:.2f} to {speed['high']:.2f}"
+        answer = f"{word}: {speed['ratio']:.2f} times as fast as plain decoding ({between}), {source}."
+    return {**now, "kind": kind, "answer": answer}
 
 
-def _between(pairs: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    """The 95 % interval of a ratio of sums; None if too little happened.
+@lru_cache(16)  # one is asked for again at each tick, until a request ends
+def gain(requests: tuple[tuple[float, float], ...]) -> dict[str, float] | None:
+    """How many times as fast requests were as plain decoding: ratio, low and high. None if too few say.
 
-    pairs: the parts of both sums, in the order of time. Neighbours are of the same texts, so stretches of the time are compared.
+    requests: seconds that plain decoding would have taken, and seconds taken, in the order of time. Neighbours share steps.
     """
-    busy = [pair for pair in pairs if pair[1] > 0]
-    size = ceil(len(busy) / _STRETCHES)
-    if len(busy) < _FEWEST:
+    if len(requests) < _FEWEST:
         return None
-    parts = [[sum(column) for column in zip(*busy[at : at + size], strict=True)] for at in range(0, len(busy), size)]
-    over, under = (sum(column) for column in zip(*parts, strict=True))
-    apart = sum((a - over / under * b) ** 2 for a, b in parts) * len(parts) / (len(parts) - 1)
-    reach = student_quantile(len(parts) - 1) * sqrt(apart) / under
-    return max(over / under - reach, 0.0), over / under + reach
-
-
-def _times(ratio: float, low: float | None = None, high: float | None = None, *, note: str = "") -> str:
-    between = "" if low is None else f" ({note}{low:.2f} to {high:.2f})"
-    return f"{ratio:.2f} times as fast as plain decoding{between}"
-
-
-def _answer(found: tuple[float, ...], source: str) -> tuple[str, str]:
-    """The kind and the sentence of a ratio with its interval."""
-    _, low, high = found
-    kind, word = ("yes", "Yes") if low > 1 else ("no", "No") if high < 1 else ("even", "No difference is shown")
-    return kind, f"{word}: {_times(*found)}, {source}."
+    starts = range(0, len(requests), ceil(len(requests) / _GROUPS))
+    speed = interval(np.add.reduceat(np.array(requests), starts))
+    return {"ratio": speed.value, "low": speed.low, "high": speed.high}
 
 
 def _span(elapsed: float, seconds: float) -> str:

@@ -40,9 +40,9 @@ class Trial:
         self._pair = list[str]()
         self._arms: dict[int, str] = {}  # of requests that run
         self.assigned = 0
-        # by arm: (tokens after the first, seconds for them) of each request
+        # by arm: (tokens, seconds from arrival to end) of each request
         self.done: dict[str, list[tuple[float, float]]] = {ON: [], OFF: []}
-        self.left = 0  # requests that failed, were cancelled or wrote too little
+        self.left = 0  # requests that failed, were cancelled or wrote nothing
         self._rows = self._steps = 0
         self._last = perf_counter()  # when something was measured
 
@@ -83,17 +83,19 @@ class Trial:
             arm = self._arms.pop(sequence.id, None)
             if arm is None:
                 return
-            tokens, first, done = len(sequence.written), sequence.clock.first, sequence.clock.done
             good = sequence.finish is not None and sequence.finish.finish in ("stop", "length")
-            if not good or tokens < 2 or first is None or done is None or done <= first:
+            if not good or not sequence.written:
                 self.left += 1
             else:
-                self.done[arm].append((tokens - 1, done - first))
+                self.done[arm].append((len(sequence.written), sequence.clock.total))
                 self._last = perf_counter()
 
     def result(self) -> dict[str, Any]:
-        """How far it is, and the difference: tokens per second of the arm with speculation over those without, with the 95 %
-        interval of a bootstrap over requests. ago: seconds since the last of them. Numbers are None while too few have ended."""
+        """How far it is, and the difference: tokens per second of whole requests with speculation over those without.
+
+        low, high: the 95 % interval of a bootstrap over requests. ago: seconds since the last of them. Numbers are None while too
+        few have ended.
+        """
         with self._lock:
             tables = {arm: np.array(rows, dtype=float).reshape(-1, 2) for arm, rows in self.done.items()}
             rows = self._rows / self._steps if self._steps else 0.0

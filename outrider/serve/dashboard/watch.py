@@ -5,6 +5,7 @@ A `Watch` is an observer of the engine, and only while a page is open.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, field
@@ -12,7 +13,7 @@ from statistics import median
 from time import perf_counter, process_time, thread_time, time
 from typing import Any, NamedTuple
 
-from outrider.control.planner import PlanNote
+from outrider.control.plan import PlanNote
 from outrider.core.origins import PLAIN, letters
 from outrider.core.tree import levels
 from outrider.core.types import PHASES, Step
@@ -21,22 +22,20 @@ from outrider.engine import Engine
 from outrider.engine.request import Sequence
 
 RECENT = 12  # requests that a new viewer is shown
-PLAIN_STEPS = 64  # plain steps of a batch size whose median counts
+FEWEST, PLAIN_STEPS = 3, 64  # plain steps of a batch size whose median counts, at least and at most
 
 READING = "reading"  # a drafter reads, and the step has no draft of it
-MEASURED = "costs measured at load, corrected by every step"
-SEEN = "plain steps seen while there was a viewer"
 
 
 @dataclass
 class TickSums:
     """Sums over the steps since the last tick.
 
-    rows: sequences, summed over steps. tokens: written. depth: levels of the drafts, summed over sequences. worth: plain
-    seconds of the tokens of steps whose plain seconds are known; taken: the seconds of these steps. planned: plans. sigma: the
-    speed over plain decoding that they counted with, summed over them. by_depth: for each depth [drafted, accepted], over
-    sequences; a tree drafts at a depth that it reaches. plans: sequences, by what was done for them: a drafter's name, "none" or
-    "reading". weighed: what the last plan said of each drafter. seconds: by phase. own: processor seconds that the watch took.
+    rows: sequences, summed over steps. tokens: written. depth: levels of the drafts, summed over sequences. by_depth: for each
+    depth [drafted, accepted], over sequences; a tree drafts at a depth that it reaches. plans: sequences, by what was done for
+    them: a drafter's name, "none" or "reading". weighed: what the last plan said of each drafter. seconds: by phase. own:
+    processor seconds that the watch took. requests: of each that ended, seconds from its arrival to its end: those that plain
+    decoding would have taken, and those taken.
     """
 
     steps: int = 0
@@ -46,15 +45,22 @@ class TickSums:
     accepted: int = 0
     depth: int = 0
     drafts: int = 0
-    worth: float = 0.0
-    taken: float = 0.0
-    planned: int = 0
-    sigma: float = 0.0
     own: float = 0.0
     plans: Counter[str] = field(default_factory=lambda: Counter[str]())
     weighed: dict[str, dict[str, Any]] = field(default_factory=lambda: dict[str, dict[str, Any]]())
     by_depth: list[list[int]] = field(default_factory=lambda: list[list[int]]())
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    requests: list[tuple[float, float]] = field(default_factory=lambda: list[tuple[float, float]]())
+
+
+@dataclass
+class WatchedText:
+    """A text in a slot. due: the position that comes next. letters: of each step. saved: seconds that plain decoding would have
+    taken for it, less those taken; not a number if that is not known."""
+
+    due: int
+    letters: list[str] = field(default_factory=lambda: list[str]())
+    saved: float = 0.0
 
 
 class EndedRequest(NamedTuple):
@@ -76,21 +82,22 @@ class Watch:
         self._sums, self._ended, self._then = TickSums(), list[EndedRequest](), perf_counter()
         self._lock = threading.Lock()
         self._plain: dict[int, deque[float]] = {}  # seconds of plain steps, by batch size
-        self._origins: dict[
-            int, tuple[int, list[str]]
-        ] = {}  # by slot: the position that comes next, letters of each step
+        self._texts: dict[int, WatchedText] = {}  # by slot
         self._used = process_time()
-        self._source, self._reason, self._words = SEEN, "", True  # words are made once for each tick
-        self._drift = dict[str, float]()
 
     def step(self, step: Step, seconds: list[float | None]) -> None:
         """See `Observer.step`."""
         begun = thread_time()
         host, taken = step.draft.host, sum(step.seconds.values())
         batch = len(host)
-        if not any(len(nodes) > 1 for nodes in host):
-            self._plain.setdefault(batch, deque(maxlen=PLAIN_STEPS)).append(taken)
-        plain = self._plain_seconds(batch)
+        if any(len(nodes) > 1 for nodes in host):
+            plain = self._plain_seconds(batch)
+        else:
+            plain = taken - step.seconds["draft"]  # a plan is no part of plain decoding
+            if None not in seconds:  # a text's first step may be slower
+                self._plain.setdefault(batch, deque(maxlen=PLAIN_STEPS)).append(plain)
+        for sequence in self.engine.decoder.waiting:  # its prompt is read between two steps
+            self._text(sequence.slot, len(sequence.tokens)).saved += plain - taken
         with self._lock:
             sums = self._sums
             sums.steps += 1
@@ -114,37 +121,38 @@ class Watch:
                     for level in range(depth):
                         sums.by_depth[level][0] += 1
                         sums.by_depth[level][1] += level < commit.num_accepted
-                slot, position = step.slots[b], step.positions[b]
-                due, known = self._origins.get(slot, (-1, []))
-                if due != position:  # not watched from its start
-                    known = []
-                known.append(new)
-                self._origins[slot] = (position + count, known)
+                text = self._text(step.slots[b], step.positions[b])
+                text.due += count
+                text.letters.append(new)
+                text.saved += count * plain - taken
             for note in step.draft.notes or [None] * batch:  # a step without room for a draft has no notes
                 if note is not None:
-                    self._planned(sums, note, batch)
+                    self._planned(sums, note)
                 else:
                     sums.plans[NONE] += 1
             sums.tokens += written
-            if plain is not None:
-                sums.worth += written * plain / batch
-                sums.taken += taken
             sums.own += thread_time() - begun
 
-    def _planned(self, sums: TickSums, note: PlanNote, batch: int) -> None:
+    def _text(self, slot: int, position: int) -> WatchedText:
+        """What is known of the text in a slot that goes on at a position. It is new if it was not watched up to there."""
+        known = self._texts.get(slot)
+        if known is None or known.due != position:
+            known = self._texts[slot] = WatchedText(position)
+        return known
+
+    def _planned(self, sums: TickSums, note: PlanNote) -> None:
         """Count a plan. Where lengths are fixed, its costs are not those of this machine, so nothing of them is told."""
         plan, planner = note.plan, self.engine.roster.planner
         sums.plans[plan.drafter or (READING if plan.read else NONE)] += 1
         if planner.lengths is None:
-            sums.planned += 1
-            sums.sigma += plan.price * planner.costs.forward(batch) / batch
             for one in plan.why:
-                least = plan.budget.min_probability if one.name == plan.drafter else 0.0
-                sums.weighed[one.name] = {**one._asdict(), "least": least or None}
+                about = {"accepted": one.accepted, "tokens": one.tokens, "seconds": one.seconds, "verdict": one.verdict}
+                sums.weighed[one.name] = {"name": one.name, **about}
 
     def finished(self, sequence: Sequence) -> None:
         """See `Observer.finished`."""
-        origins = "".join(self._origins.pop(sequence.slot, (0, []))[1])
+        text = self._texts.pop(sequence.slot, WatchedText(0))
+        origins = "".join(text.letters)
         finish = sequence.finish.finish if sequence.finish else "abort"
         reason = sequence.finish and sequence.finish.reason
         facts = {
@@ -164,6 +172,8 @@ class Watch:
         whole = origins if len(origins) == len(sequence.written) else ""
         ended = EndedRequest(facts, sequence.prompt, sequence.written, whole)
         with self._lock:
+            if whole and not math.isnan(text.saved):
+                self._sums.requests.append((sequence.clock.total + text.saved, sequence.clock.total))
             self._ended.append(ended)
             self.recent.append(ended)
 
@@ -171,7 +181,7 @@ class Watch:
         """Begin anew: what was seen before is old."""
         with self._lock:
             self._sums, self._ended, self._then = TickSums(), [], perf_counter()
-            self._origins.clear()
+            self._texts.clear()
             self._plain.clear()
             self.recent.clear()
 
@@ -183,22 +193,14 @@ class Watch:
         with self._lock:
             now = perf_counter()
             sums, ended, elapsed = self._sums, self._ended, now - self._then
-            self._sums, self._ended, self._then, self._words = TickSums(), [], now, True
-        event = {"time": time(), "elapsed": elapsed, **vars(sums), "speed_from": self._source, "why": self._reason}
-        event["drift"] = self._drift
+            self._sums, self._ended, self._then = TickSums(), [], now
+        event = {"time": time(), "elapsed": elapsed, **vars(sums)}
         used, self._used = process_time() - self._used, process_time()
         return {**event, "processor": used, "engine": asdict(self.engine.stats), "problem": self.engine.problem}, ended
 
-    def _plain_seconds(self, batch: int) -> float | None:
-        """Seconds of a plain step: what the planner counts with, else what was seen. Sets the words for both."""
-        planner = self.engine.roster.planner
-        if self._words:
-            self._reason = planner.state() if planner.lengths is None else "the draft length is fixed"
-            self._drift = planner.costs.drift if planner.lengths is None else {}
-            self._words = False
-        if planner.lengths is None:
-            self._source = MEASURED
-            return planner.costs.forward(batch)
-        self._source = SEEN
-        seen = self._plain.get(batch, ())
-        return median(seen) if len(seen) >= 3 else None
+    def _plain_seconds(self, batch: int) -> float:
+        """Seconds of a plain step: of those seen, else what the planner counts with. Not a number if neither is known."""
+        seen, planner = self._plain.get(batch, ()), self.engine.roster.planner
+        if len(seen) >= FEWEST:
+            return median(seen)
+        return planner.costs.forward(batch) if planner.lengths is None else math.nan

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections import abc
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from outrider.core.http import named_events
@@ -79,8 +78,8 @@ def summed_hello(hellos: abc.Mapping[str, Event]) -> Event:
 def summed_ticks(ticks: abc.Mapping[str, list[Event]], last: abc.Mapping[str, Event]) -> Event:
     """One tick for those of all replicas. last: the last tick of each, which tells how it is now.
 
-    Counts are sums. The time that went by, the seconds of phases and drifts are means over replicas. What was weighed last of a
-    drafter is that of one of them.
+    Counts are sums. The time that went by and the seconds of phases are means over replicas. What was weighed last of a drafter
+    is that of one of them.
     """
     every = [tick for some in ticks.values() for tick in some]
     count, found, now = max(len(last), 1), added(every), last.values()
@@ -91,10 +90,7 @@ def summed_ticks(ticks: abc.Mapping[str, list[Event]], last: abc.Mapping[str, Ev
         "seconds": {phase: seconds / count for phase, seconds in found["seconds"].items()},
         "time": max(tick["time"] for tick in every),
         "speculates": any(tick["speculates"] for tick in every),
-        "drift": {name: fmean(t["drift"][name] for t in now if name in t["drift"]) for t in now for name in t["drift"]},
         "engine": {field: _total(tick["engine"][field] for tick in now) for field in every[0]["engine"]},
-        "speed_from": _alike(tick["speed_from"] for tick in now),
-        "why": _alike(tick["why"] for tick in now),
         "problem": "; ".join(problems) or None,
         "ended": _ended((name, tick["ended"]) for name, some in ticks.items() for tick in some),
         "trial": None,

@@ -24,7 +24,7 @@ from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.types import Budget
 from outrider.drafters import Drafter, SuffixDrafter
 from outrider.drafters.base import DraftContext, NoDraft
-from outrider.drafters.combine.planned import legal
+from outrider.drafters.proposal import legal
 from outrider.engine.request import Request
 from outrider.serve.grammar import KEPT, MAX_BYTES, Grammar, Grammars
 from outrider.serve.openai.tools import PLAIN, ToolOffer
@@ -126,7 +126,9 @@ def test_what_a_grammar_leaves_no_choice_about_is_drafted(llm: LLM, grammars: Gr
         return row.output, row.counts.speculative.num_spec_steps
 
     plain, _ = write(NoDraft(), 0)
-    drafted, steps = write(planned({"suffix": SuffixDrafter()}, ["suffix"], Budget(16)), 16)
+    drafted, steps = write(
+        planned({"suffix": SuffixDrafter()}, ["suffix"], Budget(16), vocab=llm.decoder.target.vocab_size), 16
+    )
     assert drafted == plain
     assert 3 * steps < 2 * len(plain)
 

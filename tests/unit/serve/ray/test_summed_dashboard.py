@@ -31,18 +31,14 @@ def tick(tokens: int, elapsed: float = 0.5, **more: Any) -> dict[str, Any]:
     engine = {"running": 1, "waiting": 2, "kv_tokens": 30, "kv_limit": 100, "memory_limit": None, "accepted": 4}
     found = {"steps": 2, "rows": 2, "tokens": tokens, "drafted": 8, "accepted": 4, "depth": 8, "drafts": 2}
     found |= {
-        "worth": 1.0,
-        "taken": 0.5,
         "own": 0.0,
-        "planned": 2,
-        "sigma": 3.0,
+        "requests": [[1.0, 0.5]],
         "plans": {"suffix": 1, "none": 1},
         "weighed": {"suffix": {"tokens": float(tokens)}},
-        "drift": {"target": 1.0},
         "by_depth": [[2, 2], [2, 1]],
         "seconds": {"target": 0.2, "draft": 0.1},
     }
-    found |= {"time": 100.0, "elapsed": elapsed, "speed_from": "a", "why": "b", "processor": 0.1, "engine": engine}
+    found |= {"time": 100.0, "elapsed": elapsed, "processor": 0.1, "engine": engine}
     return {
         **found,
         "problem": None,
@@ -58,19 +54,17 @@ def tick(tokens: int, elapsed: float = 0.5, **more: Any) -> dict[str, Any]:
 def test_counts_are_sums_and_times_are_means() -> None:
     ended = [{"id": 7, "at": 2.0}], [{"id": 7, "at": 1.0}]
     one = tick(10, ended=ended[0])
-    two = tick(
-        30, by_depth=[[1, 1]], ended=ended[1], why="c", problem="it hangs", drift={"target": 2.0, "draft_model": 3.0}
-    )
+    two = tick(30, by_depth=[[1, 1]], ended=ended[1], problem="it hangs", requests=[(3.0, 2.0), (0.5, 0.5)])
     found = summed_ticks({"x": [one], "y": [two]}, {"x": one, "y": two})
     assert (found["tokens"], found["drafted"], found["steps"]) == (40, 16, 4)
     assert found["elapsed"] == 0.5
-    assert (found["plans"], found["drift"]) == ({"suffix": 2, "none": 2}, {"target": 1.5, "draft_model": 3.0})
+    assert found["plans"] == {"suffix": 2, "none": 2}
+    assert found["requests"] == [(1.0, 0.5), (3.0, 2.0), (0.5, 0.5)]
     assert found["weighed"] == {"suffix": {"tokens": 30.0}}
-    assert figures([found])["sigma"] == 1.5
     assert found["seconds"] == pytest.approx({"target": 0.2, "draft": 0.1})
     assert found["by_depth"] == [[3, 3], [2, 1]]
     assert (found["engine"]["running"], found["engine"]["kv_limit"], found["engine"]["memory_limit"]) == (2, 200, None)
-    assert (found["speed_from"], found["why"], found["problem"]) == ("a", "b; c", "y: it hangs")
+    assert found["problem"] == "y: it hangs"
     assert [r["id"] for r in found["ended"]] == ["y:7", "x:7"]
     assert found["replicas"] == ["x", "y"]
     assert figures([found])["rate"] == 80.0
