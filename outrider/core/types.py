@@ -8,7 +8,6 @@ An empty draft is a tree of one node. To verify it *is* plain decoding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
@@ -112,8 +111,8 @@ class Draft:
 
     def noted(self, notes: Sequence[Any]) -> Draft:
         """The same draft with these notes."""
-        noted = copy(self)
-        noted.__dict__["notes"] = tuple(notes)
+        noted = object.__new__(type(self))  # a copy would take all fields apart
+        noted.__dict__.update(self.__dict__, notes=tuple(notes))
         return noted
 
     def to(self, device: torch.device) -> Draft:

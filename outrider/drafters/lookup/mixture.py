@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from heapq import heappop, heappush, nlargest
 from typing import Any, NamedTuple, Protocol
 
-from outrider.control.beliefs import Offer
+from outrider.control.plan import Offer
 from outrider.core.types import Budget, Draft
 from outrider.drafters.base import draft_of
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import nlargest
 from operator import is_not
-from typing import NamedTuple
 
-from outrider.control.beliefs import Offer
+from outrider.control.plan import Offer
 from outrider.core.infill import Marks, gap_marks, in_order
 from outrider.core.types import Budget, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext
@@ -138,13 +137,14 @@ class PythonTextEnds:
         return grow(self._text[-1], found, budget, least=self.least, doubt=self.doubt)
 
 
-class _Document(NamedTuple):
-    """The text of a sequence as a document has it. tokens: as committed. head: the prompt in another order, where it has a gap.
-    stored: how many are in the store."""
+class _Document:
+    """The text of a sequence as a document has it, and what followed its ends.
 
-    tokens: list[int]
-    head: list[int]
-    stored: int
+    tokens: as committed. head: the prompt in another order, where it has a gap. stored: how many are in the store.
+    """
+
+    def __init__(self, tokens: list[int], head: list[int], stored: int, ends: TextEnds | PythonTextEnds) -> None:
+        self.tokens, self.head, self.stored, self.ends = tokens, head, stored, ends
 
     def since(self, start: int) -> list[int]:
         """The tokens from a place on."""
@@ -185,7 +185,6 @@ class SuffixDrafter(BaseDrafter):
         if self.store is not None:
             self.corpora.append(self.store)
         self.least, self.doubt, self.gap = least, doubt, gap
-        self._ends: dict[int, TextEnds | PythonTextEnds] = {}
         self._texts: dict[int, _Document] = {}
 
     def reset(self) -> None:
@@ -194,45 +193,40 @@ class SuffixDrafter(BaseDrafter):
             self.store.segments = []
 
     def release(self, slot: int) -> None:
-        self._ends.pop(slot, None)
-        if slot in self._texts:
-            self._feed(slot, 1)
-            del self._texts[slot]
+        if (text := self._texts.pop(slot, None)) is not None:
+            self._feed(text, 1)
 
     def propose(self, context: DraftContext) -> Draft:
         offers = list[Offer]()
         for b, (slot, tokens, budget) in enumerate(zip(context.slots, context.tokens, context.budgets, strict=True)):
-            text = self._text(slot, tokens, context.prompt_lengths[b])
-            self._feed(slot, _FEED)
-            ends = self._ends.get(slot)
-            if ends is None:
-                ends = self._ends[slot] = (TextEnds if available() else PythonTextEnds)(self.least, self.doubt)
+            text = self._texts.get(slot) or self._text(slot, tokens, context.prompt_lengths[b])
+            text.tokens = tokens
+            self._feed(text, _FEED)
             history, forced = context.warp.histories[b], list[int]()
             if budget.max_nodes and history.mask is not None:
                 forced = history.mask.forced_tokens(history.tokens, history.prompt_length)
-            offers.append(ends.offer(text.since(ends.read), self._corpora(context, b), forced, budget))
+            offers.append(text.ends.offer(text.since(text.ends.read), self._corpora(context, b), forced, budget))
         return drafted(offers)
 
     def _corpora(self, context: DraftContext, b: int) -> list[Corpus]:
         """Where to look for an entry of the batch."""
-        client = context.clients[b] if context.clients else ""
-        return self.corpora if self.memory is None else [*self.corpora, self.memory.corpus(client)]
+        if self.memory is None:
+            return self.corpora
+        return [*self.corpora, self.memory.corpus(context.clients[b] if context.clients else "")]
 
     def _text(self, slot: int, tokens: list[int], prompt_length: int) -> _Document:
-        known = self._texts.get(slot)
-        if known is None:
-            prompt = tokens[:prompt_length] if self.gap is not None else []
-            head = in_order(prompt, self.gap)
-            known = _Document(tokens, head if head != prompt else [], prompt_length)
-        self._texts[slot] = known._replace(tokens=tokens)
+        """A text that begins."""
+        prompt = tokens[:prompt_length] if self.gap is not None else []
+        head = in_order(prompt, self.gap)
+        ends = (TextEnds if available() else PythonTextEnds)(self.least, self.doubt)
+        self._texts[slot] = _Document(tokens, head if head != prompt else [], prompt_length, ends)
         return self._texts[slot]
 
-    def _feed(self, slot: int, least: int) -> None:
+    def _feed(self, text: _Document, least: int) -> None:
         """Adds the new tokens of an answer to the store, if there are `least` or more."""
-        text = self._texts[slot]
         if self.store is not None and len(text.tokens) - text.stored >= least:
             self.store.add(text.since(text.stored - _LEAD))
-            self._texts[slot] = text._replace(stored=len(text.tokens))
+            text.stored = len(text.tokens)
 
 
 def from_setup(setup: DrafterSetup) -> SuffixDrafter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from array import array
 from collections.abc import Sequence
 from functools import partial
 
@@ -40,7 +41,8 @@ class Lookup:
     def __init__(self, least: float, doubt: float) -> None:
         self._call, self._handle = library().lookup, ctypes.c_void_p(library().lookup_new())
         weakref.finalize(self, library().lookup_free, self._handle)
-        self._job, self._room = LookupStruct(least=least, doubt=doubt), -1
+        self._job, self._bounds = LookupStruct(least=least, doubt=doubt), (-1, -1, -1)
+        self._texts: SortedTexts | None = None
         self.read = 0  # tokens of the text
 
     def offer(
@@ -48,17 +50,19 @@ class Lookup:
     ) -> tuple[list[tuple[int, int]], list[float], int]:
         """Read more of the text, and grow a tree within these bounds: (token, parent) of its nodes, the root first, their masses,
         and the length of the longest match. forced: what a grammar leaves no choice about."""
-        job = self._job
-        if nodes > self._room:
-            self._room = nodes
+        job = self._job  # to set a field costs as much as the lookup: those that stay are left
+        if self._bounds != (depth, width, nodes):
+            self._bounds = job.depth, job.width, job.nodes = depth, width, nodes
             ints = ctypes.c_int32 * (nodes + 1)
             self._out = ints(), ints(), (ctypes.c_double * (nodes + 1))()
             job.tokens, job.parents, job.masses = map(ctypes.addressof, self._out)
-        own = (ctypes.c_int32 * (len(new) + len(forced)))(*new, *forced)
-        job.unread, job.unread_count = ctypes.addressof(own), len(new)
-        job.forced, job.forced_count = ctypes.addressof(own) + 4 * len(new), len(forced)
-        job.corpora, job.corpora_count = texts.address, texts.count
-        job.depth, job.width, job.nodes = depth, width, nodes
+        if self._texts is not texts:
+            self._texts, job.corpora, job.corpora_count = texts, texts.address, texts.count
+        own = array("i", [*new, *forced])
+        job.unread, _ = own.buffer_info()
+        job.unread_count, job.forced_count = len(new), len(forced)
+        if forced:
+            job.forced = job.unread + 4 * len(new)
         self._call(self._handle, job)
         self.read += len(new)
         tokens, parents, masses = self._out
