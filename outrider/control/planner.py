@@ -36,7 +36,7 @@ RARELY = 64  # steps after which a drafter that was not worth it drafts one toke
 DEEPEST = 8  # levels of a draft model's or head's chain [2.3, 0.4; 2.3, 0.4]
 REST = (1, 5, 10, 20)  # steps from a question to lookups to the next, while they bring too little [0.1, 0.1; 0.1, 0.0]
 _MATCH, _SURE = [*CHANCE], max(CHANCE.values())
-_FIRST, _COVERED = "the first token comes first", "the rest of the answer may not cover the reading"
+_COVERED = "the rest of the answer may not cover the reading"
 
 
 class Planner:
@@ -122,6 +122,8 @@ class Planner:
                 place = bisect_left(_MATCH, offer.match)
                 state.shift[name] = min(max(shift + SHIFT * (right - _shifted(table[place], shift)), -3.0), 3.0)
                 table[place] = min(max(table[place] + RATE * (right - table[place]), 0.02), 0.98)
+        if not plan.plain:
+            return  # nothing was asked
         state.idle = plan.drafter is None and plan.read is None
         if note.offers:
             better = [one for one in plan.why if one.levels]
@@ -166,7 +168,7 @@ class Planner:
     def _plan(self, view: View, others: int, waiting: int, asked: Mapping[str, int]) -> Plan:
         """The plan of a sequence, if the others do what they did lately. asked: sequences that share each drafter's call."""
         budget = view.budget.clipped(view.left - 1)
-        if budget.depth < 1 or budget.max_nodes < 1:
+        if budget.depth < 1 or budget.max_nodes < 1 or not (view.offers or view.missing):
             return Plan(None)
         tokens, nodes, drafting = (others * usual for usual in self._usual)
         forwards = self.costs.forwards(nodes + 1, view.budget.max_nodes + 1)
@@ -183,7 +185,7 @@ class Planner:
             if not verdict and (one.speed > best.speed or (best is plain and view.slot not in self.depths)):
                 best = one
         if view.fixed and best is plain:
-            best = max((one for one in why if one.verdict != _FIRST), key=lambda one: one.tokens, default=plain)
+            best = max(why, key=attrgetter("tokens"), default=plain)
         read = None
         if best.name in view.missing and not view.fixed:
             piece = int(max((1 if others else 4) * forwards[0] / max(self.costs.reading(best.name, 1), 1e-9), 16))
@@ -221,8 +223,6 @@ class Planner:
     def _refusal(self, view: View, state: SequenceAverages, one: Choice, looked: Choice) -> str:
         """Why a draft model or head does not draft for a sequence; "" if it may. looked: the best choice without it."""
         missing = view.missing[one.name]
-        if not view.written and not (view.fixed and missing <= RARELY):
-            return _FIRST
         if not one.levels:
             last = self.asked.get(one.name, 0)
             rare = self.steps - state.asked.setdefault(one.name, last) >= RARELY

@@ -180,7 +180,7 @@ class PlannedDrafter(BaseDrafter):
         offers, asking = dict[tuple[str, int], Proposal](), list[int]()
         for b, (slot, budget) in enumerate(zip(context.slots, context.budgets, strict=True)):
             forced = context.warp.histories[b].mask is not None
-            if budget.max_nodes and budget.depth and self.planner.asks_lookups(slot, forced):
+            if budget.max_nodes and budget.depth and self._may(context, b) and self.planner.asks_lookups(slot, forced):
                 asking.append(b)
         for name in self.lookups if asking else ():
             if name != PREDICTION or any(context.predictions) or getattr(self.drafters[name], "prediction", True):
@@ -193,17 +193,22 @@ class PlannedDrafter(BaseDrafter):
         """What the planner may know of an entry of the batch."""
         slot, tokens, budget = context.slots[b], context.tokens[b], context.budgets[b]
         offers, missing, written = dict[str, Offer](), dict[str, int](), len(tokens) - context.prompt_lengths[b]
-        if budget.depth and budget.max_nodes:
+        if budget.depth and budget.max_nodes and self._may(context, b):
             for name in self.of_slot(slot):
                 if (name, b) in offered:
                     offers[name] = offered[name, b].offer
-                elif name not in self.lookups and (
-                    written or len(tokens) <= RARELY
-                ):  # a first token waits for no model
+                elif name not in self.lookups and (written or len(tokens) <= RARELY):
                     missing[name] = self._guarded(name, [slot], self.drafters[name].missing, slot, tokens) or 0
-        fixed = self.planner.lengths is not None or slot in self.planner.depths
         left = context.left[b] if context.left else budget.depth + 1
-        return View(slot, written, left, budget, offers, missing, fixed, len(tokens))
+        return View(slot, written, left, budget, offers, missing, self._fixed(slot), len(tokens))
+
+    def _fixed(self, slot: int) -> bool:
+        """Drafts of this sequence have one length."""
+        return self.planner.lengths is not None or slot in self.planner.depths
+
+    def _may(self, context: DraftContext, b: int) -> bool:
+        """The first token waits for no draft, unless drafts of one length are asked for."""
+        return len(context.tokens[b]) > context.prompt_lengths[b] or self._fixed(context.slots[b])
 
     def _asked(
         self, name: str, context: DraftContext, budgets: Mapping[int, Budget], views: Sequence[View] = ()

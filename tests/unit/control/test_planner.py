@@ -168,19 +168,6 @@ def test_a_draft_that_is_always_wrong_is_given_up_and_asked_again() -> None:
     assert rests > 150, "a plan costs time too"
 
 
-def test_the_first_token_comes_first() -> None:
-    own = planner()
-    for missing in (1, 40):
-        [plan] = own.plan([view(written=0, missing=missing)])
-        assert plan.drafter is None
-        assert plan.read is None
-        assert plan.why[0].verdict == "the first token comes first"
-    plans = [
-        own.plan([view(0, written, 90, missing, fixed=True)])[0] for written, missing in ((0, 40), (0, 900), (1, 900))
-    ]
-    assert [plan.drafter for plan in plans] == ["model", None, "model"], "a request that asks for drafts has them"
-
-
 @pytest.mark.parametrize(("left", "asked"), [(6, False), (400, True)])
 def test_a_prompt_is_read_only_for_an_answer_that_covers_it(left: int, asked: bool) -> None:
     own = planner(level=0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -151,6 +152,19 @@ def test_methods_of_several_drafters_and_none() -> None:
         planned({})
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_the_first_token_waits_for_no_draft(fixed: bool) -> None:
+    """Not for a lookup either: it reads the whole prompt. Drafts of one length are asked for, so they come at once."""
+    used = planned({"suffix": SuffixDrafter(shared=0), "draft": Wrong(1)}, ["suffix"], Budget(4), fixed)
+    text = [1, 2, 3, 4, 5, 6, 7] * 3
+    ask = context([0], [text], [Budget(4)], SamplingParams())
+    first = replace(ask, prompt_lengths=[len(text)])
+    draft = used.propose(first)
+    assert (draft.nodes > 1) == fixed
+    assert fixed or str(draft.notes[0]) == "no draft"
+    assert used.propose(replace(ask, prompt_lengths=[len(text) - 1])).nodes > 1
+
+
 class Forgetful(BaseDrafter):
     """Must read, and counts what it is told to read."""
 
@@ -250,7 +264,9 @@ def test_rows_with_and_without_a_distribution_join() -> None:
 def test_a_plan_knows_how_long_its_texts_are() -> None:
     drafter, seen = planned({"model": model()}), list[int]()
     plan = drafter.planner.plan
-    drafter.planner.plan = lambda views, *more: (seen.extend(view.length for view in views), plan(views, *more))[1]
+    drafter.planner.plan = lambda views, waiting=0: (seen.extend(view.length for view in views), plan(views, waiting))[
+        1
+    ]
     ask = request([1, 2, 3] * 10, SamplingParams(max_tokens=12, ignore_eos=True))
     decoder(ToyModel(VOCAB), drafter, rows=1).generate([ask])
     assert seen[0] == 30
