@@ -117,10 +117,8 @@ class PlannedDrafter(BaseDrafter):
                 proposals |= {b: offered[name, b] for b in budgets}
             else:
                 proposals |= self._asked(name, context, budgets, views)
-        verified, notes = (
-            {b: self._verified(context, b, plans[b], one) for b, one in proposals.items()},
-            list[PlanNote](),
-        )
+        verified = {b: self._verified(context, b, plans[b], one) for b, one in proposals.items()}
+        notes = list[PlanNote]()
         for b, (plan, view) in enumerate(zip(plans, views, strict=True)):
             stated = b not in proposals or proposals[b].confidence is not None
             deep = max(verified[b].levels) if b in verified else 0

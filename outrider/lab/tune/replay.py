@@ -29,7 +29,7 @@ _WRONG = -1  # a draft token that no text has
 DEEPEST = 16
 PLANNED, MORE, DRAFTED = 5.5e-4, 1.2e-4, 1e-4
 """Seconds around the drafters' own: of a plan with its lookups, of that for each further sequence, whose code is warm, and of a
-draft. `python -m benchmarks.around` measures them."""
+draft. `python -m benchmarks.around` measures the first and the last; the second is of stub models."""
 
 
 class PlayedBack(BaseDrafter):
