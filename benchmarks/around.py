@@ -66,7 +66,7 @@ def write(meter: Meter, decoder: Decoder, text: Sequence, tokens: int) -> list[t
     while text.finish is None and len(text.output) < tokens:
         meter.seconds.clear()
         began = thread_time()
-        step = decoder.round([text])
+        step = next(decoder.run([text]))
         whole, parts = thread_time() - began, dict(meter.seconds)
         lookup = parts.pop("lookup", 0.0)
         if decoder.plain:
@@ -102,8 +102,8 @@ def measure(model: str, draft: str | None, count: int, tokens: int) -> dict[str,
         request = Request(n, sides[0].encode(prompt.content), params, seed=n)
         running = [llm.decoder.start(request) for llm in sides]
         for llm, text in zip(sides, running, strict=True):
-            while text in llm.decoder.waiting:
-                llm.decoder.prefill(text)
+            for _ in llm.decoder.run([text], 0):  # reads the prompt
+                pass
         while any(text.finish is None for text in running):
             for llm, text in zip(sides, running, strict=True):
                 steps += write(meter, llm.decoder, text, len(text.output) + TURN)

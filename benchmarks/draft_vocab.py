@@ -29,7 +29,6 @@ from benchmarks.real.texts import texts
 from benchmarks.report import markdown
 from outrider.control import Fixed
 from outrider.core.params import SamplingParams
-from outrider.core.types import Step
 from outrider.drafters.model.draft_model import DraftReduction, ModelDrafter
 from outrider.engine.decoder import Decoder
 from outrider.engine.llm import LLM
@@ -54,7 +53,7 @@ class Row:
         self.name = f"{self.loaded.weights}, {size or 'all'}"
         self.known = KnownTextTarget(target.model)
         drafter = ModelDrafter(self.loaded.model, 1, LENGTH)
-        self.decoder = Decoder(self.known, drafter, controller=Fixed(depth), rows=1, max_length=LENGTH)
+        self.decoder = Decoder(self.known, drafter, controller=Fixed(depth), num_slots=1, max_length=LENGTH)
         self.accepted: dict[tuple[str, float], list[int]] = {}
         self.seconds: list[float] = []
 
@@ -62,16 +61,15 @@ class Row:
         self.known.text = text
         left = replace(request.params, max_tokens=len(text) - len(request.prompt), ignore_eos=True)
         self.row = self.decoder.start(Request(request.id, request.prompt, left, request.seed))
-        while self.row in self.decoder.waiting:
-            self.decoder.prefill(self.row)
+        for _ in self.decoder.run([self.row], 0):  # reads the prompt
+            pass
 
     def step(self, key: tuple[str, float], depth: int) -> bool:
         """One step, unless the text has ended. Steps at its end, with shorter drafts, are not counted."""
         if self.row.finish is not None:
             return False
         first = not self.row.output
-        [step] = [self.decoder.round([self.row])]
-        assert isinstance(step, Step)
+        step = next(self.decoder.run([self.row]))
         if step.budgets[0].depth == depth and not first:  # the first step reads the prompt
             self.accepted.setdefault(key, []).append(int(step.verdict.accepted[0]))
             self.seconds.append(step.seconds["draft"])
@@ -82,7 +80,7 @@ class Row:
 
 def written(target: Loaded, row: Row, request: Request, depth: int) -> list[int]:
     """Prompt and answer: the text that plain decoding writes."""
-    decoder = Decoder(target.model, row.decoder.drafter, controller=Fixed(depth), rows=1, max_length=LENGTH,
+    decoder = Decoder(target.model, row.decoder.drafter, controller=Fixed(depth), num_slots=1, max_length=LENGTH,
                       end_ids=target.end_ids)  # fmt: skip
     [made] = Scheduler(decoder, raises=True).generate([request])
     return made.tokens

@@ -22,7 +22,6 @@ import statistics
 from collections import abc
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from benchmarks import headline
@@ -178,16 +177,14 @@ def run(
     target.text = prompt + answer
     told = tuple(tokenizer(prediction, add_special_tokens=False)["input_ids"])
     numbers = [int(n) for n in shape.split("x")] if shape else [0]
-    decoder = Decoder(target, drafter_of(name, target.vocab_size), controller=Fixed(*numbers), rows=1, max_length=None)
+    decoder = Decoder(
+        target, drafter_of(name, target.vocab_size), controller=Fixed(*numbers), num_slots=1, max_length=None
+    )
     params = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
     row = decoder.start(Request(0, prompt, params, prediction=told))
     total = {"tokens": 0.0, "steps": 0.0, "drafted": 0.0, "seconds": 0.0, "drafting": 0.0}
-    while row.finish is None:
-        reading, started = bool(decoder.waiting), perf_counter()
-        step = decoder.step()
-        if step is None:
-            continue
-        spent = sum(step.seconds.values()) if reading else perf_counter() - started
+    for step in decoder.run([row]):
+        spent = sum(step.seconds.values())
         for key, value in zip(
             total,
             (len(step.commits[0].tokens), 1, int(step.draft.num_draft_tokens), spent, step.seconds["draft"]),

@@ -96,7 +96,7 @@ class Bench:
         self, drafter: Drafter, guesses: int, requests: abc.Sequence[Request], batch: int, width: int = 1
     ) -> list[Sequence]:
         controller = Fixed(guesses, width, 2 * guesses if width > 1 else None)
-        decoder = Decoder(self.target.model, drafter, controller=controller, rows=batch, max_length=LENGTH)
+        decoder = Decoder(self.target.model, drafter, controller=controller, num_slots=batch, max_length=LENGTH)
         return Scheduler(decoder, raises=True).generate(requests)
 
 

@@ -57,11 +57,11 @@ def measure(
     """Texts written by both. A new text has a new seed and, as at a server, the planner that has seen the ones before."""
     assert target.tokenizer is not None
     prompt = target.tokenizer(PROMPT)["input_ids"]
-    plain = Decoder(target.model, NoDraft(), rows=1, max_length=LENGTH)
+    plain = Decoder(target.model, NoDraft(), num_slots=1, max_length=LENGTH)
     drafter = make(1)
     planner = Planner(LIMIT, Costs(measure_costs(target.model, {"draft": drafter}, {})))
     drafting = PlannedDrafter({"draft": drafter}, planner, target.model.vocab_size, trusted=["draft"])
-    fast = Decoder(target.model, drafting, controller=planner, rows=1, max_length=LENGTH)
+    fast = Decoder(target.model, drafting, controller=planner, num_slots=1, max_length=LENGTH)
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
     interleave({"plain": TimedRun(plain, Request(0, prompt, replace(params, max_tokens=STRETCH)))})
     groups, whole = list[Any](), np.zeros(2)

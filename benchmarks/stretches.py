@@ -51,16 +51,15 @@ class TimedRun:
         """Take a slot and read the prompt. Raises what `Decoder.admit` raises."""
         self._row = self.decoder.start(self.request)
         began = perf_counter()
-        while self.row in self.decoder.waiting:
-            self.decoder.prefill(self.row)
+        for _ in self.decoder.run([self.row], 0):  # reads the prompt
+            pass
         self.prefill = perf_counter() - began
 
     def write(self, tokens: int) -> None:
         """Step until the text has this many tokens, or ends."""
         self._own_controller()
         before, began = self.prefill + self.total, perf_counter()
-        while not self.finished and len(self.row.output) < tokens:
-            step = self.decoder.round([self.row])
+        for step in self.decoder.run([self.row], tokens):
             self.steps += 1
             self.drafted += int(step.draft.num_draft_tokens)
             self.forwards += step.seconds["draft"] + step.seconds["target"]

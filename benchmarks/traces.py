@@ -98,7 +98,7 @@ def record_all(options: argparse.Namespace) -> None:
                 target.model,
                 recorder,
                 controller=Fixed(16),
-                rows=TOGETHER,
+                num_slots=TOGETHER,
                 max_length=LENGTH,
                 end_ids=target.end_ids,
                 tokenizer=target.tokenizer,

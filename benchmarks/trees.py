@@ -127,7 +127,7 @@ def run(
     """All steps of an arm over the prompts, one text at a time."""
     drafter = ModelDrafter(draft, 1, LENGTH, siblings=arm.siblings, shape=shape, noise_aware=arm.noise_aware)
     budget = arm.budget(nodes)
-    engine = Decoder(target.model, drafter, arm.verifier, Fixed(budget.depth, budget.width, budget.nodes), rows=1,
+    engine = Decoder(target.model, drafter, arm.verifier, Fixed(budget.depth, budget.width, budget.nodes), num_slots=1,
                      max_length=LENGTH)  # fmt: skip
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
     requests = [Request(n, list(p), params, seed=n) for n, p in enumerate(prompts)]

@@ -65,7 +65,7 @@ def run(
     tokens: int, temperature: float,
 ) -> dict[str, Any]:  # fmt: skip
     drafter, verifier = made[0](), made[1]
-    engine = Decoder(target.model, drafter, verifier, Fixed(depth), rows=1, max_length=LENGTH)
+    engine = Decoder(target.model, drafter, verifier, Fixed(depth), num_slots=1, max_length=LENGTH)
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
     requests = [Request(n, list(p), params, seed=n) for n, p in enumerate(prompts)]
     scheduler = Scheduler(engine, raises=True)

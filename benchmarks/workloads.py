@@ -114,14 +114,14 @@ class Runner:
             config = SpeculativeConfig.of(given)
             roster = None
             if method == "auto":
-                roster = build(self.target, config, rows=1, max_length=LENGTH, device="cpu").roster
+                roster = build(self.target, config, num_slots=1, max_length=LENGTH, device="cpu").roster
             if roster is not None:
                 drafter, controller = roster, roster.planner
             else:
                 drafters = make_drafters(config, self.target, rows=1, max_length=LENGTH, device="cpu")
                 drafter, controller = next(iter(drafters.values()), NoDraft()), Fixed(*config.budget.parts)
             model = self.forced if forced else self.target.model
-            self._made[method, forced] = Decoder(model, drafter, controller=controller, rows=1, max_length=LENGTH)
+            self._made[method, forced] = Decoder(model, drafter, controller=controller, num_slots=1, max_length=LENGTH)
         return self._made[method, forced]
 
     def run(

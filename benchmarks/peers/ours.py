@@ -74,7 +74,7 @@ class Ours:
                 self.target.model,
                 make_drafter(config, self.target, rows=1, max_length=self.length, device="cpu"),
                 controller=Fixed(*config.budget.parts),
-                rows=1,
+                num_slots=1,
                 max_length=self.length,
                 end_ids=self.target.end_ids,
                 tokenizer=self.target.tokenizer,

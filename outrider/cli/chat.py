@@ -187,7 +187,7 @@ def _here(
 
         if not model.startswith("builtin:") and not has_chat_template(model):
             raise ValueError(no_template(model))
-        llm = LLM(model, speculative_config=config, max_num_seqs=1, **dict(loaded), **dict(folders))
+        llm = LLM(model, speculative_config=config, max_num_seqs=1, any_method=True, **dict(loaded), **dict(folders))
         note = set_chat_template(llm, None)
         engine = Engine(llm.runtime)
     for line in [*llm.notes, *([note] if note else [])]:

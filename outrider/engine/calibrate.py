@@ -256,7 +256,7 @@ class Workbench:
 
     def __init__(self, target: LanguageModel, drafter: Drafter) -> None:
         self.asked, length = Fixed(0), min(4 * _PROMPT + 64, target.max_length)
-        self.decoder = Decoder(target, drafter, controller=self.asked, rows=1, max_length=length)
+        self.decoder = Decoder(target, drafter, controller=self.asked, num_slots=1, max_length=length)
         count = min(_PROMPT, length // 3)
         prompt = [_token(n, target.vocab_size) for n in range(max(count, 1))]
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
@@ -265,8 +265,8 @@ class Workbench:
         self.room = length - len(prompt) - 2
 
     def __enter__(self) -> Workbench:
-        while self.decoder.waiting:
-            self.decoder.prefill(self.row)
+        for _ in self.decoder.run([self.row], 0):  # reads the prompt
+            pass
         return self
 
     def __exit__(self, *problem: object) -> None:
@@ -276,6 +276,6 @@ class Workbench:
         """Time a step over so many nodes: its draft, and the rest."""
         self.asked.budget = Budget(nodes - 1)
         began = perf_counter()
-        step = self.decoder.round([self.row])
+        step = next(self.decoder.run([self.row]))
         taken, draft = perf_counter() - began, step.seconds["draft"]
         return draft, taken - draft

@@ -50,24 +50,34 @@ class Decoder:
         verifier: str = "match",
         controller: Controller | None = None,
         *,
-        rows: int = 8,
+        num_slots: int = 8,
         max_length: int | None = None,
         end_ids: abc.Sequence[int] = (),
         tokenizer: Any | None = None,
         prefixes: PrefixCache | None = None,
         memory: TextMemory | None = None,
     ) -> None:
-        """rows: slots of the cache. max_length: tokens of prompt and output of a sequence. end_ids: the model's end tokens.
-        tokenizer: for text. prefixes: where starts of prompts are found that were read before; None reads every prompt.
-        memory: where finished texts are kept for drafts of later ones; None keeps none."""
+        """
+        Args:
+            target: The model that judges.
+            drafter: None decodes plainly.
+            verifier: A name of `outrider.verify.VERIFIERS`.
+            controller: Says how long drafts may be; None: 5 tokens.
+            num_slots: Sequences decoded concurrently.
+            max_length: Tokens of prompt and output of a sequence, at most; None: as many as the target takes.
+            end_ids: The model's end tokens.
+            tokenizer: For text.
+            prefixes: Keys and values of prompts that were read before; None reads every prompt.
+            memory: Where finished texts are kept for drafts of later ones; None keeps none.
+        """
         self.target, self.drafter = target, drafter or NoDraft()
         self.verifier = VERIFIERS[verifier]
         self.controller = controller or Fixed(5)
         self.max_length = min(max_length or target.max_length, target.max_length)
         self.end_ids, self.tokens = tuple(end_ids), TokenBytes(tokenizer)
         self.prefixes, self.memory, self.chunk = prefixes, memory, PREFILL_CHUNK
-        self.cache = target.new_cache(rows, self.max_length)
-        self.free = list(range(rows))[::-1]
+        self.cache = target.new_cache(num_slots, self.max_length)
+        self.free = list(range(num_slots))[::-1]
         self.sequences: dict[int, Sequence] = {}
         self.waiting: list[Sequence] = []
         self._batch: tuple[tuple[int, ...], LogitsWarper, list[int], torch.Tensor] | None = None
@@ -76,9 +86,19 @@ class Decoder:
         """Another decoder of this target, with a cache of its own. other: what else is not the same, as of `Decoder`.
 
         Only one of the two may run at a time."""
-        same = {"verifier": self.verifier.name, "rows": self.cache.num_slots, "max_length": self.max_length}
+        same = {"verifier": self.verifier.name, "num_slots": self.cache.num_slots, "max_length": self.max_length}
         same |= {"end_ids": self.end_ids, "tokenizer": self.tokens.tokenizer, "memory": self.memory}
         return Decoder(self.target, drafter, controller=controller, **(same | other))
+
+    def limit(self, max_length: int, prefixes: PrefixCache | None) -> None:
+        """Before the first sequence: shorten the longest one, and take another prefix cache.
+
+        Args:
+            max_length: Tokens of prompt and output of a sequence, at most.
+            prefixes: In place of the one that the decoder was made with.
+        """
+        self.max_length, self.prefixes = min(self.max_length, max_length), prefixes
+        self.cache.shorten(self.max_length)
 
     @property
     def plain(self) -> bool:
@@ -163,12 +183,18 @@ class Decoder:
         self.controller.release(slot)
         self.free.append(slot)
 
-    def step(self) -> Step | None:
-        """Prefill a chunk of the oldest waiting prompt, then one draft-verify round of the sequences that decode, if any."""
-        if self.waiting:
-            self.prefill(self.waiting[0])
-        live = self.live
-        return self.round(live) if live else None
+    def run(self, sequences: abc.Sequence[Sequence], tokens: int | None = None) -> abc.Iterator[Step]:
+        """Read the prompts of some sequences, then decode them side by side. Yields each draft-verify round.
+
+        Args:
+            sequences: They have slots, and keep them.
+            tokens: Output tokens at which a sequence rests; None decodes all to their ends.
+        """
+        for sequence in sequences:
+            while sequence in self.waiting:
+                self.prefill(sequence)
+        while live := [s for s in sequences if s.finish is None and (tokens is None or len(s.output) < tokens)]:
+            yield self.round(live)
 
     @property
     def live(self) -> list[Sequence]:

@@ -69,16 +69,17 @@ class Engine:
         observer: Observer | None = None,
         trace: Recorder | None = None,
     ) -> None:
-        slots, length = runtime.decoder.cache.num_slots, runtime.decoder.max_length
+        if runtime.roster is None:
+            raise ValueError("a runtime without drafters has no methods to choose from; use LLM(..., any_method=True)")
+        self.runtime, self.decoder, self.roster, files = runtime, runtime.decoder, runtime.roster, runtime.files
+        self.memory = Memory(self.decoder.target, self.decoder.cache, self.roster.drafters.values())
+        length = self.decoder.max_length
         if room is not None:
-            caches = Memory(runtime.decoder.target, runtime.decoder.cache, runtime.drafters.values())
-            length = min(length, max(caches.longest(room - prefix_bytes), SHORTEST))
-            caches.shorten(length)
-        self.kv_limit = slots * length if kv_tokens is None else kv_tokens
-        files = runtime.files
+            length = min(length, max(self.memory.longest(room - prefix_bytes), SHORTEST))
+            self.memory.shorten(length)
+        self.kv_limit = self.decoder.cache.num_slots * length if kv_tokens is None else kv_tokens
         self.prefixes = PrefixCache(prefix_bytes, files) if prefix_bytes or files else None
-        # One sequence alone always fits.
-        self.decoder, self.roster = runtime.serving(min(length, self.kv_limit), self.prefixes, log.warning)
+        self.decoder.limit(min(length, self.kv_limit), self.prefixes)  # one sequence alone always fits
         self.scheduler = Scheduler(
             self.decoder,
             self.roster,
@@ -88,7 +89,6 @@ class Engine:
             observer=observer,
             trace=trace,
         )
-        self.memory = Memory(self.decoder.target, self.decoder.cache, self.roster.drafters.values())
         if memory is not None:
             self.memory.bound(memory, self.prefixes.limit if self.prefixes else 0)
         self.problem: str | None = None  # why /health reports failure, or None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import warnings
 from collections import abc, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from outrider.models.tokenizer import complete
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+log = logging.getLogger("outrider.engine")
 Prompt = str | Mapping[str, Any] | abc.Sequence[Mapping[str, str]]
 
 
@@ -61,6 +63,7 @@ class LLM:
     memory_dir: a folder that keeps the texts of requests, to draft later ones from (docs/guides/memory.md). memory_disk: as
     prefix_disk. memory_days: texts that are older go. memory_by: "client" for a memory of each client, "all" for one. None keeps
     no text, because texts on a disk are a secret to guard, which only their owner can agree to.
+    any_method: its `runtime` is for a server, where a request may choose among the methods and lookups.
     trace: a file that every step is written to (docs/guides/trace.md), with the token ids of prompts and texts; a `Recorder` says
     how much.
 
@@ -91,6 +94,7 @@ class LLM:
         memory_disk: int | str = MEMORY_DISK,
         memory_days: float = MEMORY_DAYS,
         memory_by: str = "client",
+        any_method: bool = False,
     ) -> None:
         self.config = SpeculativeConfig.of(speculative_config)
         for name, given in {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}.items():
@@ -114,22 +118,27 @@ class LLM:
         self.runtime = build(
             model,
             self.config,
-            rows=max_num_seqs,
+            num_slots=max_num_seqs,
             max_length=max_model_len,
             device=device,
             drafters=None if drafter is None else {type(drafter).__name__: drafter},
             controller=controller,
             calibrate=calibrate,
-            tell=partial(warnings.warn, category=RuntimeWarning),
+            warn=log.warning if any_method else partial(warnings.warn, category=RuntimeWarning),
             prefix_folder=None if prefix_dir is None else ContentFolder(prefix_dir, byte_count(prefix_disk)),
             memory=memory,
+            any_method=any_method,
         )
         self.decoder, self.drafters, self.method = self.runtime.decoder, self.runtime.drafters, self.runtime.method
         self.trace = Recorder(trace) if isinstance(trace, (str, os.PathLike)) else trace
         if self.trace is not None:
             self.trace.begin(describe(self.loaded, self.config, self.decoder))
-        self.scheduler = Scheduler(self.decoder, self.runtime.roster, trace=self.trace, raises=True)
         self._ids = itertools.count()
+
+    @cached_property
+    def scheduler(self) -> Scheduler:
+        """What `generate` and `stream` run in. An engine on the same `runtime` has one of its own: use one of the two."""
+        return Scheduler(self.decoder, self.runtime.roster, trace=self.trace, raises=True)
 
     @property
     def loaded(self) -> Loaded:

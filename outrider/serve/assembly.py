@@ -41,7 +41,7 @@ def load_llm(options: ModelOptions, recorder: Recorder | None = None) -> tuple[L
 
     Raises what `LLM` raises.
     """
-    llm = LLM(**options.of_llm(), trace=recorder)
+    llm = LLM(**options.of_llm(), trace=recorder, any_method=True)
     return llm, set_chat_template(llm, options.chat_template)
 
 

@@ -114,7 +114,7 @@ def test_the_twin_drafts_the_same_tokens(verifier: str, width: int) -> None:
 
     def run(model: LanguageModel) -> tuple[list[list[int]], list[list[list[tuple[int, int]]]]]:
         drafter = ModelDrafter(model, 4, 200)
-        decoder = Decoder(target.model, drafter, verifier, Fixed(4, width, 8), rows=4, max_length=200)
+        decoder = Decoder(target.model, drafter, verifier, Fixed(4, width, 8), num_slots=4, max_length=200)
         made = [Request(i, p, SamplingParams(max_tokens=40, ignore_eos=True, **x), i) for i, (p, x) in
                 enumerate(zip(prompts, PARAMS, strict=True))]  # fmt: skip
         scheduler = Scheduler(decoder, raises=True)
@@ -154,7 +154,7 @@ def test_a_request_that_allows_no_token_of_the_head(verifier: str, width: int, t
     for allowed in (list(range(1, 8192, 2)), list(range(1, 8192, 3))):
         outputs = []
         for drafter in (None, ModelDrafter(model, 2, 200)):
-            decoder = Decoder(target.model, drafter, verifier, Fixed(3, width, 6), rows=2, max_length=200)
+            decoder = Decoder(target.model, drafter, verifier, Fixed(3, width, 6), num_slots=2, max_length=200)
             params = SamplingParams(temperature=temperature, max_tokens=20, allowed_token_ids=allowed, ignore_eos=True)
             made = [Request(i, [1 + i, 5, 9], params, i) for i in range(2)]
             outputs.append([s.output for s in Scheduler(decoder, raises=True).generate(made)])

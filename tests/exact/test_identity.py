@@ -55,7 +55,7 @@ def requests(loaded: Loaded) -> list[Sequence]:
 def expected(weights: str) -> list[list[int]]:
     """Plain decoding, one sequence at a time."""
     loaded = target(weights)
-    engine = Loop(loaded.model, NoDraft(), rows=1, max_length=LENGTH)
+    engine = Loop(loaded.model, NoDraft(), num_slots=1, max_length=LENGTH)
     return [row.output for row in engine.generate(requests(loaded))]
 
 
@@ -85,7 +85,7 @@ DRAFTERS: dict[str, Callable[[str], Drafter]] = {
 )
 def test_no_token_differs(weights: str, name: str) -> None:
     loaded = target(weights)
-    engine = Loop(loaded.model, DRAFTERS[name](weights), controller=Fixed(5), rows=ROWS, max_length=LENGTH)
+    engine = Loop(loaded.model, DRAFTERS[name](weights), controller=Fixed(5), num_slots=ROWS, max_length=LENGTH)
     rows, steps = {}, []
     for step, moved in engine.steps(requests(loaded)):
         steps += [step] if step else []

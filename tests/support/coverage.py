@@ -265,12 +265,12 @@ def _written(
     waiting = [Request(n, list(prompt), params, seed=n) for n, prompt in enumerate(prompts)]
     answers = list[list[int]]()
     rows = rows or len(waiting)
-    decoder = Decoder(model, drafter or NoDraft(), controller=Fixed(4, width, 4 * width), rows=rows)
+    decoder = Decoder(model, drafter or NoDraft(), controller=Fixed(4, width, 4 * width), num_slots=rows)
     decoder.chunk = _CHUNK
     for start in range(0, len(waiting), rows):
         running = [decoder.start(text) for text in waiting[start : start + rows]]
-        while any(text.finish is None for text in running):
-            decoder.step()
+        for _ in decoder.run(running):
+            pass
         for text in running:
             decoder.release(text.slot)
             answers.append(text.output)

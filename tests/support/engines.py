@@ -58,7 +58,7 @@ def engine(
     verifier = options.pop("verifier", "match")
     config = SpeculativeConfig(num_speculative_tokens=depth, tree_width=width, verifier=verifier)
     loaded = Loaded(target, "toy", None, (0,), "float32", "toy")
-    runtime = build(loaded, config, rows=rows, drafters=drafters, controller=Fixed(depth, width))
+    runtime = build(loaded, config, num_slots=rows, drafters=drafters, controller=Fixed(depth, width))
     return Engine(runtime, **options)
 
 

@@ -145,7 +145,7 @@ def decoder(target: LanguageModel, drafter: Drafter | None = None, depth: int = 
     controller.budget = budget
     if isinstance(drafter, PlannedDrafter):
         controller = drafter.planner
-    return Loop(target, drafter, controller=controller, rows=rows, end_ids=options.pop("end_ids", (0,)), **options)
+    return Loop(target, drafter, controller=controller, num_slots=rows, end_ids=options.pop("end_ids", (0,)), **options)
 
 
 def plain_texts(target: LanguageModel, requests: list[Request], **options) -> list[list[int]]:

@@ -50,7 +50,9 @@ class Live:
 
 
 def builtin(rows: int = 4, config: dict | None = PAIR, **options) -> LLM:
-    llm = LLM("builtin:code", speculative_config=config, max_num_seqs=rows, controller=Fixed(4), **options)
+    llm = LLM(
+        "builtin:code", speculative_config=config, max_num_seqs=rows, controller=Fixed(4), any_method=True, **options
+    )
     llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
     return llm
 

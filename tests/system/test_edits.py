@@ -67,4 +67,4 @@ def test_a_target_without_a_text_to_write_writes_its_own() -> None:
 
     model = ToyModel(VOCAB)
     one = request([1, 2], SamplingParams(max_tokens=12, ignore_eos=True), 3)
-    assert Loop(ForcedTarget(model), rows=1).generate([one])[0].output == plain_texts(model, [one])[0]
+    assert Loop(ForcedTarget(model), num_slots=1).generate([one])[0].output == plain_texts(model, [one])[0]

@@ -23,7 +23,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.sampling import LogitsDistribution, LogitsWarper, SequenceState
 from outrider.core.tree import levels
 from outrider.core.types import Draft, Step
-from outrider.drafters.base import NoDraft
+from outrider.drafters.combine.planned import PlannedDrafter
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.method import NONE
 from outrider.engine.decoder import Decoder
@@ -217,8 +217,8 @@ class Recorder:
 def describe(loaded: Loaded, config: SpeculativeConfig, decoder: Decoder) -> RunRecord:
     """The first line of a trace: the model, the configuration and the loop that runs them."""
     texts = {"prediction", "corpus", "draft_vocab_corpus"}  # may be private, and a replay does not need them
-    drafters = list(decoder.drafter.inner())
-    other = NONE if isinstance(decoder.drafter, NoDraft) else "+".join(drafters) or type(decoder.drafter).__name__
+    drafter, drafters = decoder.drafter, list(decoder.drafter.inner())
+    other = drafter.default if isinstance(drafter, PlannedDrafter) else type(drafter).__name__
     chosen = config.model_dump(mode="json", exclude_defaults=True, exclude=texts, fallback=lambda x: type(x).__name__)
     return RunRecord(
         outrider=__version__,
@@ -232,7 +232,7 @@ def describe(loaded: Loaded, config: SpeculativeConfig, decoder: Decoder) -> Run
         max_length=decoder.max_length,
         batch_invariant=decoder.target.batch_invariant,
         end_ids=list(decoder.end_ids),
-        method="+".join(config.methods) if config.enabled else other,
+        method="+".join(config.methods) if config.enabled else NONE if decoder.plain else other,
         drafters=drafters,
         verifier=decoder.verifier.name,
         guarantee=decoder.guarantee.value,

@@ -108,7 +108,7 @@ def replay(
     verifier = VERIFIERS[trace.header.verifier]
     drawn = verifier.needs_probs and recorded.drafted and recorded.siblings != Siblings.POINT.name
     drafter = _Recorded(recorded, decoder.drafter if drawn else None)
-    again = decoder.sibling(drafter, Fixed(**recorded.budget), verifier=verifier.name, rows=1, memory=None)
+    again = decoder.sibling(drafter, Fixed(**recorded.budget), verifier=verifier.name, num_slots=1, memory=None)
     row = again.start(request_of(text, mask))
     try:
         row.advance([t for earlier in text.steps[:step] for t in earlier.written], step)
@@ -117,9 +117,7 @@ def replay(
             raise ValueError(
                 f"the draft of step {step} begins at token {recorded.tokens[0]}, the text ends in {before[-1]}"
             )
-        while row in again.waiting:
-            again.prefill(row)
-        done = again.round([row])
+        done = next(again.run([row]))
         target = target_distribution(done, 0, row)
         nodes = explain(verifier, target, done, signed(text.request.seed), row.steps - 1)
         path, token = tuple(node.node for node in nodes if node.accepted), int(done.verdict.token[0])

@@ -168,7 +168,13 @@ class EngineSubject(Subject):
     ) -> list[GeneratedText]:
         tell = None if drafters is self.drafters else lambda message: None  # a failure that a variant plans is not told
         runtime = build(
-            self.loaded, config, rows=rows, max_length=self.max_length, drafters=drafters, controller=lengths, tell=tell
+            self.loaded,
+            config,
+            num_slots=rows,
+            max_length=self.max_length,
+            drafters=drafters,
+            controller=lengths,
+            warn=tell,
         )
         decoder = runtime.decoder
         texts = [text for request in requests for text in self._texts(request)]

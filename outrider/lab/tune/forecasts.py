@@ -100,7 +100,7 @@ class Forecasts:
         lookups, plain = lookup_names(made), self.racer.plain.decoder
         deepest = max((m.tune_depth for name in made if name not in lookups and (m := method_of(name))), default=8)
         recorder = DraftRecorder(made, lookups, deepest)
-        decoder = plain.sibling(recorder, Fixed(DEEPEST), rows=TOGETHER)
+        decoder = plain.sibling(recorder, Fixed(DEEPEST), num_slots=TOGETHER)
         requests = [(p.category, self.racer.request(p)) for p in self.prompts]
         found = record(decoder, recorder, requests)
         if not self.texts:

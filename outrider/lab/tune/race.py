@@ -39,10 +39,7 @@ class TimedText:
     def write(self, tokens: int) -> None:
         """Read the prompt, if it was not read. Then step until the text has this many tokens, or ends."""
         began = perf_counter() - self.seconds
-        while self.row in self.decoder.waiting:
-            self.decoder.prefill(self.row)
-        while self.row.finish is None and len(self.row.output) < tokens:
-            step = self.decoder.round([self.row])
+        for step in self.decoder.run([self.row], tokens):
             self.recorder.add(step, 0, self.row, perf_counter() - began)
         self.seconds = perf_counter() - began
 

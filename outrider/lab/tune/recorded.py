@@ -136,16 +136,13 @@ def record(decoder: Decoder, recorder: DraftRecorder, texts: Sequence[tuple[str,
 
     texts: (kind, request). decoder: drafts with the recorder, whatever the length.
     """
-    found, left, running = dict[int, RecordedText](), list(enumerate(texts)), dict[int, tuple[int, str, Text]]()
-    while left or running:
-        while left and decoder.free:
-            number, (kind, request) = left.pop(0)
-            text = decoder.start(request)
-            running[text.slot] = number, kind, text
-        decoder.step()
-        for slot, (number, kind, text) in list(running.items()):
-            if text.finish is not None:
-                found[number] = recorder.taken(text, slot, kind, text.checker.limit)
-                decoder.release(slot)
-                del running[slot]
-    return [found[number] for number in range(len(texts))]
+    results, slots = list[RecordedText](), decoder.cache.num_slots
+    for first in range(0, len(texts), slots):
+        group = texts[first : first + slots]
+        sequences = [decoder.start(request) for _, request in group]
+        for _ in decoder.run(sequences):
+            pass
+        for (kind, _), text in zip(group, sequences, strict=True):
+            results.append(recorder.taken(text, text.slot, kind, text.checker.limit))
+            decoder.release(text.slot)
+    return results

@@ -73,7 +73,7 @@ DRAFTERS = {
 @pytest.mark.parametrize(("chunk", "name"), crossed([1, 5, 256], DRAFTERS, share=0.0))
 def test_each_position_is_seen_once_in_order(name: str, chunk: int) -> None:
     drafter = tapped(DRAFTERS[name]())
-    run_ = Loop(BUILTIN.model, drafter, controller=Fixed(3, 2, 5), rows=3, max_length=128)
+    run_ = Loop(BUILTIN.model, drafter, controller=Fixed(3, 2, 5), num_slots=3, max_length=128)
     run_.chunk = chunk
     asked = requests()
     rows = run_.generate(asked)
@@ -101,7 +101,7 @@ def test_steps_that_may_not_draft_call_no_drafter_and_are_seen_before_the_next_d
     drafter, controller, calls = tapped(Wrong()), Rarely(), []
     update = drafter.update
     drafter.update = lambda *given: calls.append(controller.step % 5) or update(*given)  # type: ignore[method-assign]
-    rows = Loop(BUILTIN.model, drafter, controller=controller, rows=1, max_length=128).generate(requests())
+    rows = Loop(BUILTIN.model, drafter, controller=controller, num_slots=1, max_length=128).generate(requests())
     assert {*calls} == {0}
     assert unseen(drafter, rows) <= 4 * len(rows)
 
@@ -112,7 +112,7 @@ def test_two_heads_side_by_side_get_their_own_layers(kind: str) -> None:
     drafters = {"first": first, "text": NgramDrafter(), "second": second}
     default = None if kind == "together" else "first"
     combined = planned(drafters, ["text"], Budget(3, 3, 9), True, BUILTIN.model.vocab_size, default=default)
-    run_ = Loop(BUILTIN.model, combined, controller=combined.planner, rows=2, max_length=128)
+    run_ = Loop(BUILTIN.model, combined, controller=combined.planner, num_slots=2, max_length=128)
     asked = requests(2)
     seats = [run_.start(r) for r in asked]
     if kind == "per request":

@@ -72,7 +72,7 @@ def process(folder: Path | None, shared: bool = False) -> Loop:
     if folder is not None:
         own = TextMemory(ContentFolder(folder, ROOM, TEXTS), loaded.tokenizer, loaded.model.vocab_size, shared)
     drafter = SuffixDrafter(memory=own, least=0.01)
-    return Loop(loaded.model, drafter, controller=Fixed(4), rows=2, max_length=200, memory=own)
+    return Loop(loaded.model, drafter, controller=Fixed(4), num_slots=2, max_length=200, memory=own)
 
 
 def run(loop: Loop, requests: list[Request]) -> list[Sequence]:
@@ -168,7 +168,7 @@ def test_no_draft_has_a_token_of_another_client(tmp_path: Path) -> None:
         assert (canary[0] in texts(held, "b")) == shared
         assert canary[0] in texts(held, "a")
         drafter = SuffixDrafter(memory=held, least=0.0)
-        loop = Loop(model().model, drafter, controller=Fixed(4), rows=2, max_length=200, memory=held)
+        loop = Loop(model().model, drafter, controller=Fixed(4), num_slots=2, max_length=200, memory=held)
         seen = set[int]()
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         for step, _ in loop.steps([request([1, 2, 3, 400, 401], params, client=client) for client in "bc"]):

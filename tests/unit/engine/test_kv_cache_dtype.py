@@ -29,7 +29,7 @@ ENDS = [
 
 @cache
 def small() -> LLM:
-    return LLM("builtin:code", kv_cache_dtype="int8", max_model_len=400)
+    return LLM("builtin:code", kv_cache_dtype="int8", max_model_len=400, any_method=True)
 
 
 def requests(llm: LLM, prompts: list[str]) -> list[Sequence]:
@@ -39,7 +39,7 @@ def requests(llm: LLM, prompts: list[str]) -> list[Sequence]:
 
 @cache
 def expected() -> tuple[list[int], ...]:
-    llm = LLM(small().loaded, max_num_seqs=1, max_model_len=400)
+    llm = LLM(small().loaded, max_num_seqs=1, max_model_len=400, any_method=True)
     return tuple(
         llm.generate(START + end, SamplingParams(max_tokens=60, ignore_eos=True, temperature=i % 2, seed=i))[0]
         .outputs[0]
@@ -64,7 +64,7 @@ def test_prefix_cache_and_preemption_change_no_token(method: str, room: tuple[in
     config = {"method": method, "controller": "fixed", "num_speculative_tokens": 4}
     if method == "layer_skip":
         config["assistant_early_exit"] = 3
-    llm = LLM(small().loaded, speculative_config=config, max_num_seqs=3, max_model_len=400)
+    llm = LLM(small().loaded, speculative_config=config, max_num_seqs=3, max_model_len=400, any_method=True)
     eng = Engine(llm.runtime, prefix_bytes=prefix_bytes, kv_tokens=kv_tokens)
     assert eng.decoder.cache.dtype == "int8"
     for _ in range(2):  # the second time from the prefix cache, if there is one
@@ -79,11 +79,11 @@ def test_a_token_takes_a_quarter_of_the_memory_and_the_error_counts_it() -> None
     assert narrow.kv_cache_dtype == "int8"
     assert per_token(wide) * 36 == per_token(narrow) * 128  # a block of 32: 32 bytes and a scale, or 32 floats
     fits = per_token(narrow) * 8 * (400 + 64)
-    eng = Engine(LLM(small().loaded, max_model_len=400).runtime, prefix_bytes=0, memory=fits)
+    eng = Engine(LLM(small().loaded, max_model_len=400, any_method=True).runtime, prefix_bytes=0, memory=fits)
     assert eng.stats.kv_bytes == fits
     settled(eng)
     with pytest.raises(ValueError, match=f"{per_token(wide)} bytes a token"):
-        Engine(LLM("builtin:code", max_model_len=400).runtime, prefix_bytes=0, memory=fits)
+        Engine(LLM("builtin:code", max_model_len=400, any_method=True).runtime, prefix_bytes=0, memory=fits)
 
 
 def test_rounding_changes_the_logits_of_the_built_in_model_little() -> None:

@@ -37,7 +37,7 @@ def ask(llm: LLM, eng: Engine, prediction: list[int] | None = None, method: str 
 
 def test_a_prediction_is_used_on_a_server_whose_draft_model_does_not_pay() -> None:
     config = {"method": "draft_model", "model": "builtin:code-draft"}
-    llm = LLM("builtin:code", speculative_config=config, drafter=SlowAndWrong(), max_num_seqs=2)
+    llm = LLM("builtin:code", speculative_config=config, drafter=SlowAndWrong(), max_num_seqs=2, any_method=True)
     eng = Engine(llm.runtime)
     try:
         plain = ask(llm, eng, method="none")
@@ -54,7 +54,7 @@ def test_a_prediction_is_used_on_a_server_whose_draft_model_does_not_pay() -> No
 
 
 def test_a_prediction_under_auto_is_one_drafter_among_others() -> None:
-    llm = LLM("builtin:code", speculative_config={"method": "auto"}, max_num_seqs=2)
+    llm = LLM("builtin:code", speculative_config={"method": "auto"}, max_num_seqs=2, any_method=True)
     eng = Engine(llm.runtime)
     try:
         plain = ask(llm, eng, method="none")

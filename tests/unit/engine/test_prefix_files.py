@@ -91,7 +91,7 @@ class Process:
             self.drafted = PrefixFiles(self.folder, self.drafter.loaded)
             self.drafter.prefixes = PrefixCache(0, self.drafted)
         self.loop = Loop(
-            loaded.model, self.drafter, controller=Fixed(3), rows=2, max_length=LENGTH, prefixes=self.prefixes
+            loaded.model, self.drafter, controller=Fixed(3), num_slots=2, max_length=LENGTH, prefixes=self.prefixes
         )
 
     def write(self, requests: list[Request]) -> list[Sequence]:
@@ -102,7 +102,7 @@ class Process:
 
 def plain(name: str, requests: list[Request]) -> list[Sequence]:
     loaded, make = kind(name)
-    return Loop(loaded.model, make(), controller=Fixed(3), rows=2, max_length=LENGTH).generate(requests)
+    return Loop(loaded.model, make(), controller=Fixed(3), num_slots=2, max_length=LENGTH).generate(requests)
 
 
 def asked(tokens: list[int], count: int = 6, seed: int = 0, temperature: float = 0.0) -> Request:

@@ -385,7 +385,7 @@ def test_a_slow_grammar_ends_its_own_text_only(llm: LLM, grammars: Grammars, pat
         return
     other = Request(1, llm.encode("x = "), SamplingParams(temperature=0, max_tokens=40), 0)
     slow = Request(0, llm.encode("x = "), SamplingParams(max_tokens=40, temperature=1), 0, mask=mask)
-    decoder = Loop(llm.decoder.target, NoDraft(), rows=2, end_ids=llm.loaded.end_ids, tokenizer=llm.tokenizer)
+    decoder = Loop(llm.decoder.target, NoDraft(), num_slots=2, end_ids=llm.loaded.end_ids, tokenizer=llm.tokenizer)
     first, second = decoder.generate([slow, other])
     assert first.finish is not None
     assert first.finish.finish in ("stop", "length")

@@ -121,7 +121,7 @@ def test_the_distribution_is_the_targets(
     make: Callable[[tuple[int, ...]], BaseDrafter], verifier: str, width: int, kept: tuple[int, ...], samples: int
 ) -> None:
     drafter = make(kept)
-    loop = Loop(MODEL, drafter, verifier, controller=Fixed(2, width, 4), rows=50, max_length=64)
+    loop = Loop(MODEL, drafter, verifier, controller=Fixed(2, width, 4), num_slots=50, max_length=64)
     params = SamplingParams(max_tokens=TOKENS, temperature=1, ignore_eos=True)
     rows = loop.generate([request(PROMPT, params, seed=i) for i in range(samples)])
     seen: dict[tuple[int, ...], int] = {}

@@ -261,7 +261,9 @@ def requests(count: int = 5, tokens: int = 12) -> list:
 def test_a_draft_depends_on_the_text_alone(name: str, budget: Budget, chunk: int) -> None:
     """After acceptance, rejection, prompts in pieces and slots that are used again: as if the text were new."""
     made = lucky(name)
-    loop = Loop(TARGET.model, made, controller=Fixed(budget.depth, budget.width, budget.nodes), rows=2, max_length=128)
+    loop = Loop(
+        TARGET.model, made, controller=Fixed(budget.depth, budget.width, budget.nodes), num_slots=2, max_length=128
+    )
     loop.chunk = chunk
     asked = requests()
     rows = loop.generate(asked)
@@ -323,7 +325,7 @@ def _texts(fault: Callable[[EagleDrafter], None] | None) -> list[list[int]]:
     made = lucky()
     if fault is not None:
         fault(made)
-    loop = Loop(TARGET.model, made, controller=Fixed(4), rows=2, max_length=128)
+    loop = Loop(TARGET.model, made, controller=Fixed(4), num_slots=2, max_length=128)
     return [r.output for r in loop.generate(requests())]
 
 
@@ -370,7 +372,7 @@ def test_no_text_changes(params: str, budget: Budget) -> None:
     ]
     for name in ("eagle3", "eagle3_full_vocab"):
         loop = Loop(
-            TARGET.model, drafter(name, 3), controller=Fixed(4, budget.width, budget.nodes), rows=3, max_length=128
+            TARGET.model, drafter(name, 3), controller=Fixed(4, budget.width, budget.nodes), num_slots=3, max_length=128
         )
         assert [r.output for r in loop.generate(asked)] == plain_texts(TARGET.model, asked, end_ids=())
 
@@ -379,7 +381,7 @@ def test_no_text_changes(params: str, budget: Budget) -> None:
 @pytest.mark.parametrize("name", ["eagle31", "eagle3_full_vocab"])
 def test_other_verifiers_run(name: str, verifier: str) -> None:
     width = 1 if verifier == "block" else 2
-    loop = Loop(TARGET.model, drafter(name), verifier, controller=Fixed(3, width, 6), rows=3, max_length=128)
+    loop = Loop(TARGET.model, drafter(name), verifier, controller=Fixed(3, width, 6), num_slots=3, max_length=128)
     rows = loop.generate(requests())
     assert all(len(r.output) == 12 for r in rows)
 

@@ -182,7 +182,7 @@ def texts(made: Any, width: int = 1) -> list[list[int]]:
     asked = [
         request(PROMPT[:n], SamplingParams(max_tokens=6, temperature=t, seed=n), seed=n) for n, t in ((30, 0), (9, 1))
     ]
-    loop = Loop(TARGET.model, made, controller=Fixed(3, width, 3 * width), rows=2, max_length=128)
+    loop = Loop(TARGET.model, made, controller=Fixed(3, width, 3 * width), num_slots=2, max_length=128)
     loop.chunk = 5
     return [r.output for r in loop.generate(asked)]
 

@@ -203,13 +203,13 @@ def test_no_text_changes(kind: str, folders: dict[str, Path]) -> None:
         for n, t in ((1, 0.0), (40, 1.0), (9, 0.7))
     ]
     for width, nodes in ((1, None), (2, 5)):
-        loop = Loop(loaded.model, drafter(), controller=Fixed(3, width, nodes), rows=2, max_length=96)
+        loop = Loop(loaded.model, drafter(), controller=Fixed(3, width, nodes), num_slots=2, max_length=96)
         loop.chunk = 7
         rows = loop.generate(asked)
         assert [r.output for r in rows] == plain_texts(loaded.model, asked, end_ids=())
         assert sum(map(sum, (r.counts.drafted for r in rows))) > 12
     if kind == "glm4_moe":
-        loop = Loop(loaded.model, drafter(), "rejection", controller=Fixed(2), rows=2, max_length=96)
+        loop = Loop(loaded.model, drafter(), "rejection", controller=Fixed(2), num_slots=2, max_length=96)
         assert all(len(r.output) == 5 for r in loop.generate(asked))
 
 
@@ -303,7 +303,7 @@ def test_a_target_with_recurrent_layers(tmp_path: Path) -> None:
     want = plain_texts(loaded.model, asked, end_ids=())
     for width, nodes in ((1, None), (2, 5)):
         drafter = make_drafter(SpeculativeConfig.of({"method": "mtp"}), loaded, rows=2, max_length=96, device="cpu")
-        loop = Loop(loaded.model, drafter, controller=Fixed(3, width, nodes), rows=2, max_length=96)
+        loop = Loop(loaded.model, drafter, controller=Fixed(3, width, nodes), num_slots=2, max_length=96)
         loop.chunk = 7
         rows = loop.generate(asked)
         assert [r.output for r in rows] == want

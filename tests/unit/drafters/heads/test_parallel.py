@@ -277,7 +277,7 @@ def test_no_text_changes(name: str, params: str, makers: dict[str, Callable[[], 
     for budget in (Budget(4), Budget(4, 3, 9)):
         asked = requests(**PARAMS[params])
         loop = Loop(
-            TARGET.model, makers[name](), controller=Fixed(4, budget.width, budget.nodes), rows=3, max_length=128
+            TARGET.model, makers[name](), controller=Fixed(4, budget.width, budget.nodes), num_slots=3, max_length=128
         )
         loop.chunk = 7
         rows = loop.generate(asked)
@@ -288,7 +288,7 @@ def test_no_text_changes(name: str, params: str, makers: dict[str, Callable[[], 
 @pytest.mark.parametrize(("name", "verifier"), crossed(NAMES, ["rejection", "block", "traversal"], share=0.1))
 def test_other_verifiers_run(name: str, verifier: str, makers: dict[str, Callable[[], ParallelDrafter]]) -> None:
     for width in (1, 1 if verifier == "block" else 2):
-        loop = Loop(TARGET.model, makers[name](), verifier, controller=Fixed(3, width), rows=3, max_length=128)
+        loop = Loop(TARGET.model, makers[name](), verifier, controller=Fixed(3, width), num_slots=3, max_length=128)
         rows = loop.generate(requests())
         assert all(len(r.output) == 14 for r in rows)
         assert sum(map(sum, (r.counts.drafted for r in rows))) > 20 * width
@@ -328,7 +328,9 @@ class _CheckedBlock(BlockDrafter):
 @pytest.mark.parametrize("budget", [Budget(4), Budget(3, 3, 8), Budget(0)], ids=str)
 def test_a_draft_depends_on_the_text_alone(budget: Budget) -> None:
     made = _CheckedBlock(read_block(GOLDEN / "dspark", TARGET), TARGET.model, 4, 128, "none")
-    loop = Loop(TARGET.model, made, controller=Fixed(budget.depth, budget.width, budget.nodes), rows=2, max_length=128)
+    loop = Loop(
+        TARGET.model, made, controller=Fixed(budget.depth, budget.width, budget.nodes), num_slots=2, max_length=128
+    )
     loop.chunk = 5
     asked = requests()
     assert [r.output for r in loop.generate(asked)] == plain_texts(TARGET.model, asked, end_ids=())

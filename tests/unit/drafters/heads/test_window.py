@@ -62,7 +62,7 @@ def test_nothing_is_read_before_the_first_token_and_little_after_it(name: str, l
 def test_a_head_drafts_behind_any_text(name: str) -> None:
     """Its cache is full many times. What it holds then is what a new head with the newest features holds."""
     reader = made(name, 50)
-    loop = Loop(TARGET.model, reader, controller=Fixed(4), rows=2, max_length=256)
+    loop = Loop(TARGET.model, reader, controller=Fixed(4), num_slots=2, max_length=256)
     asked = [request(PROMPT[:n], GREEDY, seed=n) for n in (130, 40, 3)]
     rows = loop.generate(asked)
     assert [row.output for row in rows] == plain_texts(TARGET.model, asked, end_ids=())
