@@ -10,7 +10,6 @@ from collections import abc, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
-from operator import index
 from typing import TYPE_CHECKING, Any
 
 from outrider.control import Controller
@@ -21,20 +20,17 @@ from outrider.core.params import SamplingParams
 from outrider.drafters.base import Drafter
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.lookup.memory import text_memory
-from outrider.engine.decoder import draw_seed, nth_seed
+from outrider.engine.prompts import Prompt, PromptEncoder
 from outrider.engine.request import Request, Sequence
 from outrider.engine.runtime import build
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.trace import Recorder, describe
-from outrider.models.chat_template import chat_prompt
 from outrider.models.load import Loaded, load
-from outrider.models.tokenizer import complete
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 log = logging.getLogger("outrider.engine")
-Prompt = str | Mapping[str, Any] | abc.Sequence[Mapping[str, str]]
 
 
 class LLM:
@@ -133,7 +129,7 @@ class LLM:
         self.trace = Recorder(trace) if isinstance(trace, (str, os.PathLike)) else trace
         if self.trace is not None:
             self.trace.begin(describe(self.loaded, self.config, self.decoder))
-        self._ids = itertools.count()
+        self.prompts = PromptEncoder(self.loaded)
 
     @cached_property
     def scheduler(self) -> Scheduler:
@@ -154,7 +150,7 @@ class LLM:
     @property
     def tokenizer(self) -> Any | None:
         """A tokenizer of transformers, or the object that was given."""
-        return complete(self.loaded.tokenizer)
+        return self.prompts.tokenizer
 
     def generate(
         self,
@@ -204,61 +200,12 @@ class LLM:
                 yield replace(delta, output=self._output(prompt, [sequence])) if delta.ended else delta
 
     def requests(self, ids: list[int], params: SamplingParams, **fields: Any) -> list[Request]:
-        """The requests of one prompt of token ids: params.n of them, each with a number and a seed of its own.
-
-        Bad words and the prediction are token ids in them. fields: further ones of each `Request`. Runs and checks nothing.
-        Raises ValueError for what cannot be encoded.
-        """
-        seed = draw_seed() if params.seed is None else params.seed
-        bad = tuple(form for word in params.bad_words for form in self._bad_word(word))
-        said = params.prediction or ()
-        told = (
-            self._ids_of(said, "a prediction as text", "prediction=[17, 4]") if isinstance(said, str) else tuple(said)
-        )
-        return [Request(next(self._ids), ids, params, nth_seed(seed, i), bad, told, **fields) for i in range(params.n)]
+        """As `PromptEncoder.requests`."""
+        return self.prompts.requests(ids, params, **fields)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt. Raises ValueError for what cannot be encoded."""
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" not in prompt:
-                raise ValueError(
-                    f'a prompt given as a dict is {{"prompt_token_ids": [...]}}, got keys {sorted(prompt)}'
-                )
-            ids = prompt["prompt_token_ids"]
-            try:
-                return [index(t) for t in ids]
-            except TypeError as error:
-                raise ValueError(f"prompt_token_ids are whole numbers, [17, 4], got {ids!r:.80}") from error
-        if self.loaded.tokenizer is None:
-            raise ValueError(
-                f'{self.loaded.name} has no tokenizer; pass tokenizer=..., or {{"prompt_token_ids": [...]}}'
-            )
-        if isinstance(prompt, str):
-            if not prompt.isascii() and any("\ud800" <= c <= "\udfff" for c in prompt):
-                raise ValueError(f"the prompt {prompt!r:.80} has half of a surrogate pair, which is no text")
-            return list(self.loaded.tokenizer(prompt)["input_ids"])
-        if not isinstance(prompt, abc.Sequence) or not all(isinstance(message, Mapping) for message in prompt):
-            forms = '"a text", [{"role": "user", "content": "a text"}] or {"prompt_token_ids": [17, 4]}'
-            raise ValueError(f"a prompt is {forms}, got {prompt!r:.80}")
-        if not getattr(self.loaded.tokenizer, "chat_template", None):
-            raise ValueError(f"the tokenizer of {self.loaded.name} has no chat template; give the prompt as one string")
-        made = chat_prompt(self.loaded.tokenizer, prompt, add_generation_prompt=True)
-        return (
-            made if isinstance(made, list) else list(self.loaded.tokenizer(made, add_special_tokens=False)["input_ids"])
-        )
-
-    def _ids_of(self, text: str, what: str, instead: str) -> tuple[int, ...]:
-        """The token ids of a text within a request. what: it is. instead: how to give it without a tokenizer."""
-        if self.loaded.tokenizer is None:
-            raise ValueError(f"{what} needs a tokenizer; give token ids, e.g. {instead}")
-        return tuple(self.loaded.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _bad_word(self, word: str | abc.Sequence[int]) -> list[tuple[int, ...]]:
-        """The token sequences that write a forbidden word: at the start of a text and after a space."""
-        if not isinstance(word, str):
-            return [tuple(word)] if word else []
-        forms = {self._ids_of(f, "a word of bad_words", "bad_words=[[17, 4]]") for f in (word, " " + word.lstrip())}
-        return [f for f in forms if f]
+        return self.prompts.encode(prompt)
 
     def _output(self, prompt: Prompt, sequences: list[Sequence]) -> RequestOutput:
         """The finished sequences of one prompt."""

@@ -76,7 +76,7 @@ def assemble(
     llm, note = load_llm(options, recorder)
     most = min(room, spare(llm.loaded.model.device) or math.inf)
     fit = fit and options.max_model_len is None and options.kv_cache_memory_bytes is None and most < math.inf
-    prefix_bytes = int(min(options.prefix_cache << 20, room / 2))
+    prefix_bytes, longest = int(min(options.prefix_cache << 20, room / 2)), llm.decoder.max_length
     engine = Engine(
         llm.runtime,
         max_queue=options.max_queue,
@@ -103,7 +103,7 @@ def assemble(
         notes.append(
             f"the token ids of prompts and answers are kept in {options.learn} for {DAYS} days, and its head learns from them"
         )
-    most, free, longest = engine.memory.most, spare(llm.loaded.model.device), llm.decoder.max_length
+    most, free = engine.memory.most, spare(llm.loaded.model.device)
     if engine.decoder.max_length < min(longest, engine.kv_limit):
         notes.append(
             f"not {longest} tokens: so much in each sequence would not fit in the memory that is free. For longer texts give a "

@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from outrider.core.params import ContextOverflow
-from outrider.engine.llm import LLM
+from outrider.engine.prompts import PromptEncoder
 from outrider.models.chat_template import chat_prompt
 from outrider.serve.bodies import check_body
 from outrider.serve.errors import Refused
@@ -32,14 +32,14 @@ WIDE = 32  # characters for each token that fits; text with more is looked at in
 class Encoder:
     """The tokenizer and the chat template of a model. max_length: tokens that it holds."""
 
-    def __init__(self, llm: LLM, max_length: int, name: str) -> None:
+    def __init__(self, prompts: PromptEncoder, max_length: int, name: str) -> None:
         """name: by which clients call the model. Its own name, which may be a path, is in no answer."""
-        self.llm, self.max_length, self.name, self.tokenizer = llm, max_length, name, llm.tokenizer
+        self.prompts, self.max_length, self.name, self.tokenizer = prompts, max_length, name, prompts.tokenizer
         self._short = self._long = ThreadPoolExecutor(1, "outrider-encode")
         if getattr(self.tokenizer, "is_fast", False):  # others are not safe in two threads at once
             self._long = ThreadPoolExecutor(1, "outrider-encode-long", give_way)
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of its own would not give way
-            llm.encode("x")  # the first call may change settings
+            prompts.encode("x")  # the first call may change settings
 
     async def run(self, act: Callable[[], T], size: int = 0, param: str | None = None) -> T:
         """Run in a thread. size: characters, or tokens, that it works on. A ValueError becomes Refused, for a parameter."""
@@ -59,13 +59,13 @@ class Encoder:
         """
         if isinstance(given, str):
             return await self.run(partial(self._ids, given, most, special), len(given), "prompt")
-        return await self.run(lambda: self.llm.encode(given), len(given.get("prompt_token_ids", ())), "prompt")
+        return await self.run(lambda: self.prompts.encode(given), len(given.get("prompt_token_ids", ())), "prompt")
 
     async def chat(self, body: ChatRequest, most: int | None = None, special: bool = False) -> list[int]:
         """The ids of a chat. most, special: as of `prompt`. Raises Refused."""
         goes_on, tokenizer = bool(body.continue_final_message), self.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
-            return await self.run(lambda: self.llm.encode(body.messages), param="messages")  # says what is missing
+            return await self.run(lambda: self.prompts.encode(body.messages), param="messages")  # says what is missing
         variables = _thinking(body.reasoning_effort, str(tokenizer.chat_template)) | (body.chat_template_kwargs or {})
         own = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages"} - {"documents"}
         if name := next((name for name in variables if name in own), None):
@@ -86,7 +86,7 @@ class Encoder:
 
     def _refused(self, error: Exception, param: str | None) -> Refused:
         refused = Refused.of(error, param)
-        refused.message = refused.message.replace(self.llm.loaded.name, self.name) or "nested too deeply"
+        refused.message = refused.message.replace(self.prompts.loaded.name, self.name) or "nested too deeply"
         return refused
 
     @cached_property
@@ -100,15 +100,15 @@ class Encoder:
         characters, or one that cannot fit, and encodes little of it."""
         room, tokenizer = self.max_length, self.tokenizer
         if tokenizer is None:
-            return self.llm.encode(text)
+            return self.prompts.encode(text)
         if most is not None and len(text) > most:
             raise ValueError(f"the text has {len(text)} characters, and {most} are encoded at once; send it in parts")
         if most is None and len(text) > room:
             if len(text) > room * self._longest:
                 raise ContextOverflow(-(-len(text) // self._longest), room)
-            if len(text) > WIDE * room and len(self.llm.encode(text[: WIDE * room // 2])) > 2 * room:
+            if len(text) > WIDE * room and len(self.prompts.encode(text[: WIDE * room // 2])) > 2 * room:
                 raise ContextOverflow(2 * room, room)
-        return self.llm.encode(text) if special else list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self.prompts.encode(text) if special else list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _thinking(effort: str | None, template: str) -> dict[str, Any]:

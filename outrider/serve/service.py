@@ -49,7 +49,7 @@ class Service:
         self.learner: Learner | None = None
         self._told_of_tools = False
         self.tokens = engine.decoder.tokens
-        self.encoder = Encoder(llm, engine.decoder.max_length, settings.model_name)
+        self.encoder = Encoder(llm.prompts, engine.decoder.max_length, settings.model_name)
 
     async def accept(
         self, body: CompletionRequest | ChatRequest, request_id: str, client: str, owner: str = "", waited: float = 0.0

@@ -109,6 +109,12 @@ def request(prompt: list[int], params: SamplingParams, seed: int = 0, **fields: 
 class Loop(Decoder):
     """A decoder that runs sequences by itself, as a library's user would with a scheduler."""
 
+    def step(self) -> Step | None:
+        """A chunk of the oldest unread prompt, then a round of all that decode: for tests of sequences that join and leave."""
+        if self.waiting:
+            self.prefill(self.waiting[0])
+        return self.round(live) if (live := self.live) else None
+
     def steps(self, requests: Iterable[Request]) -> Iterator[tuple[Step | None, list[Sequence]]]:
         scheduler = Scheduler(self, raises=True)
         return scheduler.run(scheduler.add(requests))
