@@ -180,7 +180,7 @@ class Planner:
         looked = best = max([plain, *why], key=attrgetter("speed"))
         for name in view.missing:
             one = self._model(step, name, state, min(budget.depth, budget.max_nodes, DEEPEST), asked[name])
-            verdict = self._refusal(view, state, one, looked)
+            verdict = self._refusal(view, state, one, looked, others)
             why.append(one := one._replace(verdict=verdict) if verdict else one)
             if not verdict and (one.speed > best.speed or (best is plain and view.slot not in self.depths)):
                 best = one
@@ -220,13 +220,14 @@ class Planner:
         stop = min(MARGIN * one.speed * (level / asked + node) / accepted, _SURE)
         return one._replace(stop=stop, least=one.speed * node)
 
-    def _refusal(self, view: View, state: SequenceAverages, one: Choice, looked: Choice) -> str:
-        """Why a draft model or head does not draft for a sequence; "" if it may. looked: the best choice without it."""
+    def _refusal(self, view: View, state: SequenceAverages, one: Choice, looked: Choice, others: int) -> str:
+        """Why a draft model or head does not draft for a sequence; "" if it may. looked: the best choice without it.
+        others: sequences of the step, which may all try it at once."""
         missing = view.missing[one.name]
         if not one.levels:
             last = self.asked.get(one.name, 0)
             rare = self.steps - state.asked.setdefault(one.name, last) >= RARELY
-            free = (self.steps - last) / RARELY * self.costs.forward(1)  # so little reading is no loss
+            free = (self.steps - last) / RARELY * self.costs.forward(1) / (others + 1)  # so little reading is no loss
             tries = one.hopeful and rare and (missing <= 2 or self.costs.reading(one.name, missing) <= free)
             return "" if tries else one.verdict
         if missing <= 2 or view.fixed:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.control import CostModel, Costs, DraftCost, Fixed, Planner
 from outrider.control.plan import Charge, Offer, Plan, PlanNote, StepForecast, View
+from outrider.control.planner import RARELY
 from outrider.core.types import Budget, Commit, Draft, Step, Verdict
 
 TARGET = {1: 1.0, 4: 1.2, 16: 2.4}
@@ -166,6 +167,19 @@ def test_a_draft_that_is_always_wrong_is_given_up_and_asked_again() -> None:
     assert len([n for n in asked if n < 30]) > len([n for n in asked if n > 200])
     assert asked[-1] > 300, "and never for the last time"
     assert rests > 150, "a plan costs time too"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_sequences_that_share_a_step_try_a_drafter_at_the_cost_of_one(rows: int) -> None:
+    """What all of them read for a try is at most one plain step in `RARELY`."""
+    own, views = planner(level=0.3), [view(slot, 20, 400, missing=20) for slot in range(rows)]
+    own.accepted["model"], tried = 0.05, 0.0
+    for steps in range(0, 20 * RARELY, RARELY):
+        own.steps = steps
+        reading = sum(own.costs.reading("model", 20) for plan in own.plan(views) if plan.drafter)
+        assert reading <= steps / RARELY * own.costs.forward(1)
+        tried += reading
+    assert tried > 0, "and some day it is tried"
 
 
 @pytest.mark.parametrize(("left", "asked"), [(6, False), (400, True)])
