@@ -276,6 +276,6 @@ class Workbench:
         """Time a step over so many nodes: its draft, and the rest."""
         self.asked.budget = Budget(nodes - 1)
         began = perf_counter()
-        step = next(self.decoder.run([self.row]))
+        step = self.decoder.round([self.row])
         taken, draft = perf_counter() - began, step.seconds["draft"]
         return draft, taken - draft

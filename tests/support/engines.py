@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import random
 import threading
@@ -58,7 +59,15 @@ def engine(
     verifier = options.pop("verifier", "match")
     config = SpeculativeConfig(num_speculative_tokens=depth, tree_width=width, verifier=verifier)
     loaded = Loaded(target, "toy", None, (0,), "float32", "toy")
-    runtime = build(loaded, config, num_slots=rows, drafters=drafters, controller=Fixed(depth, width))
+    runtime = build(
+        loaded,
+        config,
+        num_slots=rows,
+        drafters=drafters,
+        controller=Fixed(depth, width),
+        warn=logging.getLogger("outrider.engine").warning,
+        any_method=True,
+    )
     return Engine(runtime, **options)
 
 
