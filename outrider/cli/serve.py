@@ -102,7 +102,7 @@ def serve(
 
 def _settings(models: list[str], speculation: ServedSpeculationOptions, given: dict[str, Any]) -> list[ServeOptions]:
     """The options of each model. Raises ValueError for those of one model, if there are several."""
-    for name in ("served_model_name", "chat_template", "learn"):
+    for name in ("served_model_name", "chat_template"):
         if len(models) > 1 and given.get(name) is not None:
             raise ValueError(
                 f"--{name.replace('_', '-')} is for one model, and there are {len(models)}; serve that one alone"

@@ -14,10 +14,8 @@ from outrider.engine.memory import gib, spare
 from outrider.engine.trace import Recorder
 from outrider.models.chat_template import check_template
 from outrider.serve.dashboard.viewers import Dashboard
-from outrider.serve.learn.learner import Learner
-from outrider.serve.learn.reservoir import DAYS
 from outrider.serve.metrics import Metrics
-from outrider.serve.options import LoadOptions, ModelOptions, ServeOptions
+from outrider.serve.options import ModelOptions, ServeOptions
 from outrider.serve.service import Service
 
 PLAIN = Path(__file__).with_name("assets") / "plain.jinja"
@@ -90,19 +88,10 @@ def assemble(
     )
     chats = note is None and bool(getattr(llm.tokenizer, "chat_template", None))
     service = Service(llm, engine, options)
-    if options.learn is not None:
-        load = options.model_dump(include={"model", *LoadOptions.model_fields})
-        service.learner = Learner(options.learn, llm, engine, load, options.learn_share)
-        service.learner.start()
-        metrics.of(options.model_name).learner = service.learner
     gc.collect()
     gc.freeze()  # what was loaded stays: to look through it again would stop every thread for a fifth of a second
     sys.setswitchinterval(SWITCH)
     notes = [*llm.notes, *([note] if note else [])]
-    if options.learn is not None:
-        notes.append(
-            f"the token ids of prompts and answers are kept in {options.learn} for {DAYS} days, and its head learns from them"
-        )
     most, free, longest = engine.memory.most, spare(llm.loaded.model.device), llm.decoder.max_length
     if engine.decoder.max_length < min(longest, engine.kv_limit):
         notes.append(

@@ -23,7 +23,6 @@ from outrider.serve.dashboard.trial import Trials
 from outrider.serve.encoding import LONG, WIDE, Encoder
 from outrider.serve.errors import Refused, refusing
 from outrider.serve.grammar import Grammar, GrammarMask, Grammars, available
-from outrider.serve.learn.learner import Learner
 from outrider.serve.logs import log
 from outrider.serve.openai.pending import PendingAnswer
 from outrider.serve.openai.protocol import (
@@ -46,7 +45,6 @@ class Service:
         self.llm, self.engine, self.settings = llm, engine, settings
         self.started = int(time())
         self.trials = Trials(engine)
-        self.learner: Learner | None = None
         self._told_of_tools = False
         self.tokens = engine.decoder.tokens
         self.encoder = Encoder(llm, engine.decoder.max_length, settings.model_name)
@@ -88,7 +86,7 @@ class Service:
         if body.depth is not None or body.method is not None:
             trial = None  # one with a wish of its own takes no part
         seconds = min(body.timeout or math.inf, self.settings.request_timeout) - waited
-        wishes = {"workload": body.workload, "client": client, "owner": owner, "prefill_only": body.limit == 0}
+        wishes = {"client": client, "owner": owner, "prefill_only": body.limit == 0}
         wishes |= {"method": body.method, "num_speculative_tokens": body.depth, "deadline": perf_counter() + seconds}
 
         def begin() -> PendingAnswer:
@@ -118,8 +116,6 @@ class Service:
 
     def close(self) -> None:
         """End the engine and the threads."""
-        if self.learner is not None:
-            self.learner.close()
         self.engine.close()
         self.encoder.close()
 

@@ -43,7 +43,6 @@ function drawNow() {
     fact(known(now.acceptance, percent), "of draft tokens accepted"),
     fact(`${engine.running} + ${engine.waiting}`, `running of ${hello.slots}, and waiting`),
     fact(bytes(engine.kv_bytes + engine.prefix_bytes), `keys and values; ${percent(engine.kv_tokens / engine.kv_limit)} of the tokens that fit`),
-    ...(last.learning ? [fact(visible(last.learning.head), `head in use; ${last.learning.texts} texts kept, ${last.learning.taken} of ${last.learning.rounds} trainings took over${last.learning.running ? ", one runs now" : ""}`)] : []),
   );
   bars(byId("survival"), survivals(now.survival));
   drawPlans(now);

@@ -160,7 +160,6 @@ class Dashboard(Audience):
         event["own"] += self._spent
         event |= {"viewers": len(self.viewers), "dropped": self.dropped, "trial": self.service.trials.state()}
         event["ended"] = [self._shown(request) for request in ended]
-        event["learning"] = self.service.learner.status() if self.service.learner else None
         event["models"] = self._models()
         event["speculates"] = self.service.engine.roster.default != "none"
         self.send(encoded("tick", self.summed(event)), self.service.engine.closing)
