@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from time import perf_counter, time
@@ -19,7 +18,6 @@ from outrider.engine.decoder import draw_seed
 from outrider.engine.fingerprint import Fingerprints
 from outrider.engine.llm import LLM
 from outrider.engine.request import Request
-from outrider.serve.dashboard.trial import Trials
 from outrider.serve.encoding import LONG, WIDE, Encoder
 from outrider.serve.errors import Refused, refusing
 from outrider.serve.grammar import Grammar, GrammarMask, Grammars, available
@@ -44,7 +42,6 @@ class Service:
     def __init__(self, llm: LLM, engine: Engine, settings: ServeOptions) -> None:
         self.llm, self.engine, self.settings = llm, engine, settings
         self.started = int(time())
-        self.trials = Trials(engine)
         self._told_of_tools = False
         self.tokens = engine.decoder.tokens
         self.encoder = Encoder(llm, engine.decoder.max_length, settings.model_name)
@@ -82,9 +79,7 @@ class Service:
             prompts, before = _continued(body, body.continued_tokens, prompts, params.n)
         if body.max_total_tokens is not None:
             params = self._within(params, body.max_total_tokens, max(map(len, prompts)))
-        loop, trial = asyncio.get_running_loop(), self.trials.current
-        if body.depth is not None or body.method is not None:
-            trial = None  # one with a wish of its own takes no part
+        loop = asyncio.get_running_loop()
         seconds = min(body.timeout or math.inf, self.settings.request_timeout) - waited
         wishes = {"client": client, "owner": owner, "prefill_only": body.limit == 0}
         wishes |= {"method": body.method, "num_speculative_tokens": body.depth, "deadline": perf_counter() + seconds}
@@ -96,8 +91,7 @@ class Service:
             if self.settings.log_prompts:
                 log.info("%s asks %s", request_id, [self.tokens.decode(p) for p in prompts])
             name = self.settings.model_name
-            with trial.enrolled(requests) if trial else nullcontext(requests) as requests:
-                return PendingAnswer(self.engine, loop, requests, body, request_id, name, self.tokens, reader, prints)
+            return PendingAnswer(self.engine, loop, requests, body, request_id, name, self.tokens, reader, prints)
 
         told = sum(map(len, body.bad_words or ())) + len(params.prediction or ())
         told += (LONG + 1) * bool(body.return_fingerprint)  # the first one reads the model's files

@@ -13,7 +13,6 @@ from outrider.core.intervals import interval
 
 COUNTED = ("elapsed", "steps", "rows", "tokens", "drafted", "accepted", "depth", "drafts", "own", "processor")
 WINDOWS = {10: "10 seconds", 60: "minute", 300: "5 minutes"}
-ALONE = 1.2  # requests that share a step on average: with more, a trial does not say what the whole server gains
 _FEWEST, _GROUPS = 5, 10  # requests; fewer say nothing. Groups of neighbours that the bootstrap draws
 
 
@@ -82,23 +81,20 @@ def outlook(ticks: Sequence[dict[str, Any]], last: dict[str, Any], seconds: floa
 
     kind: yes, no, even or unknown. answer: a sentence, with the only figure of the page that compares with plain decoding.
     """
-    some, trial = recent(ticks, seconds), last["trial"]
+    some = recent(ticks, seconds)
     now, requests = figures(some), added(some)["requests"]
     count, over = len(requests), _span(now["elapsed"], seconds)
-    speed, source = gain(tuple(requests)), f"estimated from {count} whole requests over {over}"
-    if trial and trial["ratio"] is not None and trial["rows"] <= ALONE:
-        counts = trial["ended"].values()
-        if min(counts) >= _FEWEST and trial["ago"] <= seconds:
-            speed, source = trial, f"measured by the A/B trial on {sum(counts)} requests"
+    speed = gain(tuple(requests))
     if not last["speculates"]:
         kind, answer = "no", "No: this server decodes plainly."
     elif speed is None:
         known = f"{count} requests ended over {over} whose time without drafts is known"
-        kind, answer = "unknown", f"Too few requests to say: {known}; an A/B trial measures it."
+        kind, answer = "unknown", f"Too few requests to say: {known}; outrider bench --base-url measures it."
     else:
         kind, word = ("yes", "Yes") if speed["low"] > 1 else ("no", "No") if speed["high"] < 1 else ("even", "No gain")
         between = f"{speed['low']:.2f} to {speed['high']:.2f}"
-        answer = f"{word}: {speed['ratio']:.2f} times as fast as plain decoding ({between}), {source}."
+        answer = f"{word}: {speed['ratio']:.2f} times as fast as plain decoding ({between}), "
+        answer += f"estimated from {count} whole requests over {over}."
     return {**now, "kind": kind, "answer": answer}
 
 

@@ -12,23 +12,17 @@ from typing import Annotated
 
 import anyio
 from fastapi import FastAPI, Query
-from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.pages.explained import CostCurve, builtin, curve
 from outrider.pages.page import assemble, bundle
-from outrider.serve.dashboard.trial import MOST
 from outrider.serve.dashboard.viewers import HEADERS, Dashboard, EventStream
-from outrider.serve.errors import Refused, json_response
+from outrider.serve.errors import Refused
 from outrider.serve.pool import ModelPool
 from outrider.serve.service import Service
 
 ASSETS = Path(__file__).parents[1] / "assets"
-
-
-class TrialRequest(BaseModel):
-    requests: int = Field(40, ge=4, le=MOST)
 
 
 def board(pool: ModelPool, model: str | None = None) -> Dashboard:
@@ -80,18 +74,6 @@ def install(app: FastAPI, pool: ModelPool) -> None:
     @app.post("/dashboard/poll", include_in_schema=False)
     async def poll(viewer: Annotated[str, Query(min_length=1, max_length=64)]) -> Response:
         return Response(board(pool).poll(viewer), headers=HEADERS, media_type="text/event-stream")
-
-    @app.post("/dashboard/trial", include_in_schema=False)
-    async def start(body: TrialRequest, model: str | None = None) -> Response:
-        trials = board(pool, model).service.trials
-        trials.start(body.requests)
-        return json_response({"trial": trials.state()})
-
-    @app.delete("/dashboard/trial", include_in_schema=False)
-    async def stop(model: str | None = None) -> Response:
-        trials = board(pool, model).service.trials
-        trials.stop()
-        return json_response({"trial": trials.state()})
 
     @app.get("/explain", include_in_schema=False)
     async def explain() -> Response:

@@ -158,7 +158,7 @@ class Dashboard(Audience):
         begun = thread_time()
         event, ended = self.watch.tick()
         event["own"] += self._spent
-        event |= {"viewers": len(self.viewers), "dropped": self.dropped, "trial": self.service.trials.state()}
+        event |= {"viewers": len(self.viewers), "dropped": self.dropped}
         event["ended"] = [self._shown(request) for request in ended]
         event["models"] = self._models()
         event["speculates"] = self.service.engine.roster.default != "none"
@@ -180,7 +180,6 @@ class Dashboard(Audience):
             "shows_text": self.shows_text,
             "interval": self.interval,
             "ended": [self._shown(request) for request in self.watch.recent],
-            "trial": self.service.trials.state(),
         }
 
     def _shown(self, request: EndedRequest) -> dict[str, Any]:

@@ -70,7 +70,6 @@ def summed_hello(hellos: abc.Mapping[str, Event]) -> Event:
         "since": min(h["since"] for h in hellos.values()),
         "ended": _ended((name, h["ended"]) for name, h in hellos.items())[-RECENT:],
         "shows_text": all(h["shows_text"] for h in hellos.values()),
-        "trial": None,
         "replicas": sorted(hellos),
     }
 
@@ -93,7 +92,6 @@ def summed_ticks(ticks: abc.Mapping[str, list[Event]], last: abc.Mapping[str, Ev
         "engine": {field: _total(tick["engine"][field] for tick in now) for field in every[0]["engine"]},
         "problem": "; ".join(problems) or None,
         "ended": _ended((name, tick["ended"]) for name, some in ticks.items() for tick in some),
-        "trial": None,
         "replicas": sorted(last),
     }
 

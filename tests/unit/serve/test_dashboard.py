@@ -1,8 +1,7 @@
-"""The dashboard's server side: who is told what, trials, and viewers that do not read."""
+"""The dashboard's server side: who is told what, and viewers that do not read."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import random
@@ -28,7 +27,6 @@ from outrider.engine.llm import LLM
 from outrider.engine.request import Request, Sequence
 from outrider.serve.dashboard import viewers
 from outrider.serve.dashboard.figures import figures, gain, outlook, recent
-from outrider.serve.dashboard.trial import OFF, ON, Trial
 from outrider.serve.dashboard.watch import Watch
 from tests.support.serving import Live, builtin, serving
 
@@ -299,7 +297,7 @@ def test_a_text_that_was_not_watched_from_its_start_says_nothing() -> None:
 
 def some(requests: list[tuple[float, float]], **more: Any) -> list[dict[str, Any]]:
     """Ticks of half a second. requests: plain seconds, and seconds, of the one that ends in each."""
-    tick = {"steps": 4, "rows": 4, "tokens": 8, "drafted": 8, "accepted": 4, "depth": 8, "elapsed": 0.5, "trial": None}
+    tick = {"steps": 4, "rows": 4, "tokens": 8, "drafted": 8, "accepted": 4, "depth": 8, "elapsed": 0.5}
     tick |= {
         "seconds": {"target": 0.4},
         "weighed": {},
@@ -308,11 +306,6 @@ def some(requests: list[tuple[float, float]], **more: Any) -> list[dict[str, Any
         "speculates": True,
     }
     return [{**tick, **more, "requests": [pair]} for pair in requests]
-
-
-def trial(ratio: float, ago: float, rows: float = 1.0) -> dict[str, Any]:
-    ended = {ON: 20, OFF: 20}
-    return {"ratio": ratio, "low": ratio - 0.1, "high": ratio + 0.1, "ended": ended, "ago": ago, "rows": rows}
 
 
 UP, DOWN, LEVEL = (
@@ -324,9 +317,6 @@ ANSWERS = {
     "neither": (some(LEVEL), "even", "No gain: 1.00 times"),
     "few requests": (some(UP[:4]), "unknown", "Too few requests to say: 4 requests ended over the last 2 s"),
     "plain server": (some(UP, speculates=False), "no", "No: this server decodes plainly"),
-    "a trial just now": (some(UP, trial=trial(0.8, 3)), "no", "No: 0.80 times as fast as plain decoding (0.70 to 0.90), m"),
-    "a trial of old": (some(UP, trial=trial(0.8, 3000)), "yes", "Yes: 1.50 times"),
-    "a trial of shared steps": (some(DOWN, trial=trial(1.5, 3, rows=4.0)), "no", "No: 0.76 times"),
 }  # fmt: skip
 
 
@@ -440,62 +430,6 @@ def sequence(n: int, tokens: int = 11, seconds: float = 1.0, finish: str = "leng
     return made
 
 
-def test_a_trial_finds_the_difference_that_is_there() -> None:
-    trial, arms = Trial(40, seed=3), list[str]()
-    for n in range(40):
-        with trial.enrolled([Request(n, [1], SamplingParams())]) as [request]:
-            arms.append(OFF if request.num_speculative_tokens == 0 else ON)
-        trial.finished(sequence(n, seconds=(1.0 if arms[-1] == ON else 2.0) * (1 + 0.1 * (n % 3))))
-    for n in range(40, 44):
-        with trial.enrolled([Request(n, [1], SamplingParams())]) as [request]:
-            assert request.num_speculative_tokens is None
-    assert trial.assigned == 40
-    assert all({a, b} == {ON, OFF} for a, b in zip(arms[::2], arms[1::2], strict=True))
-    assert len(set(arms[::2])) == 2, "the order within pairs is by chance"
-    result = trial.result()
-    assert result["complete"]
-    assert result["ratio"] == pytest.approx(2, rel=0.05)
-    assert 1 < result["low"] < 2 < result["high"] * 1.05
-
-
-def test_a_trial_leaves_out_what_failed() -> None:
-    trial = Trial(4, seed=1)
-    bad = [sequence(0, finish="error"), sequence(1, tokens=0), sequence(2)]
-    for one in bad:
-        with contextlib.suppress(KeyError), trial.enrolled([one.request]):
-            if one is bad[2]:
-                raise KeyError
-    for one in bad:
-        trial.finished(one)
-    assert trial.left == 3
-    assert trial.result()["ratio"] is None
-    with pytest.raises(ValueError, match="4 to"):
-        Trial(2)
-
-
-def test_a_trial_turns_speculation_off_for_half_and_leaves_wishes_alone(live: Live) -> None:
-    started = httpx.post(f"{live.url}/dashboard/trial", json={"requests": 8})
-    assert started.status_code == 200, started.text
-    wish = ask(live, num_speculative_tokens=2).json()
-    answers = [ask(live).json() for _ in range(8)]
-    counts = [(a["metrics"] or {}).get("speculative_decoding") for a in answers]
-    assert sum(c is None or c["num_draft_tokens"] == 0 for c in counts) == 4
-    assert wish["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
-    assert len({a["choices"][0]["text"] for a in answers}) == 1, "the text is the same in both arms"
-    state = live.service.trials.state() or {}
-    assert state["complete"]
-    assert state["ended"] == {ON: 4, OFF: 4}
-    live.service.trials.stop()
-
-
-def test_another_sites_page_cannot_start_a_trial(live: Live) -> None:
-    for headers in ({"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}):
-        refused = httpx.post(f"{live.url}/dashboard/trial", json={"requests": 8}, headers=headers)
-        assert refused.status_code == 403
-    own = {"origin": live.url, "sec-fetch-site": "same-origin"}
-    assert httpx.request("DELETE", f"{live.url}/dashboard/trial", headers=own).status_code == 200
-
-
 def test_pictures_of_another_sites_page_take_no_seat(live: Live) -> None:
     picture = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors", "sec-fetch-dest": "image"}
     for path in ("/dashboard/poll?viewer=x", "/dashboard/events"):
@@ -503,10 +437,3 @@ def test_pictures_of_another_sites_page_take_no_seat(live: Live) -> None:
             assert httpx.request(method, live.url + path, headers=picture).status_code in (403, 405)
     assert httpx.get(f"{live.url}/dashboard/poll?viewer=x").status_code == 405
     assert not live.dashboard.viewers
-
-
-def test_a_plain_server_has_nothing_to_compare() -> None:
-    with serving(builtin(config={"method": "none"})) as live:
-        refused = httpx.post(f"{live.url}/dashboard/trial", json={"requests": 8})
-        assert refused.status_code == 400
-        assert "decodes plainly" in refused.json()["error"]["message"]

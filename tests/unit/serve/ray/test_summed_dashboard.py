@@ -44,7 +44,6 @@ def tick(tokens: int, elapsed: float = 0.5, **more: Any) -> dict[str, Any]:
         "problem": None,
         "viewers": 1,
         "dropped": 0,
-        "trial": None,
         "ended": [],
         "speculates": True,
         **more,
@@ -81,7 +80,7 @@ def test_a_replica_without_a_new_tick_keeps_its_place() -> None:
 
 
 def test_the_models_of_an_update_stand_side_by_side() -> None:
-    base = {"model": "m", "verifier": "match", "guarantee": "exact-tokens", "interval": 0.5, "trial": {"wanted": 3}}
+    base = {"model": "m", "verifier": "match", "guarantee": "exact-tokens", "interval": 0.5}
     one = {
         **base,
         "method": "suffix",
@@ -94,7 +93,7 @@ def test_the_models_of_an_update_stand_side_by_side() -> None:
     two = {**one, "method": "ngram", "num_speculative_tokens": 6, "slots": 2, "since": 3, "shows_text": False}
     found = summed_hello({"x": one, "y": two})
     assert (found["model"], found["method"], found["slots"], found["since"]) == ("m", "suffix; ngram", 6, 3)
-    assert (found["num_speculative_tokens"], found["shows_text"], found["trial"]) == (6, False, None)
+    assert (found["num_speculative_tokens"], found["shows_text"]) == (6, False)
     assert found.keys() == {*one, "replicas"}
 
 
@@ -142,9 +141,6 @@ def test_the_events_and_the_terminal_at_the_front_are_those_of_all_replicas() ->
                     if sum(len(event["ended"]) for event in seen) == 6:
                         break
             assert httpx.get(url + "/dashboard").text.startswith("<!DOCTYPE html>")
-            refused = httpx.post(url + "/dashboard/trial", json={"requests": 4})
-            assert refused.status_code == 400
-            assert "one server" in refused.json()["error"]["message"]
 
         behind_a_front([one, two], act)
     hello, *ticks = seen
@@ -223,7 +219,7 @@ def test_replicas_that_are_gone_leave_the_sum() -> None:
             "num_speculative_tokens": 1,
             "slots": 2,
         }
-        hello |= {"since": 1, "shows_text": False, "ended": [], "trial": None}
+        hello |= {"since": 1, "shows_text": False, "ended": []}
         pages.pages = {n: page("hello", hello) + page("tick", tick(3)) for n in ("x", "y")}
         viewer = board.join()
         await board.tick()
