@@ -77,7 +77,7 @@ def dashboard(browser: Any) -> None:
             page.goto(f"{url}/dashboard")
             client.start()
             page.wait_for_timeout(65_000)
-            page.screenshot(path=IMAGES / "dashboard.png", full_page=True)
+            page.screenshot(path=IMAGES / "dashboard.png", clip={"x": 0, "y": 272, "width": WIDTH, "height": 424})
         finally:
             stop.set()
             client.join()

@@ -13,7 +13,6 @@ from outrider.engine.llm import LLM
 from outrider.engine.memory import gib, spare
 from outrider.engine.trace import Recorder
 from outrider.models.chat_template import check_template
-from outrider.serve.dashboard.viewers import Dashboard
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import ModelOptions, ServeOptions
 from outrider.serve.service import Service
@@ -25,13 +24,12 @@ SWITCH = 0.0005  # seconds that a thread keeps Python to itself while the engine
 @dataclass
 class Assembly:
     """A model that is loaded. notes: what its user should know. chats: it has a chat template of its own. caches: bytes that
-    keys, values and prefixes may take. dashboard: its live page, once that was opened."""
+    keys, values and prefixes may take."""
 
     service: Service
     notes: list[str]
     chats: bool
     caches: int = 0
-    dashboard: Dashboard | None = None
 
 
 def load_llm(options: ModelOptions, recorder: Recorder | None = None) -> tuple[LLM, str | None]:

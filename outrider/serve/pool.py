@@ -19,6 +19,7 @@ from outrider.engine.trace import Recorder
 from outrider.models.load import stored_bytes
 from outrider.serve.assembly import Assembly, assemble
 from outrider.serve.connection import unless_gone
+from outrider.serve.dashboard.viewers import Dashboard
 from outrider.serve.errors import Refused, no_model
 from outrider.serve.logs import log
 from outrider.serve.metrics import Metrics
@@ -35,6 +36,7 @@ class PooledModel:
 
     users: requests that it answers. leaving: it takes no more of them, because another model needs its memory. keep: seconds that
     it stays after the last one; None: until others need its memory. used: when the last one came. timer: lets it go.
+    dashboard: its live page, once that was opened.
     """
 
     settings: ServeOptions
@@ -45,6 +47,7 @@ class PooledModel:
     keep: float | None = None
     used: float = 0.0
     timer: asyncio.TimerHandle | None = None
+    dashboard: Dashboard | None = None
 
     @property
     def name(self) -> str:
@@ -137,6 +140,18 @@ class ModelPool:
     def state(self, one: PooledModel) -> str:
         """Loaded, loading or unloaded."""
         return "loaded" if one.ready else "loading" if one in self._waiting.values() else "unloaded"
+
+    def dashboard(self, name: str | None = None) -> Dashboard:
+        """The live page of a model that is loaded; without a name, of the one that was used last. Raises Refused without one."""
+        loaded = [one for one in ([self.find(name)] if name else self.models) if one.assembly]
+        if not loaded:
+            why = "no model is loaded, so there is nothing to see; ask for a text first"
+            raise Refused(why, 503, code="not_loaded", retry=RETRY)
+        last = max(loaded, key=lambda one: one.used)
+        if last.dashboard is None and last.assembly is not None:
+            last.dashboard = Dashboard(last.assembly.service, lambda: [one.name for one in self.models if one.assembly])
+        assert last.dashboard is not None
+        return last.dashboard
 
     async def lend(
         self, name: str | None, request: Request, seconds: float | None = None, keep: float | None = None
@@ -282,8 +297,9 @@ class ModelPool:
         """Free the memory of a model that answers no request."""
         assert one.assembly is not None
         assert not one.users
-        if one.assembly.dashboard is not None:
-            one.assembly.dashboard.close()
+        if one.dashboard is not None:
+            one.dashboard.close()
+            one.dashboard = None
         if one.timer is not None:
             one.timer.cancel()
         end, one.assembly, one.leaving, one.keep = one.assembly.service.close, None, False, None

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
-from time import perf_counter, time
+from time import perf_counter
 from typing import Any
 
 from outrider.core.extras import install
@@ -41,7 +41,6 @@ class Service:
 
     def __init__(self, llm: LLM, engine: Engine, settings: ServeOptions) -> None:
         self.llm, self.engine, self.settings = llm, engine, settings
-        self.started = int(time())
         self._told_of_tools = False
         self.tokens = engine.decoder.tokens
         self.encoder = Encoder(llm, engine.decoder.max_length, settings.model_name)
