@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from outrider.serve.options import ModelOptions, ServeOptions
 from outrider.serve.service import Service
 
 PLAIN = Path(__file__).with_name("assets") / "plain.jinja"
-SWITCH = 0.0005  # seconds that a thread keeps Python to itself while the engine's waits for it
 
 
 @dataclass
@@ -86,9 +83,6 @@ def assemble(
     )
     chats = note is None and bool(getattr(llm.tokenizer, "chat_template", None))
     service = Service(llm, engine, options)
-    gc.collect()
-    gc.freeze()  # what was loaded stays: to look through it again would stop every thread for a fifth of a second
-    sys.setswitchinterval(SWITCH)
     notes = [*llm.notes, *([note] if note else [])]
     most, free, longest = engine.memory.most, spare(llm.loaded.model.device), llm.decoder.max_length
     if engine.decoder.max_length < min(longest, engine.kv_limit):

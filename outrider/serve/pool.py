@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from outrider.serve.errors import Refused, no_model
 from outrider.serve.logs import log
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import ServeOptions
+from outrider.serve.process import release, settle
 from outrider.serve.service import Service
 
 CACHES = 0.25  # share of the memory that the weights leave to keys and values, where they can
@@ -247,6 +247,7 @@ class ModelPool:
                 try:
                     if one.assembly is None and await self._make_room(one):
                         await asyncio.to_thread(self._make, one)
+                        await asyncio.to_thread(settle)
                         await self._make_room(one)  # its caches may have become larger than their share
                 except Exception as error:
                     log.error("%s cannot be loaded", one.name, exc_info=error)
@@ -306,7 +307,7 @@ class ModelPool:
         self.metrics.of(one.name).detach()
         await asyncio.to_thread(end)
         del end
-        await asyncio.to_thread(_collect)
+        await asyncio.to_thread(release)
         log.info("%s has left", one.name)
 
     def _those(self, one: PooledModel) -> list[asyncio.Future[None]]:
@@ -341,10 +342,3 @@ def _share(weights: list[int], memory: float) -> float:
         if left >= CACHES * memory or count == 1:
             return left / count
     return memory
-
-
-def _collect() -> None:
-    """Free what a model leaves. What is there afterwards stays, see `assemble`."""
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()

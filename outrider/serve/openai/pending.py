@@ -35,17 +35,28 @@ class PendingAnswer:
     def __init__(
         self,
         engine: Engine,
-        loop: asyncio.AbstractEventLoop,
         requests: abc.Sequence[Request],
         body: CommonRequest,
+        *,
+        loop: asyncio.AbstractEventLoop,
         name: str,
         model: str,
-        known: TokenBytes,
+        tokens: TokenBytes,
         reader: Callable[[], ToolCallReader] | None = None,
         fingerprints: Fingerprints | None = None,
     ) -> None:
-        """Queue the texts, all or none. loop: where the answer is read. body: what the requests were made of. name: of the HTTP
-        request. model: its served name. reader: makes a reader of tool calls; for the rest see `ChoiceWriter`.
+        """Queue the texts, all or none.
+
+        Args:
+            engine: writes them.
+            requests: one for each text.
+            body: what the requests were made of.
+            loop: where the answer is read.
+            name: of the HTTP request.
+            model: by which clients call the model.
+            tokens: as of `ChoiceWriter`.
+            reader: makes a reader of tool calls.
+            fingerprints: as of `ChoiceWriter`.
 
         Raises ValueError for what the engine cannot run, and Refused if it takes nothing now.
         """
@@ -68,7 +79,7 @@ class PendingAnswer:
         if body.stream and body.stream_options and body.stream_options.include_usage:
             self._head["usage"] = None  # in all chunks but the last
         self._choices = [
-            ChoiceWriter(body, self._head, index, sequence, known, reader and reader(), fingerprints)
+            ChoiceWriter(body, self._head, index, sequence, tokens, reader and reader(), fingerprints)
             for index, sequence in enumerate(self.sequences)
         ]
 
