@@ -155,8 +155,7 @@ class Dashboard(Audience):
     async def tick(self) -> None:
         """See `Audience.tick`."""
         begun = thread_time()
-        tick, ended = self.watch.tick()
-        tick.own += self._spent
+        tick, ended = self.watch.tick(self._spent)
         engine = self.service.engine
         event = {
             **self.told(tick, self.speculates),

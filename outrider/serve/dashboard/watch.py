@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from time import perf_counter, process_time, thread_time, time
 from typing import Any, NamedTuple
@@ -149,12 +149,12 @@ class Watch:
             self._ended.append(ended)
             self.recent.append(ended)
 
-    def tick(self) -> tuple[Tick, list[EndedRequest]]:
-        """What happened since the last tick, and the requests that ended in it."""
+    def tick(self, spent: float = 0.0) -> tuple[Tick, list[EndedRequest]]:
+        """What happened since the last tick, and the requests that ended in it. spent: processor seconds for viewers."""
         with self._lock:
             now, used = perf_counter(), process_time()
             tick, ended = self._tick, self._ended
-            tick.elapsed, tick.processor = now - self._then, used - self._used
+            tick = replace(tick, elapsed=now - self._then, processor=used - self._used, own=tick.own + spent)
             self._tick, self._ended, self._then, self._used = Tick(), [], now, used
         return tick, ended
 

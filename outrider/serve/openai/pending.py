@@ -27,7 +27,7 @@ class PendingAnswer:
     """The texts of one HTTP request, from the queue to the response.
 
     Read it once in a `with` block, with `whole` or `chunks`. Leaving the block early cancels the texts.
-    results: the sequences that have ended, by index. on_end: called once when the block is left.
+    results: the sequences that have ended, by index.
     """
 
     quiet: ClassVar[float] = 15.0  # seconds without a chunk, at most
@@ -62,7 +62,6 @@ class PendingAnswer:
         """
         self.engine, self.body, self._loop = engine, body, loop
         self._deltas, self.results = asyncio.Queue[tuple[int, Delta | None]](), dict[int, Sequence]()
-        self.on_end: Callable[[PendingAnswer], None] | None = None
         self._ends_alone = False  # `whole` needs no other delta; each wakes the event loop, and the engine waits for it
         try:
             self.sequences = engine.submit(
@@ -173,9 +172,6 @@ class PendingAnswer:
         self._timer.cancel()
         if len(self.results) < len(self.sequences):
             self.engine.cancel(self.sequences)
-        if self.on_end is not None:
-            self.on_end(self)
-            self.on_end = None
 
     def _tick(self) -> None:
         """Wake the reader now and then: a stream that is silent for long has a comment."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import abc
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from outrider.core.http import named_events
@@ -77,9 +78,8 @@ def summed_hello(hellos: abc.Mapping[str, Event]) -> Event:
 def summed_tick(ticks: abc.Mapping[str, list[Event]], count: int) -> Tick:
     """One record for those of `count` replicas. The time that went by and the seconds of phases are means over them."""
     total = added(Tick(**tick["sums"]) for some in ticks.values() for tick in some)
-    total.elapsed /= max(count, 1)
-    total.seconds = {phase: seconds / max(count, 1) for phase, seconds in total.seconds.items()}
-    return total
+    phases = {phase: seconds / max(count, 1) for phase, seconds in total.seconds.items()}
+    return replace(total, elapsed=total.elapsed / max(count, 1), seconds=phases)
 
 
 def summed_state(ticks: abc.Mapping[str, list[Event]], last: abc.Mapping[str, Event]) -> Event:
