@@ -102,7 +102,8 @@ def main() -> None:
                     viewer.join()
     plain, viewed = np.array(turns[False]), np.array(turns[True])  # [turn, (seconds, processor seconds)]
     numbers: dict[str, object] = {"machine": facts()}
-    ticks = np.array([(e["own"], e["processor"]) for e in seen if e.get("tokens")])
+    sums = [event["sums"] for event in seen if "sums" in event]
+    ticks = np.array([(one["own"], one["processor"]) for one in sums if one["tokens"]])
     own = interval(ticks)
     numbers["share"] = {"share": own.value, "low": own.low, "high": own.high, "ticks": ticks.tolist()}
     print(f"a viewer's share of the server's processor time: {100 * own.value:.2f} % (95 % interval {100 * own.low:.2f} to "

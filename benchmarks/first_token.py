@@ -3,14 +3,11 @@
     python -m benchmarks.first_token MODEL --tokens 16000
     python -m benchmarks.first_token MODEL --tokens 512 --beside 9 --config '{"method": "auto"}'
     python -m benchmarks.first_token MODEL --tokens 5838 --cached 15 --config '{"method": "auto"}'
-    python -m benchmarks.first_token MODEL --tokens 128 --beside 20 --learn FOLDER
 
 One server reads a prompt of random tokens and is killed by SIGKILL. Another one with the same folder gets the same prompt, then
 the first half of it with another end. With `--compare` a server without a folder reads the prompt, too. The texts must be equal.
 With `--folder` the files stay, so that a second run measures the start alone. With `--beside N` two servers, one of them without
-speculation, read N new prompts each, in turns. With `--cached N` they get one prompt N times, which both have read before. With
-`--learn` a server answers N prompts that come while its head trains on what it wrote, and each time another prompt at once, when
-the training stands. The folder keeps the texts for the next run.
+speculation, read N new prompts each, in turns. With `--cached N` they get one prompt N times, which both have read before.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import re
 import signal
 import statistics
 import subprocess
@@ -28,9 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from math import comb
 from pathlib import Path
-from time import monotonic, sleep
-
-import httpx
+from time import sleep
 
 from benchmarks import ROOT
 from benchmarks.machine import facts
@@ -38,7 +32,7 @@ from benchmarks.serve import Sample, ask
 from outrider.models.load import load
 
 NAME = "model"
-WAIT, WRITTEN = 5.0, 64  # seconds without training until texts are written for it; tokens of a text
+WRITTEN = 64  # tokens of a text
 
 
 @contextmanager
@@ -107,32 +101,6 @@ def middle(values: list[float]) -> str:
     return f"{statistics.median(values):.3f} ({values[max(beyond - 1, 0)]:.3f}-{values[-max(beyond, 1)]:.3f})"
 
 
-def learning(model: str, folder: str, tokens: int, count: int, draw: Callable[[int], list[int]]) -> None:
-    """Requests that come while the head trains, beside those that come when the training stands. No text is drafted, because
-    texts differ in what drafts gain."""
-
-    def trains() -> bool:
-        told = httpx.get(f"http://127.0.0.1:{port}/metrics").text
-        return re.search(r"learn_running\{.*\} 1", told) is not None
-
-    with served(model, "--learn", folder) as port:
-        later, speeds = list[float](), list[float]()
-        while len(later) < count:
-            waited = monotonic() + WAIT
-            while not trains():
-                if monotonic() > waited:  # there are too few texts to learn from
-                    asked(port, draw(tokens), WRITTEN)
-                sleep(0.05)
-            sleep(random.random() * 0.2)
-            one, other = (asked(port, draw(tokens), WRITTEN, plain=True) for _ in range(2))
-            later.append(1e3 * (one.ttft - other.ttft))
-            speeds.append((other.latency - other.ttft) / (one.latency - one.ttft))
-            print(f"{1e3 * one.ttft:.0f} and {1e3 * other.ttft:.0f} ms; speed {speeds[-1]:.3f}", flush=True)
-    print(
-        f"{tokens} tokens while the head trains: first token {middle(later)} ms later, speed {middle(speeds)} of that without"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -141,7 +109,6 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--beside", type=int, help="prompts that servers with and without speculation read in turns")
     parser.add_argument("--cached", type=int, help="requests of one prompt, which both servers have read before")
-    parser.add_argument("--learn", help="a folder to learn in, for --beside")
     parser.add_argument("--folder", help="where the files stay; by default they are removed")
     parser.add_argument("--compare", action="store_true", help="also read the prompt without a folder")
     given = parser.parse_args()
@@ -155,9 +122,6 @@ def main() -> None:
     other = [*prompt[: given.tokens // 2], *reversed(prompt[-8:])]
     options = ["--speculative-config", given.config, "--kv-cache-dtype", given.kv_cache_dtype]
     print(facts())
-    if given.learn:
-        learning(given.model, given.learn, given.tokens, given.beside, drawn)
-        return
     if given.beside or given.cached:
         count = given.cached or given.beside
         beside(given.model, given.config, given.tokens, count, drawn, bool(given.cached))

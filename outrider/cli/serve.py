@@ -66,6 +66,7 @@ def serve(
                 from outrider.serve import logs
                 from outrider.serve.app import create_app
                 from outrider.serve.pool import ModelPool, weights_of
+                from outrider.serve.process import prepare
             from outrider.drafters.config import SpeculativeConfig
             from outrider.engine.memory import gib
 
@@ -81,6 +82,7 @@ def serve(
             started = perf_counter()
             pool = ModelPool.of(settings, trace.recorder("counts"), fit=True)
             made = pool.start()
+            prepare()
         llm, engine = made.service.llm, made.service.engine
         logs.start(log_file, pool.metrics.log_failures.inc)
         name, said = options.model_name, options.served_model_name or public_name(llm.loaded.name)
@@ -102,7 +104,7 @@ def serve(
 
 def _settings(models: list[str], speculation: ServedSpeculationOptions, given: dict[str, Any]) -> list[ServeOptions]:
     """The options of each model. Raises ValueError for those of one model, if there are several."""
-    for name in ("served_model_name", "chat_template", "learn"):
+    for name in ("served_model_name", "chat_template"):
         if len(models) > 1 and given.get(name) is not None:
             raise ValueError(
                 f"--{name.replace('_', '-')} is for one model, and there are {len(models)}; serve that one alone"

@@ -222,9 +222,8 @@ class SpeculativeConfig(BaseModel):
 class DrafterSetup:
     """What a drafter is made for.
 
-    rows: sequences in a batch, at most. max_length: tokens of a sequence, at most. device: "cpu", "cuda" or "auto". tried: a
-    head drafts along a known text first, so that one that was misread is noticed. memory: texts of earlier requests. known: makes
-    what keeps the starts of texts that a draft model has read; None keeps none.
+    rows: sequences in a batch, at most. max_length: tokens of a sequence, at most. device: "cpu", "cuda" or "auto". memory: texts
+    of earlier requests. known: makes what keeps the starts of texts that a draft model has read; None keeps none.
     """
 
     config: SpeculativeConfig
@@ -232,7 +231,6 @@ class DrafterSetup:
     rows: int
     max_length: int
     device: str
-    tried: bool = True
     memory: TextMemory | None = None
     known: Callable[[Loaded], KnownTexts] | None = None
 

@@ -45,17 +45,16 @@ def make_drafters(
     rows: int,
     max_length: int,
     device: str,
-    tried: bool = True,
     memory: TextMemory | None = None,
     known: Callable[[Loaded], KnownTexts] | None = None,
 ) -> dict[str, Drafter]:
-    """Make the drafters that a configuration names, by name; none for plain decoding. tried, memory, known: as of `DrafterSetup`.
+    """Make the drafters that a configuration names, by name; none for plain decoding. memory, known: as of `DrafterSetup`.
 
     Raises ValueError if one cannot draft for this target.
     """
     from outrider.drafters.config import DrafterSetup
 
-    setup = DrafterSetup(config, target, rows, max_length, device, tried, memory, known)
+    setup = DrafterSetup(config, target, rows, max_length, device, memory, known)
     if not config.budget.max_nodes or config.method == NONE:
         return {}
     names = _fitting(setup) if config.method == AUTO else config.methods

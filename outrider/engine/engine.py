@@ -9,7 +9,6 @@ from collections import abc
 from dataclasses import dataclass
 from time import perf_counter
 
-from outrider.drafters.base import Drafter
 from outrider.engine.memory import Memory
 from outrider.engine.prefix_cache import BYTES, PrefixCache
 from outrider.engine.request import Request, Sequence
@@ -93,7 +92,6 @@ class Engine:
             self.memory.bound(memory, self.prefixes.limit if self.prefixes else 0)
         self.problem: str | None = None  # why /health reports failure, or None
         self._wake = threading.Condition(self.scheduler.lock)
-        self._adopted = list[tuple[str, Drafter]]()  # for the next step
         self._stop, self._turned = False, perf_counter()  # _turned: when the last step began
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
         self._thread.start()
@@ -142,17 +140,6 @@ class Engine:
             self._wake.notify()
         return sequences
 
-    def adopt(self, name: str, drafter: Drafter) -> None:
-        """Draft with this drafter in place of the one of that name, from the next step on; see `replace_drafter`.
-
-        Raises ValueError for one that reads other layers.
-        """
-        if drafter.taps != (own := self.roster.drafters[name].taps):
-            raise ValueError(f"the drafter {name!r} reads the layers {own}, and the new one {drafter.taps}")
-        with self._wake:
-            self._adopted.append((name, drafter))
-            self._wake.notify()
-
     def cancel(self, sequences: abc.Sequence[Sequence]) -> None:
         """These have no reader any more. They leave before the next step."""
         for sequence in sequences:
@@ -175,14 +162,6 @@ class Engine:
         if self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _replace(self, name: str, drafter: Drafter) -> None:
-        try:
-            self.memory = self.memory.among({**self.roster.drafters, name: drafter}.values())
-        except ValueError as error:
-            log.warning("the drafter %r stays: %s", name, error)
-        else:
-            self.roster.replace_drafter(name, drafter)
-
     def _run(self) -> None:
         try:
             while not self._stop:
@@ -191,12 +170,9 @@ class Engine:
                         if wrong := self.scheduler.problems():
                             self.problem = "; ".join(wrong)
                             log.error("the scheduler's tables are wrong: %s", self.problem)
-                        while self.scheduler.idle and not self._stop and not self._adopted:
+                        while self.scheduler.idle and not self._stop:
                             self._wake.wait()
                     self._turned = perf_counter()
-                    adopted, self._adopted = self._adopted, []
-                for name, drafter in adopted:
-                    self._replace(name, drafter)
                 self.scheduler.step()
         except BaseException as error:  # no reader may be left waiting, whatever it was
             log.exception("the engine's thread died")

@@ -35,14 +35,6 @@ class Memory:
         self._models, self._cache = list(models.values()), cache
         self.limit: int | None = None
 
-    def among(self, drafters: Iterable[Any]) -> Memory:
-        """The same for other drafters of the same shapes."""
-        made = Memory(*self._models[0], drafters)
-        if self.limit is not None:
-            made.limit = self.limit
-            made._take()
-        return made
-
     @property
     def bytes(self) -> int:
         """Taken at this moment, without the prefix store."""

@@ -21,8 +21,7 @@ class Request:
 
     id: the caller's. prompt: token ids, not empty. bad_words: as token ids. prediction: tokens that the answer is expected to
     repeat. mask: what a grammar allows. prefill_only: read the prompt and write nothing, for its log-probabilities.
-    workload: names texts of one kind. client: sequences of different clients take turns in a queue. owner: slots are shared among
-    owners; "" is none.
+    client: sequences of different clients take turns in a queue. owner: slots are shared among owners; "" is none.
     method: the drafter, None for the configured one, "none" for none. num_speculative_tokens: draft tokens per step, None for
     the controller's choice. deadline: a `perf_counter` time.
     sink: is called with every `Delta` by the thread that steps; None without a reader.
@@ -38,7 +37,6 @@ class Request:
     prediction: tuple[int, ...] = ()
     mask: TokenMask | None = None
     prefill_only: bool = False
-    workload: str = ""
     client: str = ""
     owner: str = ""
     method: str | None = None

@@ -46,19 +46,6 @@ class Runtime:
     files: PrefixFiles | None = None
     memory: TextMemory | None = None
 
-    def remade(self, name: str, model: str) -> Drafter:
-        """The drafter of one name with other weights. It is not tried on a text, so the target may run meanwhile."""
-        config = self.config.model_copy(update={"method": name, "model": model})
-        made = make_drafters(
-            config,
-            self.loaded,
-            rows=self.decoder.cache.num_slots,
-            max_length=self.decoder.max_length,
-            device=str(self.loaded.model.device),
-            tried=False,
-        )
-        return made[name]
-
 
 def build(
     loaded: Loaded,

@@ -205,15 +205,6 @@ def _state(app: FastAPI, pool: ModelPool) -> None:
         """Counters, gauges and histograms for Prometheus."""
         return Response(pool.metrics.page(), headers={"content-type": CONTENT_TYPE})
 
-    if pool.settings.learn is not None:
-
-        @app.delete("/v1/learn", responses=answered("What was removed"))
-        async def forget(request: Request) -> Response:
-            """Remove your texts from those that train the head, and the heads that were trained on them."""
-            learner = (await pool.lend(None, request)).learner
-            removed = await anyio.to_thread.run_sync(learner.forget, request.state.owner) if learner else 0
-            return json_response({"object": "learn.deleted", "removed": removed})
-
     if pool.settings.memory_dir is not None and pool.settings.memory_by == "client":
 
         @app.delete("/v1/memory", responses=answered("The texts are removed"))

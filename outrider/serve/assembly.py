@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,27 +11,22 @@ from outrider.engine.llm import LLM
 from outrider.engine.memory import gib, spare
 from outrider.engine.trace import Recorder
 from outrider.models.chat_template import check_template
-from outrider.serve.dashboard.viewers import Dashboard
-from outrider.serve.learn.learner import Learner
-from outrider.serve.learn.reservoir import DAYS
 from outrider.serve.metrics import Metrics
-from outrider.serve.options import LoadOptions, ModelOptions, ServeOptions
+from outrider.serve.options import ModelOptions, ServeOptions
 from outrider.serve.service import Service
 
 PLAIN = Path(__file__).with_name("assets") / "plain.jinja"
-SWITCH = 0.0005  # seconds that a thread keeps Python to itself while the engine's waits for it
 
 
 @dataclass
 class Assembly:
     """A model that is loaded. notes: what its user should know. chats: it has a chat template of its own. caches: bytes that
-    keys, values and prefixes may take. dashboard: its live page, once that was opened."""
+    keys, values and prefixes may take."""
 
     service: Service
     notes: list[str]
     chats: bool
     caches: int = 0
-    dashboard: Dashboard | None = None
 
 
 def load_llm(options: ModelOptions, recorder: Recorder | None = None) -> tuple[LLM, str | None]:
@@ -90,19 +83,7 @@ def assemble(
     )
     chats = note is None and bool(getattr(llm.tokenizer, "chat_template", None))
     service = Service(llm, engine, options)
-    if options.learn is not None:
-        load = options.model_dump(include={"model", *LoadOptions.model_fields})
-        service.learner = Learner(options.learn, llm, engine, load, options.learn_share)
-        service.learner.start()
-        metrics.of(options.model_name).learner = service.learner
-    gc.collect()
-    gc.freeze()  # what was loaded stays: to look through it again would stop every thread for a fifth of a second
-    sys.setswitchinterval(SWITCH)
     notes = [*llm.notes, *([note] if note else [])]
-    if options.learn is not None:
-        notes.append(
-            f"the token ids of prompts and answers are kept in {options.learn} for {DAYS} days, and its head learns from them"
-        )
     most, free = engine.memory.most, spare(llm.loaded.model.device)
     if engine.decoder.max_length < min(longest, engine.kv_limit):
         notes.append(

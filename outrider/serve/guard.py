@@ -32,7 +32,6 @@ SHOWN = 200  # characters of a path in the log
 PAGES = (  # a browser asks its user for the key
     "/dashboard",
     "/dashboard/events",
-    "/dashboard/trial",
     "/explain",
     "/openapi.json",
     "/metrics",

@@ -15,7 +15,6 @@ from outrider.core.types import Step
 from outrider.engine import Engine
 from outrider.engine.prefix_cache import BLOCK
 from outrider.engine.request import Sequence
-from outrider.serve.learn.learner import Learner
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2, 4, 8, 15, 30, 60, 120)
@@ -90,7 +89,6 @@ class ModelMetrics:
         """all_: of the server."""
         self._all, self._labels = all_, (model_name, ENGINE)
         self._engine: Engine | None = None
-        self.learner: Learner | None = None
         self._loads = all_.loads.labels(*self._labels)
         counters = all_.drafts, all_.drafted, all_.accepted, all_.generated, all_.prompts
         self._drafts, self._drafted, self._accepted, self._generated, self._prompts = [
@@ -108,7 +106,7 @@ class ModelMetrics:
 
     def detach(self) -> None:
         """The model is not loaded any more."""
-        self._engine = self.learner = None
+        self._engine = None
 
     def step(self, step: Step, seconds: list[float | None]) -> None:
         """See `Observer.step`."""
@@ -163,12 +161,6 @@ class ModelMetrics:
             "num_preemptions": ("Texts that lost their cache slot and were computed again.", stats.preemptions),
             "drafter_failures": ("Times that a drafter raised or broke its contract.", stats.drafter_failures),
         }
-        if self.learner is not None:
-            learnt = self.learner.status()
-            gauges["learn_texts"] = ("Texts that are kept to learn from.", learnt["texts"])
-            gauges["learn_running"] = ("1 while the head is trained in this moment.", int(learnt["running"]))
-            counters["learn_rounds"] = ("Trainings on served texts that ended.", learnt["rounds"])
-            counters["learn_takeovers"] = ("Trainings whose head took over.", learnt["taken"])
         for kind, named in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (text, value) in named.items():
                 family = kind(f"{prefix}:{name}", text, labels=LABELS)

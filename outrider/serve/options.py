@@ -217,13 +217,6 @@ class ServeOptions(ModelOptions):
     cors_origin: list[str] = setting(
         [], "Privacy", "The origin of a web page that may call the server. May be repeated."
     )
-    learn: Path | None = setting(
-        None,
-        "Privacy",
-        "Train the head on what is served, in idle time. The folder keeps the token ids of prompts and answers for 30 days.",
-        metavar="DIR",
-    )
-    learn_share: float = setting(0.5, "Privacy", "Share of the idle time in which it trains.", ge=0.01, le=1)
     log_prompts: bool = setting(False, "Privacy", "Write prompts to the log.")
     metrics_prefix: str = setting(
         "outrider", "Output", "Prefix of the names at /metrics; vllm fits dashboards made for vLLM."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,12 @@ from outrider.engine.trace import Recorder
 from outrider.models.load import stored_bytes
 from outrider.serve.assembly import Assembly, assemble
 from outrider.serve.connection import unless_gone
+from outrider.serve.dashboard.viewers import Dashboard
 from outrider.serve.errors import Refused, no_model
 from outrider.serve.logs import log
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import ServeOptions
+from outrider.serve.process import release, settle
 from outrider.serve.service import Service
 
 CACHES = 0.25  # share of the memory that the weights leave to keys and values, where they can
@@ -35,6 +36,7 @@ class PooledModel:
 
     users: requests that it answers. leaving: it takes no more of them, because another model needs its memory. keep: seconds that
     it stays after the last one; None: until others need its memory. used: when the last one came. timer: lets it go.
+    dashboard: its live page, once that was opened.
     """
 
     settings: ServeOptions
@@ -45,6 +47,7 @@ class PooledModel:
     keep: float | None = None
     used: float = 0.0
     timer: asyncio.TimerHandle | None = None
+    dashboard: Dashboard | None = None
 
     @property
     def name(self) -> str:
@@ -137,6 +140,18 @@ class ModelPool:
     def state(self, one: PooledModel) -> str:
         """Loaded, loading or unloaded."""
         return "loaded" if one.ready else "loading" if one in self._waiting.values() else "unloaded"
+
+    def dashboard(self, name: str | None = None) -> Dashboard:
+        """The live page of a model that is loaded; without a name, of the one that was used last. Raises Refused without one."""
+        loaded = [one for one in ([self.find(name)] if name else self.models) if one.assembly]
+        if not loaded:
+            why = "no model is loaded, so there is nothing to see; ask for a text first"
+            raise Refused(why, 503, code="not_loaded", retry=RETRY)
+        last = max(loaded, key=lambda one: one.used)
+        if last.dashboard is None and last.assembly is not None:
+            last.dashboard = Dashboard(last.assembly.service, lambda: [one.name for one in self.models if one.assembly])
+        assert last.dashboard is not None
+        return last.dashboard
 
     async def lend(
         self, name: str | None, request: Request, seconds: float | None = None, keep: float | None = None
@@ -232,6 +247,7 @@ class ModelPool:
                 try:
                     if one.assembly is None and await self._make_room(one):
                         await asyncio.to_thread(self._make, one)
+                        await asyncio.to_thread(settle)
                         await self._make_room(one)  # its caches may have become larger than their share
                 except Exception as error:
                     log.error("%s cannot be loaded", one.name, exc_info=error)
@@ -282,15 +298,16 @@ class ModelPool:
         """Free the memory of a model that answers no request."""
         assert one.assembly is not None
         assert not one.users
-        if one.assembly.dashboard is not None:
-            one.assembly.dashboard.close()
+        if one.dashboard is not None:
+            one.dashboard.close()
+            one.dashboard = None
         if one.timer is not None:
             one.timer.cancel()
         end, one.assembly, one.leaving, one.keep = one.assembly.service.close, None, False, None
         self.metrics.of(one.name).detach()
         await asyncio.to_thread(end)
         del end
-        await asyncio.to_thread(_collect)
+        await asyncio.to_thread(release)
         log.info("%s has left", one.name)
 
     def _those(self, one: PooledModel) -> list[asyncio.Future[None]]:
@@ -325,10 +342,3 @@ def _share(weights: list[int], memory: float) -> float:
         if left >= CACHES * memory or count == 1:
             return left / count
     return memory
-
-
-def _collect() -> None:
-    """Free what a model leaves. What is there afterwards stays, see `assemble`."""
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from time import perf_counter, time
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 from outrider.core.extras import install
 from outrider.core.infill import Infilling
@@ -19,11 +18,9 @@ from outrider.engine.decoder import draw_seed
 from outrider.engine.fingerprint import Fingerprints
 from outrider.engine.llm import LLM
 from outrider.engine.request import Request
-from outrider.serve.dashboard.trial import Trials
 from outrider.serve.encoding import LONG, WIDE, Encoder
 from outrider.serve.errors import Refused, refusing
 from outrider.serve.grammar import Grammar, GrammarMask, Grammars, available
-from outrider.serve.learn.learner import Learner
 from outrider.serve.logs import log
 from outrider.serve.openai.pending import PendingAnswer
 from outrider.serve.openai.protocol import (
@@ -39,14 +36,25 @@ from outrider.serve.options import ServeOptions
 MaskMaker = Callable[[], GrammarMask]
 
 
+class ToolUse(NamedTuple):
+    """What tools change in an answer.
+
+    Args:
+        forced: the tools of which one must be called.
+        reader: makes a reader of calls.
+        special: whether readers must see special tokens.
+    """
+
+    forced: ToolOffer | None = None
+    reader: Callable[[], ToolCallReader] | None = None
+    special: bool = False
+
+
 class Service:
     """An engine behind OpenAI's API."""
 
     def __init__(self, llm: LLM, engine: Engine, settings: ServeOptions) -> None:
         self.llm, self.engine, self.settings = llm, engine, settings
-        self.started = int(time())
-        self.trials = Trials(engine)
-        self.learner: Learner | None = None
         self._told_of_tools = False
         self.tokens = engine.decoder.tokens
         self.encoder = Encoder(llm.prompts, engine.decoder.max_length, settings.model_name)
@@ -54,56 +62,57 @@ class Service:
     async def accept(
         self, body: CompletionRequest | ChatRequest, request_id: str, client: str, owner: str = "", waited: float = 0.0
     ) -> PendingAnswer:
-        """Check a request and queue its texts. client, owner: as in `Request`. waited: seconds of its time that are over.
+        """Check a request and queue its texts.
+
+        Args:
+            body: what is asked.
+            request_id: the name of the HTTP request.
+            client: as in `Request`.
+            owner: as in `Request`.
+            waited: seconds of its time that are over.
 
         Raises Refused for what the server cannot answer.
         """
         with refusing():
-            offer, reader, special = self._tools(body)
+            tools = self._tools(body)
             params = body.params()
-        forced = offer if offer and offer.forced else None
-        mask = await self._grammar(body, forced) if body.form or body.structured_outputs or forced else None
-        if special:
+        if tools.special:
             params = params.with_(skip_special_tokens=False)
+        mask = await self._grammar(body, tools.forced)
         if body.return_fingerprint and (mask or body.limit == 0):
             raise Refused(
                 "a text with a grammar or a forced tool call has no fingerprint, nor has a prompt without a text; "
                 "leave out return_fingerprint"
             )
-        if isinstance(body, ChatRequest):
-            prompts = [await self.encoder.chat(body)]
-        elif body.suffix:
-            prompts, ends = await self._infilled(body.prompts, body.suffix)
+        prompts, ends = await self._prompts(body)
+        if ends:
             params = params.with_(stop_token_ids=[*params.stop_token_ids, *ends])
-        else:
-            prompts = [await self.encoder.prompt(p) for p in body.prompts]
-        if not prompts:
-            raise Refused("prompt is an empty list", param="prompt")
-        before: list[list[int]] = []
-        if body.continued_tokens is not None:
-            prompts, before = _continued(body, body.continued_tokens, prompts, params.n)
+        prompts, before = _continued(body, prompts, params.n)
         if body.max_total_tokens is not None:
             params = self._within(params, body.max_total_tokens, max(map(len, prompts)))
-        loop, trial = asyncio.get_running_loop(), self.trials.current
-        if body.depth is not None or body.method is not None:
-            trial = None  # one with a wish of its own takes no part
-        seconds = min(body.timeout or math.inf, self.settings.request_timeout) - waited
-        wishes = {"workload": body.workload, "client": client, "owner": owner, "prefill_only": body.limit == 0}
-        wishes |= {"method": body.method, "num_speculative_tokens": body.depth, "deadline": perf_counter() + seconds}
+        wishes = self._wishes(body, client, owner, waited)
+        loop = asyncio.get_running_loop()
 
         def begin() -> PendingAnswer:
             """Beside the event loop, because all of it grows with the request."""
             requests = self._requests(prompts, before, params, mask, wishes)
-            prints = self._fingerprints if body.return_fingerprint else None
             if self.settings.log_prompts:
                 log.info("%s asks %s", request_id, [self.tokens.decode(p) for p in prompts])
-            name = self.settings.model_name
-            with trial.enrolled(requests) if trial else nullcontext(requests) as requests:
-                return PendingAnswer(self.engine, loop, requests, body, request_id, name, self.tokens, reader, prints)
+            return PendingAnswer(
+                self.engine,
+                requests,
+                body,
+                loop=loop,
+                name=request_id,
+                model=self.settings.model_name,
+                tokens=self.tokens,
+                reader=tools.reader,
+                fingerprints=self._fingerprints if body.return_fingerprint else None,
+            )
 
-        told = sum(map(len, body.bad_words or ())) + len(params.prediction or ())
-        told += (LONG + 1) * bool(body.return_fingerprint)  # the first one reads the model's files
-        return await self.encoder.run(begin, told + sum(map(len, prompts)) * params.n)
+        size = sum(map(len, prompts)) * params.n + sum(map(len, body.bad_words or ())) + len(params.prediction or ())
+        # To make the first fingerprint reads the model's files.
+        return await self.encoder.run(begin, LONG + 1 if body.return_fingerprint else size)
 
     @property
     def template(self) -> Any:
@@ -118,13 +127,11 @@ class Service:
 
     def close(self) -> None:
         """End the engine and the threads."""
-        if self.learner is not None:
-            self.learner.close()
         self.engine.close()
         self.encoder.close()
 
-    def _tools(self, body: CommonRequest) -> tuple[ToolOffer | None, Callable[[], ToolCallReader] | None, bool]:
-        """The tools on offer, a maker of readers for their calls, and whether those must see special tokens."""
+    def _tools(self, body: CommonRequest) -> ToolUse:
+        """What a request offers, and how its calls are read."""
         offer, form = body.offer, self.tool_format
         if offer is not None and form is None and not offer.forced and not self._told_of_tools:
             self._told_of_tools = True
@@ -134,12 +141,35 @@ class Service:
                 self.settings.model_name,
             )
         if offer is None or (form is None and not offer.forced):
-            return offer, None, False
+            return ToolUse()
         form = form or PLAIN
-        known = [] if self.encoder.tokenizer is None else list(self.encoder.tokenizer.all_special_tokens)
-        special = form.opening in known and not form.bare
-        hidden = known if special and body.skip_special_tokens is not False else []
-        return offer, lambda: ToolCallReader(form, offer.names, hidden, offer.many), special
+        specials = [] if self.encoder.tokenizer is None else list(self.encoder.tokenizer.all_special_tokens)
+        special = form.opening in specials and not form.bare
+        hidden = specials if special and body.skip_special_tokens is not False else []
+        reader = partial(ToolCallReader, form, offer.names, hidden, offer.many)
+        return ToolUse(offer if offer.forced else None, reader, special)
+
+    async def _prompts(self, body: CompletionRequest | ChatRequest) -> tuple[list[list[int]], tuple[int, ...]]:
+        """The prompts of a request, and the tokens that end an answer beside the model's own. Raises Refused."""
+        if isinstance(body, ChatRequest):
+            return [await self.encoder.chat(body)], ()
+        if not body.prompts:
+            raise Refused("prompt is an empty list", param="prompt")
+        if body.suffix:
+            return await self._infilled(body.prompts, body.suffix)
+        return [await self.encoder.prompt(prompt) for prompt in body.prompts], ()
+
+    def _wishes(self, body: CommonRequest, client: str, owner: str, waited: float) -> dict[str, Any]:
+        """Fields of all requests of a body."""
+        seconds = min(body.timeout or math.inf, self.settings.request_timeout) - waited
+        return {
+            "client": client,
+            "owner": owner,
+            "prefill_only": body.limit == 0,
+            "method": body.method,
+            "num_speculative_tokens": body.depth,
+            "deadline": perf_counter() + seconds,
+        }
 
     async def _infilled(self, prompts: list[Any], suffix: str) -> tuple[list[list[int]], tuple[int, ...]]:
         """The prompts of gaps before one suffix, and the tokens that end an answer. Raises Refused."""
@@ -208,10 +238,13 @@ class Service:
             )
         return [replace(request, mask=mask()) for request in made]
 
-    async def _grammar(self, body: CommonRequest, forced: ToolOffer | None) -> MaskMaker:
-        """A maker of masks, one for each text, for a request that asks for a grammar or forces a tool call."""
+    async def _grammar(self, body: CommonRequest, forced: ToolOffer | None) -> MaskMaker | None:
+        """A maker of masks, one for each text; None for a request without a grammar or a forced tool call. Raises Refused."""
         form, own = body.form, body.structured_outputs
-        if sum(x is not None for x in (form, own, forced)) > 1:
+        asked = sum(x is not None for x in (form, own, forced))
+        if not asked:
+            return None
+        if asked > 1:
             raise Refused(
                 "response_format, structured_outputs and a tool_choice that asks for a call exclude each other",
                 param="structured_outputs" if own else "tool_choice",
@@ -254,11 +287,12 @@ class Service:
         return Grammar.schema() if given is None else Grammar.schema(given)
 
 
-def _continued(
-    body: CommonRequest, given: int | list[int] | list[list[int]], prompts: list[list[int]], n: int
-) -> tuple[list[list[int]], list[list[int]]]:
-    """The prompts without tokens of answers, and the answer so far of each choice. Raises Refused if they do not fit."""
-    count, problem = len(prompts) * n, ""
+def _continued(body: CommonRequest, prompts: list[list[int]], n: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The prompts without tokens of answers, and the answer so far of each choice; nothing where all are new. Raises Refused if
+    they do not fit."""
+    given, count, problem = body.continued_tokens, len(prompts) * n, ""
+    if given is None:
+        return prompts, []
     if isinstance(given, int):
         shortest = min(map(len, prompts))
         if not body.is_ids:

@@ -7,7 +7,7 @@ A request with a `traceparent` header makes a child span.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from time import perf_counter, time_ns
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +57,8 @@ class Spans:
 
     def watch(
         self, pending: PendingAnswer, model: str, body: CompletionRequest | ChatRequest, headers: Mapping[str, str]
-    ) -> None:
-        """Make a span of a request when it ends. headers: those of the request."""
+    ) -> Callable[[], None]:
+        """Begin the span of a request. Returns what ends it. headers: those of the request."""
         began = time_ns() - int((perf_counter() - pending.sequences[0].clock.arrived) * 1e9)
         operation = "chat" if hasattr(body, "messages") else "text_completion"
         asked: dict[str, Any] = {
@@ -77,7 +77,7 @@ class Spans:
             start_time=began,
         )
 
-        def ended(pending: PendingAnswer) -> None:
+        def end() -> None:
             found = {**_request(pending, body), **_answer(pending, model)}
             span.set_attributes({k: v for k, v in found.items() if v is not None})
             if problem := _problem(pending):
@@ -85,7 +85,7 @@ class Spans:
                 span.set_status(Status(StatusCode.ERROR))
             span.end()
 
-        pending.on_end = ended
+        return end
 
 
 def _request(pending: PendingAnswer, body: CompletionRequest | ChatRequest) -> dict[str, Any]:

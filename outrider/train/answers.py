@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from outrider.core.jsonl import JsonLines
@@ -13,9 +14,10 @@ from outrider.core.params import SamplingParams
 from outrider.engine.decoder import nth_seed
 from outrider.engine.llm import LLM
 from outrider.engine.request import Request
-from outrider.serve.learn.reservoir import kept_texts
+from outrider.engine.trace import Trace
 from outrider.train.prompts import Asked, Source
 
+HELD_OUT = 8  # one prompt of so many in a trace measures the head and does not train it
 Keep = Callable[[Mapping[int, Sequence[int]], int], None]
 
 
@@ -80,16 +82,32 @@ def parted(answers: Iterable[TrainingText]) -> tuple[list[TrainingText], list[Tr
     return [a for text, a in learnt.items() if text not in held and tuple(a.prompt) not in prompts], [*held.values()]
 
 
-def served_texts(path: Path, length: int) -> Iterator[TrainingText]:
-    """The texts of a file, the newest first, so that the latest held-out ones measure the head.
+def traced_texts(trace: Trace, length: int, llm: LLM) -> Iterator[TrainingText]:
+    """The finished texts of a trace, the newest first, so that the latest held-out ones measure the head.
 
-    length: tokens of prompt and answer. Of a longer prompt the end is kept, at most half of the length. Raises FileNotFoundError,
-    and ValueError for a file of something else.
+    One prompt of `HELD_OUT` is held out. That depends on its tokens alone, so it is the same prompts in every trace.
+
+    Args:
+        trace: has tokens, not counts only.
+        length: tokens of prompt and answer. Of a longer prompt the end is left, at most half of the length.
+        llm: the model that wrote the texts.
+
+    Raises ValueError for a trace with counts only, and for one of another vocabulary.
     """
-    for number, text in enumerate(reversed(list(kept_texts(path)))):
-        prompt = text.prompt[-(length // 2) :]
-        tokens = (prompt + text.answer)[:length]
-        yield TrainingText(number, text.workload, tokens, len(prompt), text.temperature, text.held_out)
+    vocab = llm.loaded.model.vocab_size
+    if trace.header.vocab_size != vocab:
+        raise ValueError(
+            f"{trace.path} is a trace of {trace.header.model} with a vocabulary of {trace.header.vocab_size} tokens, and "
+            f"{llm.loaded.name} has {vocab}; give a trace of the model that the head drafts for"
+        )
+    ended = [text for text in trace.texts.values() if text.finish in ("stop", "length")]
+    for number, text in enumerate(reversed(ended)):
+        start = len(text.prompt) - text.request.continued
+        prompt, answer = text.prompt[:start], text.prompt[start:] + text.tokens
+        held_out = int(sha256(json.dumps(prompt).encode()).hexdigest()[:8], 16) % HELD_OUT == 0
+        prompt = prompt[-(length // 2) :]
+        tokens = (prompt + answer)[:length]
+        yield TrainingText(number, trace.path.name, tokens, len(prompt), text.request.sampling.temperature, held_out)
 
 
 def write_answers(

@@ -123,7 +123,7 @@ class RunFolder:
             "",
             f"* Text: {self.answers.tokens:,} tokens in {len(self.answers.answers):,} answers that {model} wrote, "
             + (
-                "as a server kept them."
+                f"as the trace {Path(s.texts).name} has them."
                 if s.texts is not None
                 else f"at temperatures {', '.join(f'{t:g}' for t in s.temperatures)}. Prompts: "
                 f"{', '.join(Path(p).name for p in s.prompts)}."
@@ -157,10 +157,8 @@ class RunFolder:
                 )
 
 
-def point(
-    progress: Progress, loss: float, measured: list[Survival], lengths: list[tuple[str, int, int]]
-) -> dict[str, Any]:
-    """An entry of the curve. lengths: as of `HeldOut`."""
+def point(progress: Progress, loss: float, measured: list[Survival]) -> dict[str, Any]:
+    """An entry of the curve."""
     groups = [
         {
             "group": s.group,
@@ -170,8 +168,8 @@ def point(
         }
         for s in measured
     ]
-    done = {"tokens": progress.tokens, "seconds": round(progress.seconds), "loss": round(loss, 4)}
-    return {**done, "held_out": groups, "texts": lengths}
+    so_far = {"tokens": progress.tokens, "seconds": round(progress.seconds), "loss": round(loss, 4)}
+    return {**so_far, "held_out": groups}
 
 
 def verdict(curve: list[dict[str, Any]], now: Survival) -> str:

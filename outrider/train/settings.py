@@ -40,8 +40,9 @@ class TrainingSettings(Options):
     texts: str | None = setting(
         None,
         "Training",
-        "Texts that a server kept with --learn. They are learnt as they are, in place of prompts.",
-        metavar="FILE",
+        "A trace with tokens of this model, as outrider serve --trace FILE --trace-detail tokens writes it. Its texts train the "
+        "head as they are, in place of prompts.",
+        metavar="TRACE",
     )
     keep_features: bool = setting(
         False,
@@ -66,7 +67,5 @@ class TrainingSettings(Options):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if self.texts is not None and self.prompts != ["self"]:
-            raise ValueError(
-                f"--texts {self.texts} is learnt as it is, so no prompts are answered; leave out --prompts"
-            )
+            raise ValueError(f"--texts {self.texts} trains as it is, so no prompts are answered; leave out --prompts")
         return self

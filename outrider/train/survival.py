@@ -60,8 +60,8 @@ class _Text:
 class HeldOut:
     """Texts that measure a head while it learns. Raises ValueError if none is long enough.
 
-    lengths: of each text when it was measured last: its source, places where drafts were tried, tokens of their steps.
-    tokens: of all texts.
+    Attributes:
+        tokens: of all texts.
     """
 
     def __init__(self, answers: Sequence[TrainingText], head: TrainedHead, seed: int, dtype: torch.dtype) -> None:
@@ -69,7 +69,6 @@ class HeldOut:
         self._seed, self._dtype, depth = seed, dtype, head.depth
         every = self._teacher.output()
         self._rows = every[self._ids]
-        self.lengths = list[tuple[str, int, int]]()
         self._texts = [self._text(a, every) for a in answers if len(positions(batch_of([a]), depth)[0])]
         if not self._texts:
             raise ValueError(
@@ -81,10 +80,8 @@ class HeldOut:
     def measure(self) -> list[Survival]:
         """For all texts, group "all"; then for each source and each temperature."""
         counts: dict[str, Tensor] = {}
-        self.lengths = []
         for text in self._texts:
             right = self._survived(text)
-            self.lengths.append((text.answer.source, right.shape[1], right.shape[1] + int(right.sum())))
             found = torch.cat([right.sum(1), torch.tensor([right.shape[1]])])
             for group in ("all", text.answer.source, f"temperature {text.answer.temperature:g}"):
                 counts[group] = counts.get(group, torch.zeros_like(found)) + found

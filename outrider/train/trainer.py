@@ -13,7 +13,8 @@ import torch
 from outrider.control import Fixed
 from outrider.drafters.heads.files import name_target, target_digest
 from outrider.engine.llm import LLM
-from outrider.train.answers import TrainingText, parted, served_texts, write_answers
+from outrider.engine.trace import read
+from outrider.train.answers import TrainingText, parted, traced_texts, write_answers
 from outrider.train.batches import batch_of, count_tokens, draw_anchors, epoch, positions
 from outrider.train.folder import Progress, RunFolder, point, verdict
 from outrider.train.kept import FeatureRecorder, KeptFeatures, KeptTeacher
@@ -31,11 +32,12 @@ SLOTS = 40  # texts that the target writes side by side
 MUON_RATE, ADAM_RATE, FALL = 0.01, 1e-3, 0.85
 SAVE_SECONDS = 60.0
 NEWS_SECONDS = 20.0
-POINTS, FEW_POINTS = 20, 2  # measurements of a run; of one on served texts, where the first and the last decide
-MEASURED_TEXTS, MANY_TEXTS = 40, 120  # and on how many texts
-LEARNT_BETWEEN = 3  # tokens that are learnt before each measurement, at least, for each token that it reads
+POINTS, MEASURED_TEXTS = 20, 40  # measurements of a run; texts of each
+LEARNT_BETWEEN = 3  # tokens that train before each measurement, at least, for each token that it reads
 WARM_UP = 0.02  # of the whole run
-OLD_SHARE = 0.5  # of a head that goes on with served texts: the mean keeps what it knew of others (arXiv 2109.01903)
+OLD_SHARE = (
+    0.5  # of a head that goes on with texts of a trace: the mean keeps what it knew of others (arXiv 2109.01903)
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,10 @@ def write(folder: RunFolder, budget: TrainingBudget, llm: LLM, say: Say, feature
     settings, file, wanted = folder.settings, folder.answers, budget.answer_tokens
     if settings.texts is not None:
         if not file.answers:
-            for text in served_texts(Path(settings.texts), settings.length):
+            trace = read(settings.texts)
+            if trace.problem:
+                say(f"{trace.problem}; the texts before it train the head")
+            for text in traced_texts(trace, settings.length, llm):
                 file.add(text)
         return
     longest = llm.decoder.max_length - bool(features)  # texts with features are written one token further
@@ -182,9 +187,7 @@ class Training:
         self._old = [p.detach().clone() for p in self._trained] if given and settings.texts else []
         self._rates = [o.param_groups[0]["lr"] for o in self._optimisers]
         self._rows = self.head.teacher.output(self.head.token_ids)
-        self._held = HeldOut(
-            held[: MEASURED_TEXTS if settings.texts is None else MANY_TEXTS], self.head, settings.seed, self._dtype
-        )
+        self._held = HeldOut(held[:MEASURED_TEXTS], self.head, settings.seed, self._dtype)
         begun = state["progress"] if state else {}
         self.progress = Progress(**{**begun, "writing_seconds": folder.writing_seconds})
         if state:
@@ -196,7 +199,6 @@ class Training:
     def run(self) -> list[Survival]:
         """Train until the budget is used, with measurements on the way."""
         progress, settings = self.progress, self._folder.settings
-        points = POINTS if settings.texts is None else FEW_POINTS
         lengths = [len(a.tokens) for a in self._answers]
         clock = saved = told = time.monotonic()
         begun, done = clock, self._budget.done(progress)
@@ -225,7 +227,7 @@ class Training:
                     for old, trained in zip(self._old, self._trained, strict=True):
                         trained.lerp_(old, OLD_SHARE)
             enough = progress.tokens - progress.curve[-1]["tokens"] >= LEARNT_BETWEEN * self._held.tokens
-            if (enough and int(done * points) > int(before * points)) or done >= 1:
+            if (enough and int(done * POINTS) > int(before * POINTS)) or done >= 1:
                 measured = self._measure(sum(recent) / len(recent))
                 recent.clear()
                 self._save()
@@ -245,7 +247,7 @@ class Training:
         if not self._answers or not held:
             raise ValueError(
                 f"{len(self._answers)} answers train the head and {len(held)} measure it; both need some, and what has the "
-                "prompt of a held-out answer is not learnt from. Give more prompts"
+                "prompt of a held-out answer does not train. Give more prompts, or a longer trace"
             )
 
     def _step(self, numbers: list[int], done: float) -> tuple[float, list[float]]:
@@ -272,7 +274,7 @@ class Training:
     def _measure(self, loss: float) -> list[Survival]:
         """Measure the held-out answers, and write head and card."""
         measured = self._held.measure()
-        self.progress.curve.append(point(self.progress, loss, measured, self._held.lengths))
+        self.progress.curve.append(point(self.progress, loss, measured))
         every = measured[0]
         shares = " ".join(f"{x:.3f}" for x in every.shares)
         some = ", ".join(

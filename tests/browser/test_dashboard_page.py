@@ -82,28 +82,6 @@ def test_it_shows_what_was_weighed(visit: Any) -> None:
         assert page.locator("#box").evaluate("node => getComputedStyle(node).getPropertyValue('--sign')") in SIGNS
 
 
-def test_a_trial_is_started_watched_and_stopped(live: Live, visit: Any) -> None:
-    with visit(f"{live.url}/dashboard") as seen:
-        page = seen.page
-        settled(page)
-        page.locator("#trial-count").fill("8")
-        page.get_by_role("button", name="Compare on and off").click()
-        page.locator("#trial-stop:enabled").wait_for()
-        ask(live, 8)
-        page.locator("#trial-says", has_text="Complete").wait_for()
-        said = page.locator("#trial-says").inner_text()
-        assert "8 requests measured" in said
-        assert "95 % interval" in said
-        assert page.locator("#trial-chart .bar").count() == 2
-        page.get_by_role("button", name="Compare on and off").click()
-        page.locator("#trial-stop:enabled").click()
-        page.locator("#trial-says", has_text="Stopped").wait_for()
-        page.locator("#trial-count").fill("1")
-        page.get_by_role("button", name="Compare on and off").click()
-        page.locator("#trial-says", has_text="greater than or equal to 4").wait_for()
-        seen.problems.clear()  # the browser logs the 400
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1600])
 def test_every_width_and_scheme_is_accessible(live: Live, visit: Any, scheme: str, width: int) -> None:

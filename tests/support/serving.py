@@ -19,7 +19,6 @@ from outrider.engine import Engine
 from outrider.serve.app import create_app
 from outrider.serve.assembly import Assembly
 from outrider.serve.connection import http_config
-from outrider.serve.dashboard.pages_route import board
 from outrider.serve.dashboard.viewers import Dashboard
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import ServeOptions
@@ -46,7 +45,7 @@ class Live:
 
     @property
     def dashboard(self) -> Dashboard:
-        return board(self.pool)
+        return self.pool.dashboard()
 
 
 def builtin(rows: int = 4, config: dict | None = PAIR, **options) -> LLM:

@@ -89,10 +89,6 @@ class PlannedDrafter(BaseDrafter):
         """The names of a sequence's drafters; none if it has none or lost them."""
         return () if slot in self.lost else self.methods.get(self.assigned.get(slot, self.default), ())
 
-    def replace_drafter(self, name: str, drafter: Drafter) -> None:
-        """Draft with this one, which reads the same layers, under that name. It starts over with the texts that run."""
-        self.drafters[name] = drafter
-
     def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
         for name in self.of_slot(slot):
             if name in self._shared.columns:

@@ -81,8 +81,6 @@ def head_drafter(
         return kind(given, target.model, setup.rows, setup.max_length, setup.config.quantization)
 
     drafter = made(head.config)
-    if not setup.tried:
-        return drafter
     wrong = misread(head.config, target.model.num_layers, flags)
     others = [(what, config.taps, partial(made, config)) for what, config in wrong]
     examine(drafter, others, hits, target, min(setup.max_length, head.config.max_position_embeddings), path)

@@ -15,7 +15,6 @@ let [source, hello, last, points, ended, span, failed, model] = [null, null, nul
 
 const fact = (value, text) => el("div", { class: "fact" }, el("b", {}, value), el("span", {}, text));
 const known = (x, show) => (x === null || x === undefined ? "–" : show(x));
-const times = (x) => `${short(x)}×`;
 
 /** Rows of [name, share of 1, text]. A full bar is 1. */
 function bars(node, rows) {
@@ -43,7 +42,6 @@ function drawNow() {
     fact(known(now.acceptance, percent), "of draft tokens accepted"),
     fact(`${engine.running} + ${engine.waiting}`, `running of ${hello.slots}, and waiting`),
     fact(bytes(engine.kv_bytes + engine.prefix_bytes), `keys and values; ${percent(engine.kv_tokens / engine.kv_limit)} of the tokens that fit`),
-    ...(last.learning ? [fact(visible(last.learning.head), `head in use; ${last.learning.texts} texts kept, ${last.learning.taken} of ${last.learning.rounds} trainings took over${last.learning.running ? ", one runs now" : ""}`)] : []),
   );
   bars(byId("survival"), survivals(now.survival));
   drawPlans(now);
@@ -98,25 +96,6 @@ function drawRequests() {
       el("span", { class: "soft" }, visible(r.prompt)), r.text.map(([letter, text]) => el("span", { class: ORIGINS[letter] }, visible(text)))))));
 }
 
-function drawTrial(trial) {
-  byId("trial-start").disabled = Boolean(trial?.running);
-  byId("trial-stop").disabled = !trial?.running;
-  if (!trial) return;
-  const done = trial.ended.on + trial.ended.off;
-  const state = trial.running ? `${trial.assigned} of ${trial.wanted} requests assigned, ${done} measured. ` : `${trial.complete ? "Complete" : "Stopped"}: ${done} requests measured. `;
-  const lost = trial.left ? `${count(trial.left, "request")} failed or wrote nothing, and ${trial.left === 1 ? "is" : "are"} left out. ` : "";
-  const beside = trial.rows > 1.2 ? `On average ${short(trial.rows)} requests shared a step, those of both arms. So this is what a request gains here, not what the whole server would, and the answer above does not use it.` : "";
-  if (trial.ratio === null) {
-    byId("trial-says").textContent = `${state}${lost}The difference needs at least two requests on each side.`;
-    byId("trial-chart").replaceChildren();
-    return;
-  }
-  const sure = trial.low > 1 ? "Speculation helps." : trial.high < 1 ? "Speculation costs time here." : "The interval holds 1: no gain is shown.";
-  byId("trial-says").textContent = `${state}${lost}${sure} With speculation ${short(trial.rate_on)} tokens/s, without ${short(trial.rate_off)}: ${times(trial.ratio)} (95 % interval ${short(trial.low)} to ${short(trial.high)}). ${beside}`;
-  const most = Math.max(trial.rate_on, trial.rate_off);
-  bars(byId("trial-chart"), [["on", trial.rate_on / most, `${short(trial.rate_on)} tokens/s`], ["off", trial.rate_off / most, `${short(trial.rate_off)} tokens/s`]]);
-}
-
 function keep(requests) {
   ended = [...ended, ...requests].slice(-100);
   failed = [...failed, ...requests.filter((r) => r.finish === "error" || r.finish === "abort")].slice(-1000);
@@ -145,10 +124,8 @@ function connect() {
     hello = JSON.parse(event.data);
     byId("server").textContent = visible(`${hello.model}: ${hello.method}, up to ${count(hello.num_speculative_tokens, "draft token")}, verifier ${hello.verifier} (${hello.guarantee}).`);
     byId("requests-note").textContent = hello.shows_text ? "Prompts and answers are shown because the server's trace holds them." : "Prompts and answers are not shown. The server shows them only with --trace FILE --trace-detail tokens.";
-    byId("promise").textContent = hello.verifier === "match" ? "No text changes: speculation keeps every token." : "The distribution of the texts stays the same; single texts may differ.";
     byId("legend").hidden = !hello.shows_text;
     keep(hello.ended.filter((r) => !ended.some((one) => one.id === r.id)));
-    drawTrial(hello.trial);
     drawRequests();
     say("Live.");
   });
@@ -160,7 +137,6 @@ function connect() {
       keep(last.ended);
       drawRequests();
     }
-    drawTrial(last.trial);
     drawNow();
     charts.forEach((draw) => draw());
     say("Live.");
@@ -181,22 +157,12 @@ function disconnect() {
   source = null;
 }
 
-async function trial(method, body) {
-  const answer = await fetch(at("trial"), { method, headers: { "content-type": "application/json" }, body });
-  const found = await answer.json();
-  if (!answer.ok) byId("trial-says").textContent = visible(found.error.message);
-  else drawTrial(found.trial);
-}
-
 byId("window").append(radios({ name: "Window", options: WINDOWS, value: "60", change: (v) => {
   span = Number(v);
   if (last) drawNow();
   charts.forEach((draw) => draw());
 } }));
 byId("legend").append(...Object.values(ORIGINS).slice(0, 4).map((kind) => el("li", {}, el("span", { class: `origin ${kind}` }, kind))));
-byId("trial-chart").className = "bars";
-byId("trial-start").addEventListener("click", () => trial("POST", JSON.stringify({ requests: Number(byId("trial-count").value) })));
-byId("trial-stop").addEventListener("click", () => trial("DELETE"));
 const charts = [
   sized(byId("rate-chart"), drawSeries(byId("rate-chart"), "tokens/s", 0)),
   sized(byId("depth-chart"), drawSeries(byId("depth-chart"), "levels of a draft", 1)),

@@ -1,9 +1,11 @@
-"""The figures of the dashboard, from ticks."""
+"""The record of a tick, what records add up to, and the figures that the dashboard shows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import zip_longest
 from math import ceil
 from typing import Any
 
@@ -11,95 +13,127 @@ import numpy as np
 
 from outrider.core.intervals import interval
 
-COUNTED = ("elapsed", "steps", "rows", "tokens", "drafted", "accepted", "depth", "drafts", "own", "processor")
 WINDOWS = {10: "10 seconds", 60: "minute", 300: "5 minutes"}
-ALONE = 1.2  # requests that share a step on average: with more, a trial does not say what the whole server gains
 _FEWEST, _GROUPS = 5, 10  # requests; fewer say nothing. Groups of neighbours that the bootstrap draws
 
 
-def recent(ticks: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    """The ticks of the last `seconds`, newest last."""
-    kept, whole = list[dict[str, Any]](), 0.0
+@dataclass
+class Tick:
+    """Sums over the steps and requests of a while: of one tick, of many, or of several servers.
+
+    Args:
+        elapsed: seconds of the while.
+        processor: processor seconds of the whole process.
+        own: those of them that the dashboard took.
+        steps: how many there were.
+        rows: sequences, summed over steps.
+        tokens: written.
+        drafted: draft tokens.
+        by_depth: for each depth [drafted, accepted], over sequences; a tree drafts at a depth that it reaches.
+        plans: sequences, by what was done for them: a drafter's name, "none" or "reading".
+        seconds: of steps, by phase.
+        weighed: what the last plan said of each drafter.
+        requests: of each that ended, seconds from its arrival to its end: those that plain decoding would have taken, and those
+            taken.
+    """
+
+    elapsed: float = 0.0
+    processor: float = 0.0
+    own: float = 0.0
+    steps: int = 0
+    rows: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    by_depth: list[list[int]] = field(default_factory=lambda: list[list[int]]())
+    plans: dict[str, float] = field(default_factory=lambda: dict[str, float]())
+    seconds: dict[str, float] = field(default_factory=lambda: dict[str, float]())
+    weighed: dict[str, dict[str, Any]] = field(default_factory=lambda: dict[str, dict[str, Any]]())
+    requests: list[tuple[float, float]] = field(default_factory=lambda: list[tuple[float, float]]())
+
+    @property
+    def depth(self) -> int:
+        """Levels of the drafts, summed over sequences."""
+        return sum(drafted for drafted, _ in self.by_depth)
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens that became text."""
+        return sum(accepted for _, accepted in self.by_depth)
+
+    def add(self, other: Tick) -> None:
+        """Add a later record, or that of another server. What it weighed takes the place of what was weighed before."""
+        for name in ("elapsed", "processor", "own", "steps", "rows", "tokens", "drafted"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for mine, theirs in ((self.plans, other.plans), (self.seconds, other.seconds)):
+            mine |= {name: mine.get(name, 0) + value for name, value in theirs.items()}
+        pairs = zip_longest(self.by_depth, other.by_depth, fillvalue=(0, 0))
+        self.by_depth = [[a + c, b + d] for (a, b), (c, d) in pairs]
+        self.weighed |= other.weighed
+        self.requests += [(plain, taken) for plain, taken in other.requests]
+
+
+def added(ticks: Iterable[Tick]) -> Tick:
+    """The sum of records, in the order of time."""
+    total = Tick()
+    for tick in ticks:
+        total.add(tick)
+    return total
+
+
+def recent(ticks: Sequence[Tick], seconds: float) -> Tick:
+    """The sum of the last `seconds`."""
+    some, whole = list[Tick](), 0.0
     for tick in reversed(ticks):
         if whole >= seconds - 1e-9:
             break
-        kept.append(tick)
-        whole += tick["elapsed"]
-    return kept[::-1]
+        some.append(tick)
+        whole += tick.elapsed
+    return added(reversed(some))
 
 
-def added(ticks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What ticks counted together, those of a while or those of several servers. weighed: what was said last of each drafter."""
-    depths = max((len(tick["by_depth"]) for tick in ticks), default=0)
-    reached = [[tick["by_depth"][level] for tick in ticks if level < len(tick["by_depth"])] for level in range(depths)]
-    return {
-        **{name: sum(tick.get(name, 0) for tick in ticks) for name in COUNTED},
-        **{name: _added(tick[name] for tick in ticks) for name in ("seconds", "plans")},
-        "weighed": {name: one for tick in ticks for name, one in tick["weighed"].items()},
-        "requests": [(plain, taken) for tick in ticks for plain, taken in tick["requests"]],
-        "by_depth": [[sum(column) for column in zip(*level, strict=True)] for level in reached],
-    }
-
-
-def _added(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    found = dict[str, Any]()
-    for part in parts:
-        for name, value in part.items():
-            found[name] = found.get(name, 0) + value
-    return found
-
-
-def figures(ticks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of some ticks; None where nothing happened that could say.
+def figures(total: Tick) -> dict[str, Any]:
+    """What the page draws; None where nothing happened that could say.
 
     rate: tokens per second. length: tokens per sequence and step, the target's own included. acceptance: of draft tokens.
-    depth: levels of a draft, 0 without one. rows: sequences per step. survival: the share of drafts whose first j tokens were all
-    accepted. plans: the share of sequences in steps, by what was done for them. weighed: what was said last of each drafter.
+    depth: levels of a draft, 0 without one. survival: the share of drafts whose first j tokens were all accepted.
+    plans: the share of sequences in steps, by what was done for them. weighed: what was said last of each drafter.
     phases: seconds; `outside` is not in steps.
     """
-    total = added(ticks)
-    phases, plans, by_depth = total["seconds"], total["plans"], total["by_depth"]
 
-    def ratio(part: str, whole: str) -> float | None:
-        return total[part] / total[whole] if total[whole] > 0 else None
+    def ratio(part: float, whole: float) -> float | None:
+        return part / whole if whole > 0 else None
 
+    outside = max(total.elapsed - sum(total.seconds.values()), 0.0)
     return {
-        "elapsed": total["elapsed"],
-        "rate": ratio("tokens", "elapsed"),
-        "length": ratio("tokens", "rows"),
-        "acceptance": ratio("accepted", "drafted"),
-        "depth": ratio("depth", "rows"),
-        "rows": ratio("rows", "steps"),
-        "survival": [accepted / by_depth[0][0] for _, accepted in by_depth],
-        "plans": {name: count / sum(plans.values()) for name, count in plans.items()},
-        "weighed": total["weighed"],
-        "phases": {**phases, "outside": max(total["elapsed"] - sum(phases.values()), 0.0)},
+        "rate": ratio(total.tokens, total.elapsed),
+        "length": ratio(total.tokens, total.rows),
+        "acceptance": ratio(total.accepted, total.drafted),
+        "depth": ratio(total.depth, total.rows),
+        "survival": [accepted / total.by_depth[0][0] for _, accepted in total.by_depth],
+        "plans": {name: count / sum(total.plans.values()) for name, count in total.plans.items()},
+        "weighed": total.weighed,
+        "phases": {**total.seconds, "outside": outside},
     }
 
 
-def outlook(ticks: Sequence[dict[str, Any]], last: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """The figures of the last seconds, with the answer to "does speculation help now?". last: the last tick as it came.
+def outlook(total: Tick, seconds: float, speculates: bool) -> dict[str, Any]:
+    """The figures of the last seconds, with the answer to "does speculation help now?".
 
     kind: yes, no, even or unknown. answer: a sentence, with the only figure of the page that compares with plain decoding.
     """
-    some, trial = recent(ticks, seconds), last["trial"]
-    now, requests = figures(some), added(some)["requests"]
-    count, over = len(requests), _span(now["elapsed"], seconds)
-    speed, source = gain(tuple(requests)), f"estimated from {count} whole requests over {over}"
-    if trial and trial["ratio"] is not None and trial["rows"] <= ALONE:
-        counts = trial["ended"].values()
-        if min(counts) >= _FEWEST and trial["ago"] <= seconds:
-            speed, source = trial, f"measured by the A/B trial on {sum(counts)} requests"
-    if not last["speculates"]:
+    count, over = len(total.requests), _span(total.elapsed, seconds)
+    speed = gain(tuple(total.requests))
+    if not speculates:
         kind, answer = "no", "No: this server decodes plainly."
     elif speed is None:
         known = f"{count} requests ended over {over} whose time without drafts is known"
-        kind, answer = "unknown", f"Too few requests to say: {known}; an A/B trial measures it."
+        kind, answer = "unknown", f"Too few requests to say: {known}; outrider bench --base-url measures it."
     else:
         kind, word = ("yes", "Yes") if speed["low"] > 1 else ("no", "No") if speed["high"] < 1 else ("even", "No gain")
         between = f"{speed['low']:.2f} to {speed['high']:.2f}"
-        answer = f"{word}: {speed['ratio']:.2f} times as fast as plain decoding ({between}), {source}."
-    return {**now, "kind": kind, "answer": answer}
+        answer = f"{word}: {speed['ratio']:.2f} times as fast as plain decoding ({between}), "
+        answer += f"estimated from {count} whole requests over {over}."
+    return {**figures(total), "kind": kind, "answer": answer}
 
 
 @lru_cache(16)  # one is asked for again at each tick, until a request ends

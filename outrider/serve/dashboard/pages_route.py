@@ -6,43 +6,21 @@ import gzip
 import json
 from dataclasses import replace
 from functools import lru_cache
-from operator import itemgetter
 from pathlib import Path
 from typing import Annotated
 
 import anyio
 from fastapi import FastAPI, Query
-from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.pages.explained import CostCurve, builtin, curve
 from outrider.pages.page import assemble, bundle
-from outrider.serve.dashboard.trial import MOST
-from outrider.serve.dashboard.viewers import HEADERS, Dashboard, EventStream
-from outrider.serve.errors import Refused, json_response
+from outrider.serve.dashboard.viewers import HEADERS, EventStream
 from outrider.serve.pool import ModelPool
 from outrider.serve.service import Service
 
 ASSETS = Path(__file__).parents[1] / "assets"
-
-
-class TrialRequest(BaseModel):
-    requests: int = Field(40, ge=4, le=MOST)
-
-
-def board(pool: ModelPool, model: str | None = None) -> Dashboard:
-    """The dashboard of a model that is loaded; without a name, of the one that was used last. Raises Refused if there is none."""
-    known = pool.models if model is None else [pool.find(model)]
-    loaded = [(one.used, one.assembly) for one in known if one.assembly]
-    if not loaded:
-        raise Refused(
-            "no model is loaded, so there is nothing to see; ask for a text first", 503, code="not_loaded", retry=5
-        )
-    _, assembly = max(loaded, key=itemgetter(0))
-    if assembly.dashboard is None:
-        assembly.dashboard = Dashboard(assembly.service, lambda: [one.name for one in pool.models if one.assembly])
-    return assembly.dashboard
 
 
 def install(app: FastAPI, pool: ModelPool) -> None:
@@ -75,23 +53,11 @@ def install(app: FastAPI, pool: ModelPool) -> None:
 
     @app.get("/dashboard/events", include_in_schema=False)
     async def events(model: str | None = None) -> Response:
-        return EventStream(board(pool, model))
+        return EventStream(pool.dashboard(model))
 
     @app.post("/dashboard/poll", include_in_schema=False)
     async def poll(viewer: Annotated[str, Query(min_length=1, max_length=64)]) -> Response:
-        return Response(board(pool).poll(viewer), headers=HEADERS, media_type="text/event-stream")
-
-    @app.post("/dashboard/trial", include_in_schema=False)
-    async def start(body: TrialRequest, model: str | None = None) -> Response:
-        trials = board(pool, model).service.trials
-        trials.start(body.requests)
-        return json_response({"trial": trials.state()})
-
-    @app.delete("/dashboard/trial", include_in_schema=False)
-    async def stop(model: str | None = None) -> Response:
-        trials = board(pool, model).service.trials
-        trials.stop()
-        return json_response({"trial": trials.state()})
+        return Response(pool.dashboard().poll(viewer), headers=HEADERS, media_type="text/event-stream")
 
     @app.get("/explain", include_in_schema=False)
     async def explain() -> Response:

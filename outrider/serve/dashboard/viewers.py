@@ -10,8 +10,9 @@ import asyncio
 from collections import abc, deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import groupby
-from time import thread_time
+from time import thread_time, time
 from typing import Any
 
 import anyio
@@ -19,9 +20,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.core.detokenizer import Detokenizer
+from outrider.drafters.method import NONE
 from outrider.engine.trace import Detail
 from outrider.serve.connection import abort, unless_gone
-from outrider.serve.dashboard.figures import WINDOWS, added, figures, outlook, recent
+from outrider.serve.dashboard.figures import WINDOWS, Tick, figures, outlook, recent
 from outrider.serve.dashboard.watch import EndedRequest, Watch
 from outrider.serve.errors import Refused, dumps
 from outrider.serve.service import Service
@@ -45,7 +47,7 @@ class Audience:
 
     def __init__(self, interval: float) -> None:
         self.interval, self.viewers, self.dropped = interval, list[Viewer](), 0
-        self._past, self._windows, self._turn = deque[dict[str, Any]](maxlen=KEPT), dict[str, dict[str, Any]](), 0
+        self._past, self._windows, self._turn = deque[Tick](maxlen=KEPT), dict[str, dict[str, Any]](), 0
         self._ticker: asyncio.Task[None] | None = None
 
     def join(self) -> Viewer:
@@ -66,41 +68,37 @@ class Audience:
         """A viewer is gone. With the last one the ticks end."""
         if viewer in self.viewers:
             self.viewers.remove(viewer)
-        self._rest()
+        if not self.viewers and self._ticker is not None:
+            self._ticker.cancel()
+            self._ticker = None
+            self.end()
 
-    def send(self, data: bytes, closing: bool = False) -> None:
-        """Queue an event for all. Viewers that do not read are dropped; all are if the server is closing."""
-        for viewer in list(self.viewers):
-            if closing or not viewer.offer(data):
-                self.dropped += not closing
-                self.viewers.remove(viewer)
-                viewer.drop()
-        self._rest()
+    def send(self, data: bytes) -> None:
+        """Queue an event for all. Viewers that do not read are dropped."""
+        for viewer in [one for one in self.viewers if not one.offer(data)]:
+            self.dropped += 1
+            viewer.drop()
+            self.leave(viewer)
 
-    def summed(self, tick: dict[str, Any]) -> dict[str, Any]:
-        """The tick with what it and those before it say: `windows`, by seconds, and `point`, speed and depth of four ticks.
+    def told(self, tick: Tick, speculates: bool) -> dict[str, Any]:
+        """What viewers are told of a tick, and of those before it.
 
-        A long window changes slowly, so it is summed up at every second or tenth tick.
+        sums: the tick. windows: the outlook of each, by seconds. A long window changes slowly, so it is summed up at every second
+        or tenth tick. point: speed and depth of four ticks.
         """
-        self._past.append(added([tick]))
+        self._past.append(tick)
         self._turn += 1
         for seconds in WINDOWS:
             if self._turn % max(min(len(self._past), 2 * seconds) // 60, 1) == 0:
-                self._windows[str(seconds)] = outlook(self._past, tick, seconds)
+                self._windows[str(seconds)] = outlook(recent(self._past, seconds), seconds, speculates)
         now = figures(recent(self._past, 3.5 * self.interval))
-        return {**tick, "windows": self._windows, "point": [now["rate"], now["depth"]]}
+        return {"sums": vars(tick), "windows": self._windows, "point": [now["rate"], now["depth"]]}
 
     def close(self) -> None:
         """Send every viewer away. Their browsers come back."""
         for viewer in list(self.viewers):
             viewer.drop()
             self.leave(viewer)
-
-    def _rest(self) -> None:
-        if not self.viewers and self._ticker is not None:
-            self._ticker.cancel()
-            self._ticker = None
-            self.end()
 
     async def _tick(self) -> None:
         while True:
@@ -133,6 +131,7 @@ class Dashboard(Audience):
         self._pollers = dict[str, Viewer]()
         trace = service.engine.scheduler.trace
         self.shows_text = trace is not None and trace.detail is not Detail.COUNTS
+        self.speculates = service.engine.roster.default != NONE
 
     def begin(self) -> None:
         """See `Audience.begin`."""
@@ -156,14 +155,19 @@ class Dashboard(Audience):
     async def tick(self) -> None:
         """See `Audience.tick`."""
         begun = thread_time()
-        event, ended = self.watch.tick()
-        event["own"] += self._spent
-        event |= {"viewers": len(self.viewers), "dropped": self.dropped, "trial": self.service.trials.state()}
-        event["ended"] = [self._shown(request) for request in ended]
-        event["learning"] = self.service.learner.status() if self.service.learner else None
-        event["models"] = self._models()
-        event["speculates"] = self.service.engine.roster.default != "none"
-        self.send(encoded("tick", self.summed(event)), self.service.engine.closing)
+        tick, ended = self.watch.tick(self._spent)
+        engine = self.service.engine
+        event = {
+            **self.told(tick, self.speculates),
+            "time": time(),
+            "engine": asdict(engine.stats),
+            "problem": engine.problem,
+            "ended": [self._shown(request) for request in ended],
+            "models": self._models(),
+        }
+        if engine.closing:
+            self.close()
+        self.send(encoded("tick", event))
         self._spent = thread_time() - begun
 
     def hello(self) -> dict[str, Any]:
@@ -174,14 +178,12 @@ class Dashboard(Audience):
             "model": service.settings.model_name,
             "method": "+".join(config.methods),
             "num_speculative_tokens": config.budget.depth,
+            "speculates": self.speculates,
             "verifier": decoder.verifier.name,
             "guarantee": decoder.guarantee.value,
             "slots": decoder.cache.num_slots,
-            "since": service.started,
             "shows_text": self.shows_text,
-            "interval": self.interval,
             "ended": [self._shown(request) for request in self.watch.recent],
-            "trial": self.service.trials.state(),
         }
 
     def _shown(self, request: EndedRequest) -> dict[str, Any]:

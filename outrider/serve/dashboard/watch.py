@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter, deque
-from dataclasses import asdict, dataclass, field
+from collections import deque
+from dataclasses import dataclass, field, replace
 from statistics import median
 from time import perf_counter, process_time, thread_time, time
 from typing import Any, NamedTuple
@@ -20,37 +20,12 @@ from outrider.core.types import PHASES, Step
 from outrider.drafters.method import NONE
 from outrider.engine import Engine
 from outrider.engine.request import Sequence
+from outrider.serve.dashboard.figures import Tick
 
 RECENT = 12  # requests that a new viewer is shown
 FEWEST, PLAIN_STEPS = 3, 64  # plain steps of a batch size whose median counts, at least and at most
 
 READING = "reading"  # a drafter reads, and the step has no draft of it
-
-
-@dataclass
-class TickSums:
-    """Sums over the steps since the last tick.
-
-    rows: sequences, summed over steps. tokens: written. depth: levels of the drafts, summed over sequences. by_depth: for each
-    depth [drafted, accepted], over sequences; a tree drafts at a depth that it reaches. plans: sequences, by what was done for
-    them: a drafter's name, "none" or "reading". weighed: what the last plan said of each drafter. seconds: by phase. own:
-    processor seconds that the watch took. requests: of each that ended, seconds from its arrival to its end: those that plain
-    decoding would have taken, and those taken.
-    """
-
-    steps: int = 0
-    rows: int = 0
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    depth: int = 0
-    drafts: int = 0
-    own: float = 0.0
-    plans: Counter[str] = field(default_factory=lambda: Counter[str]())
-    weighed: dict[str, dict[str, Any]] = field(default_factory=lambda: dict[str, dict[str, Any]]())
-    by_depth: list[list[int]] = field(default_factory=lambda: list[list[int]]())
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    requests: list[tuple[float, float]] = field(default_factory=lambda: list[tuple[float, float]]())
 
 
 @dataclass
@@ -77,13 +52,17 @@ class Watch:
     """Sums up steps for `tick`. The engine's thread writes, the event loop reads."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.recent: deque[EndedRequest] = deque(maxlen=RECENT)
-        self._sums, self._ended, self._then = TickSums(), list[EndedRequest](), perf_counter()
-        self._lock = threading.Lock()
-        self._plain: dict[int, deque[float]] = {}  # seconds of plain steps, by batch size
-        self._texts: dict[int, WatchedText] = {}  # by slot
-        self._used = process_time()
+        self.engine, self._lock = engine, threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew: what was seen before is old."""
+        with self._lock:
+            self.recent: deque[EndedRequest] = deque(maxlen=RECENT)
+            self._tick, self._ended = Tick(), list[EndedRequest]()
+            self._then, self._used = perf_counter(), process_time()
+            self._plain: dict[int, deque[float]] = {}  # seconds of plain steps, by batch size
+            self._texts: dict[int, WatchedText] = {}  # by slot
 
     def step(self, step: Step, seconds: list[float | None]) -> None:
         """See `Observer.step`."""
@@ -99,39 +78,32 @@ class Watch:
         for sequence in self.engine.decoder.waiting:  # its prompt is read between two steps
             self._text(sequence.slot, len(sequence.tokens)).saved += plain - taken
         with self._lock:
-            sums = self._sums
-            sums.steps += 1
-            sums.rows += batch
+            tick = self._tick
+            tick.steps += 1
+            tick.rows += batch
             for phase in PHASES:
-                sums.seconds[phase] += step.seconds[phase]
-            written = 0
+                tick.seconds[phase] = tick.seconds.get(phase, 0.0) + step.seconds[phase]
             for b, commit in enumerate(step.commits):
                 count, drafted = len(commit.tokens), len(host[b]) - 1
-                written += count
+                tick.tokens += count
                 new = PLAIN * count
                 if drafted:
                     _, parents = zip(*host[b], strict=True)
                     new = letters(drafted, commit.num_accepted, (commit.nodes or (0,))[-1] in parents, count)
-                    sums.drafts += 1
-                    sums.drafted += drafted
-                    sums.accepted += commit.num_accepted
+                    tick.drafted += drafted
                     depth = max(levels(parents))
-                    sums.depth += depth
-                    sums.by_depth += [[0, 0] for _ in range(depth - len(sums.by_depth))]
+                    tick.by_depth += [[0, 0] for _ in range(depth - len(tick.by_depth))]
                     for level in range(depth):
-                        sums.by_depth[level][0] += 1
-                        sums.by_depth[level][1] += level < commit.num_accepted
+                        tick.by_depth[level][0] += 1
+                        tick.by_depth[level][1] += level < commit.num_accepted
                 text = self._text(step.slots[b], step.positions[b])
                 text.due += count
                 text.letters.append(new)
                 text.saved += count * plain - taken
             for note in step.draft.notes or [None] * batch:  # a step without room for a draft has no notes
-                if note is not None:
-                    self._planned(sums, note)
-                else:
-                    sums.plans[NONE] += 1
-            sums.tokens += written
-            sums.own += thread_time() - begun
+                what = self._planned(note) if note is not None else NONE
+                tick.plans[what] = tick.plans.get(what, 0) + 1
+            tick.own += thread_time() - begun
 
     def _text(self, slot: int, position: int) -> WatchedText:
         """What is known of the text in a slot that goes on at a position. It is new if it was not watched up to there."""
@@ -140,14 +112,14 @@ class Watch:
             known = self._texts[slot] = WatchedText(position)
         return known
 
-    def _planned(self, sums: TickSums, note: PlanNote) -> None:
-        """Count a plan. Where lengths are fixed, its costs are not those of this machine, so nothing of them is told."""
+    def _planned(self, note: PlanNote) -> str:
+        """What a plan does. Where lengths are fixed, its costs are not those of this machine, so nothing of them is told."""
         plan, planner = note.plan, self.engine.roster.planner
-        sums.plans[plan.drafter or (READING if plan.read else NONE)] += 1
         if planner.lengths is None:
             for one in plan.why:
                 about = {"accepted": one.accepted, "tokens": one.tokens, "seconds": one.seconds, "verdict": one.verdict}
-                sums.weighed[one.name] = {"name": one.name, **about}
+                self._tick.weighed[one.name] = {"name": one.name, **about}
+        return plan.drafter or (READING if plan.read else NONE)
 
     def finished(self, sequence: Sequence) -> None:
         """See `Observer.finished`."""
@@ -173,30 +145,18 @@ class Watch:
         ended = EndedRequest(facts, sequence.prompt, sequence.written, whole)
         with self._lock:
             if whole and not math.isnan(text.saved):
-                self._sums.requests.append((sequence.clock.total + text.saved, sequence.clock.total))
+                self._tick.requests.append((sequence.clock.total + text.saved, sequence.clock.total))
             self._ended.append(ended)
             self.recent.append(ended)
 
-    def clear(self) -> None:
-        """Begin anew: what was seen before is old."""
+    def tick(self, spent: float = 0.0) -> tuple[Tick, list[EndedRequest]]:
+        """What happened since the last tick, and the requests that ended in it. spent: processor seconds for viewers."""
         with self._lock:
-            self._sums, self._ended, self._then = TickSums(), [], perf_counter()
-            self._texts.clear()
-            self._plain.clear()
-            self.recent.clear()
-
-    def tick(self) -> tuple[dict[str, Any], list[EndedRequest]]:
-        """The event for what happened since the last tick, and the requests that ended in it.
-
-        processor: processor seconds of the whole process.
-        """
-        with self._lock:
-            now = perf_counter()
-            sums, ended, elapsed = self._sums, self._ended, now - self._then
-            self._sums, self._ended, self._then = TickSums(), [], now
-        event = {"time": time(), "elapsed": elapsed, **vars(sums)}
-        used, self._used = process_time() - self._used, process_time()
-        return {**event, "processor": used, "engine": asdict(self.engine.stats), "problem": self.engine.problem}, ended
+            now, used = perf_counter(), process_time()
+            tick, ended = self._tick, self._ended
+            tick = replace(tick, elapsed=now - self._then, processor=used - self._used, own=tick.own + spent)
+            self._tick, self._ended, self._then, self._used = Tick(), [], now, used
+        return tick, ended
 
     def _plain_seconds(self, batch: int) -> float:
         """Seconds of a plain step: of those seen, else what the planner counts with. Not a number if neither is known."""

@@ -27,7 +27,7 @@ class PendingAnswer:
     """The texts of one HTTP request, from the queue to the response.
 
     Read it once in a `with` block, with `whole` or `chunks`. Leaving the block early cancels the texts.
-    results: the sequences that have ended, by index. on_end: called once when the block is left.
+    results: the sequences that have ended, by index.
     """
 
     quiet: ClassVar[float] = 15.0  # seconds without a chunk, at most
@@ -35,23 +35,33 @@ class PendingAnswer:
     def __init__(
         self,
         engine: Engine,
-        loop: asyncio.AbstractEventLoop,
         requests: abc.Sequence[Request],
         body: CommonRequest,
+        *,
+        loop: asyncio.AbstractEventLoop,
         name: str,
         model: str,
-        known: TokenBytes,
+        tokens: TokenBytes,
         reader: Callable[[], ToolCallReader] | None = None,
         fingerprints: Fingerprints | None = None,
     ) -> None:
-        """Queue the texts, all or none. loop: where the answer is read. body: what the requests were made of. name: of the HTTP
-        request. model: its served name. reader: makes a reader of tool calls; for the rest see `ChoiceWriter`.
+        """Queue the texts, all or none.
+
+        Args:
+            engine: writes them.
+            requests: one for each text.
+            body: what the requests were made of.
+            loop: where the answer is read.
+            name: of the HTTP request.
+            model: by which clients call the model.
+            tokens: as of `ChoiceWriter`.
+            reader: makes a reader of tool calls.
+            fingerprints: as of `ChoiceWriter`.
 
         Raises ValueError for what the engine cannot run, and Refused if it takes nothing now.
         """
         self.engine, self.body, self._loop = engine, body, loop
         self._deltas, self.results = asyncio.Queue[tuple[int, Delta | None]](), dict[int, Sequence]()
-        self.on_end: Callable[[PendingAnswer], None] | None = None
         self._ends_alone = False  # `whole` needs no other delta; each wakes the event loop, and the engine waits for it
         try:
             self.sequences = engine.submit(
@@ -68,7 +78,7 @@ class PendingAnswer:
         if body.stream and body.stream_options and body.stream_options.include_usage:
             self._head["usage"] = None  # in all chunks but the last
         self._choices = [
-            ChoiceWriter(body, self._head, index, sequence, known, reader and reader(), fingerprints)
+            ChoiceWriter(body, self._head, index, sequence, tokens, reader and reader(), fingerprints)
             for index, sequence in enumerate(self.sequences)
         ]
 
@@ -162,9 +172,6 @@ class PendingAnswer:
         self._timer.cancel()
         if len(self.results) < len(self.sequences):
             self.engine.cancel(self.sequences)
-        if self.on_end is not None:
-            self.on_end(self)
-            self.on_end = None
 
     def _tick(self) -> None:
         """Wake the reader now and then: a stream that is silent for long has a comment."""

@@ -8,7 +8,6 @@ that, and vLLM takes it.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import re
 from dataclasses import fields
@@ -233,11 +232,6 @@ class CommonRequest(JsonObject):
             if close:
                 raise BadParameter(f"there is no field {key!r}; did you mean {close[0]!r}?", key)
         return data
-
-    @property
-    def workload(self) -> str:
-        """Names texts of one kind."""
-        return "completions"
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -465,13 +459,6 @@ class ChatRequest(CommonRequest):
     @property
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def workload(self) -> str:
-        """Names texts of one kind: chats with the same system text and tools."""
-        system = [m.get("content") for m in self.messages if m.get("role") in ("system", "developer")]
-        told = json.dumps([system, self.tools], sort_keys=True).encode()
-        return f"chat {hashlib.sha256(told).hexdigest()[:8]}"
 
     @property
     def alternatives(self) -> int | None:

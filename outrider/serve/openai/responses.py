@@ -30,16 +30,16 @@ class ChoiceWriter:
         head: dict[str, Any],
         index: int,
         sequence: Sequence,
-        known: TokenBytes,
+        tokens: TokenBytes,
         reader: ToolCallReader | None = None,
         fingerprints: Fingerprints | None = None,
     ) -> None:
-        """body: says what is shown. head: what each chunk begins with. known: the model's tokens. reader: of tool calls, where
+        """body: says what is shown. head: what each chunk begins with. tokens: the model's. reader: of tool calls, where
         tools were offered. fingerprints: what makes them, where they are shown."""
         self.sequence, self._body, self._head, self._index = sequence, body, head, index
-        self._known, self._reader, self._fingerprints = known, reader, fingerprints
+        self._tokens, self._reader, self._fingerprints = tokens, reader, fingerprints
         self._hides, self._shows_tokens = body.skip_special_tokens is not False, body.shows_tokens
-        self._begins = not any(known.shows(t, self._hides) for t in sequence.prompt)  # no text before the next token
+        self._begins = not any(tokens.shows(t, self._hides) for t in sequence.prompt)  # no text before the next token
         self._echo, self._sent = self._echoed(index)
         self.is_open = self._behind = bool(sequence.request.continued)
         self.so_far = {"tokens": len(sequence.request.continued), "drafted": 0, "accepted": 0}
@@ -52,7 +52,7 @@ class ChoiceWriter:
         given = self._body.prompts[index // (self._body.n or 1)]
         if isinstance(given, str):
             return given, True
-        prompt = Detokenizer(self._known, (), skip_special_tokens=False)
+        prompt = Detokenizer(self._tokens, (), skip_special_tokens=False)
         text = prompt.push(*self.sequence.prompt)  # an unfinished character is finished by the text, if there is one
         return text + (prompt.flush() if self._body.limit == 0 else ""), False
 
@@ -167,8 +167,8 @@ class ChoiceWriter:
         if not self._body.echoes or count is None:
             return None
         prompt = self.sequence.prompt
-        places = self._known.places(self._echo, prompt, skip_special_tokens=self._sent)
-        return self._lists(prompt, self._cut(count), places, self._known.begins(prompt, self._sent))
+        places = self._tokens.places(self._echo, prompt, skip_special_tokens=self._sent)
+        return self._lists(prompt, self._cut(count), places, self._tokens.begins(prompt, self._sent))
 
     def _cut(self, count: int) -> list[dict[int, float] | None]:
         """The log-probabilities of the prompt with `count` alternatives each. None for all of them if it was not read to its
@@ -187,7 +187,7 @@ class ChoiceWriter:
             end = checker.count - 1 if checker.silent else -1
             content = [self._token(t, x[t], x, n != end) for n, (t, x) in enumerate(known, at)]
             return {"content": content, "refusal": None}
-        begins = self._known.begins(tokens, self._hides, self._begins)
+        begins = self._tokens.begins(tokens, self._hides, self._begins)
         self._begins = begins[len(known)]
         places = [len(self._echo) + (checker.marks[n - 1] if n else 0) for n in range(at, self._named)]
         return self._lists(tokens, [x for _, x in known], places, begins)
@@ -203,9 +203,9 @@ class ChoiceWriter:
         whether the text begins with it."""
         names, own, top = list[str](), list[float | None](), list[dict[str, float] | None]()
         for token, known, first in zip(tokens, logprobs, begins, strict=False):
-            name, found = self._known.label(token, first), dict[str, float]()
+            name, found = self._tokens.label(token, first), dict[str, float]()
             for other, value in ({token: known[token]} | known if known else {}).items():
-                called = name if other == token else self._known.label(other)
+                called = name if other == token else self._tokens.label(other)
                 found[f"token_id:{other}" if called in found else called] = max(value, _LEAST)
             names.append(name)
             own.append(found.get(name))
@@ -216,11 +216,11 @@ class ChoiceWriter:
         self, token: int, logprob: float, alternatives: dict[int, float] | None = None, shown: bool = True
     ) -> dict[str, Any]:
         """A token as chats show it. shown: False for one that ended the text and is no part of it."""
-        shown = shown and self._known.shows(token, self._hides)
+        shown = shown and self._tokens.shows(token, self._hides)
         out: dict[str, Any] = {
-            "token": self._known.label(token, mark=""),
+            "token": self._tokens.label(token, mark=""),
             "logprob": max(logprob, _LEAST),
-            "bytes": list(self._known[token].data) if shown else [],
+            "bytes": list(self._tokens[token].data) if shown else [],
         }
         if alternatives is not None:
             best = _likeliest(alternatives, self._body.alternatives or 0)

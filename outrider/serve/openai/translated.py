@@ -126,9 +126,9 @@ class Answering:
         waited, client = getattr(state, "waited", 0.0), body.user or state.owner
         with called(body.called):
             pending = await service.accept(body, state.request_id, client, state.owner, waited)
+        if self._spans is not None:  # it ends after the answer
+            state.ends.callback(self._spans.watch(pending, service.settings.model_name, body, request.headers))
         state.ends.enter_context(pending)
-        if self._spans is not None:
-            self._spans.watch(pending, service.settings.model_name, body, request.headers)
         writer = make(pending)
         if body.stream:
             headers = {**pending.headers, "cache-control": "no-cache", "x-accel-buffering": "no"}

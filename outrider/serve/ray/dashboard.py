@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections import abc
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from outrider.core.http import named_events
-from outrider.serve.dashboard.figures import added
+from outrider.serve.dashboard.figures import Tick, added
 from outrider.serve.dashboard.viewers import INTERVAL, Audience, encoded
 from outrider.serve.dashboard.watch import RECENT
 from outrider.serve.ray.calls import ReplicaRequest
@@ -54,8 +55,9 @@ class SummedDashboard(Audience):
         self._last = {name: (ticks[name] or [self._last.get(name)])[-1] for name in ticks}
         self._last = {name: event for name, event in self._last.items() if event is not None}
         if any(ticks.values()):
-            beside = {"viewers": len(self.viewers), "dropped": self.dropped}
-            self.send(encoded("tick", self.summed({**summed_ticks(ticks, self._last), **beside})))
+            speculates = any(hello["speculates"] for hello in self._hellos.values())
+            event = self.told(summed_tick(ticks, len(self._last)), speculates) | summed_state(ticks, self._last)
+            self.send(encoded("tick", event))
 
 
 def summed_hello(hellos: abc.Mapping[str, Event]) -> Event:
@@ -67,34 +69,28 @@ def summed_hello(hellos: abc.Mapping[str, Event]) -> Event:
         **merged,
         "num_speculative_tokens": max(h["num_speculative_tokens"] for h in hellos.values()),
         "slots": sum(h["slots"] for h in hellos.values()),
-        "since": min(h["since"] for h in hellos.values()),
         "ended": _ended((name, h["ended"]) for name, h in hellos.items())[-RECENT:],
+        "speculates": any(h["speculates"] for h in hellos.values()),
         "shows_text": all(h["shows_text"] for h in hellos.values()),
-        "trial": None,
-        "replicas": sorted(hellos),
     }
 
 
-def summed_ticks(ticks: abc.Mapping[str, list[Event]], last: abc.Mapping[str, Event]) -> Event:
-    """One tick for those of all replicas. last: the last tick of each, which tells how it is now.
+def summed_tick(ticks: abc.Mapping[str, list[Event]], count: int) -> Tick:
+    """One record for those of `count` replicas. The time that went by and the seconds of phases are means over them."""
+    total = added(Tick(**tick["sums"]) for some in ticks.values() for tick in some)
+    phases = {phase: seconds / max(count, 1) for phase, seconds in total.seconds.items()}
+    return replace(total, elapsed=total.elapsed / max(count, 1), seconds=phases)
 
-    Counts are sums. The time that went by and the seconds of phases are means over replicas. What was weighed last of a drafter
-    is that of one of them.
-    """
-    every = [tick for some in ticks.values() for tick in some]
-    count, found, now = max(len(last), 1), added(every), last.values()
+
+def summed_state(ticks: abc.Mapping[str, list[Event]], last: abc.Mapping[str, Event]) -> Event:
+    """How all replicas are now, and what ended in these ticks. last: the last tick of each."""
+    now = list(last.values())
     problems = [f"{name}: {tick['problem']}" for name, tick in last.items() if tick["problem"]]
     return {
-        **found,
-        "elapsed": found["elapsed"] / count,
-        "seconds": {phase: seconds / count for phase, seconds in found["seconds"].items()},
-        "time": max(tick["time"] for tick in every),
-        "speculates": any(tick["speculates"] for tick in every),
-        "engine": {field: _total(tick["engine"][field] for tick in now) for field in every[0]["engine"]},
+        "time": max(tick["time"] for tick in now),
+        "engine": {name: _total(tick["engine"][name] for tick in now) for name in now[0]["engine"]},
         "problem": "; ".join(problems) or None,
         "ended": _ended((name, tick["ended"]) for name, some in ticks.items() for tick in some),
-        "trial": None,
-        "replicas": sorted(last),
     }
 
 

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from outrider.serve.app import create_app, trouble
 from outrider.serve.options import ServeOptions
 from outrider.serve.pool import ModelPool
+from outrider.serve.process import prepare
 from outrider.serve.ray.calls import ReplicaRequest
 from outrider.serve.ray.direct import IDLE, SHUTDOWN, Connections, Listener, Reservation, ReservationMiddleware
 from outrider.serve.ray.front import Front, guarded
@@ -34,6 +35,7 @@ class OutriderEngine:
         options = options.with_(replica_name=self._name, shutdown_timeout=SHUTDOWN)
         self._pool = ModelPool.of([options])
         self._pool.start()
+        prepare()
         self._reservations = ReservationMiddleware(create_app(self._pool))
         self._listener = Listener(self._reservations, get_node_ip_address(), settings=options, timeout_keep_alive=IDLE)
         self._connections = Connections()

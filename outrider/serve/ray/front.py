@@ -74,8 +74,6 @@ class Front:
         if call.path == "/dashboard/events" and call.method == "GET":
             await EventStream(self.dashboard)(scope, receive, send)
             return
-        if call.path == "/dashboard/trial":
-            raise Refused("a trial compares requests of one server; start one `outrider serve` and compare there")
         parsed = _parsed(body) if call.method == "POST" else None
         if parsed is not None:
             call = replace(call, prompt=_beginning(parsed))

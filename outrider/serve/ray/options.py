@@ -43,8 +43,7 @@ class DeployOptions(ServeOptions):
     engines: str = "outrider-engines"
     listen: tuple[str, int] | None = None
     shutdown_timeout: Seconds = setting(30.0, "Limits", "Seconds for running requests of a replica that is replaced.")
-    # `learn`: one process keeps the texts of a folder
-    hidden: ClassVar = frozenset({"pad_stream", "log_prompts", "memory", "learn", "learn_share", "monitor_port"})
+    hidden: ClassVar = frozenset({"pad_stream", "log_prompts", "memory", "monitor_port"})
 
     @field_validator("speculative_config", mode="before")
     @classmethod

@@ -82,8 +82,7 @@ OPTIONS = {
         "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes "
         "--memory --prefix-cache --prefill-chunk",
         "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
-        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by --pad-stream --cors-origin --learn "
-        "--learn-share --log-prompts",
+        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by --pad-stream --cors-origin --log-prompts",
         "Output": "--metrics-prefix --monitor-port --log-file --trace --trace-detail --otlp-traces-endpoint --debug",
     },
     "deploy": {
@@ -371,7 +370,7 @@ port = 8001
 allowed-host = ["a", "b"]
 log_prompts = true
 chat_template = "t.jinja"
-learn-share = 0.25
+memory-days = 0.25
 [speculative_config]
 method = "suffix"
 """
@@ -380,7 +379,7 @@ OF_FILE = {
     "allowed_host": ["a", "b"],
     "log_prompts": True,
     "chat_template": Path("t.jinja"),
-    "learn_share": 0.25,
+    "memory_days": 0.25,
 }
 
 

@@ -1,8 +1,7 @@
-"""The dashboard's server side: who is told what, trials, and viewers that do not read."""
+"""The dashboard's server side: who is told what, and viewers that do not read."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import random
@@ -27,8 +26,7 @@ from outrider.engine.engine import Stats
 from outrider.engine.llm import LLM
 from outrider.engine.request import Request, Sequence
 from outrider.serve.dashboard import viewers
-from outrider.serve.dashboard.figures import figures, gain, outlook, recent
-from outrider.serve.dashboard.trial import OFF, ON, Trial
+from outrider.serve.dashboard.figures import Tick, added, figures, gain, outlook, recent
 from outrider.serve.dashboard.watch import Watch
 from tests.support.serving import Live, builtin, serving
 
@@ -66,50 +64,55 @@ def ended(seen: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [request for event in seen for request in event["ended"]]
 
 
+def sums(seen: list[dict[str, Any]]) -> list[Tick]:
+    return [Tick(**event["sums"]) for event in seen[1:]]
+
+
 def test_events_add_up_to_what_was_answered(live: Live) -> None:
     answers = list[dict[str, Any]]()
     seen = watched(live, lambda: answers.extend(ask(live).json() for _ in range(3)), lambda seen: len(ended(seen)) == 3)
     counts = [answer["metrics"]["speculative_decoding"] for answer in answers]
-    ticks = seen[1:]
-    assert sum(t["tokens"] for t in ticks) == sum(a["usage"]["completion_tokens"] for a in answers)
-    assert sum(t["drafted"] for t in ticks) == sum(c["num_draft_tokens"] for c in counts)
-    assert sum(t["accepted"] for t in ticks) == sum(c["num_accepted_draft_tokens"] for c in counts)
+    total = added(sums(seen))
+    assert total.tokens == sum(a["usage"]["completion_tokens"] for a in answers)
+    assert total.drafted == sum(c["num_draft_tokens"] for c in counts)
+    assert total.accepted == sum(c["num_accepted_draft_tokens"] for c in counts)
     assert [r["tokens"] for r in ended(seen)] == [a["usage"]["completion_tokens"] for a in answers]
     assert all("text" not in r and "prompt" not in r for r in ended(seen))
-    found = figures(ticks)
-    assert found["survival"][0] >= found["survival"][-1] > 0
-    assert figures(recent(ticks, 0.1))["elapsed"] <= found["elapsed"]
+    survival = figures(total)["survival"]
+    assert survival[0] >= survival[-1] > 0
+    assert recent(sums(seen), 0.1).elapsed <= total.elapsed
 
 
 def test_plans_are_counted_and_the_last_words_on_each_drafter_are_told() -> None:
     llm = LLM("builtin:code", speculative_config=BOTH, max_num_seqs=4)
     with serving(llm) as live:
-        ticks = watched(live, lambda: [ask(live) for _ in range(3)], lambda seen: len(ended(seen)) == 3)[1:]
-    found = figures(ticks)
-    assert sum(sum(t["plans"].values()) for t in ticks) == sum(t["rows"] for t in ticks)
+        seen = watched(live, lambda: [ask(live) for _ in range(3)], lambda seen: len(ended(seen)) == 3)
+    total = added(sums(seen))
+    found = figures(total)
+    assert sum(total.plans.values()) == total.rows
     assert sum(found["plans"].values()) == pytest.approx(1)
     assert found["plans"].keys() <= {"none", "reading", "suffix", "draft_model"}
     drafted = found["weighed"]["draft_model"]
     assert 0 < drafted["accepted"] <= 1
     assert drafted["seconds"] > 0
     assert drafted["verdict"]
-    assert len([pair for tick in ticks for pair in tick["requests"]]) == 3
+    assert len(total.requests) == 3
 
 
 def test_a_fixed_length_weighs_nothing(live: Live) -> None:
-    ticks = watched(live, lambda: ask(live), lambda seen: len(ended(seen)) == 1)[1:]
-    found = figures(ticks)
+    seen = watched(live, lambda: ask(live), lambda seen: len(ended(seen)) == 1)
+    found = figures(added(sums(seen)))
     assert found["weighed"] == {}
     assert found["plans"]["draft_model"] > 0
-    assert sum(t["depth"] for t in ticks) == sum(drafted for t in ticks for drafted, _ in t["by_depth"])
+    assert found["depth"] > 0
 
 
 def test_nothing_is_counted_while_nobody_looks(live: Live) -> None:
     engine, watch = live.service.engine, live.dashboard.watch
     assert ask(live).status_code == 200
     assert engine.scheduler.observers == (live.metrics,)
-    assert watch.tick()[0]["steps"] == 0
-    watched(live, lambda: ask(live), lambda seen: seen[-1]["steps"] > 0)
+    assert watch.tick()[0].steps == 0
+    watched(live, lambda: ask(live), lambda seen: seen[-1]["sums"]["steps"] > 0)
     while live.dashboard.viewers:
         sleep(0.01)
     assert engine.scheduler.observers == (live.metrics,)
@@ -117,7 +120,7 @@ def test_nothing_is_counted_while_nobody_looks(live: Live) -> None:
 
 def test_a_viewer_that_leaves_is_no_failure(live: Live, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "outrider.serve"):
-        watched(live, lambda: ask(live), lambda seen: seen[-1]["steps"] > 0)
+        watched(live, lambda: ask(live), lambda seen: seen[-1]["sums"]["steps"] > 0)
         while not any("/dashboard/events" in record.getMessage() for record in caplog.records):
             sleep(0.01)
     assert all(record.levelname == "INFO" for record in caplog.records)
@@ -125,13 +128,14 @@ def test_a_viewer_that_leaves_is_no_failure(live: Live, caplog: pytest.LogCaptur
 
 def test_a_tick_has_the_figures_of_each_window(live: Live) -> None:
     """The page computes nothing: each tick brings the figures of its windows."""
-    ticks = watched(live, lambda: [ask(live) for _ in range(3)], lambda seen: len(ended(seen)) == 3)[1:]
-    for n, last in enumerate(ticks, 1):
+    seen = watched(live, lambda: [ask(live) for _ in range(3)], lambda seen: len(ended(seen)) == 3)
+    ticks = sums(seen)
+    for n, last in enumerate(seen[1:], 1):
         assert last["windows"].keys() == {"10", "60", "300"}
         for seconds, found in last["windows"].items():
-            wanted = outlook(ticks[:n], last, int(seconds))
+            wanted = outlook(recent(ticks[:n], int(seconds)), int(seconds), speculates=True)
             assert found == json.loads(json.dumps(wanted))
-        assert last["point"][0] == figures(ticks[max(n - 4, 0) : n])["rate"]
+        assert last["point"][0] == figures(added(ticks[max(n - 4, 0) : n]))["rate"]
 
 
 def stepped(
@@ -161,7 +165,7 @@ def ended_after(watch: Watch, written: list[int], seconds: float, first: int = 0
         one = sequence(slot, tokens, seconds)
         one.slot = slot
         watch.finished(one)
-    requests = watch.tick()[0]["requests"]
+    requests = watch.tick()[0].requests
     assert [taken for _, taken in requests] == pytest.approx([seconds] * len(requests))
     return [plain for plain, _ in requests]
 
@@ -174,7 +178,7 @@ def test_what_is_outside_of_steps_counts_on_both_sides() -> None:
     for _ in range(5):
         stepped(watch, written, 3, 1, 0.36)
     assert ended_after(watch, written, 5.2) == pytest.approx([5.4] * 8)
-    assert watch.tick()[0]["requests"] == []
+    assert watch.tick()[0].requests == []
 
 
 def test_plain_steps_have_as_many_rows_and_no_plan() -> None:
@@ -280,7 +284,7 @@ def test_no_gain_is_promised_that_whole_requests_do_not_have() -> None:
         requests = [(draw.randint(0, 6), draw.randint(8, 60)) for _ in range(60)]
         watch = Watch(engine(costs=plain))
         took = virtual_server(watch, requests, True, draw, load)
-        pairs = tuple(watch.tick()[0]["requests"])
+        pairs = tuple(watch.tick()[0].requests)
         truth = virtual_server(Watch(engine(costs=plain)), requests, False, draw, load) / took
         told = gain(pairs)
         assert told is not None
@@ -297,22 +301,10 @@ def test_a_text_that_was_not_watched_from_its_start_says_nothing() -> None:
     assert ended_after(watch, written, 1.0) == []
 
 
-def some(requests: list[tuple[float, float]], **more: Any) -> list[dict[str, Any]]:
-    """Ticks of half a second. requests: plain seconds, and seconds, of the one that ends in each."""
-    tick = {"steps": 4, "rows": 4, "tokens": 8, "drafted": 8, "accepted": 4, "depth": 8, "elapsed": 0.5, "trial": None}
-    tick |= {
-        "seconds": {"target": 0.4},
-        "weighed": {},
-        "by_depth": [[4, 2]],
-        "plans": {"suffix": 4},
-        "speculates": True,
-    }
-    return [{**tick, **more, "requests": [pair]} for pair in requests]
-
-
-def trial(ratio: float, ago: float, rows: float = 1.0) -> dict[str, Any]:
-    ended = {ON: 20, OFF: 20}
-    return {"ratio": ratio, "low": ratio - 0.1, "high": ratio + 0.1, "ended": ended, "ago": ago, "rows": rows}
+def some(requests: list[tuple[float, float]]) -> Tick:
+    """Ticks of half a second, one of them ends in each. requests: its plain seconds, and its seconds."""
+    one = {"steps": 4, "rows": 4, "tokens": 8, "drafted": 8, "by_depth": [[4, 2]], "plans": {"suffix": 4}}
+    return added(Tick(elapsed=0.5, seconds={"target": 0.4}, requests=[pair], **one) for pair in requests)
 
 
 UP, DOWN, LEVEL = (
@@ -323,22 +315,19 @@ ANSWERS = {
     "loss": (some(DOWN), "no", "No: 0.76 times"),
     "neither": (some(LEVEL), "even", "No gain: 1.00 times"),
     "few requests": (some(UP[:4]), "unknown", "Too few requests to say: 4 requests ended over the last 2 s"),
-    "plain server": (some(UP, speculates=False), "no", "No: this server decodes plainly"),
-    "a trial just now": (some(UP, trial=trial(0.8, 3)), "no", "No: 0.80 times as fast as plain decoding (0.70 to 0.90), m"),
-    "a trial of old": (some(UP, trial=trial(0.8, 3000)), "yes", "Yes: 1.50 times"),
-    "a trial of shared steps": (some(DOWN, trial=trial(1.5, 3, rows=4.0)), "no", "No: 0.76 times"),
+    "plain server": (some(UP), "no", "No: this server decodes plainly"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_the_answer_is_one_sentence_with_the_only_figure(name: str) -> None:
-    ticks, kind, words = ANSWERS[name]
-    found = outlook(ticks, ticks[-1], 60)
+    total, kind, words = ANSWERS[name]
+    found = outlook(total, 60, speculates=name != "plain server")
     assert found["kind"] == kind
     assert found["answer"].startswith(words)
     assert len(re.findall(r"\.(?!\d)", found["answer"])) == 1
     assert bool(re.search(r"\(\d\.\d\d to \d\.\d\d\)", found["answer"])) == ("times" in words)
-    assert found.keys() == {*figures(ticks), "kind", "answer"}
+    assert found.keys() == {*figures(total), "kind", "answer"}
 
 
 def test_the_interval_covers_the_ratio() -> None:
@@ -388,8 +377,8 @@ def test_memory_is_flat_beside_viewers_that_stall(monkeypatch: pytest.MonkeyPatc
     with serving(builtin()) as live:
         board = live.dashboard
         board.interval = 0.005
-        tick = board.watch.tick
-        monkeypatch.setattr(board.watch, "tick", lambda: ({**tick()[0], "padding": "x" * size}, []))
+        told = board.told
+        monkeypatch.setattr(board, "told", lambda *given: {**told(*given), "padding": "x" * size})
         stalled = list[socket.socket]()
         live.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
@@ -440,62 +429,6 @@ def sequence(n: int, tokens: int = 11, seconds: float = 1.0, finish: str = "leng
     return made
 
 
-def test_a_trial_finds_the_difference_that_is_there() -> None:
-    trial, arms = Trial(40, seed=3), list[str]()
-    for n in range(40):
-        with trial.enrolled([Request(n, [1], SamplingParams())]) as [request]:
-            arms.append(OFF if request.num_speculative_tokens == 0 else ON)
-        trial.finished(sequence(n, seconds=(1.0 if arms[-1] == ON else 2.0) * (1 + 0.1 * (n % 3))))
-    for n in range(40, 44):
-        with trial.enrolled([Request(n, [1], SamplingParams())]) as [request]:
-            assert request.num_speculative_tokens is None
-    assert trial.assigned == 40
-    assert all({a, b} == {ON, OFF} for a, b in zip(arms[::2], arms[1::2], strict=True))
-    assert len(set(arms[::2])) == 2, "the order within pairs is by chance"
-    result = trial.result()
-    assert result["complete"]
-    assert result["ratio"] == pytest.approx(2, rel=0.05)
-    assert 1 < result["low"] < 2 < result["high"] * 1.05
-
-
-def test_a_trial_leaves_out_what_failed() -> None:
-    trial = Trial(4, seed=1)
-    bad = [sequence(0, finish="error"), sequence(1, tokens=0), sequence(2)]
-    for one in bad:
-        with contextlib.suppress(KeyError), trial.enrolled([one.request]):
-            if one is bad[2]:
-                raise KeyError
-    for one in bad:
-        trial.finished(one)
-    assert trial.left == 3
-    assert trial.result()["ratio"] is None
-    with pytest.raises(ValueError, match="4 to"):
-        Trial(2)
-
-
-def test_a_trial_turns_speculation_off_for_half_and_leaves_wishes_alone(live: Live) -> None:
-    started = httpx.post(f"{live.url}/dashboard/trial", json={"requests": 8})
-    assert started.status_code == 200, started.text
-    wish = ask(live, num_speculative_tokens=2).json()
-    answers = [ask(live).json() for _ in range(8)]
-    counts = [(a["metrics"] or {}).get("speculative_decoding") for a in answers]
-    assert sum(c is None or c["num_draft_tokens"] == 0 for c in counts) == 4
-    assert wish["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
-    assert len({a["choices"][0]["text"] for a in answers}) == 1, "the text is the same in both arms"
-    state = live.service.trials.state() or {}
-    assert state["complete"]
-    assert state["ended"] == {ON: 4, OFF: 4}
-    live.service.trials.stop()
-
-
-def test_another_sites_page_cannot_start_a_trial(live: Live) -> None:
-    for headers in ({"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}):
-        refused = httpx.post(f"{live.url}/dashboard/trial", json={"requests": 8}, headers=headers)
-        assert refused.status_code == 403
-    own = {"origin": live.url, "sec-fetch-site": "same-origin"}
-    assert httpx.request("DELETE", f"{live.url}/dashboard/trial", headers=own).status_code == 200
-
-
 def test_pictures_of_another_sites_page_take_no_seat(live: Live) -> None:
     picture = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors", "sec-fetch-dest": "image"}
     for path in ("/dashboard/poll?viewer=x", "/dashboard/events"):
@@ -503,10 +436,3 @@ def test_pictures_of_another_sites_page_take_no_seat(live: Live) -> None:
             assert httpx.request(method, live.url + path, headers=picture).status_code in (403, 405)
     assert httpx.get(f"{live.url}/dashboard/poll?viewer=x").status_code == 405
     assert not live.dashboard.viewers
-
-
-def test_a_plain_server_has_nothing_to_compare() -> None:
-    with serving(builtin(config={"method": "none"})) as live:
-        refused = httpx.post(f"{live.url}/dashboard/trial", json={"requests": 8})
-        assert refused.status_code == 400
-        assert "decodes plainly" in refused.json()["error"]["message"]

@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,10 @@ from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.files import target_digest
 from outrider.drafters.method import TRAINED as METHOD_NAMES
 from outrider.engine.llm import LLM
+from outrider.engine.trace import Recorder, read
 from outrider.models.load import load
-from outrider.serve.learn.reservoir import ServedText
 from outrider.train import trainer
-from outrider.train.answers import AnswerFile
+from outrider.train.answers import AnswerFile, traced_texts
 from outrider.train.folder import RunFolder
 from outrider.train.methods import METHODS
 from outrider.train.settings import TrainingSettings
@@ -223,20 +222,23 @@ def test_measurements_read_a_bounded_share_of_what_is_learnt(
     assert len(curves[3_000]) < trainer.POINTS <= len(curves[40_000]) + 10
 
 
-def test_a_head_that_learns_served_texts_stays_half_what_it_was(
+def served(path: Path, detail: str = "tokens") -> str:
+    """A trace of 60 texts with 24 prompts."""
+    prompts = [{"prompt_token_ids": [n % 24, n % 3]} for n in range(60)]
+    params = [SamplingParams(max_tokens=20, seed=n) for n in range(60)]
+    with Recorder(path, detail) as trace:
+        LLM(chain_model(), trace=trace, max_num_seqs=8).generate(prompts, params)
+    return str(path)
+
+
+def test_a_head_that_goes_on_with_a_trace_stays_half_what_it_was(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(vary(batch_tokens=256), TrainingBudget(tokens=3_000), tmp_path / "old", llm, lambda _: None)
-    texts = tmp_path / "texts.jsonl"
-    with texts.open("w") as file:
-        for n in range(60):
-            [out] = llm.generate([{"prompt_token_ids": [n % 24]}], SamplingParams(max_tokens=20, seed=n))
-            text = ServedText([n % 24, n], [*out.outputs[0].token_ids], 1.0, "kind", "", float(n))
-            file.write(json.dumps(asdict(text)) + "\n")
+    settings = vary(batch_tokens=256, texts=served(tmp_path / "served.jsonl"), start=str(tmp_path / "old"))
     found = {"old": load_file(tmp_path / "old" / "model.safetensors")}
     for share in (0.0, 0.5):
         monkeypatch.setattr(trainer, "OLD_SHARE", share)
-        settings = vary(batch_tokens=256, texts=str(texts), start=str(tmp_path / "old"))
         train(settings, TrainingBudget(tokens=2_000), tmp_path / f"{share}", llm, lambda _: None)
         found[f"{share}"] = load_file(tmp_path / f"{share}" / "model.safetensors")
     for name, mean in found["0.5"].items():
@@ -244,6 +246,34 @@ def test_a_head_that_learns_served_texts_stays_half_what_it_was(
             old, trained = (found[n][name].float() for n in ("old", "0.0"))
             assert torch.allclose(mean.float(), (old + trained) / 2, rtol=2e-2, atol=1e-3), name
     assert not found["0.0"]["fc.weight"].equal(found["old"]["fc.weight"])
+
+
+def test_the_texts_of_a_trace_are_what_was_asked_and_answered(llm: LLM, tmp_path: Path) -> None:
+    """Newest first. A prompt is held out with all its answers, and a long one loses its beginning."""
+    trace = read(served(tmp_path / "served.jsonl"))
+    texts, cut = list(traced_texts(trace, 64, llm)), list(traced_texts(trace, 2, llm))
+    asked = sorted((text.prompt, text.tokens) for text in trace.texts.values())
+    assert sorted((text.prompt, text.tokens[text.start :]) for text in texts) == asked
+    assert [text.prompt for text in texts] == [text.prompt for text in reversed(trace.texts.values())]
+    assert [text.prompt for text in cut] == [text.prompt[-1:] for text in texts]
+    held_out = {tuple(text.prompt) for text in texts if text.held_out}
+    assert 0 < len(held_out) < 24
+    assert held_out.isdisjoint(tuple(text.prompt) for text in texts if not text.held_out)
+
+
+def test_a_trace_that_cannot_train_is_refused(llm: LLM, tmp_path: Path) -> None:
+    counts = served(tmp_path / "counts.jsonl", "counts")
+    with pytest.raises(ValueError, match="this trace has counts only"):
+        train(vary(texts=counts), TrainingBudget(tokens=8), tmp_path / "a", llm, lambda _: None)
+    texts = served(tmp_path / "tokens.jsonl")
+    other = LLM("builtin:code", max_num_seqs=trainer.SLOTS)
+    with pytest.raises(ValueError, match=r"tokens\.jsonl is a trace of .* give a trace of the model"):
+        train(vary(texts=texts, model="builtin:code"), TrainingBudget(tokens=8), tmp_path / "b", other, lambda _: None)
+    said = list[str]()
+    with open(texts, "a") as file:
+        file.write('{"line": "st')
+    train(vary(texts=texts), TrainingBudget(tokens=8), tmp_path / "c", llm, said.append)
+    assert said[0].endswith("cut off in the middle; the texts before it train the head")
 
 
 def test_prompts_of_words_need_a_tokenizer(llm: LLM, tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import pytest
 from replicas import LocalReplicas
 from serving import Live, builtin, serving
 
-from outrider.serve.dashboard.figures import figures
+from outrider.serve.dashboard.figures import added, figures
 from outrider.serve.dashboard.viewers import Audience, Dashboard
 from outrider.serve.options import ServeOptions
-from outrider.serve.ray.dashboard import SummedDashboard, summed_hello, summed_ticks
+from outrider.serve.ray.dashboard import SummedDashboard, summed_hello, summed_state, summed_tick
 from outrider.serve.ray.front import Front, guarded
 
 pytest.importorskip("aiohttp")
@@ -26,76 +26,58 @@ from outrider.serve.ray.direct import Listener
 PROMPT = "def quicksort(xs):\n"
 
 
-def tick(tokens: int, elapsed: float = 0.5, **more: Any) -> dict[str, Any]:
-    """A tick as `Watch.tick` and the dashboard make it, with some numbers."""
+def tick(tokens: int, ended: list[dict[str, Any]] | None = None, problem: str | None = None, **more: Any) -> Any:
+    """A tick as a dashboard sends it, with some numbers."""
     engine = {"running": 1, "waiting": 2, "kv_tokens": 30, "kv_limit": 100, "memory_limit": None, "accepted": 4}
-    found = {"steps": 2, "rows": 2, "tokens": tokens, "drafted": 8, "accepted": 4, "depth": 8, "drafts": 2}
-    found |= {
-        "own": 0.0,
-        "requests": [[1.0, 0.5]],
-        "plans": {"suffix": 1, "none": 1},
-        "weighed": {"suffix": {"tokens": float(tokens)}},
-        "by_depth": [[2, 2], [2, 1]],
-        "seconds": {"target": 0.2, "draft": 0.1},
-    }
-    found |= {"time": 100.0, "elapsed": elapsed, "processor": 0.1, "engine": engine}
-    return {
-        **found,
-        "problem": None,
-        "viewers": 1,
-        "dropped": 0,
-        "trial": None,
-        "ended": [],
-        "speculates": True,
-        **more,
-    }
+    sums = {"elapsed": 0.5, "steps": 2, "rows": 2, "tokens": tokens, "drafted": 8, "by_depth": [[2, 2], [2, 1]]}
+    sums |= {"requests": [[1.0, 0.5]], "plans": {"suffix": 1, "none": 1}, "seconds": {"target": 0.2, "draft": 0.1}}
+    sums |= {"weighed": {"suffix": {"tokens": float(tokens)}}, **more}
+    return {"sums": sums, "time": 100.0, "engine": engine, "problem": problem, "ended": ended or []}
 
 
 def test_counts_are_sums_and_times_are_means() -> None:
-    ended = [{"id": 7, "at": 2.0}], [{"id": 7, "at": 1.0}]
-    one = tick(10, ended=ended[0])
-    two = tick(30, by_depth=[[1, 1]], ended=ended[1], problem="it hangs", requests=[(3.0, 2.0), (0.5, 0.5)])
-    found = summed_ticks({"x": [one], "y": [two]}, {"x": one, "y": two})
-    assert (found["tokens"], found["drafted"], found["steps"]) == (40, 16, 4)
-    assert found["elapsed"] == 0.5
-    assert found["plans"] == {"suffix": 2, "none": 2}
-    assert found["requests"] == [(1.0, 0.5), (3.0, 2.0), (0.5, 0.5)]
-    assert found["weighed"] == {"suffix": {"tokens": 30.0}}
-    assert found["seconds"] == pytest.approx({"target": 0.2, "draft": 0.1})
-    assert found["by_depth"] == [[3, 3], [2, 1]]
-    assert (found["engine"]["running"], found["engine"]["kv_limit"], found["engine"]["memory_limit"]) == (2, 200, None)
-    assert found["problem"] == "y: it hangs"
-    assert [r["id"] for r in found["ended"]] == ["y:7", "x:7"]
-    assert found["replicas"] == ["x", "y"]
-    assert figures([found])["rate"] == 80.0
-    assert one.keys() <= found.keys() | {"viewers", "dropped"}
+    one = tick(10, [{"id": 7, "at": 2.0}])
+    two = tick(30, [{"id": 7, "at": 1.0}], "it hangs", by_depth=[[1, 1]], requests=[(3.0, 2.0), (0.5, 0.5)])
+    total, state = (
+        summed_tick({"x": [one], "y": [two]}, 2),
+        summed_state({"x": [one], "y": [two]}, {"x": one, "y": two}),
+    )
+    assert (total.tokens, total.drafted, total.steps, total.elapsed) == (40, 16, 4, 0.5)
+    assert total.plans == {"suffix": 2, "none": 2}
+    assert total.requests == [(1.0, 0.5), (3.0, 2.0), (0.5, 0.5)]
+    assert total.weighed == {"suffix": {"tokens": 30.0}}
+    assert total.seconds == pytest.approx({"target": 0.2, "draft": 0.1})
+    assert total.by_depth == [[3, 3], [2, 1]]
+    assert (state["engine"]["running"], state["engine"]["kv_limit"], state["engine"]["memory_limit"]) == (2, 200, None)
+    assert state["problem"] == "y: it hangs"
+    assert [r["id"] for r in state["ended"]] == ["y:7", "x:7"]
+    assert figures(total)["rate"] == 80.0
+    assert one.keys() == {*state, "sums"}
 
 
 def test_a_replica_without_a_new_tick_keeps_its_place() -> None:
     """Polls and ticks are not in step: one poll may find two ticks of a replica and none of another."""
     one, two = tick(10), tick(30)
-    polls = [({"x": [one, one], "y": []}, {"x": one, "y": two}), ({"x": [], "y": [two, two]}, {"x": one, "y": two})]
-    found = [summed_ticks(*poll) for poll in polls]
-    assert [f["engine"]["running"] for f in found] == [2, 2]
-    assert figures(found)["rate"] == 80.0
+    polls: list[Any] = [{"x": [one, one], "y": []}, {"x": [], "y": [two, two]}]
+    assert [summed_state(poll, {"x": one, "y": two})["engine"]["running"] for poll in polls] == [2, 2]
+    assert figures(added(summed_tick(poll, 2) for poll in polls))["rate"] == 80.0
 
 
 def test_the_models_of_an_update_stand_side_by_side() -> None:
-    base = {"model": "m", "verifier": "match", "guarantee": "exact-tokens", "interval": 0.5, "trial": {"wanted": 3}}
+    base = {"model": "m", "verifier": "match", "guarantee": "exact-tokens", "speculates": True}
     one = {
         **base,
         "method": "suffix",
         "num_speculative_tokens": 4,
         "slots": 4,
-        "since": 5,
         "shows_text": True,
         "ended": [],
     }
-    two = {**one, "method": "ngram", "num_speculative_tokens": 6, "slots": 2, "since": 3, "shows_text": False}
+    two = {**one, "method": "ngram", "num_speculative_tokens": 6, "slots": 2, "shows_text": False}
     found = summed_hello({"x": one, "y": two})
-    assert (found["model"], found["method"], found["slots"], found["since"]) == ("m", "suffix; ngram", 6, 3)
-    assert (found["num_speculative_tokens"], found["shows_text"], found["trial"]) == (6, False, None)
-    assert found.keys() == {*one, "replicas"}
+    assert (found["model"], found["method"], found["slots"]) == ("m", "suffix; ngram", 6)
+    assert (found["num_speculative_tokens"], found["shows_text"]) == (6, False)
+    assert found.keys() == one.keys()
 
 
 def boards(lives: list[Live]) -> list[Dashboard]:
@@ -142,18 +124,14 @@ def test_the_events_and_the_terminal_at_the_front_are_those_of_all_replicas() ->
                     if sum(len(event["ended"]) for event in seen) == 6:
                         break
             assert httpx.get(url + "/dashboard").text.startswith("<!DOCTYPE html>")
-            refused = httpx.post(url + "/dashboard/trial", json={"requests": 4})
-            assert refused.status_code == 400
-            assert "one server" in refused.json()["error"]["message"]
 
         behind_a_front([one, two], act)
     hello, *ticks = seen
-    assert hello["replicas"] == ["r0", "r1"]
     assert hello["slots"] == 4
-    assert sum(t["tokens"] for t in ticks) == sum(answers) == 6 * 12
+    assert sum(t["sums"]["tokens"] for t in ticks) == sum(answers) == 6 * 12
     requests = [request for t in ticks for request in t["ended"]]
     assert {request["id"].split(":")[0] for request in requests} == {"r0", "r1"}
-    assert sum(request["drafted"] for request in requests) == sum(t["drafted"] for t in ticks) > 0
+    assert sum(request["drafted"] for request in requests) == sum(t["sums"]["drafted"] for t in ticks) > 0
 
 
 class Counted(Audience):
@@ -223,7 +201,7 @@ def test_replicas_that_are_gone_leave_the_sum() -> None:
             "num_speculative_tokens": 1,
             "slots": 2,
         }
-        hello |= {"since": 1, "shows_text": False, "ended": [], "trial": None}
+        hello |= {"speculates": True, "shows_text": False, "ended": []}
         pages.pages = {n: page("hello", hello) + page("tick", tick(3)) for n in ("x", "y")}
         viewer = board.join()
         await board.tick()
