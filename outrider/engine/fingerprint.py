@@ -20,9 +20,9 @@ from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.core.suggest import faults
 from outrider.core.types import Guarantee
-from outrider.engine.decoder import Decoder
 from outrider.engine.llm import LLM
 from outrider.engine.request import Request
+from outrider.engine.runtime import Runtime
 from outrider.engine.trace.recorder import describe, request_record
 from outrider.engine.trace.records import Count, Id, RequestRecord, TraceLine
 from outrider.kernels import ARITHMETIC
@@ -82,7 +82,7 @@ class Fingerprint(TraceLine):
 
     def differences(self, llm: LLM) -> list[str]:
         """What is not as recorded: content, precision, settings and arithmetic, in words. Empty if the text can be compared."""
-        here = _settings(llm, llm.decoder)
+        here = _settings(llm.runtime)
         return [
             f"{words}: recorded {getattr(self, name)}, here {here[name]}"
             for name, words in _WORDS.items()
@@ -105,18 +105,22 @@ def fingerprint(llm: LLM, output: RequestOutput, params: SamplingParams, index: 
     """
     text = output.outputs[index]
     [request] = llm.requests(output.prompt_token_ids, params.with_(n=1, seed=text.seed))
-    return Fingerprints(llm, llm.decoder, llm.loaded.name).of(request, text.token_ids, text.finish_reason)
+    return Fingerprints(llm.runtime, llm.loaded.name).of(request, text.token_ids, text.finish_reason)
 
 
 class Fingerprints:
     """Makes the fingerprints of a model's answers. Reads the model's files once.
 
-    decoder: the one that writes the texts. name: of the model; folders of this machine are cut off. Raises ValueError with the
-    reason if its texts cannot be written again.
+    Raises ValueError with the reason if its texts cannot be written again.
     """
 
-    def __init__(self, llm: LLM, decoder: Decoder, name: str) -> None:
-        self._settings = _settings(llm, decoder)
+    def __init__(self, runtime: Runtime, name: str) -> None:
+        """
+        Args:
+            runtime: It writes the texts.
+            name: Of the model. Folders of this machine are cut off.
+        """
+        self._settings = _settings(runtime)
         self._model = public_name(name)
 
     def of(self, request: Request, tokens: Sequence[int], finish: str | None) -> Fingerprint:
@@ -172,22 +176,21 @@ def rewrite(recorded: Fingerprint, llm: LLM) -> tuple[list[int], int | None]:
     return text.token_ids, at
 
 
-def _settings(llm: LLM, decoder: Decoder) -> dict[str, Any]:
+def _settings(runtime: Runtime) -> dict[str, Any]:
     """What the tokens depend on beside the request. Raises ValueError for a text that cannot be written again."""
+    loaded, decoder = runtime.loaded, runtime.decoder
     if not decoder.plain and decoder.guarantee is not Guarantee.EXACT_TOKENS:
         name, about = decoder.verifier.name, "a text depends on the draft tokens, which a fingerprint does not have"
         why = f"with verifier {name!r} {about}; use verifier='match'"
         if decoder.verifier.guarantee is Guarantee.EXACT_TOKENS:
-            why = (
-                f"the logits of {llm.loaded.name} depend on the batch, so {about}; decode without drafts: method='none'"
-            )
+            why = f"the logits of {loaded.name} depend on the batch, so {about}; decode without drafts: method='none'"
         raise ValueError(f"this text has no fingerprint: {why}")
-    source = llm.loaded.source
+    source = loaded.source
     files = weight_files(str(source)) if isinstance(source, (str, Path)) else ()
     if not files:
         raise ValueError(
-            f"{llm.loaded.name} has no files here whose content a fingerprint could name; load it from its folder or GGUF file"
+            f"{loaded.name} has no files here whose content a fingerprint could name; load it from its folder or GGUF file"
         )
-    header = describe(llm.loaded, llm.config, decoder)
+    header = describe(loaded, runtime.config, decoder)
     taken = header.model_dump(include={"dtype", "kv_cache_dtype", "max_length", "end_ids"})
-    return {**taken, "sha256": sha256(files), "path": llm.loaded.model.path, "arithmetic": ARITHMETIC}
+    return {**taken, "sha256": sha256(files), "path": loaded.model.path, "arithmetic": ARITHMETIC}

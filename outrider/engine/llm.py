@@ -20,7 +20,7 @@ from outrider.core.params import SamplingParams
 from outrider.drafters.base import Drafter
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.lookup.memory import text_memory
-from outrider.engine.prompts import Prompt, PromptEncoder
+from outrider.engine.prompts import Prompt
 from outrider.engine.request import Request, Sequence
 from outrider.engine.runtime import build
 from outrider.engine.scheduler import Scheduler
@@ -126,10 +126,10 @@ class LLM:
             any_method=any_method,
         )
         self.decoder, self.drafters, self.method = self.runtime.decoder, self.runtime.drafters, self.runtime.method
+        self.prompts = self.runtime.prompts
         self.trace = Recorder(trace) if isinstance(trace, (str, os.PathLike)) else trace
         if self.trace is not None:
             self.trace.begin(describe(self.loaded, self.config, self.decoder))
-        self.prompts = PromptEncoder(self.loaded)
 
     @cached_property
     def scheduler(self) -> Scheduler:

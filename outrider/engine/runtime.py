@@ -19,6 +19,7 @@ from outrider.engine.calibrate import make_planner
 from outrider.engine.decoder import Decoder
 from outrider.engine.prefix_cache import BYTES, PrefixCache
 from outrider.engine.prefix_files import PrefixFiles
+from outrider.engine.prompts import PromptEncoder
 from outrider.models.load import Loaded
 
 
@@ -33,6 +34,7 @@ class Runtime:
         method: What all of them together are called, "none" without one.
         roster: The drafters under a planner, which chooses among them and says how long drafts are; None if nothing drafts.
         decoder: The loop, with the cache.
+        prompts: From prompts to token ids.
         files: What later processes find of starts of texts; None without a folder.
         memory: Texts that later ones draft from.
     """
@@ -43,6 +45,7 @@ class Runtime:
     method: str
     roster: PlannedDrafter | None
     decoder: Decoder
+    prompts: PromptEncoder
     files: PrefixFiles | None = None
     memory: TextMemory | None = None
 
@@ -121,7 +124,9 @@ def build(
         prefixes=prefixes,
         memory=memory,
     )
-    return Runtime(loaded, config, drafters, method if drafters else NONE, roster, decoder, files, memory)
+    return Runtime(
+        loaded, config, drafters, method if drafters else NONE, roster, decoder, PromptEncoder(loaded), files, memory
+    )
 
 
 def _known(folder: ContentFolder, draft: Loaded) -> PrefixCache:

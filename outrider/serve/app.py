@@ -133,7 +133,7 @@ def _model(app: FastAPI, pool: ModelPool) -> None:
         }
         if one.assembly is None:
             return found
-        service, config = one.assembly.service, one.assembly.service.llm.config
+        service, config = one.assembly.service, one.assembly.service.runtime.config
         return {
             **found,
             **dict.fromkeys(("max_model_len", "max_input_tokens", "max_tokens"), service.engine.decoder.max_length),
@@ -182,7 +182,7 @@ def _model(app: FastAPI, pool: ModelPool) -> None:
         vocab = service.engine.decoder.target.vocab_size
         if wrong := [t for t in body.tokens if not 0 <= t < vocab]:
             raise Refused(f"token {wrong[0]} is outside the vocabulary of {vocab} tokens", param="tokens")
-        if service.llm.tokenizer is None:
+        if service.prompts.tokenizer is None:
             raise Refused("this model has no tokenizer")
         decode = service.tokens.decode
         return await service.encoder.run(lambda: json_response({"prompt": decode(body.tokens)}), len(body.tokens))
@@ -212,7 +212,7 @@ def _state(app: FastAPI, pool: ModelPool) -> None:
             """Remove your texts from the memory that drafts come from: those with this user, or those without one."""
             owner = request.state.owner
             await pool.lend(None, request)
-            memories = [service.llm.runtime.memory for service in pool.loaded]
+            memories = [service.runtime.memory for service in pool.loaded]
             for memory in filter(None, memories):
                 await anyio.to_thread.run_sync(memory.forget, whose(owner, user or owner))
             return json_response({"object": "memory.deleted"})

@@ -82,7 +82,7 @@ def assemble(
         trace=recorder,
     )
     chats = note is None and bool(getattr(llm.tokenizer, "chat_template", None))
-    service = Service(llm, engine, options)
+    service = Service(engine, options)
     notes = [*llm.notes, *([note] if note else [])]
     most, free = engine.memory.most, spare(llm.loaded.model.device)
     if engine.decoder.max_length < min(longest, engine.kv_limit):

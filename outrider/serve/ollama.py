@@ -432,13 +432,13 @@ def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict
 
 def family(service: Service) -> str:
     """The kind of a model, by transformers' name."""
-    return str(getattr(service.llm.loaded.config, "model_type", "") or UNKNOWN)
+    return str(getattr(service.runtime.loaded.config, "model_type", "") or UNKNOWN)
 
 
 def details(one: PooledModel) -> dict[str, Any]:
     """What Ollama's clients show beside a name. The kind and the precision are known of a model that is loaded."""
     service = one.assembly and one.assembly.service
-    found = service and service.llm.loaded
+    found = service and service.runtime.loaded
     weights = found.weights if found else ""
     level = getattr(found.config, "quantization_level", weights) if found and weights == "gguf" else weights
     gguf = weights == "gguf" or one.settings.model.endswith(".gguf")

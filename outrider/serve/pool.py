@@ -260,7 +260,7 @@ class ModelPool:
     def _make(self, one: PooledModel) -> Assembly:
         """Load a model. Raises what `assemble` raises, and ValueError for one that does not fit."""
         made = self._load(one.settings, self.share)
-        source = made.service.llm.loaded.source
+        source = made.service.runtime.loaded.source
         if not one.weights and isinstance(source, (str, Path)):
             one.weights = stored_bytes(str(source))
         if one.weights + made.caches > self.memory:

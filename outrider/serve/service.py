@@ -16,7 +16,6 @@ from outrider.core.params import BadParameter, ContextOverflow, SamplingParams
 from outrider.engine import Engine
 from outrider.engine.decoder import draw_seed
 from outrider.engine.fingerprint import Fingerprints
-from outrider.engine.llm import LLM
 from outrider.engine.request import Request
 from outrider.serve.encoding import LONG, WIDE, Encoder
 from outrider.serve.errors import Refused, refusing
@@ -53,11 +52,12 @@ class ToolUse(NamedTuple):
 class Service:
     """An engine behind OpenAI's API."""
 
-    def __init__(self, llm: LLM, engine: Engine, settings: ServeOptions) -> None:
-        self.llm, self.engine, self.settings = llm, engine, settings
+    def __init__(self, engine: Engine, settings: ServeOptions) -> None:
+        self.engine, self.runtime, self.settings = engine, engine.runtime, settings
+        self.prompts = self.runtime.prompts
         self._told_of_tools = False
         self.tokens = engine.decoder.tokens
-        self.encoder = Encoder(llm.prompts, engine.decoder.max_length, settings.model_name)
+        self.encoder = Encoder(self.prompts, engine.decoder.max_length, settings.model_name)
 
     async def accept(
         self, body: CompletionRequest | ChatRequest, request_id: str, client: str, owner: str = "", waited: float = 0.0
@@ -192,7 +192,7 @@ class Service:
     @cached_property
     def infilling(self) -> Infilling | None:
         """How the model fills a gap; None if it does not."""
-        return Infilling.of(self.llm.tokenizer)
+        return Infilling.of(self.prompts.tokenizer)
 
     def _within(self, params: SamplingParams, total: int, prompt: int) -> SamplingParams:
         """The parameters, with no more tokens than fit behind a prompt. Raises Refused if none fits."""
@@ -205,7 +205,7 @@ class Service:
     @cached_property
     def _fingerprints(self) -> Fingerprints:
         """What makes the fingerprints of texts. To make it reads the model's files."""
-        return Fingerprints(self.llm, self.engine.decoder, self.settings.model_name)
+        return Fingerprints(self.runtime, self.settings.model_name)
 
     def _requests(
         self,
@@ -224,7 +224,7 @@ class Service:
             params = params.with_(prediction=params.prediction[:room])
         for prompt in prompts:
             drawn = params if params.seed is not None else params.with_(seed=draw_seed() % 2**53)  # exact in JSON
-            made += self.llm.requests(prompt, drawn, **wishes)
+            made += self.prompts.requests(prompt, drawn, **wishes)
             if len(prompts) > 1:  # as token ids they need not be encoded again
                 params = params.with_(bad_words=list(made[0].bad_words), prediction=made[0].prediction or None)
         if before:
@@ -264,7 +264,7 @@ class Service:
 
     @cached_property
     def _grammars(self) -> Grammars:
-        return Grammars(self.llm.tokenizer, self.engine.decoder.target.vocab_size, self.llm.loaded.end_ids)
+        return Grammars(self.prompts.tokenizer, self.engine.decoder.target.vocab_size, self.runtime.loaded.end_ids)
 
     def _asked(self, form: ResponseFormat | None, own: StructuredOutputs | None, forced: ToolOffer | None) -> Grammar:
         """The grammar of the one of the three that is given. Raises ValueError for one that is not valid."""

@@ -64,7 +64,7 @@ def serving(llm: LLM, settings: ServeOptions | None = None, spans: Any = None, *
 
     def load(settings: ServeOptions, room: float) -> Assembly:
         engine = Engine(llm.runtime, observer=metrics.of(settings.model_name), **engine_options)
-        return Assembly(Service(llm, engine, settings), [], True)
+        return Assembly(Service(engine, settings), [], True)
 
     pool = ModelPool([PooledModel(settings)], metrics, load)
     pool.start()

@@ -42,7 +42,7 @@ def expected() -> dict[str, dict[str, float]]:
 
 
 def test_the_numbers_are_those_of_the_librarys_prompt_logprobs(live: Live, expected: dict) -> None:
-    tokenizer = live.service.llm.tokenizer
+    tokenizer = live.service.prompts.tokenizer
     found = numbers(tokenizer, served(live.url))
     assert found == {task: pytest.approx(values, rel=1e-9) for task, values in expected.items()}
     # the tasks tell right from wrong: no number is one that empty lists would give

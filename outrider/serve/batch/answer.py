@@ -35,11 +35,11 @@ class BatchAnswerer:
 
     def __init__(self, options: BatchOptions) -> None:
         self.options = options
-        self.llm, self.note = load_llm(options)
+        llm, self.note = load_llm(options)
         # a line may wait for as long as the batch takes
         settings = ServeOptions(**options.model_dump(exclude={"seed"}), request_timeout=math.inf)
         self.window = 2 * options.max_num_seqs  # lines in work: as many wait as there are slots, so no slot waits
-        self.service = Service(self.llm, Engine(self.llm.runtime, max_queue=self.window * MAX_CHOICES), settings)
+        self.service = Service(Engine(llm.runtime, max_queue=self.window * MAX_CHOICES), settings)
         self._loop = asyncio.new_event_loop()
 
     def __enter__(self) -> BatchAnswerer:

@@ -173,7 +173,7 @@ class Dashboard(Audience):
     def hello(self) -> dict[str, Any]:
         """What does not change, and the requests that have ended lately."""
         service, decoder = self.service, self.service.engine.decoder
-        config = service.llm.config
+        config = service.runtime.config
         return {
             "model": service.settings.model_name,
             "method": "+".join(config.methods),

@@ -159,7 +159,7 @@ def test_numbers_in_strings_are_taken_and_other_strings_are_not(live: Live) -> N
     numbers = {"temperature": 0.5, "top_p": 0.9, "max_tokens": 6, "seed": 7, "logprobs": 1, "presence_penalty": -1.5}
     usual = ask(live, prompt=PROMPT, **numbers)["choices"]
     assert ask(live, prompt=PROMPT, **{name: str(value) for name, value in numbers.items()})["choices"] == usual
-    assert ask(live, prompt="12", max_tokens=1)["usage"]["prompt_tokens"] == len(live.service.llm.encode("12"))
+    assert ask(live, prompt="12", max_tokens=1)["usage"]["prompt_tokens"] == len(live.service.prompts.encode("12"))
     wrong = [
         ("temperature", "0,5"),
         ("temperature", "1e999"),

@@ -167,7 +167,7 @@ def test_several_choices_and_chats_go_on(live: Live) -> None:
 def test_tool_calls_go_on(live: Live) -> None:
     """A call that is half written when the answer is cut comes whole, and one that was sent comes once."""
     pytest.importorskip("llguidance")
-    live.service.llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
+    live.service.prompts.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
     tools = [{"type": "function", "function": {"name": "stop"}}]
     body = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": "required", "seed": 1}
     body |= {"max_tokens": 100, "return_token_ids": True, "parallel_tool_calls": False}

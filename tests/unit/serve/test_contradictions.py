@@ -44,7 +44,7 @@ def live(request: pytest.FixtureRequest) -> Iterator[Live]:
 @pytest.mark.parametrize("case", CASES)
 def test_what_no_token_satisfies_ends_the_text(case: str, temperature: float, live: Live) -> None:
     given, finish, noted = CASES[case]
-    ends = live.service.llm.loaded.end_ids
+    ends = live.service.runtime.loaded.end_ids
     if given.get("allowed_token_ids") == [0]:
         given = given | {"allowed_token_ids": list(ends)}
     body = {"prompt": "x = ", "max_tokens": 60, "temperature": temperature, "seed": 1, **given}

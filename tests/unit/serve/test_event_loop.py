@@ -142,7 +142,7 @@ def test_many_unknown_fields_are_refused_and_few_are_compared(live: Live, monkey
 @pytest.fixture
 def encoded(live: Live, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The length of each text that is encoded."""
-    found, kind = list[int](), type(live.service.llm.tokenizer)
+    found, kind = list[int](), type(live.service.prompts.tokenizer)
     encode = kind._encode_plus  # type: ignore[union-attr]
 
     def note(self: Any, text: str, *args: Any, **more: Any) -> Any:

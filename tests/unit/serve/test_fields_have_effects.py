@@ -201,7 +201,7 @@ def usually(live: Live) -> Callable[[str, dict[str, Any]], Any]:
 
 def seen(live: Live, path: str, body: dict[str, Any]) -> Any:
     """What a client sees of an answer."""
-    content = json.dumps(body).replace(END, str(live.service.llm.loaded.end_ids[0]))
+    content = json.dumps(body).replace(END, str(live.service.runtime.loaded.end_ids[0]))
     answer = httpx.post(live.url + path, content=content, headers={"content-type": "application/json"})
     assert answer.status_code < 500, answer.text
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines()]

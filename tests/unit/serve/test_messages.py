@@ -145,7 +145,7 @@ def test_the_stop_reason_says_why_a_text_ended(live: Live) -> None:
     assert (empty["content"], empty["stop_reason"]) == ([], "stop_sequence")
     late = events(live, max_tokens=400, ignore_eos=True, timeout=0.05)[-1]
     assert (late["type"], late["error"]["type"]) == ("error", "timeout_error")
-    ended = ask(live, allowed_token_ids=[live.service.llm.loaded.end_ids[0]])
+    ended = ask(live, allowed_token_ids=[live.service.runtime.loaded.end_ids[0]])
     assert (ended["stop_reason"], ended["stop_sequence"]) == ("end_turn", None)
 
 

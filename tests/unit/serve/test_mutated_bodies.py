@@ -169,7 +169,7 @@ def changed(path: str, seed: int) -> Any:
 def test_a_changed_body_is_answered_or_refused_in_its_form(
     path: str, count: int, live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    form = Infilling(live.service.llm.tokenizer, (), (5, 6, 7), (5, 6, 7))
+    form = Infilling(live.service.prompts.tokenizer, (), (5, 6, 7), (5, 6, 7))
     monkeypatch.setattr(live.service, "infilling", form)
     answered, bad = 0, list[str]()
     with httpx.Client(base_url=live.url, headers={"anthropic-version": "2023-06-01"}) as client:

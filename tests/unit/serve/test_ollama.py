@@ -183,7 +183,7 @@ def test_a_gap_is_filled_by_models_with_tokens_for_it_only(live: Live, monkeypat
         assert "fill in the middle" in refused.text
     from outrider.core.infill import Infilling
 
-    tokenizer = live.service.llm.tokenizer
+    tokenizer = live.service.prompts.tokenizer
     form = Infilling(tokenizer, (), (5, 6, 7), (5, 6, 7))
     monkeypatch.setattr(live.service, "infilling", form)
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("def f(", "return x")]  # type: ignore

@@ -219,7 +219,7 @@ def test_the_digest_changes_with_a_start_and_editors_see_that_a_model_fills_gaps
     assert len(before) == 64
     assert (before, template) == read()
     assert ".Suffix" not in template
-    form = Infilling(live.service.llm.tokenizer, (), (5, 6, 7), (5, 6, 7))  # type: ignore[arg-type]
+    form = Infilling(live.service.prompts.tokenizer, (), (5, 6, 7), (5, 6, 7))  # type: ignore[arg-type]
     monkeypatch.setattr(live.pool.loaded[0], "infilling", form)  # a request before unloaded the first one
     monkeypatch.setattr(live.pool, "started", live.pool.started + 1)
     after, template = read()

@@ -54,14 +54,14 @@ def parts_of(live: Live) -> list[int]:
     """Tokens that are bytes of characters, and a few that are words."""
     known = live.service.tokens
     parts = [t for t in range(len(known.tokenizer)) if known.label(t).startswith("bytes:")]
-    return [*parts, *live.service.llm.tokenizer("a b🙂漢", add_special_tokens=False)["input_ids"]]
+    return [*parts, *live.service.prompts.tokenizer("a b🙂漢", add_special_tokens=False)["input_ids"]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_is_what_prompt_and_answer_have_together(kind: str, lives: dict[str, Live]) -> None:
     """Whole, streamed, in logprobs and by /detokenize; the prompt ends anywhere, also inside of a character."""
     live, tokens = lives[kind], lives[kind].service.tokens
-    ids = live.service.llm.tokenizer("a 𓀀𓀁🙂🙂", add_special_tokens=False)["input_ids"]
+    ids = live.service.prompts.tokenizer("a 𓀀𓀁🙂🙂", add_special_tokens=False)["input_ids"]
     for seed, cut in enumerate((1, len(ids) // 2, len(ids) - 2, len(ids))):
         body = {
             "prompt": ids[:cut],
@@ -89,7 +89,7 @@ def test_a_text_is_what_prompt_and_answer_have_together(kind: str, lives: dict[s
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_of_logprobs_join_to_the_text(kind: str, lives: dict[str, Live]) -> None:
     live = lives[kind]
-    end = live.service.llm.tokenizer.eos_token_id
+    end = live.service.prompts.tokenizer.eos_token_id
     for seed in range(2):
         body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 4, "max_tokens": 30}
         body |= {"structured_outputs": {"regex": f"{EMOJI}|a 漢 ok"}, "seed": seed, "temperature": 1.0}

@@ -217,7 +217,9 @@ def test_a_batch_has_the_prompts_of_the_library() -> None:
     options = BatchOptions(model="builtin:code", chat_template=(FOLDER / "qwen2.5.jinja").read_text())
     with BatchAnswerer(options) as answerer:
         [(_, row)] = answerer.answers([BatchRequest("k", "a", "/v1/chat/completions", body)])
-        expected = answerer.llm.encode([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "x"}])
+        expected = answerer.service.prompts.encode(
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "x"}]
+        )
     assert row["response"]["body"]["prompt_token_ids"] == expected
 
 

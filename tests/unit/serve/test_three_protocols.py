@@ -153,7 +153,7 @@ def test_the_same_meaning_has_the_same_tokens(live: Live, monkeypatch: pytest.Mo
     assert [s.output for s in made] == [made[0].output] * 3
     assert made[0].output
     if case != "a schema":  # a grammar has no fingerprint
-        prints = Fingerprints(live.service.llm, engine.decoder, "code")
+        prints = Fingerprints(live.service.runtime, "code")
         digests = {prints.of(s.request, s.output, s.finish and s.finish.finish).digest for s in made}
         assert len(digests) == 1
     else:

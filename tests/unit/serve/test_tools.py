@@ -182,7 +182,7 @@ def test_a_call_that_is_asked_for_is_certain_and_the_same_with_and_without_guess
 def test_calls_that_a_model_writes_of_itself_and_broken_ones(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text is set by a grammar of one choice: what a model would write."""
     live.service.settings = live.service.settings.with_(tool_call_parser="auto")
-    monkeypatch.setattr(live.service.llm.tokenizer, "chat_template", TEMPLATE + "{# <tool_call> #}")
+    monkeypatch.setattr(live.service.prompts.tokenizer, "chat_template", TEMPLATE + "{# <tool_call> #}")
     for text, content, calls in (
         (
             f"Yes. <tool_call>{ONE}</tool_call>\n<tool_call>{TWO}</tool_call>",
@@ -245,8 +245,8 @@ FORCED = {
 
 @pytest.mark.parametrize("parser", FORCED)
 def test_a_forced_answer_has_only_calls_and_is_read_by_the_reader_of_its_format(live: Live, parser: str) -> None:
-    llm, form = live.service.llm, FORMATS.get(parser, PLAIN)
-    grammars = Grammars(llm.tokenizer, 8192, llm.loaded.end_ids)
+    service, form = live.service, FORMATS.get(parser, PLAIN)
+    grammars = Grammars(service.prompts.tokenizer, 8192, service.runtime.loaded.end_ids)
     call, between, around = FORCED[parser]
     names = ["look", "a" * 128, 'q"\\/\n\u00e9\u2028𓀀 </tool_call>']
     offer = ToolOffer({name: LOOK if name == "look" else {"type": "object"} for name in names}, True)
@@ -257,7 +257,7 @@ def test_a_forced_answer_has_only_calls_and_is_read_by_the_reader_of_its_format(
 
     def takes(offer: ToolOffer, text: str) -> bool:
         grammar = Grammar.tools(offer.grammar(form), [offer.tools[name] for name in offer.names])
-        return accepts(llm, grammars, grammar, around % text)
+        return accepts(service, grammars, grammar, around % text)
 
     several = between.join([one, two, one, three])
     assert takes(offer, one)
@@ -284,7 +284,7 @@ def test_a_forced_answer_has_only_calls_and_is_read_by_the_reader_of_its_format(
 def test_an_opening_that_is_a_special_token_is_seen_and_other_special_tokens_are_not(
     live: Live, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    tokenizer = live.service.llm.tokenizer
+    tokenizer = live.service.prompts.tokenizer
     special = property(lambda self: ["<|endoftext|>", "[TOOL_CALLS]"])
     monkeypatch.setattr(type(tokenizer), "all_special_tokens", special)
     live.service.settings = live.service.settings.with_(tool_call_parser="mistral")
