@@ -257,7 +257,7 @@ def test_a_forced_answer_has_only_calls_and_is_read_by_the_reader_of_its_format(
 
     def takes(offer: ToolOffer, text: str) -> bool:
         grammar = Grammar.tools(offer.grammar(form), [offer.tools[name] for name in offer.names])
-        return accepts(service, grammars, grammar, around % text)
+        return accepts(service.prompts, grammars, grammar, around % text)
 
     several = between.join([one, two, one, three])
     assert takes(offer, one)
