@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.command import as_command
 from outrider.cli.options import CODE, Debug, Model, SpeculationOptions, option
 from outrider.cli.terminal import RED, loading, plain, readable, warn
 from outrider.core.extras import needs
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
 _SHOWN = 5  # problems that are named on the terminal; the output has all
 
 
+@as_command(
+    "Use",
+    "outrider batch requests.jsonl -o answers.jsonl",
+    "outrider batch requests.jsonl -o answers.jsonl -m ./my-model --served-model-name gpt-4o-mini --max-num-seqs 16",
+    "outrider batch requests.jsonl -o answers.jsonl -m ./my-model --ray auto --replicas 8 --cpus 4",
+    usual="-o -m -d -k --method --served-model-name --quantization --max-num-seqs --ray --replicas",
+)
 def batch(
     input_file: Annotated[
         Path,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import AfterValidator
 
+from outrider.cli.command import as_command
 from outrider.cli.options import (
     CODE,
     DRAFT_MODEL,
@@ -168,6 +169,15 @@ class FileOptions(Options):
         check_folders(self.json_file, self.html)
 
 
+@as_command(
+    "Measure",
+    "outrider bench",
+    "outrider bench my-prompts.jsonl -m ./my-model --method suffix --method auto",
+    "outrider bench my-prompts.jsonl -m ./my-model -d ./my-small-model --json run.json --html run.html",
+    "outrider bench chat --base-url http://127.0.0.1:8000",
+    "outrider bench chat --base-url http://one:8000 --base-url http://two:8000",
+    usual="-m -d -k --method --num-prompts -n -t -r -c --base-url --json --html",
+)
 def bench(
     *,
     prompts: Prompts = "code",
@@ -237,6 +247,12 @@ def bench(
         raise typer.Exit(code)
 
 
+@as_command(
+    "Measure",
+    "outrider report run.json",
+    "outrider report run.json --out page.html",
+    "outrider report before.json after.json",
+)
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN.json", help="A file of outrider bench --json.")],
     later: Annotated[

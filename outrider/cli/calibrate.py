@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from outrider.cli.command import as_command
 from outrider.cli.options import Debug, LoadOptions, ModelArgument, option, parse_speculative_config
 from outrider.cli.terminal import loading, readable
 
 
+@as_command(
+    "Measure",
+    "outrider calibrate builtin:code",
+    """outrider calibrate ./my-model --speculative-config '{"model": "./my-small-model"}'""",
+)
 def calibrate(
     model: ModelArgument,
     speculative_config: Annotated[

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.bench import FileOptions, run_and_report
+from outrider.cli.command import as_command
 from outrider.cli.generate import stream
 from outrider.cli.options import (
     CHAT,
@@ -56,6 +57,12 @@ class DraftOptions(Options):
     num_speculative_tokens: int | None = NUM_SPECULATIVE_TOKENS
 
 
+@as_command(
+    "Measure",
+    "outrider demo",
+    "outrider demo --tokens 200 --repeats 5 --json numbers.json",
+    "outrider demo -m ./my-model -d ./my-small-model -k 4",
+)
 def demo(
     model: Annotated[
         str | None,

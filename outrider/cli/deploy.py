@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Annotated, Any
 
+from outrider.cli.command import as_command
 from outrider.cli.options import Config, Debug, ModelFirst, ModelInstead, SpeculationOptions, one_model, option
 from outrider.cli.serve import ready_lines
 from outrider.cli.terminal import loading, readable
@@ -15,6 +16,13 @@ from outrider.core.files import write_whole
 from outrider.serve.ray.options import DeployOptions, serve_config
 
 
+@as_command(
+    "Use",
+    "outrider deploy builtin:code --replicas 2 --cpus 0.5",
+    "outrider deploy ./my-model --min-replicas 1 --max-replicas 4 --address auto",
+    "outrider deploy ./my-model --replicas 2 --write-config ray.yaml && serve run ray.yaml",
+    usual="-d -k --method --replicas --min-replicas --max-replicas --cpus --gpus --address --host --port --write-config",
+)
 def deploy(
     model: ModelFirst = None,
     *,

@@ -14,6 +14,7 @@ from time import perf_counter
 
 import typer
 
+from outrider.cli.command import as_command
 from outrider.cli.options import Debug
 from outrider.cli.terminal import GREEN, RED, YELLOW, home, paint, readable, working
 from outrider.core.extras import install
@@ -33,6 +34,10 @@ class Check:
     wrong: bool = False
 
 
+@as_command(
+    "Look inside",
+    "outrider doctor",
+)
 def doctor(debug: Debug = False) -> None:
     """Check this machine and this installation, and say what to change for speed.
 
@@ -159,7 +164,7 @@ def _packages() -> Iterator[Check]:
     from packaging.requirements import Requirement
 
     wanted, whole = [Requirement(line) for line in requires("outrider") or ()], list[str]()
-    for extra in ("data", "serve", "grammar", "bench", "certify", "ray", "otel"):
+    for extra in ("data", "serve", "grammar", "lab", "certify", "ray", "otel"):
         needed = [r.name for r in wanted if r.marker and r.marker.evaluate({"extra": extra})]
         if missing := ", ".join(name for name in needed if not _installed(name)):
             yield Check(f"extra {extra}", f"missing: {missing}", install(extra))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.command import as_command
 from outrider.cli.options import Debug, option
 from outrider.cli.terminal import YELLOW, printable, readable, say, working
 from outrider.core.files import write_whole
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
     from outrider.pages.explained import ExplainedRun
 
 
+@as_command(
+    "Look inside",
+    "outrider explain",
+    'outrider generate "def f(x):" --trace run.jsonl && outrider explain run.jsonl',
+    "outrider explain run.jsonl --recorded -o page.html",
+)
 def explain(
     trace: Annotated[
         Path | None,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outrider.cli.command import as_command
 from outrider.cli.options import Debug, option, parse_speculative_config
 from outrider.cli.terminal import DIM, command, loading, readable, say, warn
 
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 _LENGTHS = "give pairs of batch size and draft tokens, such as 1:4,4:2,8:0"
 
 
+@as_command(
+    "Build",
+    """outrider export '{"method": "suffix"}' --to vllm""",
+    "outrider export speculative_config.json --to vllm --to sglang -m ./my-model --lengths 1:4,4:2,8:0 -o ./handover",
+)
 def export(
     setting: Annotated[
         str, typer.Argument(metavar="JSON|FILE", help="A speculative_config, or the file that outrider tune wrote.")

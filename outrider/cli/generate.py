@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.chat import no_template
+from outrider.cli.command import as_command
 from outrider.cli.conversation import TextPrinter
 from outrider.cli.options import (
     CODE,
@@ -26,6 +26,7 @@ from outrider.cli.options import (
     TraceOptions,
     option,
 )
+from outrider.cli.run import no_template
 from outrider.cli.terminal import DIM, GREEN, check_folders, loading, paint, plain, readable, tell, unechoed
 
 if TYPE_CHECKING:
@@ -36,6 +37,16 @@ if TYPE_CHECKING:
     from outrider.engine.request import Sequence
 
 
+@as_command(
+    "Use",
+    'outrider generate "def quicksort(xs):"',
+    'outrider generate "import argparse" --temperature 0.8 --top-p 0.95 --seed 7',
+    'outrider generate "def f(x):" --method none',
+    "cat part.py | outrider generate - --method suffix --max-tokens 64 > rest.py",
+    'outrider generate "# part.py, with one change:" --prediction part.py -k 16',
+    'outrider generate "Why is the sky blue?" --chat -m ./my-model -d ./my-small-model',
+    usual="-m -d -k --method -t --top-p -n --seed --stop --chat --prediction --quantization --trace",
+)
 def generate(
     prompt: Annotated[
         str,

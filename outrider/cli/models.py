@@ -13,65 +13,19 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.options import CODE, Debug, Model, ModelArgument, PrecisionOptions, full_name, option
-from outrider.cli.terminal import console, home, loading, readable, say, working
+from outrider.cli.command import as_command
+from outrider.cli.options import CODE, Debug, ModelArgument, PrecisionOptions, full_name, option
+from outrider.cli.terminal import home, loading, readable, say, working
 from outrider.core.suggest import did_you_mean
-from outrider.drafters.method import METHODS, plugins
-from outrider.drafters.method import find as find_method
 
 HUB = "in the hub's cache"
 
 
-def layers(
-    model: Model = CODE,
-    texts: Annotated[
-        list[Path] | None, option("Measurement", "Files with texts like yours; without it, a short sample.")
-    ] = None,
-    out: Annotated[Path | None, option("Output", "Write the layers to this file.", metavar="FILE")] = None,
-    *,
-    precision: PrecisionOptions,
-    debug: Debug = False,
-) -> None:
-    """Find the layers of a model that draft best for it (layer_skip), by measured agreement and measured cost."""
-    with readable(debug):
-        samples = [path.read_text(encoding="utf-8") for path in texts or []]
-        with loading(model):
-            from outrider.drafters.model.self_speculation import SAMPLE, search_layers
-            from outrider.models.load import load
-
-            loaded = load(model, **dict(precision))
-        if loaded.tokenizer is None:
-            raise ValueError(f"{loaded.name} has no tokenizer, so it cannot read a text; choose a model with one")
-        ids = [loaded.tokenizer(text)["input_ids"] for text in samples or [SAMPLE]]
-        found = search_layers(loaded.model, ids, progress=say)
-        if out is not None:
-            found.save(out)
-        chosen = f'{{"method": "layer_skip", "layers": {json.dumps(str(out)) if out else found.layers}, '
-        chosen += f'"num_speculative_tokens": {max(found.depth, 1)}}}'
-        if found.gain <= 1:
-            print("No set of layers is expected to be faster than plain decoding. The best one:")
-        print(
-            f"layers {found.layers}: {found.acceptance:.0%} of their tokens are the model's. A token costs {found.cost:.2f} "
-            f"of the model's; predicted {found.gain:.2f} times plain decoding\n--speculative-config '{chosen}'"
-        )
-
-
-def methods(debug: Debug = False) -> None:
-    """List the drafting methods: name, what it needs, what it is good for. Give one to --method, or several as JSON."""
-    with readable(debug):
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
-
-        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.add_column("method", no_wrap=True)
-        table.add_column("needs", max_width=24)
-        table.add_column("what it is, and where it helps")
-        for method in (*METHODS.values(), *map(find_method, plugins())):
-            table.add_row(method.name, method.needs, method.help)
-        console().print(table)
-        print('One: --method suffix\nSeveral: --speculative-config \'{"method": ["suffix", "draft_model"]}\'')
-
-
+@as_command(
+    "Models",
+    "outrider models",
+    "outrider models --check Qwen/Qwen3-8B",
+)
 def models(
     check: Annotated[
         str | None,
@@ -88,7 +42,7 @@ def models(
     """List the models that are here, as `outrider list` does; or check any model."""
     with readable(debug):
         if check is None:
-            list_(debug)
+            show_list()
             return
         with loading(check):
             from outrider.cli import compatibility
@@ -98,29 +52,43 @@ def models(
         raise typer.Exit(0 if found["runs"] else 1)
 
 
+@as_command(
+    "Models",
+    "outrider list",
+)
 def list_(debug: Debug = False) -> None:
     """List the models that are here: name, size, where. Built-in, fetched and packed ones, and those of the hub's cache."""
     with readable(debug):
-        with loading("the list"):
-            from outrider.models.builtin.download import DOWNLOADS
-            from outrider.models.packs import store
-
-            held = _held()
-        names = [one.name for one in held]
-        absent = {name: model for name, model in DOWNLOADS.items() if name not in names}
-        width = max(map(len, [*names, *absent]))
-        for one in held:
-            print(f"{one.name:<{width}}  {_size(one.bytes):>9}  {one.kind}")
-            for line in filter(None, (one.what, home(one.path))):
-                say(f"  {line}")
-        for name, model in absent.items():
-            print(f"{name:<{width}}  {_size(model.size):>9}  not here; outrider pull {name}")
-        print(
-            f"\nRemove one from a cache: outrider rm NAME. Packs take {_size(store.limit())} at most; {store.LIMIT} changes that."
-        )
-        print(f'Use one: outrider generate "def main():" -m {CODE}')
+        show_list()
 
 
+def show_list() -> None:
+    """Print the models that are here, and those that can be fetched."""
+    with loading("the list"):
+        from outrider.models.builtin.download import DOWNLOADS
+        from outrider.models.packs import store
+
+        held = _held()
+    names = [one.name for one in held]
+    absent = {name: model for name, model in DOWNLOADS.items() if name not in names}
+    width = max(map(len, [*names, *absent]))
+    for one in held:
+        print(f"{one.name:<{width}}  {_size(one.bytes):>9}  {one.kind}")
+        for line in filter(None, (one.what, home(one.path))):
+            say(f"  {line}")
+    for name, model in absent.items():
+        print(f"{name:<{width}}  {_size(model.size):>9}  not here; outrider pull {name}")
+    print(
+        f"\nRemove one from a cache: outrider rm NAME. Packs take {_size(store.limit())} at most; {store.LIMIT} changes that."
+    )
+    print(f'Use one: outrider generate "def main():" -m {CODE}')
+
+
+@as_command(
+    "Models",
+    "outrider pull builtin:smollm2-135m",
+    "outrider pull Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf",
+)
 def pull(
     model: Annotated[
         str,
@@ -157,6 +125,11 @@ def pull(
     print(f"{model} is here:\n  {home(where)}")
 
 
+@as_command(
+    "Models",
+    "outrider rm builtin:smollm2-135m",
+    "outrider rm all -y",
+)
 def rm(
     names: Annotated[
         list[str],
@@ -190,6 +163,11 @@ def rm(
             print(f"removed {one.name} ({_size(one.bytes)})")
 
 
+@as_command(
+    "Models",
+    "outrider pack ./my-model --quantization int8 -o ./my-model-int8",
+    "outrider pack model.gguf -o ./my-model && outrider chat -m ./my-model",
+)
 def pack(
     model: ModelArgument,
     out: Annotated[Path, option("Output", "The folder to write.", "--out", "-o", metavar="FOLDER")],

@@ -1,22 +1,15 @@
-"""The options that commands share, and the way a command takes a group of them. Imports nothing large.
-
-A group is `outrider.serve.options.Options`. `grouped` lets a command take a group as one argument, and typer sees the fields.
-"""
+"""The options that commands share. Imports nothing large."""
 
 from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
-from functools import wraps
-from inspect import Parameter, Signature, signature
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import AfterValidator
-from pydantic.fields import FieldInfo
 
 from outrider.cli.terminal import readable
 from outrider.core.suggest import did_you_mean
@@ -26,7 +19,6 @@ from outrider.serve.options import LoadOptions as LoadOptions
 from outrider.serve.options import Options as Options
 from outrider.serve.options import PrecisionOptions as PrecisionOptions
 from outrider.serve.options import setting as setting
-from outrider.serve.options import shown
 
 if TYPE_CHECKING:
     from outrider.core.params import SamplingParams
@@ -40,58 +32,6 @@ CHAT = "builtin:smollm2-135m"
 def option(panel: str, text: str, *names: str, **more: Any) -> Any:
     """A typer option under a heading of the help page."""
     return typer.Option(*names, help=text, rich_help_panel=panel, **more)
-
-
-def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Let typer see each field of a command's option groups as a parameter of its own.
-
-    A group is `Options`, or a dataclass with typer's annotations. For `Annotated[dict, X]` a command gets what was given for X,
-    to make it with more.
-    The order of the parameters, and of the fields in a group, is the order in the help page. Raises ValueError if two groups
-    have a field of the same name.
-    """
-    hints = get_type_hints(command, include_extras=True)
-    parameters, groups = list[Parameter](), dict[str, tuple[Callable[..., Any], list[str]]]()
-    for name, parameter in signature(command).parameters.items():
-        make, kind = (
-            (_dict, hints[name].__metadata__[0]) if get_origin(hints[name]) is Annotated else 2 * (hints[name],)
-        )
-        if isinstance(kind, type) and issubclass(kind, Options):
-            taken = [_parameter(field, one) for field, one in shown(kind).items()]
-        elif is_dataclass(kind):  # of a package without `Options`
-            types = get_type_hints(kind, include_extras=True)
-            defaults = [(f.name, Parameter.empty if f.default is MISSING else f.default) for f in fields(kind)]
-            taken = [Parameter(n, Parameter.KEYWORD_ONLY, default=d, annotation=types[n]) for n, d in defaults]
-        else:
-            parameters.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
-            continue
-        parameters += taken
-        groups[name] = make, [one.name for one in taken]
-
-    @wraps(command)
-    def run(**given: Any) -> Any:
-        made = {name: make(**{field: given.pop(field) for field in names}) for name, (make, names) in groups.items()}
-        return command(**given, **made)
-
-    run.__signature__ = Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return run
-
-
-def _dict(**given: Any) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _parameter(name: str, field: FieldInfo) -> Parameter:
-    """An option as typer wants it. A list has no default there: without one it is left out."""
-    extra: Any = field.json_schema_extra
-    kind: Any = extra["kind"] or field.annotation
-    default = field.get_default(call_default_factory=True)
-    if default == []:
-        kind, default = kind | None, None
-    names = extra["names"] or ([f"--{name.replace('_', '-')}"] if kind is bool else [])
-    made = option(extra["panel"], field.description or "", *names, **extra["typer"])
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, made])
 
 
 # -- single options -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.command import as_command
 from outrider.cli.options import Debug, option
 from outrider.cli.terminal import (
     DIM,
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
 _STYLES = {"✓": "green", "✗": "red", "·": "dim"}
 
 
+@as_command(
+    "Look inside",
+    'outrider generate "def f(x):" --trace run.jsonl',
+    "outrider replay run.jsonl",
+    "outrider replay run.jsonl --step 3",
+    "outrider replay --fingerprint answer.json",
+)
 def replay(
     trace: Annotated[Path | None, typer.Argument(metavar="[TRACE]", help="A file that --trace has written.")] = None,
     step: Annotated[

@@ -8,6 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
+from outrider.cli.command import as_command
 from outrider.cli.options import (
     Config,
     Debug,
@@ -27,6 +28,14 @@ if TYPE_CHECKING:
     from outrider.serve.pool import ModelPool
 
 
+@as_command(
+    "Use",
+    "outrider serve builtin:code",
+    "outrider serve ./my-model -d ./my-small-model -k 4",
+    "outrider serve smollm2 ./coder.gguf --memory 12GiB --speculative-config coder=coder.json",
+    "OUTRIDER_API_KEY=... outrider serve builtin:code --host 0.0.0.0 --metrics-prefix vllm",
+    usual="-d -k --method --config --host --port --api-key --served-model-name --quantization --max-model-len --max-num-seqs",
+)
 def serve(
     model: Models = None,
     *,

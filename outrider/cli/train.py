@@ -7,12 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
+from outrider.cli.command import as_command
 from outrider.cli.options import Debug, LoadOptions, Model, option
 from outrider.cli.terminal import loading, readable
 from outrider.drafters.method import TRAINED
 from outrider.train.settings import TrainingSettings
 
 
+@as_command(
+    "Build",
+    "outrider train eagle3 -m ./my-model --minutes 60 -o ./my-head",
+    "outrider train eagle3 -m ./my-model --prompts my-prompts.jsonl --prompts self --minutes 60 -o ./my-head",
+    usual="-m -o --prompts --minutes --tokens --temperature --length --draft-vocab-size --seed --from",
+)
 def train(
     method: Annotated[str, typer.Argument(metavar="METHOD", help=f"The kind of head: {', '.join(TRAINED)}.")],
     model: Model,

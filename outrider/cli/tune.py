@@ -12,6 +12,7 @@ import typer
 from pydantic import AfterValidator
 
 from outrider.cli.bench import Prompts, WorkloadOptions
+from outrider.cli.command import as_command
 from outrider.cli.options import (
     CODE,
     DRAFT_MODEL,
@@ -66,6 +67,13 @@ class CandidateOptions(Options):
     )
 
 
+@as_command(
+    "Measure",
+    "outrider tune",
+    "outrider tune my-prompts.jsonl -m ./my-model -d ./my-small-model",
+    "outrider tune code -m builtin:code --method suffix --method draft_model --seconds 30",
+    usual="-m -d --method --seconds --num-prompts -n -t --out --export --json",
+)
 def tune(
     *,
     prompts: Prompts = "code",

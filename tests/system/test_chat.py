@@ -25,13 +25,13 @@ CODE = "builtin:code"
 HERE = ("-m", CODE, "--seed", "5")
 NO_MODEL = """
 from contextlib import contextmanager
-from outrider.cli import chat, main
+from outrider.cli import main, run
 class Silent:
     name = "silent"
 @contextmanager
 def here(*_):
     yield Silent()
-chat._here = here
+run._here = here
 main.main()
 """  # the command with a model that loads nothing and is never asked
 
@@ -188,7 +188,7 @@ def test_a_pipe_has_a_limit_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
         yield {"choices": [{"delta": {"content": "x"}, "finish_reason": "stop"}]}
 
     monkeypatch.setattr(LocalBackend, "answer", answer)
-    monkeypatch.setattr("outrider.cli.chat.PIPE_TOKENS", 100)
+    monkeypatch.setattr("outrider.cli.run.PIPE_TOKENS", 100)
     for message in ("short", "long " * 1950):
         assert invoke("run", CODE, message, stdin="").exit_code == 0
     assert invoke("run", CODE, "short", "-n", "7", stdin="").exit_code == 0

@@ -41,7 +41,7 @@ def test_the_list_of_methods_is_not_in_a_help_page() -> None:
 def test_the_list_of_commands_has_a_heading_for_each_purpose() -> None:
     headings = [line.split()[1:-1] for line in page("--help") if line.startswith("╭")]
     assert [" ".join(word for word in words if word.strip("─╮")) for words in headings] == [
-        *("Options", "Use", "Measure", "Models", "Look inside", "Build"),
+        *("Options", "Use", "Models", "Look inside", "Measure", "Build"),
     ]
     assert next(iter(COMMANDS)) == "run"
 

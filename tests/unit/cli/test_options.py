@@ -11,6 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from outrider.cli.command import grouped
 from outrider.cli.main import app
 from outrider.cli.options import (
     Options,
@@ -19,7 +20,6 @@ from outrider.cli.options import (
     SpeculationOptions,
     TraceOptions,
     full_name,
-    grouped,
     setting,
 )
 

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from outrider.cli.backends import ChatBackend, LocalBackend, ServerBackend
+from outrider.cli.command import as_command
 from outrider.cli.conversation import Conversation
 from outrider.cli.options import (
     ApiKey,
@@ -67,6 +68,13 @@ class TalkOptions(Options):
         return Conversation(backend, options, system=self.system, stats=self.stats)
 
 
+@as_command(
+    "Use",
+    "outrider chat -m builtin:smollm2-135m",
+    'outrider chat -m model.gguf -d small.gguf --system "Be brief."',
+    "outrider chat http://127.0.0.1:8000 -t 0 -n 64",
+    usual="-m -d -k --method --quantization --system -t -n --seed --stats",
+)
 def chat(
     url: Annotated[
         str | None, typer.Argument(metavar="URL", help=f"Where a server listens; without --model, {SERVER}.")
@@ -107,6 +115,13 @@ def chat(
         _talk(talk, ServerBackend(url or SERVER, api_key, model))
 
 
+@as_command(
+    "Use",
+    "outrider run builtin:smollm2-135m",
+    'outrider run model.gguf "Why is the sky blue?"',
+    'cat notes.txt | outrider run model.gguf "Sum this up:" > summary.txt',
+    usual="-d -k --method --quantization --system -t -n --seed --stats",
+)
 def run(
     model: ModelArgument,
     prompt: Annotated[

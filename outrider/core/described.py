@@ -1,0 +1,28 @@
+"""What a docstring says of each argument. Help pages and request bodies show the same words. Imports nothing large."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any, NamedTuple
+
+_ARGUMENT = re.compile(r"^    (\w+)(?: \(([^)]+)\))?: (.*(?:\n {5,}.*)*)", re.MULTILINE)
+
+
+class Description(NamedTuple):
+    """Of an argument. placeholder: what stands for its value, such as FILE; empty for none."""
+
+    text: str
+    placeholder: str
+
+
+def summary(documented: Any) -> str:
+    """The docstring of a function or a class, without its `Args:`."""
+    return (inspect.getdoc(documented) or "").partition("\nArgs:\n")[0].strip()
+
+
+def arguments(documented: Any) -> dict[str, Description]:
+    """The `Args:` of a docstring: a line is `name: text` or `name (PLACEHOLDER): text`, and goes on deeper."""
+    _, _, section = (inspect.getdoc(documented) or "").partition("\nArgs:\n")
+    section = section.partition("\n\n")[0]
+    return {name: Description(" ".join(text.split()), held) for name, held, text in _ARGUMENT.findall(section)}
