@@ -1,4 +1,4 @@
-"""`outrider bench` and `report`. Imports nothing large until it runs. Reads a server's key from the environment."""
+"""`outrider bench`. Imports nothing large until it runs. Reads a server's key from the environment."""
 
 from __future__ import annotations
 
@@ -160,12 +160,22 @@ class FileOptions(Options):
 
     json_file: Path | None = setting(None, "Output", "Write the measurement to a file.", "--json", metavar="FILE")
     html: Path | None = setting(None, "Output", "Write a report page.", metavar="FILE")
+    report: list[Path] | None = setting(
+        None,
+        "Output",
+        "Measure nothing: make the page of a file of --json; given twice, also of what changed.",
+        metavar="FILE",
+    )
     resume: bool = setting(False, "Output", "Continue the interrupted measurement of --json.", "--resume")
 
     def check(self) -> None:
         """Raise ValueError or FileNotFoundError for files that cannot be used."""
         if self.resume and self.json_file is None:
             raise ValueError("--resume continues the measurement of a file; name it: --json RUN.json --resume")
+        if self.report and self.json_file is not None:
+            raise ValueError(
+                "--report is for what was measured before, and --json keeps a new measurement; leave one out"
+            )
         check_folders(self.json_file, self.html)
 
 
@@ -173,10 +183,11 @@ class FileOptions(Options):
     "Measure",
     "outrider bench",
     "outrider bench my-prompts.jsonl -m ./my-model --method suffix --method auto",
-    "outrider bench my-prompts.jsonl -m ./my-model -d ./my-small-model --json run.json --html run.html",
+    "outrider bench --report before.json --report after.json",
     "outrider bench chat --base-url http://127.0.0.1:8000",
     "outrider bench chat --base-url http://one:8000 --base-url http://two:8000",
-    usual="-m -d -k --method --num-prompts -n -t -r -c --base-url --json --html",
+    "outrider bench my-prompts.jsonl -m ./my-model -d ./my-small-model --json run.json --html run.html",
+    usual="-m -d -k --method --num-prompts -n -t -r --base-url --json --html --report",
 )
 def bench(
     *,
@@ -204,6 +215,9 @@ def bench(
     """
     with readable(debug):
         files.check()
+        if files.report:
+            make_page(files.report, files.html)
+            return
         configs = what.configs(bool(server.urls))
         sampling = workload.sampling(top_p=top_p, top_k=top_k)
         from outrider.lab.bench.prompts import read
@@ -247,47 +261,26 @@ def bench(
         raise typer.Exit(code)
 
 
-@as_command(
-    "Measure",
-    "outrider report run.json",
-    "outrider report run.json --out page.html",
-    "outrider report before.json after.json",
-)
-def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN.json", help="A file of outrider bench --json.")],
-    later: Annotated[
-        Path | None, typer.Argument(metavar="LATER.json", help="A later run. The page shows it, and what changed.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        option(
-            "Output",
-            "The file for the page. Default: RUN.html or RUN-LATER.html, next to the last run.",
-            "--out",
-            "-o",
-            metavar="FILE",
-        ),
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Make an HTML page of a measurement: what to do, why, and all the numbers. The page needs no network.
+def make_page(files: list[Path], out: Path | None) -> None:
+    """Write the page of a measurement, or of the later of two and what changed. It needs no network.
 
-    With two runs it begins with what changed between them, and if that is more than noise.
+    Args:
+        files: One or two files of `--json`.
+        out: The page; None puts it next to the last file.
     """
-    with readable(debug):
-        from outrider.lab.bench.report.page import write
-        from outrider.lab.bench.run import Run
+    from outrider.lab.bench.report.page import write
+    from outrider.lab.bench.run import Run
 
-        files = [run] if later is None else [run, later]
-        runs = [Run.load(file) for file in files]
-        path = out or files[-1].with_name("-".join(file.stem for file in files) + ".html")
-        if path in files:
-            raise ValueError(f"the page would overwrite the run {path}. Name another file: --out page.html")
-        check_folders(path)
-        recommendation = write(runs[-1], path, other=runs[0] if later else None)
-        colour = {"keep": GREEN, "broken": RED}.get(recommendation.kind, YELLOW)
-        print(f"{paint(recommendation.label, colour)}: {printable(recommendation.headline)}")
-        say(f"The page is {path}.")
+    if len(files) > 2:
+        raise ValueError(f"--report compares two measurements, got {len(files)}")
+    runs = [Run.load(file) for file in files]
+    path = out or files[-1].with_name("-".join(file.stem for file in files) + ".html")
+    if path in files:
+        raise ValueError(f"the page would overwrite the run {path}. Name another file: --html page.html")
+    recommendation = write(runs[-1], path, other=runs[0] if len(runs) == 2 else None)
+    colour = {"keep": GREEN, "broken": RED}.get(recommendation.kind, YELLOW)
+    print(f"{paint(recommendation.label, colour)}: {printable(recommendation.headline)}")
+    say(f"The page is {path}.")
 
 
 def run_and_report(
@@ -317,7 +310,7 @@ def run_and_report(
     if answered:
         show(run, console(), tables)
         if file is not None:
-            say(f"The measurement is in {file}. Make a page of it: outrider report {file}")
+            say(f"The measurement is in {file}. Make a page of it: outrider bench --report {file}")
         if files.html is not None:
             write(run, files.html)
             say(f"The page is {files.html}.")

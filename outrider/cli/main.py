@@ -28,23 +28,12 @@ ENVIRONMENT = {
 GROUP = "outrider.commands"
 """The entry point group in which packages name their commands. Each is a `typer.Typer`; see `outrider.cli.command`."""
 
-ENGINE = (
-    "run",
-    "chat",
-    "generate",
-    "serve",
-    "batch",
-    "models",
-    "list",
-    "pull",
-    "rm",
-    "pack",
-    "methods",
-    "doctor",
-    "calibrate",
-)
+ENGINE = ("run", "generate", "serve", "batch", "models", "methods", "doctor")
+SHORTER = ("list", "pull", "rm")
+"""Commands of `outrider models` that may stand alone, as users of Ollama type them. The list of commands has them not."""
+
 EXTRAS = {"deploy": "ray", "certify": "certify"} | dict.fromkeys(
-    ("bench", "demo", "explain", "export", "layers", "replay", "report", "train", "tune"), "lab"
+    ("bench", "demo", "explain", "export", "layers", "replay", "train", "tune"), "lab"
 )
 """The command of another package -> the extra that brings it."""
 
@@ -54,16 +43,12 @@ class CommandTable(Mapping[str, Any]):
 
     @cached_property
     def _entries(self) -> dict[str, EntryPoint]:
-        modules = {"chat": "run"} | dict.fromkeys(("list", "pull", "rm", "pack"), "models")
-        own = {
-            name: EntryPoint(
-                name, f"outrider.cli.{modules.get(name, name)}:{'list_' if name == 'list' else name}", GROUP
-            )
-            for name in ENGINE
-        }
+        own = {name: EntryPoint(name, f"outrider.cli.{name}:{name}", GROUP) for name in ENGINE}
         return own | {entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in own}
 
     def __getitem__(self, name: str) -> Any:
+        if name in SHORTER:
+            return self["models"].commands[name]
         entry = self._entries.get(name)
         if entry is None:
             return typer.main.get_command(_absent(name, f"outrider[{EXTRAS[name]}]"))

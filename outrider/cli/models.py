@@ -1,4 +1,4 @@
-"""`outrider models`, `methods`, `list`, `pull`, `rm`, `pack` and `layers`. Imports torch only when a command runs."""
+"""`outrider models`: which are here, and what can be done with one. Imports torch only when a command runs."""
 
 from __future__ import annotations
 
@@ -9,54 +9,36 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from outrider.cli.command import as_command
-from outrider.cli.options import CODE, Debug, ModelArgument, PrecisionOptions, full_name, option
+from outrider.cli.options import CODE, Debug, ModelArgument, PrecisionOptions, full_name
 from outrider.cli.terminal import home, loading, readable, say, working
 from outrider.core.suggest import did_you_mean
 
 HUB = "in the hub's cache"
 
 
-@as_command(
-    "Models",
-    "outrider models",
-    "outrider models --check Qwen/Qwen3-8B",
+models = typer.Typer(
+    add_completion=False,
+    rich_markup_mode="rich",
+    epilog="[bold]Examples[/bold]\noutrider models\noutrider models check Qwen/Qwen3-8B\n"
+    "outrider models pull builtin:smollm2-135m\n\n"
+    "[bold]outrider list[/bold], [bold]outrider pull[/bold] and [bold]outrider rm[/bold] are the same as with models before them",
 )
-def models(
-    check: Annotated[
-        str | None,
-        option(
-            "Check",
-            "Say whether this model runs here, and how, from its configuration alone: a folder, a config.json, a GGUF file or a "
-            "hub name. Fetches nothing.",
-            metavar="MODEL",
-        ),
-    ] = None,
-    json_: Annotated[bool, option("Output", "Print the answer to --check as JSON.", "--json")] = False,
-    debug: Debug = False,
-) -> None:
-    """List the models that are here, as `outrider list` does; or check any model."""
-    with readable(debug):
-        if check is None:
+
+
+@models.callback(invoke_without_command=True, rich_help_panel="Models")
+def about(context: typer.Context, debug: Debug = False) -> None:
+    """List the models that are here, fetch or remove one, check if one runs here, or pack its weights."""
+    if context.invoked_subcommand is None:
+        with readable(debug):
             show_list()
-            return
-        with loading(check):
-            from outrider.cli import compatibility
-
-            found = compatibility.check(check)
-        print(json.dumps(found) if json_ else "\n".join(compatibility.lines(check, found)))
-        raise typer.Exit(0 if found["runs"] else 1)
 
 
-@as_command(
-    "Models",
-    "outrider list",
-)
-def list_(debug: Debug = False) -> None:
+@as_command("Commands", "outrider models list", "outrider list", to=models)
+def list_(*, debug: Debug = False) -> None:
     """List the models that are here: name, size, where. Built-in, fetched and packed ones, and those of the hub's cache."""
     with readable(debug):
         show_list()
@@ -84,23 +66,36 @@ def show_list() -> None:
     print(f'Use one: outrider generate "def main():" -m {CODE}')
 
 
+@as_command("Commands", "outrider models check Qwen/Qwen3-8B", "outrider models check model.gguf --json", to=models)
+def check(model: str, *, json_: bool = False, debug: Debug = False) -> None:
+    """Say whether a model runs here, and how, from its configuration alone. Fetches nothing. Exit code 1: it does not run.
+
+    Args:
+        model: A folder, a config.json, a GGUF file or a hub name.
+        json_: Print the answer as JSON.
+    """
+    with readable(debug):
+        with loading(model):
+            from outrider.cli import compatibility
+
+            found = compatibility.check(model)
+        print(json.dumps(found) if json_ else "\n".join(compatibility.lines(model, found)))
+        raise typer.Exit(0 if found["runs"] else 1)
+
+
 @as_command(
-    "Models",
-    "outrider pull builtin:smollm2-135m",
+    "Commands",
+    "outrider models pull builtin:smollm2-135m",
     "outrider pull Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf",
+    to=models,
 )
-def pull(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME",
-            help="A built-in model, a hub name, or owner/name:file.gguf on the hub.",
-            callback=full_name,
-        ),
-    ],
-    debug: Debug = False,
-) -> None:
-    """Fetch a model now, so that the first use needs no network."""
+def pull(name: str, *, debug: Debug = False) -> None:
+    """Fetch a model now, so that the first use needs no network.
+
+    Args:
+        name: A built-in model, a hub name, or owner/name:file.gguf on the hub.
+    """
+    model = full_name(name)
     with readable(debug), working(f"looking for {model}"):
         from outrider.models.builtin.download import DOWNLOADS, fetch
         from outrider.models.builtin.shipped import BUILTIN, builtin_folder
@@ -125,20 +120,14 @@ def pull(
     print(f"{model} is here:\n  {home(where)}")
 
 
-@as_command(
-    "Models",
-    "outrider rm builtin:smollm2-135m",
-    "outrider rm all -y",
-)
-def rm(
-    names: Annotated[
-        list[str],
-        typer.Argument(metavar="NAME...", help="Names as `outrider list` shows them; all: fetched and packed."),
-    ],
-    yes: Annotated[bool, option("Cache", "Do not ask.", "--yes", "-y")] = False,
-    debug: Debug = False,
-) -> None:
-    """Remove models from the cache folders. Nothing outside of them is ever removed."""
+@as_command("Commands", "outrider models rm builtin:smollm2-135m", "outrider rm all -y", to=models)
+def rm(names: list[str], *, yes: bool = False, debug: Debug = False) -> None:
+    """Remove models from the cache folders. Nothing outside of them is ever removed.
+
+    Args:
+        names (NAME...): Names as `outrider list` shows them; all: fetched and packed.
+        yes: Do not ask.
+    """
     with readable(debug):
         with loading("the list"):
             cached = [one for one in _held() if one.remove is not None]
@@ -164,24 +153,23 @@ def rm(
 
 
 @as_command(
-    "Models",
-    "outrider pack ./my-model --quantization int8 -o ./my-model-int8",
-    "outrider pack model.gguf -o ./my-model && outrider chat -m ./my-model",
+    "Commands",
+    "outrider models pack ./my-model --quantization int8 -o ./my-model-int8",
+    "outrider models pack model.gguf -o ./my-model && outrider run ./my-model",
+    to=models,
 )
-def pack(
-    model: ModelArgument,
-    out: Annotated[Path, option("Output", "The folder to write.", "--out", "-o", metavar="FOLDER")],
-    *,
-    precision: PrecisionOptions,
-    debug: Debug = False,
-) -> None:
-    """Save a model as the kernels keep it. It then starts without being quantised again."""
+def pack(model: ModelArgument, *, out: Path, precision: PrecisionOptions, debug: Debug = False) -> None:
+    """Save a model as the kernels keep it. It then starts without being quantised again.
+
+    Args:
+        out (FOLDER): The folder to write.
+    """
     with readable(debug):
         with loading(model):
             from outrider.models.load import pack as write
 
             size = write(model, out, **dict(precision))
-        print(f"{out}: {_size(size)}. Use it: outrider chat -m {out}")
+        print(f"{out}: {_size(size)}. Use it: outrider run {out}")
 
 
 @dataclass(frozen=True)

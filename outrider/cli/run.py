@@ -1,13 +1,13 @@
-"""`outrider chat` and `outrider run`: a conversation in the terminal, with a model in this process or with a server."""
+"""`outrider run`: a conversation in the terminal, or one answer, from a model in this process or from a server."""
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Annotated
 
 import typer
 
@@ -19,16 +19,13 @@ from outrider.cli.options import (
     Debug,
     FolderOptions,
     LoadOptions,
-    ModelArgument,
     SpeculationOptions,
     full_name,
-    option,
 )
 from outrider.cli.terminal import RED, loading, readable, tell
 from outrider.core.files import state_folder
 from outrider.serve.options import Options, setting
 
-SERVER = "http://127.0.0.1:8000"
 PIPE_TOKENS = 2048
 """Of an answer in a pipe, at most, where a person gives no limit: it may be that no person sees that it does not end."""
 
@@ -70,25 +67,17 @@ class TalkOptions(Options):
 
 @as_command(
     "Use",
-    "outrider chat -m builtin:smollm2-135m",
-    'outrider chat -m model.gguf -d small.gguf --system "Be brief."',
-    "outrider chat http://127.0.0.1:8000 -t 0 -n 64",
-    usual="-m -d -k --method --quantization --system -t -n --seed --stats",
+    "outrider run builtin:smollm2-135m",
+    'outrider run model.gguf "Why is the sky blue?"',
+    'cat notes.txt | outrider run model.gguf "Sum this up:" > summary.txt',
+    "outrider run http://127.0.0.1:8000 -t 0 -n 64",
+    usual="-d -k --method --quantization --system -t -n --seed --stats",
 )
-def chat(
-    url: Annotated[
-        str | None, typer.Argument(metavar="URL", help=f"Where a server listens; without --model, {SERVER}.")
-    ] = None,
-    model: Annotated[
-        str | None,
-        option(
-            "Model",
-            "Start this model here: a folder, a GGUF file, a hub name or a built-in model. With URL: a model of the server.",
-            "--model",
-            "-m",
-        ),
-    ] = None,
+def run(
+    model: str,
+    prompt: list[str] | None = None,
     *,
+    served_model: str | None = None,
     loaded: LoadOptions,
     folders: FolderOptions,
     speculation: SpeculationOptions,
@@ -96,47 +85,15 @@ def chat(
     api_key: ApiKey = None,
     debug: Debug = False,
 ) -> None:
-    """Chat with a model or with a server in the terminal.
+    """Chat with a model or a server, or get one answer: to PROMPT, to a text that is piped in, or to both.
 
-    /help lists the commands. Ctrl-C stops an answer, ctrl-D ends. In a pipe, each line is a message.
-    """
-    with readable(debug):
-        if url is None and model is not None:
-            with _here(full_name(model), loaded, folders, speculation) as backend:
-                _talk(talk, backend)
-            return
-        # a folder may come from the environment, for all commands
-        elsewhere = folders.prefix_dir is not None and folders.prefix_dir != os.environ.get("OUTRIDER_PREFIX_DIR")
-        if elsewhere or (loaded, speculation) != (LoadOptions(), SpeculationOptions()):
-            raise ValueError(
-                "a server decides how its model is loaded and drafted for; give these options to outrider serve, or start "
-                "the model here: outrider chat -m MODEL"
-            )
-        _talk(talk, ServerBackend(url or SERVER, api_key, model))
-
-
-@as_command(
-    "Use",
-    "outrider run builtin:smollm2-135m",
-    'outrider run model.gguf "Why is the sky blue?"',
-    'cat notes.txt | outrider run model.gguf "Sum this up:" > summary.txt',
-    usual="-d -k --method --quantization --system -t -n --seed --stats",
-)
-def run(
-    model: ModelArgument,
-    prompt: Annotated[
-        list[str] | None, typer.Argument(metavar="[PROMPT]", help="One message. The command ends with its answer.")
-    ] = None,
-    *,
-    loaded: LoadOptions,
-    folders: FolderOptions,
-    speculation: SpeculationOptions,
-    talk: TalkOptions,
-    debug: Debug = False,
-) -> None:
-    """Chat with a model, or get one answer: to PROMPT, to a text that is piped in, or to both.
-
+    At a terminal, /help lists the commands of a conversation. Ctrl-C stops an answer, ctrl-D ends.
     A pipe behind the command gets only the text of the answer.
+
+    Args:
+        model: A folder, a GGUF file, a hub name, a built-in model, or the address of a server.
+        prompt: One message. The command ends with its answer.
+        served_model (NAME): Of a server: the model's name there; without it, its first.
     """
     with readable(debug):
         asked = None
@@ -145,28 +102,29 @@ def run(
             asked = "\n\n".join(text for text in (" ".join(prompt or ()), piped.strip()) if text)
             if not asked:
                 raise ValueError("there is no message; give one: outrider run MODEL 'Why is the sky blue?'")
-        with _here(model, loaded, folders, speculation) as backend:
+        with _backend(model, served_model, api_key, loaded, folders, speculation) as backend:
             if asked is None:
                 _talk(talk, backend)
             else:
                 conversation = talk.conversation(backend)
                 piped = not (sys.stdin.isatty() and sys.stdout.isatty())
-                if piped and backend.room([*conversation.messages, {"role": "user", "content": asked}]) > PIPE_TOKENS:
+                room = backend.room([*conversation.messages, {"role": "user", "content": asked}]) if piped else None
+                if room is not None and room > PIPE_TOKENS:
                     conversation.limit = PIPE_TOKENS
                 if conversation.say(asked):
                     raise typer.Exit(130)
 
 
+def is_address(model: str) -> bool:
+    """Whether this names a server: http://..., or HOST:PORT."""
+    return "://" in model or re.fullmatch(r"[\w.-]+:\d+", model) is not None
+
+
 def _talk(talk: TalkOptions, backend: ChatBackend) -> None:
-    """Handle what is typed, or the lines of a pipe, until there is no more."""
-    conversation = talk.conversation(backend)
-    if not sys.stdin.isatty():
-        for line in sys.stdin:
-            if line.strip() and not conversation.handle(line.rstrip("\n")):
-                break
-        return
+    """Handle what is typed, until there is no more."""
     from outrider.cli.keyboard import Keyboard, message  # readline changes the terminal
 
+    conversation = talk.conversation(backend)
     keyboard = Keyboard(state_folder() / "chat_history" if talk.history else None)
     name, seed = backend.name, conversation.options["seed"]
     tell(f"{name}, seed {seed}. /help lists the commands, ctrl-D ends.")
@@ -186,6 +144,32 @@ def _talk(talk: TalkOptions, backend: ChatBackend) -> None:
             tell("ctrl-D or /bye ends")
         except (ValueError, OSError, RuntimeError) as error:  # the conversation goes on
             tell(f"error: {' '.join(str(error).split())}", RED)
+
+
+@contextmanager
+def _backend(
+    model: str,
+    served_model: str | None,
+    api_key: str | None,
+    loaded: LoadOptions,
+    folders: FolderOptions,
+    speculation: SpeculationOptions,
+) -> Iterator[ChatBackend]:
+    """What answers: a server, or a model in this process for the length of a block."""
+    if is_address(model):
+        # a folder may come from the environment, for all commands
+        elsewhere = folders.prefix_dir is not None and folders.prefix_dir != os.environ.get("OUTRIDER_PREFIX_DIR")
+        if elsewhere or (loaded, speculation) != (LoadOptions(), SpeculationOptions()):
+            raise ValueError(
+                "a server decides how its model is loaded and drafted for; give these options to outrider serve, or name a "
+                "model: outrider run MODEL"
+            )
+        yield ServerBackend(model, api_key, served_model)
+        return
+    if served_model is not None:
+        raise ValueError(f"--served-model {served_model} is for a server, and {model} is none; leave it out")
+    with _here(full_name(model), loaded, folders, speculation) as backend:
+        yield backend
 
 
 @contextmanager

@@ -172,7 +172,7 @@ def ready_lines(options: ServeOptions, port: int, chat: bool, stop: str) -> None
     print(command(f"curl -N {at}{path}", *bearer, "-H 'Content-Type: application/json'", f"-d '{sent}'"))
     print(
         wrapped(
-            f"in a terminal: outrider chat {at}   in a browser: {at}/   dashboard: {at}/dashboard   how it works: {at}/explain"
+            f"in a terminal: outrider run {at}   in a browser: {at}/   dashboard: {at}/dashboard   how it works: {at}/explain"
         )
     )
     print(paint(wrapped(f"health: {at}/health   metrics: {at}/metrics   stop: {stop}"), DIM), flush=True)

@@ -89,7 +89,7 @@ def tune(
         Path | None,
         option(
             "Output",
-            "A file for all answers, as of outrider bench --json: for outrider report.",
+            "A file for all answers, as of outrider bench --json: for outrider bench --report.",
             "--json",
             metavar="FILE",
         ),
@@ -144,7 +144,7 @@ def tune(
         if json_file is not None:
             as_run(target.name, read_prompts, search.candidates, sampling, not interrupted).save(json_file)
             say(f"All answers are in {json_file}. To see them:")
-            print("  " + command("outrider report", shlex.quote(str(json_file))))
+            print("  " + command("outrider bench --report", shlex.quote(str(json_file))))
         print()
         show_answer(search)
         if interrupted:

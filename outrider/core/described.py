@@ -17,8 +17,9 @@ class Description(NamedTuple):
 
 
 def summary(documented: Any) -> str:
-    """The docstring of a function or a class, without its `Args:`."""
-    return (inspect.getdoc(documented) or "").partition("\nArgs:\n")[0].strip()
+    """The docstring of a function or a class without its `Args:`, a paragraph a line."""
+    text = (inspect.getdoc(documented) or "").partition("\nArgs:\n")[0]
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n"))
 
 
 def arguments(documented: Any) -> dict[str, Description]:

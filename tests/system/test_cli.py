@@ -124,15 +124,15 @@ def test_debug_shows_the_traceback() -> None:
 def test_models_lists_the_pair() -> None:
     text = run("models").stdout
     assert all(word in text for word in ("builtin:code", SMALL, "in the package", "MB", "builtin:smollm2-135m"))
-    assert run("list").stdout == text
+    assert run("list").stdout == run("models", "list").stdout == text
 
 
 def test_a_pack_is_written_used_listed_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     packed = tmp_path / "packed"
-    shown = run("pack", SMALL, "--quantization", "int8", "-o", str(packed))
+    shown = run("models", "pack", SMALL, "--quantization", "int8", "-o", str(packed))
     assert shown.exit_code == 0
-    assert f"Use it: outrider chat -m {packed}" in shown.stdout
+    assert f"Use it: outrider run {packed}" in shown.stdout
     plain = run("generate", PROMPT, *DRAWN, "--quantization", "int8", "--method", "none").stdout
     again = run("generate", PROMPT, *("-m", str(packed)), *DRAWN[2:], "--method", "none").stdout
     assert plain == again

@@ -6,9 +6,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from outrider.cli.main import app
+from outrider.cli.main import SHORTER, app
 
-COMMANDS = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
+GROUP = typer.main.get_command(app)
+COMMANDS = dict(GROUP.commands)  # pyright: ignore[reportAttributeAccessIssue]
+COMMANDS |= {f"models {name}": one for name, one in COMMANDS.pop("models").commands.items()}
 LINES, COLUMNS = 45, 80
 
 
@@ -21,7 +23,7 @@ def page(*words: str) -> list[str]:
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_the_help_page_is_one_screen(command: str) -> None:
-    lines = page(command, "--help")
+    lines = page(*command.split(), "--help")
     assert len(lines) <= LINES
     assert max(map(len, lines)) <= COLUMNS
 
@@ -29,8 +31,11 @@ def test_the_help_page_is_one_screen(command: str) -> None:
 @pytest.mark.parametrize("command", [name for name, one in COMMANDS.items() if one.usual])
 def test_the_last_line_leads_to_all_options(command: str) -> None:
     options = [p for p in COMMANDS[command].params if p.param_type_name == "option"]
-    assert " ".join(page(command, "--help")).split()[-5:] == f"--help-all shows all {len(options)} options".split()
-    words = set(" ".join(page(command, "--help-all")).replace(",", " ").split())
+    assert (
+        " ".join(page(*command.split(), "--help")).split()[-5:]
+        == f"--help-all shows all {len(options)} options".split()
+    )
+    words = set(" ".join(page(*command.split(), "--help-all")).replace(",", " ").split())
     assert words >= {name for option in options for name in option.opts}
 
 
@@ -46,9 +51,16 @@ def test_the_list_of_commands_has_a_heading_for_each_purpose() -> None:
     assert next(iter(COMMANDS)) == "run"
 
 
+def test_what_users_of_ollama_type_is_short_for_a_command_of_models() -> None:
+    shown = " ".join(page("--help"))
+    for name in SHORTER:
+        assert f"│ {name} " not in shown
+        assert page(name, "--help")[2:] == page("models", name, "--help")[2:]
+
+
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_all_pages_have_one_layout(command: str) -> None:
     """Two columns, names and text: no types, one box for the options, however many there are."""
-    shown = page(command, "--help")
+    shown = page(*command.split(), "--help")
     assert sum(line.startswith("╭") for line in shown) == 1 + any("Arguments" in line for line in shown)
     assert not any("<bool>" in line for line in shown)

@@ -28,79 +28,39 @@ OPTIONS = {
     "": {
         "Options": "--version",
     },
+    "run": {
+        "Options": "--served-model",
+        "Model": "--dtype --device --quantization --kv-cache-dtype",
+        "Engine": "--prefix-dir --prefix-disk",
+        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
+        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus "
+        "--verifier --speculative-config",
+        "Conversation": "--system --temperature/-t --max-tokens/-n --seed --stats/--verbose --history",
+        "Server": "--api-key",
+        "Output": "--debug",
+    },
     "generate": {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --max-model-len",
         "Engine": "--prefix-dir --prefix-disk",
         "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
         "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus "
         "--verifier --speculative-config --prediction",
-        "Sampling": "--temperature/-t --top-p --top-k --min-p --repetition-penalty --max-tokens/-n --stop --ignore-eos --seed",
+        "Sampling": "--temperature/-t --top-p --top-k --min-p --repetition-penalty --max-tokens/-n --stop --ignore-eos "
+        "--seed",
         "Output": "--chat --trace --trace-detail --fingerprint --debug",
-    },
-    "demo": {
-        "Model": "--model/-m",
-        "Speculation": "--draft-model/-d --num-speculative-tokens/-k",
-        "Measurement": "--tokens --repeats",
-        "Output": "--json --details --debug",
-    },
-    "layers": {
-        "Model": "--model/-m --dtype --quantization",
-        "Measurement": "--texts",
-        "Output": "--out --debug",
-    },
-    "models": {
-        "Check": "--check",
-        "Output": "--json --debug",
-    },
-    "pull": {
-        "Output": "--debug",
-    },
-    "list": {
-        "Output": "--debug",
-    },
-    "rm": {
-        "Cache": "--yes/-y",
-        "Output": "--debug",
-    },
-    "methods": {
-        "Output": "--debug",
-    },
-    "doctor": {
-        "Output": "--debug",
-    },
-    "pack": {
-        "Output": "--out/-o --debug",
-        "Model": "--dtype --quantization",
     },
     "serve": {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template "
-        "--tool-call-parser "
-        "--client-headers",
+        "--tool-call-parser --client-headers",
         "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus "
         "--verifier --speculative-config",
         "Server": "--config --host --port --allowed-host --api-key --api-key-file --ssl-certfile --ssl-keyfile",
-        "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes "
-        "--memory --prefix-cache --prefill-chunk",
+        "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs --max-queue --kv-tokens "
+        "--kv-cache-memory-bytes --memory --prefix-cache --prefill-chunk",
         "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
         "Privacy": "--memory-dir --memory-disk --memory-days --memory-by --pad-stream --cors-origin --learn "
         "--learn-share --log-prompts",
         "Output": "--metrics-prefix --monitor-port --log-file --trace --trace-detail --otlp-traces-endpoint --debug",
-    },
-    "deploy": {
-        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template "
-        "--tool-call-parser "
-        "--client-headers",
-        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus "
-        "--verifier --speculative-config",
-        "Cluster": "--address --name --start-timeout",
-        "Server": "--config --host --port --allowed-host --api-key --api-key-file --ssl-certfile --ssl-keyfile",
-        "Replicas": "--replicas --min-replicas --max-replicas --target-requests --upscale-delay --downscale-delay --cpus "
-        "--gpus --fronts --prefix-weight --patience",
-        "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes "
-        "--prefix-cache --prefill-chunk",
-        "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
-        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by --cors-origin",
-        "Output": "--metrics-prefix --write-config --debug",
     },
     "batch": {
         "Output": "--out/-o --debug",
@@ -112,38 +72,73 @@ OPTIONS = {
         "Sampling": "--seed",
         "Cluster": "--ray --replicas --cpus",
     },
-    "replay": {
-        "Trace": "--step/-s --request",
-        "Model": "--model/-m",
-        "Fingerprint": "--fingerprint",
+    "models": {
         "Output": "--debug",
     },
-    "explain": {
-        "Output": "--out/-o --no-open --debug",
-        "Model": "--model/-m --recorded",
+    "methods": {
+        "Output": "--debug",
+    },
+    "doctor": {
+        "Options": "--speculative-config",
+        "Model": "--dtype --device --quantization --kv-cache-dtype",
+        "Output": "--debug",
     },
     "bench": {
         "What": "--model/-m --method/--drafter --speculative-config --before --after",
         "Speculation": "--draft-model/-d --num-speculative-tokens/-k",
         "Server": "--base-url --off-body --timeout",
-        "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --top-p --top-k --repeats/-r --concurrency/-c",
+        "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --top-p --top-k --repeats/-r "
+        "--concurrency/-c",
         "Model": "--dtype --device --quantization --kv-cache-dtype",
-        "Output": "--json --html --resume --debug",
+        "Output": "--json --html --report --resume --debug",
     },
-    "tune": {
-        "Model": "--model/-m --dtype --quantization",
-        "What": "--method/--drafter --layers --verifier",
-        "Speculation": "--draft-model/-d",
-        "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --seconds",
-        "Output": "--out --export --json --debug",
+    "certify": {
+        "Subject": "--speculative-config --generate --plain-url --off-body --on-body --reference --served-model "
+        "--endpoint --texts",
+        "How": "--kind --budget --confidence --deviation --prompts --num-prompts --max-tokens/-n --seed --problems "
+        "--timeout",
+        "Output": "--out/-o --compare --board --debug",
+        "Gate before a roll-out": "--before --after --traffic",
+        "Model": "--dtype --device --quantization --kv-cache-dtype",
+    },
+    "demo": {
+        "Model": "--model/-m",
+        "Speculation": "--draft-model/-d --num-speculative-tokens/-k",
+        "Measurement": "--tokens --repeats",
+        "Output": "--json --details --debug",
+    },
+    "deploy": {
+        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template "
+        "--tool-call-parser --client-headers",
+        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus "
+        "--verifier --speculative-config",
+        "Cluster": "--address --name --start-timeout",
+        "Server": "--config --host --port --allowed-host --api-key --api-key-file --ssl-certfile --ssl-keyfile",
+        "Replicas": "--replicas --min-replicas --max-replicas --target-requests --upscale-delay --downscale-delay --cpus "
+        "--gpus --fronts --prefix-weight --patience",
+        "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs --max-queue --kv-tokens "
+        "--kv-cache-memory-bytes --prefix-cache --prefill-chunk",
+        "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
+        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by --cors-origin",
+        "Output": "--metrics-prefix --write-config --debug",
+    },
+    "explain": {
+        "Output": "--out/-o --no-open --debug",
+        "Model": "--model/-m --recorded",
     },
     "export": {
         "Engine": "--to --model/-m --lengths",
         "Output": "--out/-o --json --debug",
     },
-    "calibrate": {
-        "Speculation": "--speculative-config",
-        "Model": "--dtype --device --quantization --kv-cache-dtype",
+    "layers": {
+        "Model": "--model/-m --dtype --quantization",
+        "Measurement": "--texts",
+        "Output": "--out --debug",
+    },
+    "replay": {
+        "Trace": "--step/-s --request",
+        "Model": "--model/-m",
+        "Fingerprint": "--fingerprint",
         "Output": "--debug",
     },
     "train": {
@@ -152,34 +147,30 @@ OPTIONS = {
         "Training": "--minutes --tokens --prompts --temperature --length --draft-vocab-size --intermediate-size "
         "--batch-tokens --texts --keep-features --seed --from",
     },
-    "certify": {
-        "Subject": "--speculative-config --generate --plain-url --off-body --on-body --reference --served-model "
-        "--endpoint --texts",
-        "How": "--kind --budget --confidence --deviation --prompts --num-prompts --max-tokens/-n --seed --problems --timeout",
-        "Output": "--out/-o --compare --board --debug",
-        "Gate before a roll-out": "--before --after --traffic",
-        "Model": "--dtype --device --quantization --kv-cache-dtype",
+    "tune": {
+        "Model": "--model/-m --dtype --quantization",
+        "What": "--method/--drafter --layers --verifier",
+        "Speculation": "--draft-model/-d",
+        "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --seconds",
+        "Output": "--out --export --json --debug",
     },
-    "report": {
-        "Output": "--out/-o --debug",
-    },
-    "chat": {
-        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype",
-        "Engine": "--prefix-dir --prefix-disk",
-        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
-        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes "
-        "--corpus --verifier --speculative-config",
-        "Conversation": "--system --temperature/-t --max-tokens/-n --seed --stats/--verbose --history",
-        "Server": "--api-key",
+    "models list": {
         "Output": "--debug",
     },
-    "run": {
-        "Model": "--dtype --device --quantization --kv-cache-dtype",
-        "Engine": "--prefix-dir --prefix-disk",
-        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
-        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes "
-        "--corpus --verifier --speculative-config",
-        "Conversation": "--system --temperature/-t --max-tokens/-n --seed --stats/--verbose --history",
+    "models check": {
+        "Options": "--json",
+        "Output": "--debug",
+    },
+    "models pull": {
+        "Output": "--debug",
+    },
+    "models rm": {
+        "Options": "--yes/-y",
+        "Output": "--debug",
+    },
+    "models pack": {
+        "Options": "--out/-o",
+        "Model": "--dtype --quantization",
         "Output": "--debug",
     },
 }
@@ -208,9 +199,10 @@ def test_a_file_here_goes_before_a_builtin_model(tmp_path: Path, monkeypatch: py
 
 
 def test_no_option_is_lost() -> None:
-    command = typer.main.get_command(app)
+    command: Any = typer.main.get_command(app)
     found: dict[str, dict[str, str]] = {}
-    for name, one in {"": command, **command.commands}.items():  # pyright: ignore[reportAttributeAccessIssue]
+    parts = {f"models {name}": one for name, one in command.commands["models"].commands.items()}
+    for name, one in {"": command, **command.commands, **parts}.items():
         panels: dict[str, list[str]] = {}
         for parameter in one.params:
             if parameter.param_type_name == "option":
