@@ -10,20 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from outrider.cli.command import as_command
 from outrider.cli.options import (
     CODE,
     DRAFT_MODEL,
     NUM_SPECULATIVE_TOKENS,
-    Debug,
     LoadOptions,
     Options,
     canonical_names,
-    option,
     own_draft,
     parse_speculative_config,
+    sampling,
     setting,
 )
 from outrider.cli.terminal import (
@@ -37,10 +36,10 @@ from outrider.cli.terminal import (
     paint,
     plain,
     printable,
-    readable,
     say,
     warn,
 )
+from outrider.core.params import SamplingParams
 from outrider.drafters.method import AUTO, model_method
 
 if TYPE_CHECKING:
@@ -58,34 +57,29 @@ Prompts = Annotated[
 ]
 
 
-class WorkloadOptions(Options):
-    """What is generated for each prompt. The names are those of `SamplingParams`."""
+class WorkloadOptions(
+    sampling("How", max_tokens=64, temperature=0.0, top_p=1.0, top_k=0, seed=0, ignore_eos=False),
+):
+    """What is generated for each prompt. Each repeat adds 1 to the seed."""
 
     num_prompts: int | None = setting(None, "How", "Use only the first so many prompts.", ge=1)
-    max_tokens: int = setting(64, "How", "Tokens of an answer, at most.", "--max-tokens", "-n", ge=1)
-    temperature: float = setting(0.0, "How", "0 is greedy.", "--temperature", "-t")
-    seed: int = setting(0, "How", "Seed of the first repeat. Each repeat adds 1.")
-    ignore_eos: bool = setting(False, "How", "Continue after the end token.", "--ignore-eos")
 
-    def sampling(self, **more: Any) -> dict[str, Any]:
-        """Fields of `SamplingParams`. more: further fields; None leaves one out."""
-        more["ignore_eos"] = self.ignore_eos or None
-        given = {"temperature": self.temperature, "max_tokens": self.max_tokens, "seed": self.seed}
-        return given | {name: value for name, value in more.items() if value is not None}
+    def sampling(self) -> dict[str, Any]:
+        """Fields of `SamplingParams`, those that say something. Raises ValueError for a value out of range."""
+        given = self.model_dump(exclude={"num_prompts"}, exclude_defaults=True)
+        given = {"temperature": self.temperature, "max_tokens": self.max_tokens, "seed": self.seed} | given
+        SamplingParams(**given)
+        return given
 
 
 class SettingOptions(Options):
     """The settings to compare with plain decoding."""
 
-    model: str | None = setting(
-        None, "What", f"A model; default {CODE}. For a server: the model's name there.", "--model", "-m"
-    )
+    model: str | None = setting(None, "What", f"A model; default {CODE}. For a server: the model's name there.")
     method: Annotated[list[str] | None, AfterValidator(canonical_names)] = setting(
         None,
         "What",
         "A drafting method to compare with plain decoding, or FILE.py:NAME, a drafter of your own. May be repeated.",
-        "--method",
-        "--drafter",
     )
     speculative_config: list[str] | None = setting(
         None, "What", "The same as JSON or a file. May be repeated.", metavar="JSON|FILE"
@@ -166,7 +160,7 @@ class FileOptions(Options):
         "Measure nothing: make the page of a file of --json; given twice, also of what changed.",
         metavar="FILE",
     )
-    resume: bool = setting(False, "Output", "Continue the interrupted measurement of --json.", "--resume")
+    resume: bool = setting(False, "Output", "Continue the interrupted measurement of --json.")
 
     def check(self) -> None:
         """Raise ValueError or FileNotFoundError for files that cannot be used."""
@@ -195,16 +189,10 @@ def bench(
     what: SettingOptions,
     server: ServerOptions,
     workload: WorkloadOptions,
-    top_p: Annotated[float | None, option("How", "1 is off.")] = None,
-    top_k: Annotated[int | None, option("How", "0 is off.")] = None,
-    repeats: Annotated[
-        int | None,
-        option("How", "Measurements of each prompt and setting; 3, for servers 1.", "--repeats", "-r", min=1),
-    ] = None,
-    concurrency: Annotated[int, option("How", "Prompts to send at the same time.", "--concurrency", "-c", min=1)] = 1,
+    repeats: Annotated[int | None, Field(ge=1)] = None,
+    concurrency: Annotated[int, Field(ge=1)] = 1,
     loading_options: LoadOptions,
     files: FileOptions,
-    debug: Debug = False,
 ) -> None:
     """Measure plain against speculative decoding on your prompts, in this process or at a running server.
 
@@ -212,53 +200,56 @@ def bench(
 
     Takes about a minute by default. Ctrl-C keeps what was measured.
     Exits with 1 if an output that must be identical differs, or if no request succeeded.
+
+    Args:
+        repeats: Measurements of each prompt and setting; 3, for servers 1.
+        concurrency: Prompts to send at the same time.
     """
-    with readable(debug):
-        files.check()
-        if files.report:
-            make_page(files.report, files.html)
-            return
-        configs = what.configs(bool(server.urls))
-        sampling = workload.sampling(top_p=top_p, top_k=top_k)
-        from outrider.lab.bench.prompts import read
-        from outrider.lab.bench.schedule import check_resumable
+    files.check()
+    if files.report:
+        make_page(files.report, files.html)
+        return
+    configs = what.configs(bool(server.urls))
+    sampling = workload.sampling()
+    from outrider.lab.bench.prompts import read
+    from outrider.lab.bench.schedule import check_resumable
 
-        read_prompts, notes = read(prompts, workload.num_prompts)
-        old = _interrupted_run(files)
-        with loading("the client" if server.urls else what.model or CODE):
-            from outrider.lab.bench.run import Run, Setting
+    read_prompts, notes = read(prompts, workload.num_prompts)
+    old = _interrupted_run(files)
+    with loading("the client" if server.urls else what.model or CODE):
+        from outrider.lab.bench.run import Run, Setting
 
-            if server.urls:
-                backend, settings, name = _servers(server, configs, what.model, sampling)
-                lengths = None
-            else:
-                from outrider.lab.bench.local import Local
+        if server.urls:
+            backend, settings, name = _servers(server, configs, what.model, sampling)
+            lengths = None
+        else:
+            from outrider.lab.bench.local import Local
 
-                name = what.model or CODE
-                settings = [Setting(name="plain"), *(Setting(name=n, speculative_config=c) for n, c in configs)]
-                backend = Local.load(settings, name, sampling, concurrency, **dict(loading_options))
-                lengths = [backend.num_tokens(prompt) for prompt in read_prompts]
-            run = Run.begun(
-                name,
-                settings,
-                read_prompts,
-                sampling,
-                lengths,
-                repeats=repeats or (1 if server.urls else 3),
-                concurrency=concurrency,
-            )
-        if old is not None:
-            check_resumable(old, run)
-            run.samples = old.samples
-        if server.urls and run.repeats > 1 and workload.temperature == 0:
-            notes.append(
-                "a server that remembers its answers (suffix, auto) finds each of them from the second repeat on, and looks "
-                "too fast; use more prompts instead of --repeats"
-            )
-        code = run_and_report(run, backend, read_prompts, notes, files)
-        if code == 130:
-            _report_interrupt(run, files.json_file)
-        raise typer.Exit(code)
+            name = what.model or CODE
+            settings = [Setting(name="plain"), *(Setting(name=n, speculative_config=c) for n, c in configs)]
+            backend = Local.load(settings, name, sampling, concurrency, **dict(loading_options))
+            lengths = [backend.num_tokens(prompt) for prompt in read_prompts]
+        run = Run.begun(
+            name,
+            settings,
+            read_prompts,
+            sampling,
+            lengths,
+            repeats=repeats or (1 if server.urls else 3),
+            concurrency=concurrency,
+        )
+    if old is not None:
+        check_resumable(old, run)
+        run.samples = old.samples
+    if server.urls and run.repeats > 1 and workload.temperature == 0:
+        notes.append(
+            "a server that remembers its answers (suffix, auto) finds each of them from the second repeat on, and looks "
+            "too fast; use more prompts instead of --repeats"
+        )
+    code = run_and_report(run, backend, read_prompts, notes, files)
+    if code == 130:
+        _report_interrupt(run, files.json_file)
+    raise typer.Exit(code)
 
 
 def make_page(files: list[Path], out: Path | None) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from outrider.cli.command import as_command
-from outrider.cli.options import Debug, LoadOptions, option, own_draft, parse_speculative_config
-from outrider.cli.terminal import loading, readable
+from outrider.cli.options import LoadOptions, own_draft, parse_speculative_config
+from outrider.cli.terminal import loading
 from outrider_certify.cli import CertifyOptions, run
 
 
@@ -22,20 +22,19 @@ from outrider_certify.cli import CertifyOptions, run
 )
 def certify(
     *,
-    speculative_config: Annotated[
-        str | None,
-        option("Subject", "For a model of ours: how it speculates, as JSON or a file with it.", metavar="JSON|FILE"),
-    ] = None,
+    speculative_config: str | None = None,
     options: CertifyOptions,
     load: LoadOptions,
-    debug: Debug = False,
 ) -> None:
     """Is an engine lossless? Compare its texts with plain decoding, and say what would have been found.
 
     Certifies a model of ours with a speculative config, a verifier function, transformers, or a server with OpenAI's API.
     Exit codes: 0 nothing differs, 1 something differs, 3 cannot tell. The same command resumes an interrupted run.
+
+    Args:
+        speculative_config (JSON|FILE): For a model of ours: how it speculates, as JSON or a file with it.
     """
-    config = None
+    config = _config(options.subject or "", speculative_config)
 
     def subject_of(options: CertifyOptions) -> Any:
         with loading(options.subject or ""):
@@ -43,10 +42,8 @@ def certify(
 
             return engine.subject_of(options, config, dict(load))
 
-    with readable(debug):
-        config = _config(options.subject or "", speculative_config)
-        given = {"speculative_config": config, **dict(load)}
-        raise typer.Exit(run(options, subject_of, "outrider", **given))
+    given = {"speculative_config": config, **dict(load)}
+    raise typer.Exit(run(options, subject_of, "outrider", **given))
 
 
 def _config(model: str, given: str | None) -> dict[str, Any] | None:

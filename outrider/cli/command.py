@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 from typer.models import ParameterInfo
 
+from outrider.cli.terminal import readable
 from outrider.core.described import arguments, summary
 from outrider.serve.options import Options, shown
 
@@ -27,6 +28,7 @@ OTHER_NAMES = {
     "repeats": "-r", "concurrency": "-c", "step": "-s", "yes": "-y", "method": "--drafter", "stats": "--verbose",
 }  # fmt: skip
 """The second name of an option. It means the same in every command."""
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel="Output")]
 
 
 def as_command(
@@ -104,7 +106,7 @@ def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
     """Let typer see each field of a command's option groups as a parameter of its own, and what the docstring says of each.
 
     A group is `Options`, or a dataclass with typer's annotations. For `Annotated[dict, X]` a command gets what was given for X,
-    to make it with more.
+    to make it with more. Each command has --debug, and shows its errors in one line without it.
     The order of the parameters, and of the fields in a group, is the order in the help page. Raises ValueError if two groups
     have a field of the same name.
     """
@@ -127,11 +129,15 @@ def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
             continue
         parameters += taken
         groups[name] = make, [one.name for one in taken]
+    parameters.append(Parameter("debug", Parameter.KEYWORD_ONLY, default=False, annotation=Debug))
 
     @wraps(command)
-    def run(**given: Any) -> Any:
-        made = {name: make(**{field: given.pop(field) for field in names}) for name, (make, names) in groups.items()}
-        return command(**given, **made)
+    def run(debug: bool, **given: Any) -> Any:
+        with readable(debug):
+            made = {
+                name: make(**{field: given.pop(field) for field in names}) for name, (make, names) in groups.items()
+            }
+            return command(**given, **made)
 
     run.__signature__ = Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -16,8 +16,8 @@ from typing import Any
 import typer
 
 from outrider.cli.command import as_command
-from outrider.cli.options import Debug, LoadOptions, full_name, parse_speculative_config
-from outrider.cli.terminal import GREEN, RED, YELLOW, home, loading, paint, readable, working
+from outrider.cli.options import LoadOptions, full_name, parse_speculative_config
+from outrider.cli.terminal import GREEN, RED, YELLOW, home, loading, paint, working
 from outrider.core.extras import install
 
 PORT = 8000
@@ -46,7 +46,6 @@ def doctor(
     *,
     speculative_config: str = '{"method": "auto"}',
     load: LoadOptions,
-    debug: Debug = False,
 ) -> None:
     """Check this machine and this installation, and say what to change for speed. Exit code 1: something is wrong.
 
@@ -57,21 +56,20 @@ def doctor(
         model: Measure the costs of this model: a folder, a GGUF file, a hub name or a built-in model.
         speculative_config (JSON|FILE): How MODEL speculates, as JSON or a file with it. auto tries all methods.
     """
-    with readable(debug):
-        with working("looking at this machine"):
-            checks = [*_machine(), *_speed(), _cache(), *_packages(), _port()]
-        margin = max(len(check.name) for check in checks) + 4
-        columns = shutil.get_terminal_size().columns
-        for check in checks:
-            mark = paint("✗", RED) if check.wrong else paint("-", YELLOW) if check.fix else paint("✓", GREEN)
-            first, *more = textwrap.wrap(check.found, columns - margin, break_on_hyphens=False)
-            print(f"{mark} {check.name:<{margin - 2}}{first}")
-            for line in (*more, check.fix):
-                if line:
-                    print(" " * margin + line)
-        if model is not None:
-            show_costs(full_name(model), parse_speculative_config(speculative_config), load)
-        raise typer.Exit(int(any(check.wrong for check in checks)))
+    with working("looking at this machine"):
+        checks = [*_machine(), *_speed(), _cache(), *_packages(), _port()]
+    margin = max(len(check.name) for check in checks) + 4
+    columns = shutil.get_terminal_size().columns
+    for check in checks:
+        mark = paint("✗", RED) if check.wrong else paint("-", YELLOW) if check.fix else paint("✓", GREEN)
+        first, *more = textwrap.wrap(check.found, columns - margin, break_on_hyphens=False)
+        print(f"{mark} {check.name:<{margin - 2}}{first}")
+        for line in (*more, check.fix):
+            if line:
+                print(" " * margin + line)
+    if model is not None:
+        show_costs(full_name(model), parse_speculative_config(speculative_config), load)
+    raise typer.Exit(int(any(check.wrong for check in checks)))
 
 
 def show_costs(model: str, config: dict[str, Any], load: LoadOptions) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import typer
 
-from outrider.cli.command import as_command
-from outrider.cli.options import CODE, Debug, ModelArgument, PrecisionOptions, full_name
+from outrider.cli.command import Debug, as_command
+from outrider.cli.options import CODE, ModelArgument, PrecisionOptions, full_name
 from outrider.cli.terminal import home, loading, readable, say, working
 from outrider.core.suggest import did_you_mean
 
@@ -38,10 +38,9 @@ def about(context: typer.Context, debug: Debug = False) -> None:
 
 
 @as_command("Commands", "outrider models list", "outrider list", to=models)
-def list_(*, debug: Debug = False) -> None:
+def list_() -> None:
     """List the models that are here: name, size, where. Built-in, fetched and packed ones, and those of the hub's cache."""
-    with readable(debug):
-        show_list()
+    show_list()
 
 
 def show_list() -> None:
@@ -67,20 +66,19 @@ def show_list() -> None:
 
 
 @as_command("Commands", "outrider models check Qwen/Qwen3-8B", "outrider models check model.gguf --json", to=models)
-def check(model: str, *, json_: bool = False, debug: Debug = False) -> None:
+def check(model: str, *, json_: bool = False) -> None:
     """Say whether a model runs here, and how, from its configuration alone. Fetches nothing. Exit code 1: it does not run.
 
     Args:
         model: A folder, a config.json, a GGUF file or a hub name.
         json_: Print the answer as JSON.
     """
-    with readable(debug):
-        with loading(model):
-            from outrider.cli import compatibility
+    with loading(model):
+        from outrider.cli import compatibility
 
-            found = compatibility.check(model)
-        print(json.dumps(found) if json_ else "\n".join(compatibility.lines(model, found)))
-        raise typer.Exit(0 if found["runs"] else 1)
+        found = compatibility.check(model)
+    print(json.dumps(found) if json_ else "\n".join(compatibility.lines(model, found)))
+    raise typer.Exit(0 if found["runs"] else 1)
 
 
 @as_command(
@@ -89,14 +87,14 @@ def check(model: str, *, json_: bool = False, debug: Debug = False) -> None:
     "outrider pull Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf",
     to=models,
 )
-def pull(name: str, *, debug: Debug = False) -> None:
+def pull(name: str) -> None:
     """Fetch a model now, so that the first use needs no network.
 
     Args:
         name: A built-in model, a hub name, or owner/name:file.gguf on the hub.
     """
     model = full_name(name)
-    with readable(debug), working(f"looking for {model}"):
+    with working(f"looking for {model}"):
         from outrider.models.builtin.download import DOWNLOADS, fetch
         from outrider.models.builtin.shipped import BUILTIN, builtin_folder
         from outrider.models.gguf.files import gguf_files
@@ -121,35 +119,34 @@ def pull(name: str, *, debug: Debug = False) -> None:
 
 
 @as_command("Commands", "outrider models rm builtin:smollm2-135m", "outrider rm all -y", to=models)
-def rm(names: list[str], *, yes: bool = False, debug: Debug = False) -> None:
+def rm(names: list[str], *, yes: bool = False) -> None:
     """Remove models from the cache folders. Nothing outside of them is ever removed.
 
     Args:
         names (NAME...): Names as `outrider list` shows them; all: fetched and packed.
         yes: Do not ask.
     """
-    with readable(debug):
-        with loading("the list"):
-            cached = [one for one in _held() if one.remove is not None]
-        chosen = list[Held]()
-        for name in names:
-            found = [one for one in cached if one.name == name or (name == "all" and one.kind != HUB)]
-            if not found and name != "all":
-                known = [one.name for one in cached]
-                raise ValueError(
-                    f"the caches hold no {name!r}{did_you_mean(name, known)}; `outrider list` shows what they hold. A file of "
-                    "your own is yours to remove"
-                )
-            chosen += found
-        if not yes:
-            for one in chosen:
-                print(f"{one.name}  {_size(one.bytes)}\n  {home(one.path)}")
-            if chosen and not typer.confirm("Remove this?"):
-                raise typer.Exit(1)
+    with loading("the list"):
+        cached = [one for one in _held() if one.remove is not None]
+    chosen = list[Held]()
+    for name in names:
+        found = [one for one in cached if one.name == name or (name == "all" and one.kind != HUB)]
+        if not found and name != "all":
+            known = [one.name for one in cached]
+            raise ValueError(
+                f"the caches hold no {name!r}{did_you_mean(name, known)}; `outrider list` shows what they hold. A file of "
+                "your own is yours to remove"
+            )
+        chosen += found
+    if not yes:
         for one in chosen:
-            assert one.remove is not None
-            one.remove()
-            print(f"removed {one.name} ({_size(one.bytes)})")
+            print(f"{one.name}  {_size(one.bytes)}\n  {home(one.path)}")
+        if chosen and not typer.confirm("Remove this?"):
+            raise typer.Exit(1)
+    for one in chosen:
+        assert one.remove is not None
+        one.remove()
+        print(f"removed {one.name} ({_size(one.bytes)})")
 
 
 @as_command(
@@ -158,18 +155,17 @@ def rm(names: list[str], *, yes: bool = False, debug: Debug = False) -> None:
     "outrider models pack model.gguf -o ./my-model && outrider run ./my-model",
     to=models,
 )
-def pack(model: ModelArgument, *, out: Path, precision: PrecisionOptions, debug: Debug = False) -> None:
+def pack(model: ModelArgument, *, out: Path, precision: PrecisionOptions) -> None:
     """Save a model as the kernels keep it. It then starts without being quantised again.
 
     Args:
         out (FOLDER): The folder to write.
     """
-    with readable(debug):
-        with loading(model):
-            from outrider.models.load import pack as write
+    with loading(model):
+        from outrider.models.load import pack as write
 
-            size = write(model, out, **dict(precision))
-        print(f"{out}: {_size(size)}. Use it: outrider run {out}")
+        size = write(model, out, **dict(precision))
+    print(f"{out}: {_size(size)}. Use it: outrider run {out}")
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,16 @@ import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
-from pydantic import AfterValidator
+from pydantic import AfterValidator, create_model
 
 from outrider.cli.terminal import readable
+from outrider.core.described import arguments
+from outrider.core.params import SamplingParams
 from outrider.core.suggest import did_you_mean
+from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.method import AUTO, METHODS, canonical, owner
 from outrider.serve.options import FolderOptions as FolderOptions
 from outrider.serve.options import LoadOptions as LoadOptions
@@ -21,7 +24,6 @@ from outrider.serve.options import PrecisionOptions as PrecisionOptions
 from outrider.serve.options import setting as setting
 
 if TYPE_CHECKING:
-    from outrider.core.params import SamplingParams
     from outrider.engine.trace import Recorder
 
 CODE, CODE_DRAFT = "builtin:code", "builtin:code-draft"
@@ -132,48 +134,41 @@ Config = Annotated[
         callback=read_config,
     ),
 ]
-Debug = Annotated[bool, option("Output", "Show the traceback of an error.", "--debug")]
 
 
 # -- groups ---------------------------------------------------------------------------------------------------------------
 
 
+def taken(panel: str, **fields: tuple[Any, Any, str]) -> Any:
+    """A group of options that another record declares: of each its type, its default here, and what is said of it there."""
+    made: Any = {name: (kind, setting(default, panel, text)) for name, (kind, default, text) in fields.items()}
+    return create_model("Taken", __base__=Options, **made)
+
+
+def sampling(panel: str, **defaults: Any) -> Any:
+    """A group of options of `SamplingParams`. defaults: by name, in the order of the help page."""
+    kinds, said = get_type_hints(SamplingParams) | {"stop": list[str] | None}, arguments(SamplingParams)
+    return taken(panel, **{name: (kinds[name], default, said[name].text) for name, default in defaults.items()})
+
+
+def _shape() -> dict[str, tuple[Any, Any, str]]:
+    """The options of `SpeculativeConfig` that say how large a draft is and how it is checked."""
+    fields = {name: SpeculativeConfig.model_fields[name] for name in _SHAPE}
+    said = {name: f"{field.description}." for name, field in fields.items()}
+    return {name: (one.annotation, one.default, said[name][0].upper() + said[name][1:]) for name, one in fields.items()}
+
+
 _SHAPE = ("num_speculative_tokens", "tree_width", "tree_nodes", "verifier")
+_METHOD = Annotated[str | None, AfterValidator(canonical_names)]
+_HOW = (_METHOD, None, "How to draft: `outrider methods`, or your own FILE.py:NAME. Default: auto.")
+_MODEL = (str | None, None, "A small model, or the folder of a trained head, that drafts.")
 
 
-class SpeculationOptions(Options):
+class SpeculationOptions(taken("Speculation", method=_HOW, draft_model=_MODEL, **_shape())):
     """How to speculate: single options, or one JSON object in their place."""
 
-    method: Annotated[str | None, AfterValidator(canonical_names)] = setting(
-        None,
-        "Speculation",
-        "How to draft: `outrider methods`, or your own FILE.py:NAME. Default: auto.",
-        "--method",
-        "--drafter",
-    )
-    draft_model: str | None = setting(
-        None, "Speculation", "A small model, or the folder of a trained head, that drafts.", "--draft-model", "-d"
-    )
-    num_speculative_tokens: int | None = setting(
-        None,
-        "Speculation",
-        "Draft tokens in a row, at most; without it, as many as help.",
-        "--num-speculative-tokens",
-        "-k",
-    )
-    tree_width: int | None = setting(
-        None,
-        "Speculation",
-        "Children of a node in the draft tree, at most; 1 is a chain. Default: what the planner finds to pay.",
-    )
-    tree_nodes: int | None = setting(None, "Speculation", "Draft tokens in a step, at most.")
     corpus: list[str] | None = setting(
         None, "Speculation", "A file or folder of texts for suffix. May be repeated.", metavar="PATH"
-    )
-    verifier: str = setting(
-        "match",
-        "Speculation",
-        "match: the same tokens as plain decoding. rejection, block, traversal: the same distribution of texts.",
     )
     speculative_config: str | None = setting(
         None, "Speculation", "All of this as JSON or a file, in place of these options.", metavar="JSON|FILE"
@@ -280,23 +275,15 @@ class PromptSpeculationOptions(SpeculationOptions):
         return "prediction" if self.prediction else super()._key()
 
 
-class SamplingOptions(Options):
-    """How tokens are chosen and when a text ends. The names are those of `SamplingParams`."""
+_USUAL: Any = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 128}
+_USUAL |= {"stop": None, "ignore_eos": False, "seed": None}
 
-    temperature: float = setting(0.0, "Sampling", "0 is greedy.", "--temperature", "-t")
-    top_p: float = setting(1.0, "Sampling", "1 is off.")
-    top_k: int = setting(0, "Sampling", "0 is off.")
-    min_p: float = setting(0.0, "Sampling", "0 is off.")
-    repetition_penalty: float = setting(1.0, "Sampling", "1 is off.")
-    max_tokens: int = setting(128, "Sampling", "Tokens to generate, at most.", "--max-tokens", "-n")
-    stop: list[str] | None = setting(None, "Sampling", "A text to stop at. May be repeated.", metavar="<str>")
-    ignore_eos: bool = setting(False, "Sampling", "Continue after the end token.")
-    seed: int | None = setting(None, "Sampling", "Without it, a seed is drawn and shown.")
+
+class SamplingOptions(sampling("Sampling", **_USUAL)):
+    """How tokens are chosen and when a text ends."""
 
     def params(self, seed: int, prediction: str | None = None) -> SamplingParams:
-        """The same as `SamplingParams`. seed: used if the user gave none."""
-        from outrider.core.params import SamplingParams
-
+        """The same as `SamplingParams`. seed: used if the user gave none. Raises ValueError for a value out of range."""
         given = {**dict(self), "stop": self.stop or (), "seed": seed if self.seed is None else self.seed}
         return SamplingParams(**given, prediction=prediction)
 

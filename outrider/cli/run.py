@@ -16,42 +16,29 @@ from outrider.cli.command import as_command
 from outrider.cli.conversation import Conversation
 from outrider.cli.options import (
     ApiKey,
-    Debug,
     FolderOptions,
     LoadOptions,
     SpeculationOptions,
     full_name,
+    sampling,
 )
-from outrider.cli.terminal import RED, loading, readable, tell
+from outrider.cli.terminal import RED, loading, tell
 from outrider.core.files import state_folder
-from outrider.serve.options import Options, setting
+from outrider.serve.options import setting
 
 PIPE_TOKENS = 2048
 """Of an answer in a pipe, at most, where a person gives no limit: it may be that no person sees that it does not end."""
 
 
-class TalkOptions(Options):
+class TalkOptions(sampling("Conversation", temperature=0.7, max_tokens=None, seed=None)):
     """How answers are written and shown."""
 
     system: str | None = setting(None, "Conversation", "The system message.")
-    temperature: float = setting(0.7, "Conversation", "0 is greedy.", "--temperature", "-t")
-    max_tokens: int | None = setting(
-        None,
-        "Conversation",
-        "Tokens of an answer, at most; without it, as many as fit, and 2048 in a pipe.",
-        "--max-tokens",
-        "-n",
-        ge=1,
-    )
-    seed: int | None = setting(None, "Conversation", "Without it, a seed is drawn.")
-    stats: bool = setting(
-        False, "Conversation", "Show speed and accepted draft tokens after each answer.", "--stats", "--verbose"
-    )
+    stats: bool = setting(False, "Conversation", "Show speed and accepted draft tokens after each answer.")
     history: bool = setting(
         True,
         "Conversation",
         "Keep what is typed for the arrow keys of the next start.",
-        "--history/--no-history",
         envvar="OUTRIDER_HISTORY",
     )
 
@@ -83,7 +70,6 @@ def run(
     speculation: SpeculationOptions,
     talk: TalkOptions,
     api_key: ApiKey = None,
-    debug: Debug = False,
 ) -> None:
     """Chat with a model or a server, or get one answer: to PROMPT, to a text that is piped in, or to both.
 
@@ -95,24 +81,23 @@ def run(
         prompt: One message. The command ends with its answer.
         served_model (NAME): Of a server: the model's name there; without it, its first.
     """
-    with readable(debug):
-        asked = None
-        if prompt or not sys.stdin.isatty():
-            piped = "" if sys.stdin.isatty() else sys.stdin.read()
-            asked = "\n\n".join(text for text in (" ".join(prompt or ()), piped.strip()) if text)
-            if not asked:
-                raise ValueError("there is no message; give one: outrider run MODEL 'Why is the sky blue?'")
-        with _backend(model, served_model, api_key, loaded, folders, speculation) as backend:
-            if asked is None:
-                _talk(talk, backend)
-            else:
-                conversation = talk.conversation(backend)
-                piped = not (sys.stdin.isatty() and sys.stdout.isatty())
-                room = backend.room([*conversation.messages, {"role": "user", "content": asked}]) if piped else None
-                if room is not None and room > PIPE_TOKENS:
-                    conversation.limit = PIPE_TOKENS
-                if conversation.say(asked):
-                    raise typer.Exit(130)
+    asked = None
+    if prompt or not sys.stdin.isatty():
+        piped = "" if sys.stdin.isatty() else sys.stdin.read()
+        asked = "\n\n".join(text for text in (" ".join(prompt or ()), piped.strip()) if text)
+        if not asked:
+            raise ValueError("there is no message; give one: outrider run MODEL 'Why is the sky blue?'")
+    with _backend(model, served_model, api_key, loaded, folders, speculation) as backend:
+        if asked is None:
+            _talk(talk, backend)
+        else:
+            conversation = talk.conversation(backend)
+            piped = not (sys.stdin.isatty() and sys.stdout.isatty())
+            room = backend.room([*conversation.messages, {"role": "user", "content": asked}]) if piped else None
+            if room is not None and room > PIPE_TOKENS:
+                conversation.limit = PIPE_TOKENS
+            if conversation.say(asked):
+                raise typer.Exit(130)
 
 
 def is_address(model: str) -> bool:

@@ -33,44 +33,46 @@ OPTIONS = {
         "Model": "--dtype --device --quantization --kv-cache-dtype",
         "Engine": "--prefix-dir --prefix-disk",
         "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
-        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus "
-        "--verifier --speculative-config",
-        "Conversation": "--system --temperature/-t --max-tokens/-n --seed --stats/--verbose --history",
+        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --verifier "
+        "--corpus --speculative-config",
+        "Conversation": "--temperature/-t --max-tokens/-n --seed --system --stats/--verbose --history",
         "Server": "--api-key",
         "Output": "--debug",
     },
     "generate": {
-        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --max-model-len",
+        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype",
         "Engine": "--prefix-dir --prefix-disk",
         "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
-        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus "
-        "--verifier --speculative-config --prediction",
+        "Options": "--max-model-len --chat --fingerprint",
+        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --verifier "
+        "--corpus --speculative-config --prediction",
         "Sampling": "--temperature/-t --top-p --top-k --min-p --repetition-penalty --max-tokens/-n --stop --ignore-eos "
         "--seed",
-        "Output": "--chat --trace --trace-detail --fingerprint --debug",
+        "Output": "--trace --trace-detail --debug",
     },
     "serve": {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template "
         "--tool-call-parser --client-headers",
-        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus "
-        "--verifier --speculative-config",
+        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --verifier "
+        "--corpus --speculative-config",
         "Server": "--config --host --port --allowed-host --api-key --api-key-file --ssl-certfile --ssl-keyfile",
         "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs --max-queue --kv-tokens "
         "--kv-cache-memory-bytes --memory --prefix-cache --prefill-chunk",
         "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
         "Privacy": "--memory-dir --memory-disk --memory-days --memory-by --pad-stream --cors-origin --learn "
         "--learn-share --log-prompts",
-        "Output": "--metrics-prefix --monitor-port --log-file --trace --trace-detail --otlp-traces-endpoint --debug",
+        "Output": "--metrics-prefix --monitor-port --trace --trace-detail --debug",
+        "Options": "--log-file --otlp-traces-endpoint",
     },
     "batch": {
-        "Output": "--out/-o --debug",
+        "Options": "--out/-o --ray --replicas --cpus",
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template",
-        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus "
-        "--verifier --speculative-config",
+        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --verifier "
+        "--corpus --speculative-config",
         "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs",
         "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
         "Sampling": "--seed",
-        "Cluster": "--ray --replicas --cpus",
+        "Output": "--debug",
     },
     "models": {
         "Output": "--debug",
@@ -87,14 +89,14 @@ OPTIONS = {
         "What": "--model/-m --method/--drafter --speculative-config --before --after",
         "Speculation": "--draft-model/-d --num-speculative-tokens/-k",
         "Server": "--base-url --off-body --timeout",
-        "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --top-p --top-k --repeats/-r "
-        "--concurrency/-c",
+        "How": "--max-tokens/-n --temperature/-t --top-p --top-k --seed --ignore-eos --num-prompts",
+        "Options": "--repeats/-r --concurrency/-c",
         "Model": "--dtype --device --quantization --kv-cache-dtype",
         "Output": "--json --html --report --resume --debug",
     },
     "certify": {
-        "Subject": "--speculative-config --generate --plain-url --off-body --on-body --reference --served-model "
-        "--endpoint --texts",
+        "Options": "--speculative-config",
+        "Subject": "--generate --plain-url --off-body --on-body --reference --served-model --endpoint --texts",
         "How": "--kind --budget --confidence --deviation --prompts --num-prompts --max-tokens/-n --seed --problems "
         "--timeout",
         "Output": "--out/-o --compare --board --debug",
@@ -102,17 +104,16 @@ OPTIONS = {
         "Model": "--dtype --device --quantization --kv-cache-dtype",
     },
     "demo": {
-        "Model": "--model/-m",
+        "Options": "--model/-m --tokens --repeats/-r --json --details",
         "Speculation": "--draft-model/-d --num-speculative-tokens/-k",
-        "Measurement": "--tokens --repeats",
-        "Output": "--json --details --debug",
+        "Output": "--debug",
     },
     "deploy": {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template "
         "--tool-call-parser --client-headers",
-        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus "
-        "--verifier --speculative-config",
-        "Cluster": "--address --name --start-timeout",
+        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --verifier "
+        "--corpus --speculative-config",
+        "Options": "--address --name --start-timeout --write-config",
         "Server": "--config --host --port --allowed-host --api-key --api-key-file --ssl-certfile --ssl-keyfile",
         "Replicas": "--replicas --min-replicas --max-replicas --target-requests --upscale-delay --downscale-delay --cpus "
         "--gpus --fronts --prefix-weight --patience",
@@ -120,11 +121,11 @@ OPTIONS = {
         "--kv-cache-memory-bytes --prefix-cache --prefill-chunk",
         "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
         "Privacy": "--memory-dir --memory-disk --memory-days --memory-by --cors-origin",
-        "Output": "--metrics-prefix --write-config --debug",
+        "Output": "--metrics-prefix --debug",
     },
     "explain": {
-        "Output": "--out/-o --no-open --debug",
-        "Model": "--model/-m --recorded",
+        "Options": "--out/-o --model/-m --recorded --no-open",
+        "Output": "--debug",
     },
     "export": {
         "Engine": "--to --model/-m --lengths",
@@ -132,27 +133,27 @@ OPTIONS = {
     },
     "layers": {
         "Model": "--model/-m --dtype --quantization",
-        "Measurement": "--texts",
-        "Output": "--out --debug",
+        "Options": "--texts --out/-o",
+        "Output": "--debug",
     },
     "replay": {
-        "Trace": "--step/-s --request",
-        "Model": "--model/-m",
-        "Fingerprint": "--fingerprint",
+        "Options": "--step/-s --request --model/-m --fingerprint",
         "Output": "--debug",
     },
     "train": {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype",
-        "Output": "--out/-o --debug",
-        "Training": "--minutes --tokens --prompts --temperature --length --draft-vocab-size --intermediate-size "
-        "--batch-tokens --texts --keep-features --seed --from",
+        "Options": "--out/-o --minutes --tokens",
+        "Training": "--prompts --temperature --length --draft-vocab-size --intermediate-size --batch-tokens --texts "
+        "--keep-features --seed --from",
+        "Output": "--debug",
     },
     "tune": {
         "Model": "--model/-m --dtype --quantization",
         "What": "--method/--drafter --layers --verifier",
         "Speculation": "--draft-model/-d",
-        "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --seconds",
-        "Output": "--out --export --json --debug",
+        "How": "--max-tokens/-n --temperature/-t --top-p --top-k --seed --ignore-eos --num-prompts",
+        "Options": "--seconds --out/-o --export --json",
+        "Output": "--debug",
     },
     "models list": {
         "Output": "--debug",
