@@ -39,7 +39,6 @@ from outrider.cli.terminal import (
     say,
     warn,
 )
-from outrider.core.params import SamplingParams
 from outrider.drafters.method import AUTO, model_method
 
 if TYPE_CHECKING:
@@ -65,11 +64,9 @@ class WorkloadOptions(
     num_prompts: int | None = setting(None, "How", "Use only the first so many prompts.", ge=1)
 
     def sampling(self) -> dict[str, Any]:
-        """Fields of `SamplingParams`, those that say something. Raises ValueError for a value out of range."""
+        """Fields of `SamplingParams`, those that say something."""
         given = self.model_dump(exclude={"num_prompts"}, exclude_defaults=True)
-        given = {"temperature": self.temperature, "max_tokens": self.max_tokens, "seed": self.seed} | given
-        SamplingParams(**given)
-        return given
+        return {"temperature": self.temperature, "max_tokens": self.max_tokens, "seed": self.seed} | given
 
 
 class SettingOptions(Options):

@@ -6,14 +6,14 @@ import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Self, get_type_hints
 
 import typer
-from pydantic import AfterValidator, create_model
+from pydantic import AfterValidator, create_model, model_validator
 
 from outrider.cli.terminal import readable
 from outrider.core.described import arguments
-from outrider.core.params import SamplingParams
+from outrider.core.params import RANGES, SamplingParams
 from outrider.core.suggest import did_you_mean
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.method import AUTO, METHODS, canonical, owner
@@ -139,16 +139,27 @@ Config = Annotated[
 # -- groups ---------------------------------------------------------------------------------------------------------------
 
 
-def taken(panel: str, **fields: tuple[Any, Any, str]) -> Any:
+def taken(panel: str, base: type[Options] = Options, /, **fields: tuple[Any, Any, str]) -> Any:
     """A group of options that another record declares: of each its type, its default here, and what is said of it there."""
     made: Any = {name: (kind, setting(default, panel, text)) for name, (kind, default, text) in fields.items()}
-    return create_model("Taken", __base__=Options, **made)
+    return create_model("Taken", __base__=base, **made)
+
+
+class SampledOptions(Options):
+    """Options of `SamplingParams`. Raises ValueError for a value out of range."""
+
+    @model_validator(mode="after")
+    def _in_range(self) -> Self:
+        given = {name: getattr(self, name, None) for name in RANGES}
+        SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        return self
 
 
 def sampling(panel: str, **defaults: Any) -> Any:
     """A group of options of `SamplingParams`. defaults: by name, in the order of the help page."""
     kinds, said = get_type_hints(SamplingParams) | {"stop": list[str] | None}, arguments(SamplingParams)
-    return taken(panel, **{name: (kinds[name], default, said[name].text) for name, default in defaults.items()})
+    fields = {name: (kinds[name], default, said[name].text) for name, default in defaults.items()}
+    return taken(panel, SampledOptions, **fields)
 
 
 def _shape() -> dict[str, tuple[Any, Any, str]]:
@@ -283,7 +294,7 @@ class SamplingOptions(sampling("Sampling", **_USUAL)):
     """How tokens are chosen and when a text ends."""
 
     def params(self, seed: int, prediction: str | None = None) -> SamplingParams:
-        """The same as `SamplingParams`. seed: used if the user gave none. Raises ValueError for a value out of range."""
+        """The same as `SamplingParams`. seed: used if the user gave none."""
         given = {**dict(self), "stop": self.stop or (), "seed": seed if self.seed is None else self.seed}
         return SamplingParams(**given, prediction=prediction)
 

@@ -43,12 +43,9 @@ class TalkOptions(sampling("Conversation", temperature=0.7, max_tokens=None, see
     )
 
     def conversation(self, backend: ChatBackend) -> Conversation:
-        """A new conversation. Raises ValueError for what no backend would take."""
-        from outrider.core.params import SamplingParams
-
+        """A new conversation."""
         seed = secrets.randbits(32) if self.seed is None else self.seed
         options = {"temperature": self.temperature, "max_tokens": self.max_tokens, "seed": seed}
-        SamplingParams(**options)
         return Conversation(backend, options, system=self.system, stats=self.stats)
 
 
