@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import typer
+from pydantic import Field
 from typer.testing import CliRunner
 
-from outrider.cli.command import grouped
+from outrider.cli.command import as_command, grouped
 from outrider.cli.main import app
 from outrider.cli.options import (
     Options,
@@ -212,6 +213,72 @@ def test_no_option_is_lost() -> None:
         found[name] = {panel: " ".join(words) for panel, words in panels.items()}
     assert found == OPTIONS
     assert {name: list(panels) for name, panels in found.items()} == {name: list(OPTIONS[name]) for name in found}
+
+
+def test_each_option_and_argument_says_what_it_means() -> None:
+    """A parameter that the docstring does not name would have an empty line on the help page."""
+    command: Any = typer.main.get_command(app)
+    parts = {f"models {name}": one for name, one in command.commands["models"].commands.items()}
+    silent = [
+        f"outrider {name}: {parameter.name}"
+        for name, one in {**command.commands, **parts}.items()
+        for parameter in one.params
+        if not parameter.help
+    ]
+    assert not silent
+
+
+def test_a_docstring_and_a_signature_make_the_options() -> None:
+    small = typer.Typer()
+    seen = list[Any]()
+
+    @as_command("Use", "draw a.txt", to=small)
+    def draw(
+        file: Path,
+        colours: list[str] | None = None,
+        *,
+        out: Path,
+        step: Annotated[int | None, Field(ge=0, le=9)] = None,
+        quick: bool = True,
+        json_: bool = False,
+    ) -> None:
+        """Draw it.
+
+        Now.
+
+        Args:
+            file (PICTURE): What to draw, and this text
+                goes on.
+            colours: Which.
+            out (FOLDER): Where.
+            step: One of them.
+            quick: Fast.
+            json_: As JSON.
+        """
+        seen.append((file, colours, out, step, quick, json_))
+
+    def run(*words: str) -> Any:
+        return CliRunner().invoke(small, [*words], env={"COLUMNS": "100"})
+
+    assert run("a.txt", "red", "blue", "-o", "x", "-s", "3", "--no-quick", "--json").exit_code == 0
+    assert run("a.txt", "--out", "x").exit_code == 0
+    assert seen == [
+        (Path("a.txt"), ["red", "blue"], Path("x"), 3, False, True),
+        (Path("a.txt"), None, Path("x"), None, True, False),
+    ]
+    for words in ((), ("a.txt",), ("a.txt", "-o", "x", "-s", "10"), ("a.txt", "-o", "x", "--step", "-1")):
+        assert run(*words).exit_code == 2
+    page = " ".join(run("--help").output.replace("│", " ").split())
+    for said in (
+        "Draw it. Now.",
+        "PICTURE",
+        "What to draw, and this text goes on.",
+        "-o --out FOLDER Where. Required.",
+        "-s --step",
+        "draw a.txt",
+    ):
+        assert said in page
+    assert "Args:" not in page
 
 
 class Shape(Options):
