@@ -12,7 +12,7 @@ import typer
 from pydantic import Field
 
 from outrider.cli.command import as_command
-from outrider.cli.options import CODE, Model, SpeculationOptions
+from outrider.cli.options import CODE, SpeculationOptions
 from outrider.cli.terminal import RED, loading, plain, warn
 from outrider.core.extras import needs
 from outrider.serve.options import BatchOptions
@@ -34,7 +34,7 @@ def batch(
     input_file: Path,
     *,
     out: Path,
-    model: Model = CODE,
+    model: str = CODE,
     speculation: SpeculationOptions,
     given: Annotated[dict[str, Any], BatchOptions],
     ray: str | None = None,

@@ -12,6 +12,7 @@ from copy import copy
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -28,6 +29,7 @@ OTHER_NAMES = {
     "repeats": "-r", "concurrency": "-c", "step": "-s", "yes": "-y", "method": "--drafter", "stats": "--verbose",
 }  # fmt: skip
 """The second name of an option. It means the same in every command."""
+MODEL = "A folder, a GGUF file, a hub name or a built-in model."
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel="Output")]
 
 
@@ -55,6 +57,23 @@ def as_command(
         return app
 
     return made
+
+
+def full_name(name: Any) -> Any:
+    """The name of the built-in model that a short name means: smollm2 is builtin:smollm2-135m. Others stay, also in a list.
+
+    A file or a folder here goes before a built-in model.
+    """
+    from outrider.models.builtin.download import DOWNLOADS
+    from outrider.models.builtin.shipped import BUILTIN
+
+    if isinstance(name, list):
+        return [full_name(one) for one in name]
+    if not isinstance(name, str) or Path(name).exists():
+        return name
+    known = {full.removeprefix("builtin:"): full for full in (*BUILTIN, *DOWNLOADS)}
+    longer = [full for short, full in known.items() if short.startswith(f"{name}-")]
+    return known.get(name, longer[0] if len(longer) == 1 else name)
 
 
 class BriefCommand(TyperCommand):
@@ -157,9 +176,13 @@ def option_names(name: str, kind: Any, default: Any) -> list[str]:
 
 
 def _of_parameter(parameter: Parameter, kind: Any, text: str, placeholder: str) -> Any:
-    """A parameter of a command as typer wants its type: with the help, and the limits of `Annotated[T, Field(ge=1)]`."""
+    """A parameter of a command as typer wants its type: with the help, and the limits of `Annotated[T, Field(ge=1)]`.
+
+    One that is called `model` takes short names of built-in models, too.
+    """
     kind, *more = get_args(kind) if get_origin(kind) is Annotated else (kind,)
-    limits = {}
+    limits: dict[str, Any] = {"callback": full_name} if parameter.name == "model" else {}
+    text = text or MODEL * bool(limits)
     for one in (limit for field in more for limit in field.metadata):
         limits |= {name: getattr(one, end) for name, end in (("min", "ge"), ("max", "le")) if hasattr(one, end)}
     if parameter.kind is Parameter.KEYWORD_ONLY or kind is bool:

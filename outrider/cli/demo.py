@@ -14,16 +14,7 @@ from pydantic import Field
 from outrider.cli.bench import FileOptions, run_and_report
 from outrider.cli.command import as_command
 from outrider.cli.generate import stream
-from outrider.cli.options import (
-    CHAT,
-    CODE,
-    DRAFT_MODEL,
-    NUM_SPECULATIVE_TOKENS,
-    Options,
-    SpeculationOptions,
-    full_name,
-    own_draft,
-)
+from outrider.cli.options import CHAT, CODE, DRAFT_MODEL, NUM_SPECULATIVE_TOKENS, Options, SpeculationOptions, own_draft
 from outrider.cli.terminal import DIM, command, loading, paint, program, say
 
 if TYPE_CHECKING:
@@ -89,8 +80,7 @@ def demo(
     files.check()
     from outrider.drafters.heads.files import own_head
 
-    chosen = model = full_name(model)
-    model = model or default_model()
+    chosen, model = model, model or default_model()
     head = own_head(model) if drafts.draft_model is None else None
     draft_model = drafts.draft_model or (str(head) if head else own_draft(model))
     method = "suffix" if draft_model is None else None  # one cause for one effect

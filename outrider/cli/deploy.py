@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from outrider.cli.command import as_command
-from outrider.cli.options import Config, ModelFirst, ModelInstead, SpeculationOptions, one_model
+from outrider.cli.options import Config, ModelInstead, SpeculationOptions, one_model
 from outrider.cli.serve import ready_lines
 from outrider.cli.terminal import loading
 from outrider.core.extras import needs
@@ -24,7 +24,7 @@ from outrider.serve.ray.options import DeployOptions, serve_config
     usual="-d -k --method --replicas --min-replicas --max-replicas --cpus --gpus --address --host --port --write-config",
 )
 def deploy(
-    model: ModelFirst = None,
+    model: str | None = None,
     *,
     model_option: ModelInstead = None,
     speculation: SpeculationOptions,

@@ -16,7 +16,7 @@ from typing import Any
 import typer
 
 from outrider.cli.command import as_command
-from outrider.cli.options import LoadOptions, full_name, parse_speculative_config
+from outrider.cli.options import LoadOptions, parse_speculative_config
 from outrider.cli.terminal import GREEN, RED, YELLOW, home, loading, paint, working
 from outrider.core.extras import install
 
@@ -68,7 +68,7 @@ def doctor(
             if line:
                 print(" " * margin + line)
     if model is not None:
-        show_costs(full_name(model), parse_speculative_config(speculative_config), load)
+        show_costs(model, parse_speculative_config(speculative_config), load)
     raise typer.Exit(int(any(check.wrong for check in checks)))
 
 

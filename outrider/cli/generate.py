@@ -19,7 +19,6 @@ from outrider.cli.options import (
     CODE,
     FolderOptions,
     LoadOptions,
-    Model,
     PromptSpeculationOptions,
     SamplingOptions,
     TraceOptions,
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 def generate(
     prompt: str,
     *,
-    model: Model = CODE,
+    model: str = CODE,
     loaded: LoadOptions,
     folders: FolderOptions,
     max_model_len: int | None = None,

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from outrider.cli.command import as_command
-from outrider.cli.options import CODE, Model, PrecisionOptions
+from outrider.cli.options import CODE, PrecisionOptions
 from outrider.cli.terminal import loading, say
 
 
@@ -19,7 +19,7 @@ from outrider.cli.terminal import loading, say
 )
 def layers(
     *,
-    model: Model = CODE,
+    model: str = CODE,
     texts: list[Path] | None = None,
     out: Path | None = None,
     precision: PrecisionOptions,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import typer
 
-from outrider.cli.command import Debug, as_command
-from outrider.cli.options import CODE, ModelArgument, PrecisionOptions, full_name
+from outrider.cli.command import Debug, as_command, full_name
+from outrider.cli.options import CODE, PrecisionOptions
 from outrider.cli.terminal import home, loading, readable, say, working
 from outrider.core.suggest import did_you_mean
 
@@ -123,7 +123,7 @@ def rm(names: list[str], *, yes: bool = False) -> None:
     """Remove models from the cache folders. Nothing outside of them is ever removed.
 
     Args:
-        names (NAME...): Names as `outrider list` shows them; all: fetched and packed.
+        names (NAME): Names as `outrider list` shows them; all: fetched and packed.
         yes: Do not ask.
     """
     with loading("the list"):
@@ -155,7 +155,7 @@ def rm(names: list[str], *, yes: bool = False) -> None:
     "outrider models pack model.gguf -o ./my-model && outrider run ./my-model",
     to=models,
 )
-def pack(model: ModelArgument, *, out: Path, precision: PrecisionOptions) -> None:
+def pack(model: str, *, out: Path, precision: PrecisionOptions) -> None:
     """Save a model as the kernels keep it. It then starts without being quantised again.
 
     Args:

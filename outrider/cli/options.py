@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, get_type_hints
 import typer
 from pydantic import AfterValidator, create_model, model_validator
 
+from outrider.cli.command import full_name
 from outrider.cli.terminal import readable
 from outrider.core.described import arguments
 from outrider.core.params import RANGES, SamplingParams
@@ -39,36 +40,11 @@ def option(panel: str, text: str, *names: str, **more: Any) -> Any:
 # -- single options -------------------------------------------------------------------------------------------------------
 
 
-def full_name(name: Any) -> Any:
-    """The name of the built-in model that a short name means: smollm2 is builtin:smollm2-135m. Others stay, also in a list.
-
-    A file or a folder here goes before a built-in model.
-    """
-    from outrider.models.builtin.download import DOWNLOADS
-    from outrider.models.builtin.shipped import BUILTIN
-
-    if isinstance(name, list):
-        return [full_name(one) for one in name]
-    if not isinstance(name, str) or Path(name).exists():
-        return name
-    known = {full.removeprefix("builtin:"): full for full in (*BUILTIN, *DOWNLOADS)}
-    longer = [full for short, full in known.items() if short.startswith(f"{name}-")]
-    return known.get(name, longer[0] if len(longer) == 1 else name)
-
-
 def canonical_names(given: Any) -> Any:
     """The names of methods as the table has them; None stays."""
     return canonical(given) if isinstance(given, str) else given and [*map(canonical, given)]
 
 
-MODEL = "A folder, a GGUF file, a hub name or a built-in model."
-Model = Annotated[str, option("Model", MODEL, "--model", "-m", callback=full_name)]
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, callback=full_name)]
-ModelFirst = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL, callback=full_name)]
-Models = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="MODEL...", help=f"{MODEL} Several: each is loaded when asked for.", callback=full_name),
-]
 ModelInstead = Annotated[
     str | None, option("Model", "The same as the argument MODEL.", "--model", "-m", callback=full_name)
 ]

@@ -14,14 +14,7 @@ import typer
 from outrider.cli.backends import ChatBackend, LocalBackend, ServerBackend
 from outrider.cli.command import as_command
 from outrider.cli.conversation import Conversation
-from outrider.cli.options import (
-    ApiKey,
-    FolderOptions,
-    LoadOptions,
-    SpeculationOptions,
-    full_name,
-    sampling,
-)
+from outrider.cli.options import ApiKey, FolderOptions, LoadOptions, SpeculationOptions, sampling
 from outrider.cli.terminal import RED, loading, tell
 from outrider.core.files import state_folder
 from outrider.serve.options import setting
@@ -150,7 +143,7 @@ def _backend(
         return
     if served_model is not None:
         raise ValueError(f"--served-model {served_model} is for a server, and {model} is none; leave it out")
-    with _here(full_name(model), loaded, folders, speculation) as backend:
+    with _here(model, loaded, folders, speculation) as backend:
         yield backend
 
 

@@ -9,14 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 from outrider.cli.command import as_command
-from outrider.cli.options import (
-    Config,
-    ModelInstead,
-    Models,
-    ServedSpeculationOptions,
-    TraceOptions,
-    one_model,
-)
+from outrider.cli.options import Config, ModelInstead, ServedSpeculationOptions, TraceOptions, one_model
 from outrider.cli.terminal import DIM, command, loading, paint, working, wrapped
 from outrider.core.extras import needs
 from outrider.core.files import public_name
@@ -35,7 +28,7 @@ if TYPE_CHECKING:
     usual="-d -k --method --config --host --port --api-key --served-model-name --quantization --max-model-len --max-num-seqs",
 )
 def serve(
-    model: Models = None,
+    model: list[str] | None = None,
     *,
     model_option: ModelInstead = None,
     speculation: ServedSpeculationOptions,
@@ -48,6 +41,7 @@ def serve(
     """Serve a model, or several. Requests are batched, and each gets the text that it would get alone.
 
     Args:
+        model: A folder, a GGUF file, a hub name or a built-in model. Several: each is loaded when asked for.
         log_file: Write the log to this file, not to standard error.
         otlp_traces_endpoint (URL): Send a span of each request to this collector, for example http://127.0.0.1:4318/v1/traces.
     """

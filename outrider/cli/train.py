@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from outrider.cli.command import as_command
-from outrider.cli.options import LoadOptions, Model
+from outrider.cli.options import LoadOptions
 from outrider.cli.terminal import loading
 from outrider.drafters.method import TRAINED
 from outrider.train.settings import TrainingSettings
@@ -21,7 +21,7 @@ from outrider.train.settings import TrainingSettings
 def train(
     method: str,
     *,
-    model: Model,
+    model: str,
     out: Path,
     minutes: float | None = None,
     tokens: int | None = None,

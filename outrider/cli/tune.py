@@ -12,17 +12,8 @@ import typer
 from pydantic import AfterValidator, Field
 
 from outrider.cli.bench import Prompts, WorkloadOptions
-from outrider.cli.command import as_command
-from outrider.cli.options import (
-    CODE,
-    DRAFT_MODEL,
-    MODEL,
-    Options,
-    PrecisionOptions,
-    canonical_names,
-    own_draft,
-    setting,
-)
+from outrider.cli.command import MODEL, as_command
+from outrider.cli.options import CODE, DRAFT_MODEL, Options, PrecisionOptions, canonical_names, own_draft, setting
 from outrider.cli.terminal import (
     GREEN,
     RED,

@@ -7,6 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from outrider.cli.main import SHORTER, app
+from outrider.drafters.method import TRAINED
 
 GROUP = typer.main.get_command(app)
 COMMANDS = dict(GROUP.commands)  # pyright: ignore[reportAttributeAccessIssue]
@@ -41,6 +42,10 @@ def test_the_last_line_leads_to_all_options(command: str) -> None:
 
 def test_the_list_of_methods_is_not_in_a_help_page() -> None:
     assert "token_recycling" not in " ".join(page("generate", "--help-all"))
+
+
+def test_the_kinds_of_heads_are_in_the_help_page() -> None:
+    assert all(kind in " ".join(page("train", "--help")) for kind in TRAINED)
 
 
 def test_the_list_of_commands_has_a_heading_for_each_purpose() -> None:

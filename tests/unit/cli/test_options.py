@@ -12,7 +12,7 @@ import typer
 from pydantic import Field
 from typer.testing import CliRunner
 
-from outrider.cli.command import as_command, grouped
+from outrider.cli.command import as_command, full_name, grouped
 from outrider.cli.main import app
 from outrider.cli.options import (
     Options,
@@ -20,7 +20,6 @@ from outrider.cli.options import (
     SamplingOptions,
     SpeculationOptions,
     TraceOptions,
-    full_name,
     setting,
 )
 
@@ -41,10 +40,10 @@ OPTIONS = {
         "Output": "--debug",
     },
     "generate": {
-        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype",
+        "Options": "--model/-m --max-model-len --chat --fingerprint",
+        "Model": "--dtype --device --quantization --kv-cache-dtype",
         "Engine": "--prefix-dir --prefix-disk",
         "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
-        "Options": "--max-model-len --chat --fingerprint",
         "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --verifier "
         "--corpus --speculative-config --prediction",
         "Sampling": "--temperature/-t --top-p --top-k --min-p --repetition-penalty --max-tokens/-n --stop --ignore-eos "
@@ -66,10 +65,10 @@ OPTIONS = {
         "Options": "--log-file --otlp-traces-endpoint",
     },
     "batch": {
-        "Options": "--out/-o --ray --replicas --cpus",
-        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template",
+        "Options": "--out/-o --model/-m --ray --replicas --cpus",
         "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --verifier "
         "--corpus --speculative-config",
+        "Model": "--dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template",
         "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs",
         "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
         "Sampling": "--seed",
@@ -133,8 +132,8 @@ OPTIONS = {
         "Output": "--out/-o --json --debug",
     },
     "layers": {
-        "Model": "--model/-m --dtype --quantization",
-        "Options": "--texts --out/-o",
+        "Options": "--model/-m --texts --out/-o",
+        "Model": "--dtype --quantization",
         "Output": "--debug",
     },
     "replay": {
@@ -142,10 +141,10 @@ OPTIONS = {
         "Output": "--debug",
     },
     "train": {
-        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype",
-        "Options": "--out/-o --minutes --tokens",
+        "Options": "--model/-m --out/-o --minutes --tokens",
         "Training": "--prompts --temperature --length --draft-vocab-size --intermediate-size --batch-tokens --texts "
         "--keep-features --seed --from",
+        "Model": "--dtype --device --quantization --kv-cache-dtype",
         "Output": "--debug",
     },
     "tune": {
