@@ -21,7 +21,7 @@ from typer.core import TyperCommand
 from typer.models import ParameterInfo
 
 from outrider.cli.terminal import readable
-from outrider.core.described import arguments, summary
+from outrider.core.docstrings import arguments, summary
 from outrider.serve.options import Options, shown
 
 OTHER_NAMES = {
@@ -46,7 +46,7 @@ def as_command(
     """
     app = typer.Typer(add_completion=False, rich_markup_mode="rich") if to is None else to
 
-    def made(function: Callable[..., Any]) -> typer.Typer:
+    def decorate(function: Callable[..., Any]) -> typer.Typer:
         app.command(
             function.__name__.rstrip("_"),
             help=summary(function),
@@ -56,7 +56,7 @@ def as_command(
         )(grouped(function))
         return app
 
-    return made
+    return decorate
 
 
 def full_name(name: Any) -> Any:
@@ -129,34 +129,34 @@ def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
     The order of the parameters, and of the fields in a group, is the order in the help page. Raises ValueError if two groups
     have a field of the same name.
     """
-    hints, described = get_type_hints(command, include_extras=True), arguments(command)
+    hints, texts = get_type_hints(command, include_extras=True), arguments(command)
     parameters, groups = list[Parameter](), dict[str, tuple[Callable[..., Any], list[str]]]()
     for name, parameter in signature(command).parameters.items():
         make, kind = hints[name], hints[name]
         if get_args(kind)[:1] == (dict[str, Any],):
             make, kind = _dict, kind.__metadata__[0]
         if isinstance(kind, type) and issubclass(kind, Options):
-            taken = [_of_field(field, one) for field, one in shown(kind).items()]
+            members = [_of_field(field, one) for field, one in shown(kind).items()]
         elif is_dataclass(kind):  # of a package without `Options`
             types = get_type_hints(kind, include_extras=True)
             defaults = [(f.name, Parameter.empty if f.default is MISSING else f.default) for f in fields(kind)]
-            taken = [Parameter(n, Parameter.KEYWORD_ONLY, default=d, annotation=types[n]) for n, d in defaults]
+            members = [Parameter(n, Parameter.KEYWORD_ONLY, default=d, annotation=types[n]) for n, d in defaults]
         else:
             if not any(isinstance(one, ParameterInfo) for one in getattr(kind, "__metadata__", ())):
-                kind = _of_parameter(parameter, kind, *described.get(name, ("", "")))
+                kind = _of_parameter(parameter, kind, *texts.get(name, ("", "")))
             parameters.append(parameter.replace(annotation=kind, kind=Parameter.KEYWORD_ONLY))
             continue
-        parameters += taken
-        groups[name] = make, [one.name for one in taken]
+        parameters += members
+        groups[name] = make, [one.name for one in members]
     parameters.append(Parameter("debug", Parameter.KEYWORD_ONLY, default=False, annotation=Debug))
 
     @wraps(command)
-    def run(debug: bool, **given: Any) -> Any:
+    def run(debug: bool, **values: Any) -> Any:
         with readable(debug):
-            made = {
-                name: make(**{field: given.pop(field) for field in names}) for name, (make, names) in groups.items()
+            objects = {
+                name: make(**{field: values.pop(field) for field in names}) for name, (make, names) in groups.items()
             }
-            return command(**given, **made)
+            return command(**values, **objects)
 
     run.__signature__ = Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -181,15 +181,15 @@ def _of_parameter(parameter: Parameter, kind: Any, text: str, placeholder: str) 
     One that is called `model` takes short names of built-in models, too.
     """
     kind, *more = get_args(kind) if get_origin(kind) is Annotated else (kind,)
-    limits: dict[str, Any] = {"callback": full_name} if parameter.name == "model" else {}
-    text = text or MODEL * bool(limits)
+    details: dict[str, Any] = {"callback": full_name} if parameter.name == "model" else {}
+    text = text or MODEL * bool(details)
     for one in (limit for field in more for limit in field.metadata):
-        limits |= {name: getattr(one, end) for name, end in (("min", "ge"), ("max", "le")) if hasattr(one, end)}
+        details |= {name: getattr(one, end) for name, end in (("min", "ge"), ("max", "le")) if hasattr(one, end)}
     if parameter.kind is Parameter.KEYWORD_ONLY or kind is bool:
         names = option_names(parameter.name, kind, parameter.default)
-        return Annotated[kind, typer.Option(*names, help=text, metavar=placeholder or None, **limits)]
-    held = placeholder or parameter.name.strip("_").upper()
-    return Annotated[kind, typer.Argument(help=text, metavar=held, **limits)]
+        return Annotated[kind, typer.Option(*names, help=text, metavar=placeholder or None, **details)]
+    metavar = placeholder or parameter.name.strip("_").upper()
+    return Annotated[kind, typer.Argument(help=text, metavar=metavar, **details)]
 
 
 def _of_field(name: str, field: FieldInfo) -> Parameter:
@@ -200,5 +200,5 @@ def _of_field(name: str, field: FieldInfo) -> Parameter:
     if default == []:
         kind, default = kind | None, None
     names = extra["names"] or option_names(name, kind, default)
-    made = typer.Option(*names, help=field.description or "", rich_help_panel=extra["panel"], **extra["typer"])
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, made])
+    option = typer.Option(*names, help=field.description or "", rich_help_panel=extra["panel"], **extra["typer"])
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])

@@ -43,8 +43,8 @@ class CommandTable(Mapping[str, Any]):
 
     @cached_property
     def _entries(self) -> dict[str, EntryPoint]:
-        own = {name: EntryPoint(name, f"outrider.cli.{name}:{name}", GROUP) for name in ENGINE}
-        return own | {entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in own}
+        engine = {name: EntryPoint(name, f"outrider.cli.{name}:{name}", GROUP) for name in ENGINE}
+        return engine | {entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in engine}
 
     def __getitem__(self, name: str) -> Any:
         if name in SHORTER:
@@ -82,9 +82,9 @@ def _absent(name: str, package: str) -> typer.Typer:
 class Commands(TyperGroup):
     """The command line, with the commands of `CommandTable`."""
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **attributes: Any) -> None:
         table: Any = CommandTable()
-        super().__init__(**given | {"commands": table})
+        super().__init__(**attributes | {"commands": table})
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The names of the commands. It imports none."""

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, create_model, model_validator
 
 from outrider.cli.command import full_name
 from outrider.cli.terminal import readable
-from outrider.core.described import arguments
+from outrider.core.docstrings import arguments
 from outrider.core.params import RANGES, SamplingParams
 from outrider.core.suggest import did_you_mean
 from outrider.drafters.config import SpeculativeConfig
@@ -115,10 +115,10 @@ Config = Annotated[
 # -- groups ---------------------------------------------------------------------------------------------------------------
 
 
-def taken(panel: str, base: type[Options] = Options, /, **fields: tuple[Any, Any, str]) -> Any:
+def option_group(panel: str, base: type[Options] = Options, /, **fields: tuple[Any, Any, str]) -> Any:
     """A group of options that another record declares: of each its type, its default here, and what is said of it there."""
-    made: Any = {name: (kind, setting(default, panel, text)) for name, (kind, default, text) in fields.items()}
-    return create_model("Taken", __base__=base, **made)
+    members: Any = {name: (kind, setting(default, panel, text)) for name, (kind, default, text) in fields.items()}
+    return create_model("OptionGroup", __base__=base, **members)
 
 
 class SampledOptions(Options):
@@ -126,8 +126,8 @@ class SampledOptions(Options):
 
     @model_validator(mode="after")
     def _in_range(self) -> Self:
-        given = {name: getattr(self, name, None) for name in RANGES}
-        SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        values = {name: getattr(self, name, None) for name in RANGES}
+        SamplingParams(**{name: value for name, value in values.items() if value is not None})
         return self
 
 
@@ -135,7 +135,7 @@ def sampling(panel: str, **defaults: Any) -> Any:
     """A group of options of `SamplingParams`. defaults: by name, in the order of the help page."""
     kinds, said = get_type_hints(SamplingParams) | {"stop": list[str] | None}, arguments(SamplingParams)
     fields = {name: (kinds[name], default, said[name].text) for name, default in defaults.items()}
-    return taken(panel, SampledOptions, **fields)
+    return option_group(panel, SampledOptions, **fields)
 
 
 def _shape() -> dict[str, tuple[Any, Any, str]]:
@@ -151,7 +151,7 @@ _HOW = (_METHOD, None, "How to draft: `outrider methods`, or your own FILE.py:NA
 _MODEL = (str | None, None, "A small model, or the folder of a trained head, that drafts.")
 
 
-class SpeculationOptions(taken("Speculation", method=_HOW, draft_model=_MODEL, **_shape())):
+class SpeculationOptions(option_group("Speculation", method=_HOW, draft_model=_MODEL, **_shape())):
     """How to speculate: single options, or one JSON object in their place."""
 
     corpus: list[str] | None = setting(

@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from outrider.core.described import arguments
+from outrider.core.docstrings import arguments
 from outrider.core.params import RANGES, BadParameter, SamplingParams
 from outrider.models.chat_template import text_of
 from outrider.serve.openai.tools import OPENAI, ToolForm, ToolOffer, offered, with_tools
@@ -131,13 +131,13 @@ def sampling_fields() -> Any:
 
     How long a text is and what is reported of its tokens differs between the endpoints, so each says that itself.
     """
-    kinds, said = get_type_hints(SamplingParams), arguments(SamplingParams)
-    made = dict[str, Any]()
+    kinds, texts = get_type_hints(SamplingParams), arguments(SamplingParams)
+    members = dict[str, Any]()
     for name, kind in kinds.items():
         if name not in ("max_tokens", "logprobs", "prompt_logprobs") and {*(get_args(kind) or [kind])} <= _SIMPLE:
             low, high, _ = RANGES.get(name, (None, None, ""))
-            made[name] = kind | None, Field(None, ge=low, le=high, description=said[name].text)
-    return create_model("SamplingFields", __base__=JsonObject, **made)
+            members[name] = kind | None, Field(None, ge=low, le=high, description=texts[name].text)
+    return create_model("SamplingFields", __base__=JsonObject, **members)
 
 
 class CommonRequest(sampling_fields()):

@@ -26,4 +26,6 @@ def arguments(documented: Any) -> dict[str, Description]:
     """The `Args:` of a docstring: a line is `name: text` or `name (PLACEHOLDER): text`, and goes on deeper."""
     _, _, section = (inspect.getdoc(documented) or "").partition("\nArgs:\n")
     section = section.partition("\n\n")[0]
-    return {name: Description(" ".join(text.split()), held) for name, held, text in _ARGUMENT.findall(section)}
+    return {
+        name: Description(" ".join(text.split()), placeholder) for name, placeholder, text in _ARGUMENT.findall(section)
+    }
