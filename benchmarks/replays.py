@@ -2,7 +2,7 @@
 
     python -m benchmarks.replays                         the recordings of tests/data, four machines; two minutes
     python -m benchmarks.replays --machines quiet --jitter 0.15
-    python -m benchmarks.replays --traces FILE --costs FILE      your own recording and costs (outrider calibrate keeps them)
+    python -m benchmarks.replays --traces FILE --costs FILE      your own recording and costs (outrider doctor MODEL keeps them)
 
 A replay runs the real planner. Only the drafters are played back (`benchmarks.traces record`), and the target's answer is what
 was recorded. Every figure is a speed over plain decoding: seconds of decoding with all drafting and all reading of the draft

@@ -4,7 +4,7 @@
 
 Each class runs in a process of its own, at low priority and with a time limit. Each result is kept in docs/models.json at
 once, so a run that was stopped goes on where it was. --only: these model types. --again: also what has a result of this
-transformers. --page: run nothing, write docs/models.md and outrider/data/classes.json, which `outrider models --check` reads.
+transformers. --page: run nothing, write docs/models.md and outrider/data/classes.json, which `outrider models check` reads.
 """
 
 from __future__ import annotations

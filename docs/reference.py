@@ -86,10 +86,11 @@ def path_of(module: str) -> Path:
 
 
 def prose(docstring: str | None) -> str:
-    """A docstring as markdown. A line `name: meaning` becomes a list item; indented lines become code."""
+    """A docstring as markdown. A line `name: meaning`, also under `Args:`, becomes a list item; indented lines become code."""
     lines: list[str] = []
     item = False
-    for line in inspect.cleandoc(docstring or "").splitlines():
+    text, _, listed = inspect.cleandoc(docstring or "").partition("\nArgs:\n")
+    for line in (text + "\n" + inspect.cleandoc(listed)).rstrip().splitlines():
         if line.startswith("    ") and not item:
             lines.append(line)
             continue

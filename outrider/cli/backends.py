@@ -26,6 +26,10 @@ class ChatBackend(Protocol):
 
     name: str
 
+    def room(self, messages: Messages) -> int | None:
+        """Tokens that an answer to these messages may have; None if that is not known here."""
+        ...
+
     def answer(self, messages: Messages, options: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The events of an answer, the last one with usage and metrics. Closing the generator stops the answer.
 
@@ -54,6 +58,9 @@ class ServerBackend:
             model = str(first["id"])
             self._more = {"return_pieces": True} if first.get("owned_by") == "outrider" else {}
         self.name = model
+
+    def room(self, messages: Messages) -> None:
+        """See `ChatBackend`: a server knows it, and does not say it before it answers."""
 
     def answer(self, messages: Messages, options: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """See `ChatBackend`. A model without a chat template continues the text of the conversation."""
@@ -100,7 +107,7 @@ class LocalBackend:
         self.name = llm.loaded.name
 
     def room(self, messages: Messages) -> int:
-        """Tokens that an answer to these messages may have."""
+        """See `ChatBackend`."""
         return self._engine.decoder.max_length - len(self._llm.encode(messages))
 
     def answer(self, messages: Messages, options: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:

@@ -9,9 +9,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import Field
 
-from outrider.cli.options import CODE, Debug, Model, SpeculationOptions, option
-from outrider.cli.terminal import RED, loading, plain, readable, warn
+from outrider.cli.command import as_command
+from outrider.cli.options import CODE, SpeculationOptions
+from outrider.cli.terminal import RED, loading, plain, warn
 from outrider.core.extras import needs
 from outrider.serve.options import BatchOptions
 
@@ -21,67 +23,71 @@ if TYPE_CHECKING:
 _SHOWN = 5  # problems that are named on the terminal; the output has all
 
 
+@as_command(
+    "Use",
+    "outrider batch requests.jsonl -o answers.jsonl",
+    "outrider batch requests.jsonl -o answers.jsonl -m ./my-model --served-model-name gpt-4o-mini --max-num-seqs 16",
+    "outrider batch requests.jsonl -o answers.jsonl -m ./my-model --ray auto --replicas 8 --cpus 4",
+    usual="-o -m -d -k --method --served-model-name --quantization --max-num-seqs --ray --replicas",
+)
 def batch(
-    input_file: Annotated[
-        Path,
-        typer.Argument(metavar="INPUT", help="Requests in the format of OpenAI's Batch API, one JSON object a line."),
-    ],
-    out: Annotated[Path, option("Output", "The file of answers, in the order of the requests.", "--out", "-o")],
-    model: Model = CODE,
+    input_file: Path,
     *,
+    out: Path,
+    model: str = CODE,
     speculation: SpeculationOptions,
     given: Annotated[dict[str, Any], BatchOptions],
-    ray: Annotated[
-        str | None,
-        option(
-            "Cluster", "Answer on a Ray cluster: its address, auto, or local for a new one here.", metavar="ADDRESS"
-        ),
-    ] = None,
-    replicas: Annotated[int | None, option("Cluster", "Actors on the cluster, at most; 2 without it.", min=1)] = None,
-    cpus: Annotated[int | None, option("Cluster", "CPUs of each actor; 1 without it.", min=1)] = None,
-    debug: Debug = False,
+    ray: str | None = None,
+    replicas: Annotated[int | None, Field(ge=1)] = None,
+    cpus: Annotated[int | None, Field(ge=1)] = None,
 ) -> None:
     """Answer a file of requests: OpenAI's batch format in and out, with the engine's slots full.
 
     Answers are kept in OUT.partial as they come. If the command is interrupted or killed, the same command continues: no
     answer is lost or written twice. OUT is written at the end. Exit code 1: some answers are errors; the output says why.
+
+    Args:
+        input_file (INPUT): Requests in the format of OpenAI's Batch API, one JSON object a line.
+        out (FILE): The file of answers, in the order of the requests.
+        ray (ADDRESS): Answer on a Ray cluster: its address, auto, or local for a new one here.
+        replicas: Actors on the cluster, at most; 2 without it.
+        cpus: CPUs of each actor; 1 without it.
     """
-    with readable(debug):
-        config = speculation.config(model)
-        if ray is None and (replicas or cpus):
-            raise ValueError("--replicas and --cpus are those of a cluster; add --ray ADDRESS, or leave them out")
-        with loading(model):
-            with needs("serve", "outrider batch"):
-                import outrider.serve.batch.answer  # noqa: F401
-            from outrider.serve.batch.lines import Journal, scan
-        options = BatchOptions(model=model, speculative_config=config, **given)
-        if not input_file.is_file():
-            raise FileNotFoundError(f"there is no file {input_file}; give a file of requests, one JSON object a line")
-        if out.absolute() == input_file.absolute() or (out.exists() and out.samefile(input_file)):
-            raise ValueError(f"-o {out} is the file of requests itself; name another file for the answers")
-        lines = scan(input_file)
-        if not lines:
-            raise ValueError(f"{input_file} has no lines; an example of one is in docs/guides/batch.md")
-        journal = Journal(out, options.of_texts)
-        try:
-            left = [line for line in lines if line.code is None and line.key not in journal]
-            shown = BatchProgress(len(left), len(journal))
-            if ray is None:
-                made = _here(input_file, left, options, shown)
-            else:
-                made = _there(input_file, left, options, ray, replicas or 2, cpus or 1)
-            for key, row in made if left else ():
-                journal.add(key, row)
-                shown.add(row)
-            failed = _failed(lines, journal)
-            journal.finish(lines)
-        except KeyboardInterrupt:
-            print(f"{len(journal)} answers are kept in {journal.path}; the same command continues", file=sys.stderr)
-            raise
-        finally:
-            journal.close()
-        shown.end(out, len(lines), failed)
-        raise typer.Exit(1 if failed else 0)
+    config = speculation.config(model)
+    if ray is None and (replicas or cpus):
+        raise ValueError("--replicas and --cpus are those of a cluster; add --ray ADDRESS, or leave them out")
+    with loading(model):
+        with needs("serve", "outrider batch"):
+            import outrider.serve.batch.answer  # noqa: F401
+        from outrider.serve.batch.lines import Journal, scan
+    options = BatchOptions(model=model, speculative_config=config, **given)
+    if not input_file.is_file():
+        raise FileNotFoundError(f"there is no file {input_file}; give a file of requests, one JSON object a line")
+    if out.absolute() == input_file.absolute() or (out.exists() and out.samefile(input_file)):
+        raise ValueError(f"-o {out} is the file of requests itself; name another file for the answers")
+    lines = scan(input_file)
+    if not lines:
+        raise ValueError(f"{input_file} has no lines; an example of one is in docs/guides/batch.md")
+    journal = Journal(out, options.of_texts)
+    try:
+        left = [line for line in lines if line.code is None and line.key not in journal]
+        shown = BatchProgress(len(left), len(journal))
+        if ray is None:
+            made = _here(input_file, left, options, shown)
+        else:
+            made = _there(input_file, left, options, ray, replicas or 2, cpus or 1)
+        for key, row in made if left else ():
+            journal.add(key, row)
+            shown.add(row)
+        failed = _failed(lines, journal)
+        journal.finish(lines)
+    except KeyboardInterrupt:
+        print(f"{len(journal)} answers are kept in {journal.path}; the same command continues", file=sys.stderr)
+        raise
+    finally:
+        journal.close()
+    shown.end(out, len(lines), failed)
+    raise typer.Exit(1 if failed else 0)
 
 
 def _here(

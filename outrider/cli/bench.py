@@ -1,4 +1,4 @@
-"""`outrider bench` and `report`. Imports nothing large until it runs. Reads a server's key from the environment."""
+"""`outrider bench`. Imports nothing large until it runs. Reads a server's key from the environment."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
+from outrider.cli.command import as_command
 from outrider.cli.options import (
     CODE,
     DRAFT_MODEL,
     NUM_SPECULATIVE_TOKENS,
-    Debug,
     LoadOptions,
     Options,
     canonical_names,
-    option,
     own_draft,
     parse_speculative_config,
+    sampling,
     setting,
 )
 from outrider.cli.terminal import (
@@ -36,7 +36,6 @@ from outrider.cli.terminal import (
     paint,
     plain,
     printable,
-    readable,
     say,
     warn,
 )
@@ -57,34 +56,27 @@ Prompts = Annotated[
 ]
 
 
-class WorkloadOptions(Options):
-    """What is generated for each prompt. The names are those of `SamplingParams`."""
+class WorkloadOptions(
+    sampling("How", max_tokens=64, temperature=0.0, top_p=1.0, top_k=0, seed=0, ignore_eos=False),
+):
+    """What is generated for each prompt. Each repeat adds 1 to the seed."""
 
     num_prompts: int | None = setting(None, "How", "Use only the first so many prompts.", ge=1)
-    max_tokens: int = setting(64, "How", "Tokens of an answer, at most.", "--max-tokens", "-n", ge=1)
-    temperature: float = setting(0.0, "How", "0 is greedy.", "--temperature", "-t")
-    seed: int = setting(0, "How", "Seed of the first repeat. Each repeat adds 1.")
-    ignore_eos: bool = setting(False, "How", "Continue after the end token.", "--ignore-eos")
 
-    def sampling(self, **more: Any) -> dict[str, Any]:
-        """Fields of `SamplingParams`. more: further fields; None leaves one out."""
-        more["ignore_eos"] = self.ignore_eos or None
-        given = {"temperature": self.temperature, "max_tokens": self.max_tokens, "seed": self.seed}
-        return given | {name: value for name, value in more.items() if value is not None}
+    def sampling(self) -> dict[str, Any]:
+        """Fields of `SamplingParams`, those that say something."""
+        given = self.model_dump(exclude={"num_prompts"}, exclude_defaults=True)
+        return {"temperature": self.temperature, "max_tokens": self.max_tokens, "seed": self.seed} | given
 
 
 class SettingOptions(Options):
     """The settings to compare with plain decoding."""
 
-    model: str | None = setting(
-        None, "What", f"A model; default {CODE}. For a server: the model's name there.", "--model", "-m"
-    )
+    model: str | None = setting(None, "What", f"A model; default {CODE}. For a server: the model's name there.")
     method: Annotated[list[str] | None, AfterValidator(canonical_names)] = setting(
         None,
         "What",
         "A drafting method to compare with plain decoding, or FILE.py:NAME, a drafter of your own. May be repeated.",
-        "--method",
-        "--drafter",
     )
     speculative_config: list[str] | None = setting(
         None, "What", "The same as JSON or a file. May be repeated.", metavar="JSON|FILE"
@@ -159,31 +151,45 @@ class FileOptions(Options):
 
     json_file: Path | None = setting(None, "Output", "Write the measurement to a file.", "--json", metavar="FILE")
     html: Path | None = setting(None, "Output", "Write a report page.", metavar="FILE")
-    resume: bool = setting(False, "Output", "Continue the interrupted measurement of --json.", "--resume")
+    report: list[Path] | None = setting(
+        None,
+        "Output",
+        "Measure nothing: make the page of a file of --json; given twice, also of what changed.",
+        metavar="FILE",
+    )
+    resume: bool = setting(False, "Output", "Continue the interrupted measurement of --json.")
 
     def check(self) -> None:
         """Raise ValueError or FileNotFoundError for files that cannot be used."""
         if self.resume and self.json_file is None:
             raise ValueError("--resume continues the measurement of a file; name it: --json RUN.json --resume")
+        if self.report and self.json_file is not None:
+            raise ValueError(
+                "--report is for what was measured before, and --json keeps a new measurement; leave one out"
+            )
         check_folders(self.json_file, self.html)
 
 
+@as_command(
+    "Measure",
+    "outrider bench",
+    "outrider bench my-prompts.jsonl -m ./my-model --method suffix --method auto",
+    "outrider bench --report before.json --report after.json",
+    "outrider bench chat --base-url http://127.0.0.1:8000",
+    "outrider bench chat --base-url http://one:8000 --base-url http://two:8000",
+    "outrider bench my-prompts.jsonl -m ./my-model -d ./my-small-model --json run.json --html run.html",
+    usual="-m -d -k --method --num-prompts -n -t -r --base-url --json --html --report",
+)
 def bench(
     *,
     prompts: Prompts = "code",
     what: SettingOptions,
     server: ServerOptions,
     workload: WorkloadOptions,
-    top_p: Annotated[float | None, option("How", "1 is off.")] = None,
-    top_k: Annotated[int | None, option("How", "0 is off.")] = None,
-    repeats: Annotated[
-        int | None,
-        option("How", "Measurements of each prompt and setting; 3, for servers 1.", "--repeats", "-r", min=1),
-    ] = None,
-    concurrency: Annotated[int, option("How", "Prompts to send at the same time.", "--concurrency", "-c", min=1)] = 1,
+    repeats: Annotated[int | None, Field(ge=1)] = None,
+    concurrency: Annotated[int, Field(ge=1)] = 1,
     loading_options: LoadOptions,
     files: FileOptions,
-    debug: Debug = False,
 ) -> None:
     """Measure plain against speculative decoding on your prompts, in this process or at a running server.
 
@@ -191,87 +197,78 @@ def bench(
 
     Takes about a minute by default. Ctrl-C keeps what was measured.
     Exits with 1 if an output that must be identical differs, or if no request succeeded.
+
+    Args:
+        repeats: Measurements of each prompt and setting; 3, for servers 1.
+        concurrency: Prompts to send at the same time.
     """
-    with readable(debug):
-        files.check()
-        configs = what.configs(bool(server.urls))
-        sampling = workload.sampling(top_p=top_p, top_k=top_k)
-        from outrider.lab.bench.prompts import read
-        from outrider.lab.bench.schedule import check_resumable
+    files.check()
+    if files.report:
+        make_page(files.report, files.html)
+        return
+    configs = what.configs(bool(server.urls))
+    sampling = workload.sampling()
+    from outrider.lab.bench.prompts import read
+    from outrider.lab.bench.schedule import check_resumable
 
-        read_prompts, notes = read(prompts, workload.num_prompts)
-        old = _interrupted_run(files)
-        with loading("the client" if server.urls else what.model or CODE):
-            from outrider.lab.bench.run import Run, Setting
+    read_prompts, notes = read(prompts, workload.num_prompts)
+    old = _interrupted_run(files)
+    with loading("the client" if server.urls else what.model or CODE):
+        from outrider.lab.bench.run import Run, Setting
 
-            if server.urls:
-                backend, settings, name = _servers(server, configs, what.model, sampling)
-                lengths = None
-            else:
-                from outrider.lab.bench.local import Local
+        if server.urls:
+            backend, settings, name = _servers(server, configs, what.model, sampling)
+            lengths = None
+        else:
+            from outrider.lab.bench.local import Local
 
-                name = what.model or CODE
-                settings = [Setting(name="plain"), *(Setting(name=n, speculative_config=c) for n, c in configs)]
-                backend = Local.load(settings, name, sampling, concurrency, **dict(loading_options))
-                lengths = [backend.num_tokens(prompt) for prompt in read_prompts]
-            run = Run.begun(
-                name,
-                settings,
-                read_prompts,
-                sampling,
-                lengths,
-                repeats=repeats or (1 if server.urls else 3),
-                concurrency=concurrency,
-            )
-        if old is not None:
-            check_resumable(old, run)
-            run.samples = old.samples
-        if server.urls and run.repeats > 1 and workload.temperature == 0:
-            notes.append(
-                "a server that remembers its answers (suffix, auto) finds each of them from the second repeat on, and looks "
-                "too fast; use more prompts instead of --repeats"
-            )
-        code = run_and_report(run, backend, read_prompts, notes, files)
-        if code == 130:
-            _report_interrupt(run, files.json_file)
-        raise typer.Exit(code)
+            name = what.model or CODE
+            settings = [Setting(name="plain"), *(Setting(name=n, speculative_config=c) for n, c in configs)]
+            backend = Local.load(settings, name, sampling, concurrency, **dict(loading_options))
+            lengths = [backend.num_tokens(prompt) for prompt in read_prompts]
+        run = Run.begun(
+            name,
+            settings,
+            read_prompts,
+            sampling,
+            lengths,
+            repeats=repeats or (1 if server.urls else 3),
+            concurrency=concurrency,
+        )
+    if old is not None:
+        check_resumable(old, run)
+        run.samples = old.samples
+    if server.urls and run.repeats > 1 and workload.temperature == 0:
+        notes.append(
+            "a server that remembers its answers (suffix, auto) finds each of them from the second repeat on, and looks "
+            "too fast; use more prompts instead of --repeats"
+        )
+    code = run_and_report(run, backend, read_prompts, notes, files)
+    if code == 130:
+        _report_interrupt(run, files.json_file)
+    raise typer.Exit(code)
 
 
-def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN.json", help="A file of outrider bench --json.")],
-    later: Annotated[
-        Path | None, typer.Argument(metavar="LATER.json", help="A later run. The page shows it, and what changed.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        option(
-            "Output",
-            "The file for the page. Default: RUN.html or RUN-LATER.html, next to the last run.",
-            "--out",
-            "-o",
-            metavar="FILE",
-        ),
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Make an HTML page of a measurement: what to do, why, and all the numbers. The page needs no network.
+def make_page(files: list[Path], out: Path | None) -> None:
+    """Write the page of a measurement, or of the later of two and what changed. It needs no network.
 
-    With two runs it begins with what changed between them, and if that is more than noise.
+    Args:
+        files: One or two files of `--json`.
+        out: The page; None puts it next to the last file.
     """
-    with readable(debug):
-        from outrider.lab.bench.report.page import write
-        from outrider.lab.bench.run import Run
+    from outrider.lab.bench.report.page import write
+    from outrider.lab.bench.run import Run
 
-        files = [run] if later is None else [run, later]
-        runs = [Run.load(file) for file in files]
-        path = out or files[-1].with_name("-".join(file.stem for file in files) + ".html")
-        if path in files:
-            raise ValueError(f"the page would overwrite the run {path}. Name another file: --out page.html")
-        check_folders(path)
-        recommendation = write(runs[-1], path, other=runs[0] if later else None)
-        colour = {"keep": GREEN, "broken": RED}.get(recommendation.kind, YELLOW)
-        print(f"{paint(recommendation.label, colour)}: {printable(recommendation.headline)}")
-        say(f"The page is {path}.")
+    if len(files) > 2:
+        raise ValueError(f"--report compares two measurements, got {len(files)}")
+    runs = [Run.load(file) for file in files]
+    path = out or files[-1].with_name("-".join(file.stem for file in files) + ".html")
+    if path in files:
+        raise ValueError(f"the page would overwrite the run {path}. Name another file: --html page.html")
+    recommendation = write(runs[-1], path, other=runs[0] if len(runs) == 2 else None)
+    colour = {"keep": GREEN, "broken": RED}.get(recommendation.kind, YELLOW)
+    print(f"{paint(recommendation.label, colour)}: {printable(recommendation.headline)}")
+    say(f"The page is {path}.")
 
 
 def run_and_report(
@@ -301,7 +298,7 @@ def run_and_report(
     if answered:
         show(run, console(), tables)
         if file is not None:
-            say(f"The measurement is in {file}. Make a page of it: outrider report {file}")
+            say(f"The measurement is in {file}. Make a page of it: outrider bench --report {file}")
         if files.html is not None:
             write(run, files.html)
             say(f"The page is {files.html}.")

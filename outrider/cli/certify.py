@@ -2,54 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from outrider.cli.options import Debug, LoadOptions, option, own_draft, parse_speculative_config
-from outrider.cli.terminal import loading, readable
-from outrider.core.extras import install
+from outrider.cli.command import as_command
+from outrider.cli.options import LoadOptions, own_draft, parse_speculative_config
+from outrider.cli.terminal import loading
+from outrider_certify.cli import CertifyOptions, run
 
-try:
-    from outrider_certify.cli import CertifyOptions, run
-except ImportError:
 
-    def certify(words: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
-        """Is an engine lossless? It needs the package outrider-certify."""
-        with readable(False):
-            raise ValueError(f"certificates are a package of their own, which is not installed: {install('certify')}")
+@as_command(
+    "Measure",
+    "outrider certify builtin:code",
+    "outrider certify outrider.verify:reference_block",
+    """outrider certify ./my-model --speculative-config '{"method": "suffix", "verifier": "rejection"}' --budget 30m""",
+    "outrider certify --compare before.json after.json",
+    usual="--speculative-config --plain-url --reference --texts --kind --budget --confidence --prompts -n -o --compare",
+)
+def certify(
+    *,
+    speculative_config: str | None = None,
+    options: CertifyOptions,
+    load: LoadOptions,
+) -> None:
+    """Is an engine lossless? Compare its texts with plain decoding, and say what would have been found.
 
-else:
+    Certifies a model of ours with a speculative config, a verifier function, transformers, or a server with OpenAI's API.
+    Exit codes: 0 nothing differs, 1 something differs, 3 cannot tell. The same command resumes an interrupted run.
 
-    def certify(  # pyright: ignore[reportRedeclaration]
-        *,
-        speculative_config: Annotated[
-            str | None,
-            option(
-                "Subject", "For a model of ours: how it speculates, as JSON or a file with it.", metavar="JSON|FILE"
-            ),
-        ] = None,
-        options: CertifyOptions,
-        load: LoadOptions,
-        debug: Debug = False,
-    ) -> None:
-        """Is an engine lossless? Compare its texts with plain decoding, and say what would have been found.
+    Args:
+        speculative_config (JSON|FILE): For a model of ours: how it speculates, as JSON or a file with it.
+    """
+    config = _config(options.subject or "", speculative_config)
 
-        Certifies a model of ours with a speculative config, a verifier function, transformers, or a server with OpenAI's API.
-        Exit codes: 0 nothing differs, 1 something differs, 3 cannot tell. The same command resumes an interrupted run.
-        """
-        config = None
+    def subject_of(options: CertifyOptions) -> Any:
+        with loading(options.subject or ""):
+            from outrider.lab.certify import engine
 
-        def subject_of(options: CertifyOptions) -> Any:
-            with loading(options.subject or ""):
-                from outrider.lab.certify import engine
+            return engine.subject_of(options, config, dict(load))
 
-                return engine.subject_of(options, config, dict(load))
-
-        with readable(debug):
-            config = _config(options.subject or "", speculative_config)
-            given = {"speculative_config": config, **dict(load)}
-            raise typer.Exit(run(options, subject_of, "outrider", **given))
+    given = {"speculative_config": config, **dict(load)}
+    raise typer.Exit(run(options, subject_of, "outrider", **given))
 
 
 def _config(model: str, given: str | None) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from rich.cells import cell_len
 
 from outrider.cli.backends import ChatBackend
 from outrider.cli.terminal import GREEN, paint, printable, tell, unechoed
+from outrider.core.params import NUMBERS
 from outrider.core.suggest import did_you_mean
 
 HELP = """\
@@ -30,10 +31,7 @@ HELP = """\
                         (Ollama's /set system, verbose and quiet work, too)
 \"\"\"                     begins and ends a message of several lines
 ctrl-C                  stops the answer and keeps the conversation"""
-_PARAMETERS = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens",
-    "stop", "seed",
-)  # fmt: skip
+_PARAMETERS = (*NUMBERS, "top_k", "max_tokens", "stop", "seed")
 PERIODS, LOOP = 30, 300
 """A text repeats itself if it ends in so many equal pieces, and they have so many characters together, a line of dashes not."""
 _OLLAMA = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}

@@ -9,22 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import Field
 
 from outrider.cli.bench import FileOptions, run_and_report
+from outrider.cli.command import as_command
 from outrider.cli.generate import stream
-from outrider.cli.options import (
-    CHAT,
-    CODE,
-    DRAFT_MODEL,
-    NUM_SPECULATIVE_TOKENS,
-    Debug,
-    Options,
-    SpeculationOptions,
-    full_name,
-    option,
-    own_draft,
-)
-from outrider.cli.terminal import DIM, command, loading, paint, program, readable, say
+from outrider.cli.options import CHAT, CODE, DRAFT_MODEL, NUM_SPECULATIVE_TOKENS, Options, SpeculationOptions, own_draft
+from outrider.cli.terminal import DIM, command, loading, paint, program, say
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
@@ -56,28 +47,20 @@ class DraftOptions(Options):
     num_speculative_tokens: int | None = NUM_SPECULATIVE_TOKENS
 
 
+@as_command(
+    "Measure",
+    "outrider demo",
+    "outrider demo --tokens 200 --repeats 5 --json numbers.json",
+    "outrider demo -m ./my-model -d ./my-small-model -k 4",
+)
 def demo(
-    model: Annotated[
-        str | None,
-        option(
-            "Model",
-            f"A folder, a GGUF file, a hub name or a built-in model. Default: {CHAT}.",
-            "--model",
-            "-m",
-            callback=full_name,
-        ),
-    ] = None,
     *,
+    model: str | None = None,
     drafts: DraftOptions,
-    tokens: Annotated[int, option("Measurement", "Tokens of each text.", min=1)] = 128,
-    repeats: Annotated[int, option("Measurement", "Runs of each text, plain and speculative.", min=1)] = 2,
-    json_file: Annotated[
-        Path | None, option("Output", "Also write all numbers to a file.", "--json", metavar="FILE")
-    ] = None,
-    details: Annotated[
-        bool, option("Output", "Show the tables, too: speeds, categories, latencies.", "--details")
-    ] = False,
-    debug: Debug = False,
+    tokens: Annotated[int, Field(ge=1)] = 128,
+    repeats: Annotated[int, Field(ge=1)] = 2,
+    json_: Path | None = None,
+    details: bool = False,
 ) -> None:
     """Compare plain and speculative decoding on several prompts: the speed, and whether the texts are identical.
 
@@ -85,52 +68,58 @@ def demo(
 
     Without --model, it uses builtin:smollm2-135m and its trained head, and fetches that model once (98 MB). Where it cannot be
     fetched, it uses builtin:code, which is too small for a speedup.
+
+    Args:
+        model: A folder, a GGUF file, a hub name or a built-in model. Default: builtin:smollm2-135m.
+        tokens: Tokens of each text.
+        repeats: Runs of each text, plain and speculative.
+        json_ (FILE): Also write all numbers to a file.
+        details: Show the tables, too: speeds, categories, latencies.
     """
-    with readable(debug):
-        files = FileOptions(json_file=json_file)
-        files.check()
-        from outrider.drafters.heads.files import own_head
+    files = FileOptions(json_file=json_)
+    files.check()
+    from outrider.drafters.heads.files import own_head
 
-        chosen, model = model, model or default_model()
-        head = own_head(model) if drafts.draft_model is None else None
-        draft_model = drafts.draft_model or (str(head) if head else own_draft(model))
-        method = "suffix" if draft_model is None else None  # one cause for one effect
-        config = SpeculationOptions(
-            method=method, draft_model=draft_model, num_speculative_tokens=drafts.num_speculative_tokens
-        ).config(model)
-        with loading(model):
-            from outrider.core.params import SamplingParams
-            from outrider.lab.bench.local import Local
-            from outrider.lab.bench.run import Run, Setting
+    chosen, model = model, model or default_model()
+    head = own_head(model) if drafts.draft_model is None else None
+    draft_model = drafts.draft_model or (str(head) if head else own_draft(model))
+    method = "suffix" if draft_model is None else None  # one cause for one effect
+    config = SpeculationOptions(
+        method=method, draft_model=draft_model, num_speculative_tokens=drafts.num_speculative_tokens
+    ).config(model)
+    with loading(model):
+        from outrider.core.params import SamplingParams
+        from outrider.lab.bench.local import Local
+        from outrider.lab.bench.run import Run, Setting
 
-            sampling: dict[str, Any] = {"max_tokens": tokens, "seed": SEED}
-            settings = [Setting(name="plain"), Setting(name="speculative", speculative_config=config)]
-            # as the model was published; in the 4 bits of its file a token costs so little that a draft hardly pays
-            precision = "bfloat16" if chosen is None and model == CHAT else "auto"
-            backend = Local.load(settings, model, sampling, 1, dtype=precision)
-            llm = backend.llms["speculative"]
-        what = config.get("model") or f"the method {config['method']}"
-        what = what if head is None else "its trained head"
-        say(f"{llm.loaded.name} generates, {what} drafts up to {llm.config.budget.depth} tokens ahead.")
-        if chosen is None and model == CODE:
-            say(f"{CODE} is too small for a speedup: one of its tokens takes about 1 ms.")
-        chat = talks(llm)
-        first, first_sampling = (FIRST_QUESTION, FIRST_CHAT_SAMPLING) if chat else (FIRST_PROMPT, FIRST_SAMPLING)
-        print(paint(f"\n{first}", DIM), end="\n\n" if chat else "", flush=True)
-        if stream(llm, first, SamplingParams(max_tokens=tokens, **first_sampling), chat) is None:
-            raise KeyboardInterrupt
-        print()
-        prompts = prompts_for(llm)
-        run = Run.begun(llm.loaded.name, settings, prompts, sampling, repeats=repeats)
-        texts = 2 * repeats * len(prompts)
-        say(
-            f"\nPlain and speculative decoding now take turns: {texts} texts of at most {tokens} tokens. This takes longest."
-        )
-        code = run_and_report(run, backend, prompts, [], files, tables=details)
-        if code == 130:
-            raise KeyboardInterrupt
-        print("Next: " + next_command(chosen, drafts.draft_model, chat))
-        raise typer.Exit(code)
+        sampling: dict[str, Any] = {"max_tokens": tokens, "seed": SEED}
+        settings = [Setting(name="plain"), Setting(name="speculative", speculative_config=config)]
+        # as the model was published; in the 4 bits of its file a token costs so little that a draft hardly pays
+        precision = "bfloat16" if chosen is None and model == CHAT else "auto"
+        backend = Local.load(settings, model, sampling, 1, dtype=precision)
+        llm = backend.llms["speculative"]
+    what = config.get("model") or f"the method {config['method']}"
+    what = what if head is None else "its trained head"
+    say(f"{llm.loaded.name} generates, {what} drafts up to {llm.config.budget.depth} tokens ahead.")
+    if chosen is None and model == CODE:
+        say(f"{CODE} is too small for a speedup: one of its tokens takes about 1 ms.")
+    chat = talks(llm)
+    first, first_sampling = (FIRST_QUESTION, FIRST_CHAT_SAMPLING) if chat else (FIRST_PROMPT, FIRST_SAMPLING)
+    print(paint(f"\n{first}", DIM), end="\n\n" if chat else "", flush=True)
+    if stream(llm, first, SamplingParams(max_tokens=tokens, **first_sampling), chat) is None:
+        raise KeyboardInterrupt
+    print()
+    prompts = prompts_for(llm)
+    run = Run.begun(llm.loaded.name, settings, prompts, sampling, repeats=repeats)
+    texts = 2 * repeats * len(prompts)
+    say(
+        f"\nPlain and speculative decoding now take turns: {texts} texts of at most {tokens} tokens. This takes longest."
+    )
+    code = run_and_report(run, backend, prompts, [], files, tables=details)
+    if code == 130:
+        raise KeyboardInterrupt
+    print("Next: " + next_command(chosen, drafts.draft_model, chat))
+    raise typer.Exit(code)
 
 
 def next_command(model: str | None, draft_model: str | None, chat: bool) -> str:

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import typer
 
-from outrider.cli.options import Debug
-from outrider.cli.terminal import GREEN, RED, YELLOW, home, paint, readable, working
+from outrider.cli.command import as_command
+from outrider.cli.options import LoadOptions, parse_speculative_config
+from outrider.cli.terminal import GREEN, RED, YELLOW, home, loading, paint, working
 from outrider.core.extras import install
 
 PORT = 8000
@@ -33,24 +35,70 @@ class Check:
     wrong: bool = False
 
 
-def doctor(debug: Debug = False) -> None:
-    """Check this machine and this installation, and say what to change for speed.
+@as_command(
+    "Look inside",
+    "outrider doctor",
+    "outrider doctor builtin:code",
+    """outrider doctor ./my-model --speculative-config '{"model": "./my-small-model"}'""",
+)
+def doctor(
+    model: str | None = None,
+    *,
+    speculative_config: str = '{"method": "auto"}',
+    load: LoadOptions,
+) -> None:
+    """Check this machine and this installation, and say what to change for speed. Exit code 1: something is wrong.
 
-    Exit code 1: something is wrong; the line after it says what to type.
+    With MODEL, it also measures what steps and drafts of this model cost here. Every command does so for a second when it first
+    loads a model. This measures more sizes, more often. Later runs with the same model and settings start from the result.
+
+    Args:
+        model: Measure the costs of this model: a folder, a GGUF file, a hub name or a built-in model.
+        speculative_config (JSON|FILE): How MODEL speculates, as JSON or a file with it. auto tries all methods.
     """
-    with readable(debug):
-        with working("looking at this machine"):
-            checks = [*_machine(), *_speed(), _cache(), *_packages(), _port()]
-        margin = max(len(check.name) for check in checks) + 4
-        columns = shutil.get_terminal_size().columns
-        for check in checks:
-            mark = paint("✗", RED) if check.wrong else paint("-", YELLOW) if check.fix else paint("✓", GREEN)
-            first, *more = textwrap.wrap(check.found, columns - margin, break_on_hyphens=False)
-            print(f"{mark} {check.name:<{margin - 2}}{first}")
-            for line in (*more, check.fix):
-                if line:
-                    print(" " * margin + line)
-        raise typer.Exit(int(any(check.wrong for check in checks)))
+    with working("looking at this machine"):
+        checks = [*_machine(), *_speed(), _cache(), *_packages(), _port()]
+    margin = max(len(check.name) for check in checks) + 4
+    columns = shutil.get_terminal_size().columns
+    for check in checks:
+        mark = paint("✗", RED) if check.wrong else paint("-", YELLOW) if check.fix else paint("✓", GREEN)
+        first, *more = textwrap.wrap(check.found, columns - margin, break_on_hyphens=False)
+        print(f"{mark} {check.name:<{margin - 2}}{first}")
+        for line in (*more, check.fix):
+            if line:
+                print(" " * margin + line)
+    if model is not None:
+        show_costs(model, parse_speculative_config(speculative_config), load)
+    raise typer.Exit(int(any(check.wrong for check in checks)))
+
+
+def show_costs(model: str, config: dict[str, Any], load: LoadOptions) -> None:
+    """Measure what a model's steps and drafts cost, keep that for later runs, and print it.
+
+    Raises ValueError for a configuration that is not planned with costs.
+    """
+    with loading(model):
+        from outrider.core.files import cache_folder
+        from outrider.engine.llm import LLM
+
+        llm = LLM(model, speculative_config=config, calibrate=True, **dict(load))
+    roster = llm.runtime.roster
+    if roster is None or roster.planner.lengths is not None:
+        raise ValueError(
+            f"{config} uses no measured costs: nothing drafts, or its controller is fixed. "
+            'Measure for example {"method": "auto"}'
+        )
+    costs = roster.planner.costs.model
+    plain = costs.forward(1)
+    print(f"A plain step, which writes one token, takes {1000 * plain:.1f} ms.")
+    for nodes, seconds in sorted(costs.target.items()):
+        if nodes > 1:
+            tokens = f"{nodes - 1} draft token{'s' if nodes > 2 else ''}"
+            print(f"  to check {tokens:<15} {seconds / plain:.2f} plain steps")
+    for name, cost in costs.drafters.items():
+        reads = f", {1000 * cost.read:.2g} ms to read a token of the prompt" if cost.read else ""
+        print(f"  {name} drafts a token in {cost.level / plain:.2f} plain steps{reads}")
+    print(f"The costs are kept in {cache_folder()}.")
 
 
 def _machine() -> list[Check]:
@@ -159,7 +207,7 @@ def _packages() -> Iterator[Check]:
     from packaging.requirements import Requirement
 
     wanted, whole = [Requirement(line) for line in requires("outrider") or ()], list[str]()
-    for extra in ("data", "serve", "grammar", "bench", "certify", "ray", "otel"):
+    for extra in ("data", "serve", "grammar", "lab", "certify", "ray", "otel"):
         needed = [r.name for r in wanted if r.marker and r.marker.evaluate({"extra": extra})]
         if missing := ", ".join(name for name in needed if not _installed(name)):
             yield Check(f"extra {extra}", f"missing: {missing}", install(extra))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import webbrowser
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from outrider.cli.options import Debug, option
-from outrider.cli.terminal import YELLOW, printable, readable, say, working
+from outrider.cli.command import as_command
+from outrider.cli.terminal import YELLOW, printable, say, working
 from outrider.core.files import write_whole
 
 if TYPE_CHECKING:
@@ -17,55 +15,51 @@ if TYPE_CHECKING:
     from outrider.pages.explained import ExplainedRun
 
 
+@as_command(
+    "Look inside",
+    "outrider explain",
+    'outrider generate "def f(x):" --trace run.jsonl && outrider explain run.jsonl',
+    "outrider explain run.jsonl --recorded -o page.html",
+)
 def explain(
-    trace: Annotated[
-        Path | None,
-        typer.Argument(metavar="[RUN.jsonl]", help="A file that --trace has written; without it, a built-in run."),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        option(
-            "Output",
-            "The file for the page. Default: RUN.html, or outrider-explained.html.",
-            "--out",
-            "-o",
-            metavar="FILE",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None, option("Model", "Where the model is now; without it, where the trace says.", "--model", "-m")
-    ] = None,
-    recorded: Annotated[
-        bool, option("Model", "Show only what the trace holds, and do not load the model.", "--recorded")
-    ] = False,
-    no_open: Annotated[bool, option("Output", "Do not open the page in a browser.", "--no-open")] = False,
-    debug: Debug = False,
+    trace: Path | None = None,
+    *,
+    out: Path | None = None,
+    model: str | None = None,
+    recorded: bool = False,
+    no_open: bool = False,
 ) -> None:
     """Explain speculative decoding on a real run, as an interactive page in one file. The page needs no network.
 
     It shows the draft trees and verdicts step by step, why the text stays the same, when drafting helps, and when it does not.
+
+    Args:
+        trace (RUN.jsonl): A file that --trace has written; without it, a built-in run.
+        out (FILE): The file for the page. Default: RUN.html, or outrider-explained.html.
+        model: Where the model is now; without it, where the trace says.
+        recorded: Show only what the trace holds, and do not load the model.
+        no_open: Do not open the page in a browser.
     """
-    with readable(debug):
-        if trace is None and (model is not None or recorded):
-            raise ValueError("--model and --recorded belong to a trace; name one: outrider explain RUN.jsonl")
-        with working(f"explaining {'a built-in run' if trace is None else trace}"):
-            from dataclasses import replace
+    if trace is None and (model is not None or recorded):
+        raise ValueError("--model and --recorded belong to a trace; name one: outrider explain RUN.jsonl")
+    with working(f"explaining {'a built-in run' if trace is None else trace}"):
+        from dataclasses import replace
 
-            from outrider.lab.explain import machine_curves
-            from outrider.pages.explained import builtin
+        from outrider.lab.explain import machine_curves
+        from outrider.pages.explained import builtin
 
-            if trace is None:
-                run = builtin()
-                run = replace(run, costs=[*run.costs, *machine_curves()])
-            else:
-                run = _own(trace, model, recorded)
-        if out is None:
-            out = Path("outrider-explained.html") if trace is None else trace.with_suffix(".html")
-        write_whole(out, run.page())
-        for note in run.notes:
-            say(f"note: {printable(note)}", YELLOW)
-        opened = not no_open and webbrowser.open(out.resolve().as_uri())
-        print(f"The page is {out}." + ("" if opened else " Open it in a browser."))
+        if trace is None:
+            run = builtin()
+            run = replace(run, costs=[*run.costs, *machine_curves()])
+        else:
+            run = _own(trace, model, recorded)
+    if out is None:
+        out = Path("outrider-explained.html") if trace is None else trace.with_suffix(".html")
+    write_whole(out, run.page())
+    for note in run.notes:
+        say(f"note: {printable(note)}", YELLOW)
+    opened = not no_open and webbrowser.open(out.resolve().as_uri())
+    print(f"The page is {out}." + ("" if opened else " Open it in a browser."))
 
 
 def _own(file: Path, model: str | None, recorded: bool) -> ExplainedRun:

@@ -9,24 +9,22 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from outrider.cli.chat import no_template
+from outrider.cli.command import as_command
 from outrider.cli.conversation import TextPrinter
 from outrider.cli.options import (
     CODE,
-    Debug,
     FolderOptions,
     LoadOptions,
-    Model,
     PromptSpeculationOptions,
     SamplingOptions,
     TraceOptions,
-    option,
 )
-from outrider.cli.terminal import DIM, GREEN, check_folders, loading, paint, plain, readable, tell, unechoed
+from outrider.cli.run import no_template
+from outrider.cli.terminal import DIM, GREEN, check_folders, loading, paint, plain, tell, unechoed
 
 if TYPE_CHECKING:
     from outrider.core.outputs import RequestOutput
@@ -36,59 +34,60 @@ if TYPE_CHECKING:
     from outrider.engine.request import Sequence
 
 
+@as_command(
+    "Use",
+    'outrider generate "def quicksort(xs):"',
+    'outrider generate "import argparse" --temperature 0.8 --top-p 0.95 --seed 7',
+    'outrider generate "def f(x):" --method none',
+    "cat part.py | outrider generate - --method suffix --max-tokens 64 > rest.py",
+    'outrider generate "# part.py, with one change:" --prediction part.py -k 16',
+    'outrider generate "Why is the sky blue?" --chat -m ./my-model -d ./my-small-model',
+    usual="-m -d -k --method -t --top-p -n --seed --stop --chat --prediction --trace",
+)
 def generate(
-    prompt: Annotated[
-        str,
-        typer.Argument(
-            metavar="PROMPT",
-            help="The text to continue. - reads it from standard input, without the last newline.",
-        ),
-    ],
-    model: Model = CODE,
+    prompt: str,
     *,
+    model: str = CODE,
     loaded: LoadOptions,
     folders: FolderOptions,
-    max_model_len: Annotated[int | None, option("Model", "Tokens of prompt and output together, at most.")] = None,
+    max_model_len: int | None = None,
     speculation: PromptSpeculationOptions,
     sampling: SamplingOptions,
-    chat: Annotated[bool, option("Output", "Send the prompt as a user's chat message.", "--chat")] = False,
+    chat: bool = False,
     trace: TraceOptions,
-    fingerprint: Annotated[
-        Path | None,
-        option(
-            "Output",
-            "Write what the text depends on, and its tokens, for outrider replay --fingerprint on any machine.",
-            metavar="FILE",
-        ),
-    ] = None,
-    debug: Debug = False,
+    fingerprint: Path | None = None,
 ) -> None:
     """Continue a prompt. The terminal shows the text as it comes, with accepted draft tokens coloured. A pipe gets only text.
 
     The last line shows tokens, tokens/s, acceptance length and rate, what drafted, seed and guarantee. In a pipe it goes to
     standard error.
+
+    Args:
+        prompt: The text to continue. - reads it from standard input, without the last newline.
+        max_model_len: Tokens of prompt and output together, at most.
+        chat: Send the prompt as a user's chat message.
+        fingerprint (FILE): Write what the text depends on, and its tokens, for outrider replay --fingerprint on any machine.
     """
-    with readable(debug):
-        given = sys.stdin.buffer.read().removesuffix(b"\n") if prompt == "-" else os.fsencode(prompt)
-        config = speculation.config(model)
-        check_folders(fingerprint)
-        with loading(model):
-            from outrider.engine.llm import LLM
-            from outrider.models.load import has_chat_template
+    given = sys.stdin.buffer.read().removesuffix(b"\n") if prompt == "-" else os.fsencode(prompt)
+    config = speculation.config(model)
+    check_folders(fingerprint)
+    with loading(model):
+        from outrider.engine.llm import LLM
+        from outrider.models.load import has_chat_template
 
-            if chat and not has_chat_template(model):
-                raise ValueError(no_template(model))
-            params = sampling.params(secrets.randbits(32), speculation.predicted_text())
-            options = {"max_model_len": max_model_len, "max_num_seqs": 1, **dict(loaded), **dict(folders)}
-            llm = LLM(model, speculative_config=config, trace=trace.recorder("tokens"), **options)
-        output = stream(llm, given.decode(errors="replace"), params, chat=chat)
-        if output is None:
-            raise typer.Exit(130)
-        if fingerprint is not None:
-            from outrider.engine.fingerprint import fingerprint as of
+        if chat and not has_chat_template(model):
+            raise ValueError(no_template(model))
+        params = sampling.params(secrets.randbits(32), speculation.predicted_text())
+        options = {"max_model_len": max_model_len, "max_num_seqs": 1, **dict(loaded), **dict(folders)}
+        llm = LLM(model, speculative_config=config, trace=trace.recorder("tokens"), **options)
+    output = stream(llm, given.decode(errors="replace"), params, chat=chat)
+    if output is None:
+        raise typer.Exit(130)
+    if fingerprint is not None:
+        from outrider.engine.fingerprint import fingerprint as of
 
-            of(llm, output, params).write(fingerprint)
-            tell(f"{fingerprint} has its fingerprint; on any machine: outrider replay --fingerprint {fingerprint}")
+        of(llm, output, params).write(fingerprint)
+        tell(f"{fingerprint} has its fingerprint; on any machine: outrider replay --fingerprint {fingerprint}")
 
 
 def stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) -> RequestOutput | None:

@@ -1,35 +1,30 @@
-"""The options that commands share, and the way a command takes a group of them. Imports nothing large.
-
-A group is `outrider.serve.options.Options`. `grouped` lets a command take a group as one argument, and typer sees the fields.
-"""
+"""The options that commands share. Imports nothing large."""
 
 from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
-from functools import wraps
-from inspect import Parameter, Signature, signature
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Self, get_type_hints
 
 import typer
-from pydantic import AfterValidator
-from pydantic.fields import FieldInfo
+from pydantic import AfterValidator, create_model, model_validator
 
+from outrider.cli.command import full_name
 from outrider.cli.terminal import readable
+from outrider.core.docstrings import arguments
+from outrider.core.params import RANGES, SamplingParams
 from outrider.core.suggest import did_you_mean
+from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.method import AUTO, METHODS, canonical, owner
 from outrider.serve.options import FolderOptions as FolderOptions
 from outrider.serve.options import LoadOptions as LoadOptions
 from outrider.serve.options import Options as Options
 from outrider.serve.options import PrecisionOptions as PrecisionOptions
 from outrider.serve.options import setting as setting
-from outrider.serve.options import shown
 
 if TYPE_CHECKING:
-    from outrider.core.params import SamplingParams
     from outrider.engine.trace import Recorder
 
 CODE, CODE_DRAFT = "builtin:code", "builtin:code-draft"
@@ -42,76 +37,7 @@ def option(panel: str, text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
-def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Let typer see each field of a command's option groups as a parameter of its own.
-
-    A group is `Options`, or a dataclass with typer's annotations. For `Annotated[dict, X]` a command gets what was given for X,
-    to make it with more.
-    The order of the parameters, and of the fields in a group, is the order in the help page. Raises ValueError if two groups
-    have a field of the same name.
-    """
-    hints = get_type_hints(command, include_extras=True)
-    parameters, groups = list[Parameter](), dict[str, tuple[Callable[..., Any], list[str]]]()
-    for name, parameter in signature(command).parameters.items():
-        make, kind = (
-            (_dict, hints[name].__metadata__[0]) if get_origin(hints[name]) is Annotated else 2 * (hints[name],)
-        )
-        if isinstance(kind, type) and issubclass(kind, Options):
-            taken = [_parameter(field, one) for field, one in shown(kind).items()]
-        elif is_dataclass(kind):  # of a package without `Options`
-            types = get_type_hints(kind, include_extras=True)
-            defaults = [(f.name, Parameter.empty if f.default is MISSING else f.default) for f in fields(kind)]
-            taken = [Parameter(n, Parameter.KEYWORD_ONLY, default=d, annotation=types[n]) for n, d in defaults]
-        else:
-            parameters.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
-            continue
-        parameters += taken
-        groups[name] = make, [one.name for one in taken]
-
-    @wraps(command)
-    def run(**given: Any) -> Any:
-        made = {name: make(**{field: given.pop(field) for field in names}) for name, (make, names) in groups.items()}
-        return command(**given, **made)
-
-    run.__signature__ = Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return run
-
-
-def _dict(**given: Any) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _parameter(name: str, field: FieldInfo) -> Parameter:
-    """An option as typer wants it. A list has no default there: without one it is left out."""
-    extra: Any = field.json_schema_extra
-    kind: Any = extra["kind"] or field.annotation
-    default = field.get_default(call_default_factory=True)
-    if default == []:
-        kind, default = kind | None, None
-    names = extra["names"] or ([f"--{name.replace('_', '-')}"] if kind is bool else [])
-    made = option(extra["panel"], field.description or "", *names, **extra["typer"])
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, made])
-
-
 # -- single options -------------------------------------------------------------------------------------------------------
-
-
-def full_name(name: Any) -> Any:
-    """The name of the built-in model that a short name means: smollm2 is builtin:smollm2-135m. Others stay, also in a list.
-
-    A file or a folder here goes before a built-in model.
-    """
-    from outrider.models.builtin.download import DOWNLOADS
-    from outrider.models.builtin.shipped import BUILTIN
-
-    if isinstance(name, list):
-        return [full_name(one) for one in name]
-    if not isinstance(name, str) or Path(name).exists():
-        return name
-    known = {full.removeprefix("builtin:"): full for full in (*BUILTIN, *DOWNLOADS)}
-    longer = [full for short, full in known.items() if short.startswith(f"{name}-")]
-    return known.get(name, longer[0] if len(longer) == 1 else name)
 
 
 def canonical_names(given: Any) -> Any:
@@ -119,14 +45,6 @@ def canonical_names(given: Any) -> Any:
     return canonical(given) if isinstance(given, str) else given and [*map(canonical, given)]
 
 
-MODEL = "A folder, a GGUF file, a hub name or a built-in model."
-Model = Annotated[str, option("Model", MODEL, "--model", "-m", callback=full_name)]
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, callback=full_name)]
-ModelFirst = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL, callback=full_name)]
-Models = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="MODEL...", help=f"{MODEL} Several: each is loaded when asked for.", callback=full_name),
-]
 ModelInstead = Annotated[
     str | None, option("Model", "The same as the argument MODEL.", "--model", "-m", callback=full_name)
 ]
@@ -192,48 +110,52 @@ Config = Annotated[
         callback=read_config,
     ),
 ]
-Debug = Annotated[bool, option("Output", "Show the traceback of an error.", "--debug")]
 
 
 # -- groups ---------------------------------------------------------------------------------------------------------------
 
 
+def option_group(panel: str, base: type[Options] = Options, /, **fields: tuple[Any, Any, str]) -> Any:
+    """A group of options that another record declares: of each its type, its default here, and what is said of it there."""
+    members: Any = {name: (kind, setting(default, panel, text)) for name, (kind, default, text) in fields.items()}
+    return create_model("OptionGroup", __base__=base, **members)
+
+
+class SampledOptions(Options):
+    """Options of `SamplingParams`. Raises ValueError for a value out of range."""
+
+    @model_validator(mode="after")
+    def _in_range(self) -> Self:
+        values = {name: getattr(self, name, None) for name in RANGES}
+        SamplingParams(**{name: value for name, value in values.items() if value is not None})
+        return self
+
+
+def sampling(panel: str, **defaults: Any) -> Any:
+    """A group of options of `SamplingParams`. defaults: by name, in the order of the help page."""
+    kinds, said = get_type_hints(SamplingParams) | {"stop": list[str] | None}, arguments(SamplingParams)
+    fields = {name: (kinds[name], default, said[name].text) for name, default in defaults.items()}
+    return option_group(panel, SampledOptions, **fields)
+
+
+def _shape() -> dict[str, tuple[Any, Any, str]]:
+    """The options of `SpeculativeConfig` that say how large a draft is and how it is checked."""
+    fields = {name: SpeculativeConfig.model_fields[name] for name in _SHAPE}
+    said = {name: f"{field.description}." for name, field in fields.items()}
+    return {name: (one.annotation, one.default, said[name][0].upper() + said[name][1:]) for name, one in fields.items()}
+
+
 _SHAPE = ("num_speculative_tokens", "tree_width", "tree_nodes", "verifier")
+_METHOD = Annotated[str | None, AfterValidator(canonical_names)]
+_HOW = (_METHOD, None, "How to draft: `outrider methods`, or your own FILE.py:NAME. Default: auto.")
+_MODEL = (str | None, None, "A small model, or the folder of a trained head, that drafts.")
 
 
-class SpeculationOptions(Options):
+class SpeculationOptions(option_group("Speculation", method=_HOW, draft_model=_MODEL, **_shape())):
     """How to speculate: single options, or one JSON object in their place."""
 
-    method: Annotated[str | None, AfterValidator(canonical_names)] = setting(
-        None,
-        "Speculation",
-        "How to draft: `outrider methods`, or your own FILE.py:NAME. Default: auto.",
-        "--method",
-        "--drafter",
-    )
-    draft_model: str | None = setting(
-        None, "Speculation", "A small model, or the folder of a trained head, that drafts.", "--draft-model", "-d"
-    )
-    num_speculative_tokens: int | None = setting(
-        None,
-        "Speculation",
-        "Draft tokens in a row, at most; without it, as many as help.",
-        "--num-speculative-tokens",
-        "-k",
-    )
-    tree_width: int | None = setting(
-        None,
-        "Speculation",
-        "Children of a node in the draft tree, at most; 1 is a chain. Default: what the planner finds to pay.",
-    )
-    tree_nodes: int | None = setting(None, "Speculation", "Draft tokens in a step, at most.")
     corpus: list[str] | None = setting(
         None, "Speculation", "A file or folder of texts for suffix. May be repeated.", metavar="PATH"
-    )
-    verifier: str = setting(
-        "match",
-        "Speculation",
-        "match: the same tokens as plain decoding. rejection, block, traversal: the same distribution of texts.",
     )
     speculative_config: str | None = setting(
         None, "Speculation", "All of this as JSON or a file, in place of these options.", metavar="JSON|FILE"
@@ -340,23 +262,15 @@ class PromptSpeculationOptions(SpeculationOptions):
         return "prediction" if self.prediction else super()._key()
 
 
-class SamplingOptions(Options):
-    """How tokens are chosen and when a text ends. The names are those of `SamplingParams`."""
+_USUAL: Any = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 128}
+_USUAL |= {"stop": None, "ignore_eos": False, "seed": None}
 
-    temperature: float = setting(0.0, "Sampling", "0 is greedy.", "--temperature", "-t")
-    top_p: float = setting(1.0, "Sampling", "1 is off.")
-    top_k: int = setting(0, "Sampling", "0 is off.")
-    min_p: float = setting(0.0, "Sampling", "0 is off.")
-    repetition_penalty: float = setting(1.0, "Sampling", "1 is off.")
-    max_tokens: int = setting(128, "Sampling", "Tokens to generate, at most.", "--max-tokens", "-n")
-    stop: list[str] | None = setting(None, "Sampling", "A text to stop at. May be repeated.", metavar="<str>")
-    ignore_eos: bool = setting(False, "Sampling", "Continue after the end token.")
-    seed: int | None = setting(None, "Sampling", "Without it, a seed is drawn and shown.")
+
+class SamplingOptions(sampling("Sampling", **_USUAL)):
+    """How tokens are chosen and when a text ends."""
 
     def params(self, seed: int, prediction: str | None = None) -> SamplingParams:
         """The same as `SamplingParams`. seed: used if the user gave none."""
-        from outrider.core.params import SamplingParams
-
         given = {**dict(self), "stop": self.stop or (), "seed": seed if self.seed is None else self.seed}
         return SamplingParams(**given, prediction=prediction)
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import Field
 
-from outrider.cli.options import Debug, option
+from outrider.cli.command import as_command
 from outrider.cli.terminal import (
     DIM,
     GREEN,
@@ -17,7 +18,6 @@ from outrider.cli.terminal import (
     loading,
     paint,
     printable,
-    readable,
     say,
     table,
     working,
@@ -32,58 +32,60 @@ if TYPE_CHECKING:
 _STYLES = {"✓": "green", "✗": "red", "·": "dim"}
 
 
+@as_command(
+    "Look inside",
+    'outrider generate "def f(x):" --trace run.jsonl',
+    "outrider replay run.jsonl",
+    "outrider replay run.jsonl --step 3",
+    "outrider replay --fingerprint answer.json",
+)
 def replay(
-    trace: Annotated[Path | None, typer.Argument(metavar="[TRACE]", help="A file that --trace has written.")] = None,
-    step: Annotated[
-        int | None, option("Trace", "Compute this step of the request again and explain it.", "--step", "-s", min=0)
-    ] = None,
-    request: Annotated[
-        int | None, option("Trace", "The number of the request; needed if there are several.", min=0)
-    ] = None,
-    model: Annotated[
-        str | None, option("Model", "Where the model is now; without it, where the trace says.", "--model", "-m")
-    ] = None,
-    fingerprint: Annotated[
-        Path | None,
-        option(
-            "Fingerprint", "Write the text of this file again, and compare it. In place of a trace.", metavar="FILE"
-        ),
-    ] = None,
-    debug: Debug = False,
+    trace: Path | None = None,
+    *,
+    step: Annotated[int | None, Field(ge=0)] = None,
+    request: Annotated[int | None, Field(ge=0)] = None,
+    model: str | None = None,
+    fingerprint: Path | None = None,
 ) -> None:
     """Sum up a trace, or explain one of its steps: the draft tokens, and why each was accepted or rejected.
 
     The step is computed again with the model that the trace names, and compared with the record. Exit code 1: it differs.
 
     With --fingerprint, the whole text is written again, without drafts. Exit code 2: another model, precision or version.
+
+    Args:
+        trace: A file that --trace has written.
+        step: Compute this step of the request again and explain it.
+        request: The number of the request; needed if there are several.
+        model: Where the model is now; without it, where the trace says.
+        fingerprint (FILE): Write the text of this file again, and compare it. In place of a trace.
     """
-    with readable(debug):
-        if fingerprint is not None:
-            if trace is not None or step is not None or request is not None:
-                raise ValueError("--fingerprint writes a whole text again; leave out the trace, --step and --request")
-            raise typer.Exit(_rewrite(fingerprint, model))
-        if trace is None:
-            raise ValueError("name a file: outrider replay TRACE, or outrider replay --fingerprint FILE")
-        with loading("the trace"):
-            from outrider.engine.trace import read
+    if fingerprint is not None:
+        if trace is not None or step is not None or request is not None:
+            raise ValueError("--fingerprint writes a whole text again; leave out the trace, --step and --request")
+        raise typer.Exit(_rewrite(fingerprint, model))
+    if trace is None:
+        raise ValueError("name a file: outrider replay TRACE, or outrider replay --fingerprint FILE")
+    with loading("the trace"):
+        from outrider.engine.trace import read
 
-            found = read(trace)
-        if found.problem is not None:
-            say(f"note: {found.problem}; everything before it is shown", YELLOW)
-        if step is None:
-            _summary(found, request)
-            return
-        text = found.text(request)
-        # Errors about the step or the prompt come before the model is loaded.
-        _ = text.step(step), text.prompt
-        with loading(found.header.model):
-            llm = trace_model(found, model)
-        with working(f"computing step {step} again"):
-            from outrider.engine.trace import replay as again
+        found = read(trace)
+    if found.problem is not None:
+        say(f"note: {found.problem}; everything before it is shown", YELLOW)
+    if step is None:
+        _summary(found, request)
+        return
+    text = found.text(request)
+    # Errors about the step or the prompt come before the model is loaded.
+    _ = text.step(step), text.prompt
+    with loading(found.header.model):
+        llm = trace_model(found, model)
+    with working(f"computing step {step} again"):
+        from outrider.engine.trace import replay as again
 
-            result = again(found, llm.decoder, step, text.id)
-        _show(result, found, llm.tokenizer)
-        raise typer.Exit(0 if result.same else 1)
+        result = again(found, llm.decoder, step, text.id)
+    _show(result, found, llm.tokenizer)
+    raise typer.Exit(0 if result.same else 1)
 
 
 def trace_model(trace: Trace, name: str | None, drafts: bool = False) -> Any:

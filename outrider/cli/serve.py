@@ -8,17 +8,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
-from outrider.cli.options import (
-    Config,
-    Debug,
-    ModelInstead,
-    Models,
-    ServedSpeculationOptions,
-    TraceOptions,
-    one_model,
-    option,
-)
-from outrider.cli.terminal import DIM, command, loading, paint, readable, working, wrapped
+from outrider.cli.command import as_command
+from outrider.cli.options import Config, ModelInstead, ServedSpeculationOptions, TraceOptions, one_model
+from outrider.cli.terminal import DIM, command, loading, paint, working, wrapped
 from outrider.core.extras import needs
 from outrider.core.files import public_name
 from outrider.serve.options import ServeOptions, served_name
@@ -27,79 +19,86 @@ if TYPE_CHECKING:
     from outrider.serve.pool import ModelPool
 
 
+@as_command(
+    "Use",
+    "outrider serve builtin:code",
+    "outrider serve ./my-model -d ./my-small-model -k 4",
+    "outrider serve smollm2 ./coder.gguf --memory 12GiB --speculative-config coder=coder.json",
+    "OUTRIDER_API_KEY=... outrider serve builtin:code --host 0.0.0.0 --metrics-prefix vllm",
+    usual="-d -k --method --config --host --port --api-key --served-model-name --quantization --max-model-len --max-num-seqs",
+)
 def serve(
-    model: Models = None,
+    model: list[str] | None = None,
     *,
     model_option: ModelInstead = None,
     speculation: ServedSpeculationOptions,
     config_file: Config = None,
     given: Annotated[dict[str, Any], ServeOptions],
-    log_file: Annotated[Path | None, option("Output", "Write the log to this file, not to standard error.")] = None,
+    log_file: Path | None = None,
     trace: TraceOptions,
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        option(
-            "Output",
-            "Send a span of each request to this collector, for example http://127.0.0.1:4318/v1/traces.",
-            metavar="URL",
-        ),
-    ] = None,
-    debug: Debug = False,
+    otlp_traces_endpoint: str | None = None,
 ) -> None:
-    """Serve a model, or several. Requests are batched, and each gets the text that it would get alone."""
-    with readable(debug):
-        models = model or [one_model(None, model_option)]
-        if model and model_option:
-            one_model(model[0], model_option)  # says that these are two ways
-        settings = _settings(models, speculation, given)
-        options = settings[0]
-        if len(models) > 1 and trace.trace is not None:
-            raise ValueError(
-                f"--trace {trace.trace} holds the steps of one model, and there are {len(models)}; serve one of them"
-            )
-        with needs("serve", "the server"):
-            from outrider.serve.connection import bound
-        ports = [options.port, *([] if options.monitor_port is None else [options.monitor_port])]
-        sockets = [one for port in ports for one in bound(options.host, port)]  # before seconds of imports
-        with loading(models[0]):
-            with needs("serve", "the server"):
-                from outrider.serve import logs
-                from outrider.serve.app import create_app
-                from outrider.serve.pool import ModelPool, weights_of
-                from outrider.serve.process import prepare
-            from outrider.drafters.config import SpeculativeConfig
-            from outrider.engine.memory import gib
+    """Serve a model, or several. Requests are batched, and each gets the text that it would get alone.
 
-            for one in settings:  # a pipe hears what is wrong before it hears that something is loaded
-                SpeculativeConfig.of(one.speculative_config)
-                weights_of(one)
-        with working(f"loading {models[0]}"):
-            spans = None
-            if otlp_traces_endpoint is not None:
-                with needs("otel", "--otlp-traces-endpoint"):
-                    from outrider.serve.spans import Spans
-                spans = Spans(otlp_traces_endpoint)
-            started = perf_counter()
-            pool = ModelPool.of(settings, trace.recorder("counts"), fit=True)
-            made = pool.start()
-            prepare()
-        llm, engine = made.service.llm, made.service.engine
-        logs.start(log_file, pool.metrics.log_failures.inc)
-        name, said = options.model_name, options.served_model_name or public_name(llm.loaded.name)
-        facts = [
-            f"{said} is ready after {perf_counter() - started:.1f} s: {'+'.join(llm.config.methods)}",
-            engine.decoder.guarantee.value,
-            f"{options.max_num_seqs} sequence{'s'[: options.max_num_seqs - 1]} of {engine.decoder.max_length} tokens",
-            f"at most {gib(engine.memory.most)} of keys and values",
-            *([f"kept as {options.kv_cache_dtype}"] if options.kv_cache_dtype != "auto" else []),
-        ]
-        notes = [*made.notes, *([f"clients call it {name}"] if name != said else [])]
-        if speculation.draft_model is not None and speculation.method is None:
-            notes.append(f"only {speculation.draft_model} drafts; --method auto drafts from earlier text, too")
-        what = "; ".join([", ".join(facts), *notes])
-        if others := [f"{one.name} ({gib(one.weights)})" for one in pool.models[1:]]:
-            what += f"\nloaded when asked for: {', '.join(others)}; all that are loaded take at most {gib(int(pool.memory))}"
-        _run(create_app(pool, spans), pool, sockets, what, made.chats)
+    Args:
+        model: A folder, a GGUF file, a hub name or a built-in model. Several: each is loaded when asked for.
+        log_file: Write the log to this file, not to standard error.
+        otlp_traces_endpoint (URL): Send a span of each request to this collector, for example http://127.0.0.1:4318/v1/traces.
+    """
+    models = model or [one_model(None, model_option)]
+    if model and model_option:
+        one_model(model[0], model_option)  # says that these are two ways
+    settings = _settings(models, speculation, given)
+    options = settings[0]
+    if len(models) > 1 and trace.trace is not None:
+        raise ValueError(
+            f"--trace {trace.trace} holds the steps of one model, and there are {len(models)}; serve one of them"
+        )
+    with needs("serve", "the server"):
+        from outrider.serve.connection import bound
+    ports = [options.port, *([] if options.monitor_port is None else [options.monitor_port])]
+    sockets = [one for port in ports for one in bound(options.host, port)]  # before seconds of imports
+    with loading(models[0]):
+        with needs("serve", "the server"):
+            from outrider.serve import logs
+            from outrider.serve.app import create_app
+            from outrider.serve.pool import ModelPool, weights_of
+            from outrider.serve.process import prepare
+        from outrider.drafters.config import SpeculativeConfig
+        from outrider.engine.memory import gib
+
+        for one in settings:  # a pipe hears what is wrong before it hears that something is loaded
+            SpeculativeConfig.of(one.speculative_config)
+            weights_of(one)
+    with working(f"loading {models[0]}"):
+        spans = None
+        if otlp_traces_endpoint is not None:
+            with needs("otel", "--otlp-traces-endpoint"):
+                from outrider.serve.spans import Spans
+            spans = Spans(otlp_traces_endpoint)
+        started = perf_counter()
+        pool = ModelPool.of(settings, trace.recorder("counts"), fit=True)
+        made = pool.start()
+        prepare()
+    engine, runtime = made.service.engine, made.service.runtime
+    logs.start(log_file, pool.metrics.log_failures.inc)
+    name, said = options.model_name, options.served_model_name or public_name(runtime.loaded.name)
+    facts = [
+        f"{said} is ready after {perf_counter() - started:.1f} s: {'+'.join(runtime.config.methods)}",
+        engine.decoder.guarantee.value,
+        f"{options.max_num_seqs} sequence{'s'[: options.max_num_seqs - 1]} of {engine.decoder.max_length} tokens",
+        f"at most {gib(engine.memory.most)} of keys and values",
+        *([f"kept as {options.kv_cache_dtype}"] if options.kv_cache_dtype != "auto" else []),
+    ]
+    notes = [*made.notes, *([f"clients call it {name}"] if name != said else [])]
+    if speculation.draft_model is not None and speculation.method is None:
+        notes.append(f"only {speculation.draft_model} drafts; --method auto drafts from earlier text, too")
+    what = "; ".join([", ".join(facts), *notes])
+    if others := [f"{one.name} ({gib(one.weights)})" for one in pool.models[1:]]:
+        what += (
+            f"\nloaded when asked for: {', '.join(others)}; all that are loaded take at most {gib(int(pool.memory))}"
+        )
+    _run(create_app(pool, spans), pool, sockets, what, made.chats)
 
 
 def _settings(models: list[str], speculation: ServedSpeculationOptions, given: dict[str, Any]) -> list[ServeOptions]:
@@ -165,7 +164,7 @@ def ready_lines(options: ServeOptions, port: int, chat: bool, stop: str) -> None
     print(command(f"curl -N {at}{path}", *bearer, "-H 'Content-Type: application/json'", f"-d '{sent}'"))
     print(
         wrapped(
-            f"in a terminal: outrider chat {at}   in a browser: {at}/   dashboard: {at}/dashboard   how it works: {at}/explain"
+            f"in a terminal: outrider run {at}   in a browser: {at}/   dashboard: {at}/dashboard   how it works: {at}/explain"
         )
     )
     print(paint(wrapped(f"health: {at}/health   metrics: {at}/metrics   stop: {stop}"), DIM), flush=True)

@@ -9,21 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from outrider.cli.bench import Prompts, WorkloadOptions
-from outrider.cli.options import (
-    CODE,
-    DRAFT_MODEL,
-    MODEL,
-    Debug,
-    Options,
-    PrecisionOptions,
-    canonical_names,
-    option,
-    own_draft,
-    setting,
-)
+from outrider.cli.command import MODEL, as_command
+from outrider.cli.options import CODE, DRAFT_MODEL, Options, PrecisionOptions, canonical_names, own_draft, setting
 from outrider.cli.terminal import (
     GREEN,
     RED,
@@ -34,7 +24,6 @@ from outrider.cli.terminal import (
     loading,
     plain,
     program,
-    readable,
     say,
     table,
     warn,
@@ -49,14 +38,12 @@ if TYPE_CHECKING:
 class CandidateOptions(Options):
     """What the search may try."""
 
-    model: str = setting(CODE, "Model", MODEL, "--model", "-m")
+    model: str = setting(CODE, "Model", MODEL)
     draft_model: str | None = DRAFT_MODEL
     method: Annotated[list[str] | None, AfterValidator(canonical_names)] = setting(
         None,
         "What",
         "A drafting method to try, or FILE.py:NAME, a drafter of your own. May be repeated. Default: all that are possible.",
-        "--method",
-        "--drafter",
     )
     layers: Path | None = setting(
         None, "What", "A file of outrider layers: the model drafts with some of its own layers.", metavar="FILE"
@@ -66,89 +53,90 @@ class CandidateOptions(Options):
     )
 
 
+@as_command(
+    "Measure",
+    "outrider tune",
+    "outrider tune my-prompts.jsonl -m ./my-model -d ./my-small-model",
+    "outrider tune code -m builtin:code --method suffix --method draft_model --seconds 30",
+    usual="-m -d --method --seconds --num-prompts -n -t --out --export --json",
+)
 def tune(
     *,
     prompts: Prompts = "code",
     what: CandidateOptions,
     workload: WorkloadOptions,
-    seconds: Annotated[float, option("How", "Measure at most so long. The recording is not included.", min=1)] = 120.0,
+    seconds: Annotated[float, Field(ge=1)] = 120.0,
     precision: PrecisionOptions,
-    out: Annotated[Path | None, option("Output", "Also write the setting to a file.", metavar="FILE")] = None,
-    export: Annotated[
-        bool, option("Output", "Also show the setting for vLLM, SGLang, llama.cpp and TensorRT-LLM.", "--export")
-    ] = False,
-    json_file: Annotated[
-        Path | None,
-        option(
-            "Output",
-            "A file for all answers, as of outrider bench --json: for outrider report.",
-            "--json",
-            metavar="FILE",
-        ),
-    ] = None,
-    debug: Debug = False,
+    out: Path | None = None,
+    export: bool = False,
+    json_: Path | None = None,
 ) -> None:
     """Find the fastest speculative setting for your prompts, or that plain decoding is the fastest.
 
     Records once what every drafter would propose, and replays all settings at the costs of this machine. Then measures the best
     two and "auto" in turns, until one is clearly ahead. Ctrl-C stops and reports what is known so far.
+
+    Args:
+        seconds: Measure at most so long. The recording is not included.
+        out (FILE): Also write the setting to a file.
+        export: Also show the setting for vLLM, SGLang, llama.cpp and TensorRT-LLM.
+        json_ (FILE): A file for all answers, as of outrider bench --json: for outrider bench --report.
     """
-    with readable(debug):
-        check_folders(out, json_file)
-        if workload.max_tokens < 2:
-            raise ValueError("one token an answer leaves nothing to draft; use --max-tokens 2 or more")
-        with loading(what.model):
-            from outrider.drafters.method import TuneInputs
-            from outrider.lab.bench.prompts import read
-            from outrider.models.load import load
+    check_folders(out, json_)
+    if workload.max_tokens < 2:
+        raise ValueError("one token an answer leaves nothing to draft; use --max-tokens 2 or more")
+    with loading(what.model):
+        from outrider.drafters.method import TuneInputs
+        from outrider.lab.bench.prompts import read
+        from outrider.models.load import load
 
-            read_prompts, notes = read(prompts, workload.num_prompts)
-            target = load(what.model, **dict(precision))
-            draft, layers = what.draft_model or own_draft(target.name), str(what.layers) if what.layers else None
-            predictions = any(prompt.prediction for prompt in read_prompts)
-            inputs = TuneInputs(target.weights, draft, layers, predictions, target.has_mtp)
-            methods = candidates(inputs, what.method)
-        for note in notes:
-            warn(f"note: {note}")
-        sampling = workload.sampling()
-        from outrider.lab.tune.race import Racer, as_run
-        from outrider.lab.tune.search import Search
+        read_prompts, notes = read(prompts, workload.num_prompts)
+        target = load(what.model, **dict(precision))
+        draft, layers = what.draft_model or own_draft(target.name), str(what.layers) if what.layers else None
+        predictions = any(prompt.prediction for prompt in read_prompts)
+        inputs = TuneInputs(target.weights, draft, layers, predictions, target.has_mtp)
+        methods = candidates(inputs, what.method)
+    for note in notes:
+        warn(f"note: {note}")
+    sampling = workload.sampling()
+    from outrider.lab.tune.race import Racer, as_run
+    from outrider.lab.tune.search import Search
 
-        racer = Racer(target, sampling)
-        whole = {"method": "auto", **({"model": what.draft_model} if what.draft_model else {})}
-        verifiers = what.verifier or ["match"]
-        search = Search(
-            racer, read_prompts, methods, whole=None if what.method else whole, verifiers=verifiers, seconds=seconds
-        )
-        interrupted = False
-        try:
-            _run(search)
-        except KeyboardInterrupt:
-            interrupted = True
-        if interrupted and not search.plain.samples:
-            raise typer.Exit(130)
-        if not search.plain.samples:
-            problems = "".join(f" {name}: {problem}." for name, problem in search.forecasts.problems.items())
-            raise ValueError(f"nothing was measured in {seconds:g} s; give more --seconds.{problems}")
-        show_table(search)
-        answer = search.answer
-        show_exports(search, export, {} if interrupted else None)
-        if json_file is not None:
-            as_run(target.name, read_prompts, search.candidates, sampling, not interrupted).save(json_file)
-            say(f"All answers are in {json_file}. To see them:")
-            print("  " + command("outrider report", shlex.quote(str(json_file))))
-        print()
-        show_answer(search)
-        if interrupted:
-            warn("interrupted: this is known so far", RED)
-        given = shlex.quote(json.dumps(answer.config))
-        if out is not None:
-            write_whole(out, json.dumps(answer.config, indent=1) + "\n")
-            given = shlex.quote(str(out))
-        print("Use it, also with run and serve:")
-        words = f"-m {shlex.quote(what.model)}", f"--speculative-config {given}"
-        print("  " + command(f"{program()} generate", "'def f(x):'", *words))
-        raise typer.Exit(130 if interrupted else 0)
+    racer = Racer(target, sampling)
+    whole = {"method": "auto", **({"model": what.draft_model} if what.draft_model else {})}
+    verifiers = what.verifier or ["match"]
+    search = Search(
+        racer, read_prompts, methods, whole=None if what.method else whole, verifiers=verifiers, seconds=seconds
+    )
+    interrupted = False
+    try:
+        _run(search)
+    except KeyboardInterrupt:
+        interrupted = True
+    if interrupted and not search.plain.samples:
+        raise typer.Exit(130)
+    if not search.plain.samples:
+        problems = "".join(f" {name}: {problem}." for name, problem in search.forecasts.problems.items())
+        raise ValueError(f"nothing was measured in {seconds:g} s; give more --seconds.{problems}")
+    show_table(search)
+    answer = search.answer
+    show_exports(search, export, {} if interrupted else None)
+    if json_ is not None:
+        as_run(target.name, read_prompts, search.candidates, sampling, not interrupted).save(json_)
+        say(f"All answers are in {json_}. To see them:")
+        print("  " + command("outrider bench --report", shlex.quote(str(json_))))
+    print()
+    show_answer(search)
+    if interrupted:
+        warn("interrupted: this is known so far", RED)
+    given = shlex.quote(json.dumps(answer.config))
+    if out is not None:
+        write_whole(out, json.dumps(answer.config, indent=1) + "\n")
+        given = shlex.quote(str(out))
+    print("Use it, also with run and serve:")
+    words = f"-m {shlex.quote(what.model)}", f"--speculative-config {given}"
+    print("  " + command(f"{program()} generate", "'def f(x):'", *words))
+    raise typer.Exit(130 if interrupted else 0)
 
 
 def candidates(inputs: TuneInputs, wanted: list[str] | None) -> list[tuple[str, dict[str, Any]]]:

@@ -71,10 +71,10 @@ class CostModel:
             model = TypeAdapter(cls).validate_json(text)
         except ValidationError as error:
             raise ValueError(
-                f"this is no cost model ({faults(error)[0]}); measure again: outrider calibrate MODEL"
+                f"this is no cost model ({faults(error)[0]}); measure again: outrider doctor MODEL"
             ) from None
         if not model.target or min(model.target.values()) <= 0:
-            raise ValueError("this cost model has no seconds of the target; measure again: outrider calibrate MODEL")
+            raise ValueError("this cost model has no seconds of the target; measure again: outrider doctor MODEL")
         return model
 
 

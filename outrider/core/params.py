@@ -14,6 +14,23 @@ NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_pena
 COUNTS = ("top_k", "min_tokens", "n")
 OPTIONAL_COUNTS = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
 LISTS = ("bad_words", "allowed_token_ids", "stop_token_ids")
+RANGES: dict[str, tuple[float | None, float | None, str]] = {
+    "temperature": (0, HOTTEST, "from 0 (greedy) to a million (all tokens are alike)"),
+    "top_k": (-1, None, "0 (off) or a positive whole number"),
+    "top_p": (0, 1, "in [0, 1]; 1 is off"),
+    "min_p": (0, 1, "in [0, 1]; 0 is off"),
+    # beyond these a logit may not be a number
+    "repetition_penalty": (1 / HOTTEST, HOTTEST, f"from {1 / HOTTEST:g} to {HOTTEST:g}; 1 is off"),
+    "presence_penalty": (-2, 2, "in [-2, 2]"),
+    "frequency_penalty": (-2, 2, "in [-2, 2]"),
+    "max_tokens": (1, None, "1 or more, or None"),
+    "min_tokens": (0, None, "0 or more"),
+    "n": (1, None, "1 or more"),
+    "logprobs": (0, None, "0 or more, or None"),
+    "prompt_logprobs": (0, None, "0 or more, or None"),
+    "seed": (-(2**63), 2**64 - 1, "a whole number of at most 64 bits, or None"),
+}
+"""Of each number: the least, the most, and both in words."""
 
 
 class BadParameter(ValueError):
@@ -49,26 +66,34 @@ class ContextOverflow(BadParameter):
 class SamplingParams:
     """How tokens are chosen and when a text ends.
 
-    temperature: 0 is greedy. A value below 1e-6 becomes 0.
-    top_k, top_p, min_p: filters. top_k 0 or -1, top_p 1.0 and min_p 0.0 are off. top_p 0 leaves the likeliest token.
-    repetition_penalty: counts the tokens of prompt and output; 1.0 is off.
-    presence_penalty, frequency_penalty: count the tokens of the output; 0.0 is off.
-    logit_bias: token id -> number to add to its logit.
-    bad_words: strings, or lists of token ids, that must not appear.
-    allowed_token_ids: the only tokens that may appear; None allows all.
-    min_tokens: the text does not end before it has this many tokens.
-    max_tokens: the text ends after this many; None means as many as the model's length allows.
-    stop: strings that end the text. They are cut from it unless include_stop_str_in_output is set.
-    stop_token_ids: tokens that end the text, cut in the same way. ignore_eos: the model's end token does not end it.
-    skip_special_tokens: leave special tokens out of the text.
-    seed: at most 64 bits. None draws a seed, and the output reports it.
-    prediction: a text, or token ids, that the answer will mostly repeat (OpenAI's predicted outputs). It is drafted from and
-    never changes the answer.
-    n: outputs per prompt.
-    logprobs, prompt_logprobs: how many alternatives to report, from the model's own distribution.
-    stops: `stop` as a tuple; derived.
-
+    Names and meanings are vLLM's. A temperature below 1e-6 becomes 0. A top_p of 0 leaves the likeliest token.
     Raises BadParameter, a ValueError, for a value out of range. The message says what is allowed.
+
+    Args:
+        temperature: 0 is greedy.
+        top_k: Sample from so many of the likeliest tokens; 0 or -1 is off.
+        top_p: Sample from the likeliest tokens with this probability together; 1 is off.
+        min_p: Drop tokens below this share of the likeliest token's probability; 0 is off.
+        repetition_penalty: Makes tokens of the prompt and the output less likely; 1 is off.
+        presence_penalty: Lowers the logit of each token that is in the output; 0 is off.
+        frequency_penalty: Lowers a token's logit once for each time that it is in the output; 0 is off.
+        logit_bias: Token id -> number to add to its logit.
+        bad_words: Strings, or lists of token ids, that must not appear.
+        allowed_token_ids: The only tokens that may appear; None allows all.
+        min_tokens: The text does not end before it has this many tokens.
+        max_tokens: Tokens of a text, at most; without it, as many as fit.
+        stop: A text that ends the output, and is cut from it. There may be several.
+        stop_token_ids: Tokens that end the output, cut off in the same way.
+        ignore_eos: Continue after the end token.
+        include_stop_str_in_output: The output keeps the text that ends it.
+        skip_special_tokens: Leave special tokens out of the text.
+        seed: Without it, a seed is drawn and shown.
+        prediction: A text, or token ids, that the answer will mostly repeat (OpenAI's predicted outputs). It is drafted from and
+            never changes the answer.
+        n: Outputs per prompt.
+        logprobs: How many alternatives to report for each token, from the model's own distribution.
+        prompt_logprobs: The same for the tokens of the prompt.
+        stops: `stop` as a tuple; derived.
     """
 
     temperature: float = 1.0
@@ -120,26 +145,16 @@ class SamplingParams:
         fits = hasattr(bias, "values") and all(isinstance(b, Real) and b < float("inf") for b in bias.values())
         check(fits, "logit_bias", "token ids with the number that each adds to its logit, for example {17: -2.0}")
         check(isinstance(said, Iterable) and not isinstance(said, bytes), "prediction", "a text or token ids")
-        check(0 <= self.temperature <= HOTTEST, "temperature", "from 0 (greedy) to a million (all tokens are alike)")
-        check(self.top_k >= -1, "top_k", "0 (off) or a positive whole number")
-        check(0 <= self.top_p <= 1, "top_p", "in [0, 1]; 1 is off")
-        check(0 <= self.min_p <= 1, "min_p", "in [0, 1]; 0 is off")
-        low, high = 1 / HOTTEST, HOTTEST  # beyond these a logit may not be a number
-        check(low <= self.repetition_penalty <= high, "repetition_penalty", f"from {low:g} to {high:g}; 1 is off")
-        check(-2 <= self.presence_penalty <= 2, "presence_penalty", "in [-2, 2]")
-        check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]")
-        check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "1 or more, or None")
-        check(self.min_tokens >= 0, "min_tokens", "0 or more")
+        for name, (low, high, allowed) in RANGES.items():
+            value = own[name]
+            fits = value is None or ((low is None or low <= value) and (high is None or value <= high))
+            check(fits, name, allowed)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             more = f"min_tokens={self.min_tokens!s:.20} is more than max_tokens={self.max_tokens!s:.20}"
             raise BadParameter(f"{more}; raise max_tokens", "min_tokens")
-        check(self.n >= 1, "n", "1 or more")
-        check(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more, or None")
-        check(self.prompt_logprobs is None or self.prompt_logprobs >= 0, "prompt_logprobs", "0 or more, or None")
         check(
             self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "None or not empty"
         )
-        check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a whole number of at most 64 bits, or None")
         stops: tuple[Any, ...] = (self.stop,) if isinstance(self.stop, (str, int)) else tuple(self.stop or ())
         if any(not isinstance(s, str) or not s for s in stops):
             got = f"{self.stop!r:.80}"

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from outrider.core.suggest import did_you_mean, faults
-from outrider.core.types import Budget
 from outrider.drafters.method import AUTO, METHODS, NONE, canonical, find, model_method, offered, owner, plugins
-from outrider.verify import VERIFIERS
 
 if TYPE_CHECKING:
+    from outrider.core.types import Budget
     from outrider.drafters.lookup.memory import TextMemory
     from outrider.models.cache import SlotCache
     from outrider.models.load import Loaded
@@ -35,7 +34,10 @@ class SpeculativeConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
 
-    method: str | list[str] = Field(NONE, description="how to draft, one method or several: " + ", ".join(METHODS))
+    method: str | list[str] = Field(
+        NONE,
+        description="how to draft: a name that `outrider methods` lists, FILE.py:NAME of your own, or a list of names",
+    )
     model: Any = Field(
         None,
         description="the draft model: a folder, a GGUF file, a hub name, a built-in model (builtin:...) or a loaded model; or "
@@ -84,7 +86,11 @@ class SpeculativeConfig(BaseModel):
     suffix_decoding_min_token_prob: float = Field(
         0.1, ge=0, le=1, description="for suffix: lowest estimated probability of a draft token"
     )
-    verifier: str = Field("match", description="the acceptance rule: " + ", ".join(VERIFIERS))
+    verifier: str = Field(
+        "match",
+        description="how draft tokens are checked. match: the same tokens as plain decoding. rejection, block, traversal: the "
+        "same distribution of texts",
+    )
     rejection_sample_method: Literal["standard", "block"] | None = Field(
         None, description="the acceptance rule by vLLM's name"
     )
@@ -137,6 +143,8 @@ class SpeculativeConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> SpeculativeConfig:
+        from outrider.verify import VERIFIERS  # imports torch, which the command line does not need for its help
+
         known = [*METHODS, *plugins()]
         for method in self.methods:
             if method not in known and offered(method) is None:
@@ -194,6 +202,8 @@ class SpeculativeConfig(BaseModel):
     @property
     def budget(self) -> Budget:
         """What a draft may have, at most."""
+        from outrider.core.types import Budget  # imports torch, which the command line does not need for its help
+
         depth = self.num_speculative_tokens
         if depth is None:
             depth = max(find(method).default_depth for method in self.methods)

@@ -1,8 +1,8 @@
 """Calibration: measures once what steps cost, and keeps it in the user's cache. It makes the planner of a model.
 
 The result is a `CostModel`. It holds for one machine, this build of the kernels, these models, their precision and this number of
-threads. A second at load is enough: the planner corrects the costs by every step (`outrider.control.Costs`). `outrider calibrate`
-measures more sizes, more often, for reports.
+threads. A second at load is enough: the planner corrects the costs by every step (`outrider.control.Costs`).
+`outrider doctor MODEL` measures more sizes, more often, for reports.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from outrider.models.packs import store
 
 REVISION = "7"  # of this method of measurement; costs that an older one has stored are measured again
 AT_LOAD, WHOLE = (1, 4, 16), (1, 2, 3, 4, 6, 8, 12, 16, 32)
-"""Nodes of the forwards that are measured, at load and by `outrider calibrate`."""
+"""Nodes of the forwards that are measured, at load and by `outrider doctor MODEL`."""
 ROUNDS = 8
-"""Rounds of `outrider calibrate`."""
+"""Rounds of `outrider doctor MODEL`."""
 _PROMPT, _FEW, _MANY = 33, 2, 6  # tokens that are read, and the levels of two chains
 _BEHIND = 2048  # tokens behind the nodes whose attention is timed
 _SLOW = 0.15  # seconds of a plain step from which on everything is measured once at load

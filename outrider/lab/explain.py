@@ -126,7 +126,7 @@ def machine_curves() -> list[CostCurve]:
 
 def rooflines() -> list[CostCurve]:
     """Curves from data sheets: the best that the hardware allows."""
-    why = "a bound from the data sheet, 16-bit weights; measure your own with outrider calibrate"
+    why = "a bound from the data sheet, 16-bit weights; measure your own with outrider doctor MODEL"
     # Two bytes and two operations for each weight and row: arithmetic takes as long as reading at half / bandwidth rows.
     return [CostCurve(name, why, balance=half / bandwidth) for name, (half, bandwidth) in ACCELERATORS.items()]
 

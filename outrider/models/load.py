@@ -260,7 +260,7 @@ def _read(request: LoadRequest) -> tuple[ReadModel, str | None]:
 
 
 def _read_pack(request: LoadRequest, folder: Path) -> ReadModel:
-    """A folder that `outrider pack` wrote. If it cannot be read any more, the model that it was made of."""
+    """A folder that `outrider models pack` wrote. If it cannot be read any more, the model that it was made of."""
     if missing := why_no_kernels(request.device):
         raise ValueError(
             f"{request.name} has packed weights, which need the native CPU kernels: {missing}; give the model itself"
@@ -274,9 +274,9 @@ def _read_pack(request: LoadRequest, folder: Path) -> ReadModel:
     except packs.BadPack as error:
         source, weights = packs.source_of(folder)
         if source is None:
-            raise ValueError(f"{error}; make it again: outrider pack MODEL -o {folder}") from error
+            raise ValueError(f"{error}; make it again: outrider models pack MODEL -o {folder}") from error
         if not request.modules:
-            again = f"outrider pack {source} -o {folder}"
+            again = f"outrider models pack {source} -o {folder}"
             text = f"{error}; loading {source} in its place. Make it again: {again}"
             warnings.warn(text, RuntimeWarning, stacklevel=4)
         dtype, quantization = weights if weights in DTYPES else "auto", weights if weights in QUANTIZATIONS else None

@@ -1,4 +1,4 @@
-"""`outrider chat -m` and `outrider run` as a person has them: at a terminal, in a pipe, and beside a server."""
+"""`outrider run` as a person has it: at a terminal, in a pipe, and beside a server."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from outrider.models.builtin.shipped import builtin_folder
 from outrider.serve.assembly import set_chat_template
 
 CODE = "builtin:code"
-HERE = ("-m", CODE, "--seed", "5")
+HERE = ("run", CODE, "--seed", "5")
 NO_MODEL = """
 from contextlib import contextmanager
-from outrider.cli import chat, main
+from outrider.cli import main, run
 class Silent:
     name = "silent"
 @contextmanager
 def here(*_):
     yield Silent()
-chat._here = here
+run._here = here
 main.main()
 """  # the command with a model that loads nothing and is never asked
 
@@ -80,7 +80,7 @@ def test_the_second_turn_reads_only_what_is_new() -> None:
 
 def test_a_person_at_a_terminal(tmp_path: Path) -> None:
     """Several lines pasted as one message, an answer stopped and gone on from, a hint for ctrl-C, an end for ctrl-D."""
-    with Terminal("chat", *HERE, "-t", "0", "-n", "1900", XDG_STATE_HOME=str(tmp_path)) as terminal:
+    with Terminal(*HERE, "-t", "0", "-n", "1900", XDG_STATE_HOME=str(tmp_path)) as terminal:
         assert f"{CODE}, seed 5. /help lists the commands, ctrl-D ends.\n" in terminal.wait_for(">>> ")
         assert terminal.marks_pastes
         terminal.type("\x1b[200~import os\nimport sys\x1b[201~\n")
@@ -142,17 +142,18 @@ def test_run_answers_a_prompt_and_a_pipe() -> None:
     assert "there is no message" in nothing.stderr
 
 
-def test_a_pipe_of_messages_gets_texts_alone() -> None:
-    done = invoke(
-        "chat", *HERE, "-n", "8", "--stats", stdin="sort a list\n\n/set max_tokens 4\nreverse it\n/bye\nnever\n"
-    )
-    assert done.exit_code == 0, done.output
-    assert done.stderr.count("exact-tokens") == 2
-    assert not re.search("exact-tokens|max_tokens|seed|>>>", done.stdout)
-    assert invoke("chat", *HERE, stdin="/nonsense\n").exit_code == 2
+def test_a_server_answers_a_prompt_and_a_pipe_as_a_model_here_does() -> None:
+    here = invoke(*HERE, "-n", "8", "sort a list", "--stats", stdin="")
+    with serving(builtin(1, {"method": "auto"})) as live:
+        for url in (live.url, live.url.removeprefix("http://"), live.url + "/v1"):
+            there = invoke("run", url, "--seed", "5", "-n", "8", "sort", "--served-model", "code", stdin="")
+            assert (there.exit_code, "cut at 8 tokens" in there.stderr) == (0, True), there.output
+        assert invoke("run", url, *HERE[2:], "-n", "8", "--stats", stdin="sort a list\n").stdout == here.stdout
+    assert "exact-tokens" in here.stderr
+    assert not re.search("exact-tokens|seed|>>>", here.stdout)
 
 
-@pytest.mark.parametrize("words", [("chat", "-m"), ("run",), ("generate", "Hi", "--chat", "-m")])
+@pytest.mark.parametrize("words", [("run",), ("generate", "Hi", "--chat", "-m")])
 def test_a_base_model_is_refused_before_it_is_loaded(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*given: Any, **more: Any) -> None:
         raise AssertionError("the weights were loaded")
@@ -166,16 +167,16 @@ def test_a_base_model_is_refused_before_it_is_loaded(words: tuple[str, ...], mon
     assert f'outrider generate "Once upon a time" -m {folder}' in shown
 
 
-@pytest.mark.parametrize("words", [("chat", *HERE), ("generate", "import os", "--ignore-eos")])
+@pytest.mark.parametrize("words", [HERE, ("generate", "import os", "--ignore-eos")])
 def test_draft_tokens_that_were_accepted_are_green(words: tuple[str, ...], tmp_path: Path) -> None:
     with Terminal(*words, "-t", "0", "-n", "64", NO_COLOR="", XDG_STATE_HOME=str(tmp_path)) as terminal:
-        if words[0] == "chat":
+        if words == HERE:
             terminal.wait_for(">>> ")
             terminal.type("import os\n")
             text = terminal.wait_for(">>> ", 2).rpartition("import os\n")[2]
             terminal.type("\x04")
         assert terminal.ended() == 0
-        text = text if words[0] == "chat" else terminal.shown
+        text = text if words == HERE else terminal.shown
         assert re.search(r"\x1b\[32m[^\x1b]*[^\x1b\s][^\x1b]*\x1b\[0m", text)
 
 
@@ -188,7 +189,7 @@ def test_a_pipe_has_a_limit_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
         yield {"choices": [{"delta": {"content": "x"}, "finish_reason": "stop"}]}
 
     monkeypatch.setattr(LocalBackend, "answer", answer)
-    monkeypatch.setattr("outrider.cli.chat.PIPE_TOKENS", 100)
+    monkeypatch.setattr("outrider.cli.run.PIPE_TOKENS", 100)
     for message in ("short", "long " * 1950):
         assert invoke("run", CODE, message, stdin="").exit_code == 0
     assert invoke("run", CODE, "short", "-n", "7", stdin="").exit_code == 0

@@ -19,6 +19,16 @@ from typer.testing import CliRunner
 import outrider
 from outrider.cli import main as cli
 
+LARGE = (
+    "torch",
+    "transformers",
+    "fastapi",
+    "uvicorn",
+    "ray",
+    "huggingface_hub",
+    "outrider.lab.bench",
+    "outrider.engine",
+)
 PROMPT = "class Stack:\n    def push(self, item):\n"
 SMALL = "builtin:code-draft"
 DRAWN = ("-m", SMALL, "-n", "24", "-t", "0.9", "--seed", "5", "--ignore-eos")
@@ -47,8 +57,12 @@ def test_version_and_help_are_quick_and_complete() -> None:
     text = run("generate", "--help-all").stdout
     for option in ("--draft-model", "--num-speculative-tokens", "--verifier", "--min-p", "--stop", "--max-model-len"):
         assert option in text
-    probe = "import sys, outrider.cli.main; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
-    assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
+    probe = (
+        "import sys; from outrider.cli.main import app; app(sys.argv[1:], standalone_mode=False); print(*sys.modules)"
+    )
+    for words, absent in ((["--help"], LARGE), (["run", "--help"], (*LARGE, "outrider.cli.bench", "outrider_certify"))):
+        shown = subprocess.run([sys.executable, "-c", probe, *words], check=True, capture_output=True, text=True).stdout
+        assert not {*absent} & {*shown.splitlines()[-1].split()}
 
 
 def test_a_pipe_gets_the_text_alone(expected: str) -> None:
@@ -124,15 +138,15 @@ def test_debug_shows_the_traceback() -> None:
 def test_models_lists_the_pair() -> None:
     text = run("models").stdout
     assert all(word in text for word in ("builtin:code", SMALL, "in the package", "MB", "builtin:smollm2-135m"))
-    assert run("list").stdout == text
+    assert run("list").stdout == run("models", "list").stdout == text
 
 
 def test_a_pack_is_written_used_listed_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     packed = tmp_path / "packed"
-    shown = run("pack", SMALL, "--quantization", "int8", "-o", str(packed))
+    shown = run("models", "pack", SMALL, "--quantization", "int8", "-o", str(packed))
     assert shown.exit_code == 0
-    assert f"Use it: outrider chat -m {packed}" in shown.stdout
+    assert f"Use it: outrider run {packed}" in shown.stdout
     plain = run("generate", PROMPT, *DRAWN, "--quantization", "int8", "--method", "none").stdout
     again = run("generate", PROMPT, *("-m", str(packed)), *DRAWN[2:], "--method", "none").stdout
     assert plain == again

@@ -1,4 +1,4 @@
-"""`outrider serve` and `outrider chat` as a user runs them."""
+"""`outrider serve` and `outrider run` as a user runs them."""
 
 from __future__ import annotations
 
@@ -118,10 +118,17 @@ def test_ctrl_c_ends_a_server_without_a_traceback() -> None:
         (["serve", "builtin:code", "--ssl-certfile", "/dev/null"], "is no certificate"),
         (["serve", "builtin:code", "--api-key-file", "/dev/null"], "has no key"),
         (["serve", "builtin:code", "--api-key", " "], "an API key is empty"),
-        (["chat", "ftp://x"], "not the address of a server"),
-        (["chat", "http://127.0.0.1:9"], "start one: outrider serve"),
-        (["chat", "-d", "builtin:code-draft"], "a server decides how its model is loaded and drafted for"),
-        (["chat", "--prefix-dir", "folder"], "a server decides how its model is loaded and drafted for"),
+        (["run", "ftp://x", "Hi"], "not the address of a server"),
+        (["run", "http://127.0.0.1:9", "Hi"], "start one: outrider serve"),
+        (
+            ["run", "127.0.0.1:9", "Hi", "-d", "builtin:code-draft"],
+            "a server decides how its model is loaded and drafted for",
+        ),
+        (
+            ["run", "http://127.0.0.1:9", "Hi", "--prefix-dir", "folder"],
+            "a server decides how its model is loaded and drafted for",
+        ),
+        (["run", "builtin:code", "Hi", "--served-model", "code"], "is for a server, and builtin:code is none"),
     ],
 )
 def test_mistakes_are_one_line(options: list[str], words: str) -> None:
@@ -153,7 +160,7 @@ def test_the_start_prints_a_request_that_fits_the_model_and_the_pages(
     at = "http://[::1]:8000"
     assert curl.startswith(f"curl -N {at}/v1/{'chat/' if chat else ''}completions ")
     assert ("Bearer" in curl) == chat
-    assert f"in a terminal: outrider chat {at} " in pages
+    assert f"in a terminal: outrider run {at} " in pages
     body = json.loads(curl[curl.index("'{") + 1 : -1])
     assert {"model", "max_tokens", "stream", "messages" if chat else "prompt"} == set(body)
     for path, line in (

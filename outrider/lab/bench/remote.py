@@ -14,7 +14,7 @@ from outrider.core.http import StreamError, address, error_message, error_text, 
 from outrider.lab.bench.prompts import Prompt
 from outrider.lab.bench.run import Arrivals, Sample, Setting
 
-with needs("bench", "a measurement of servers"):
+with needs("lab", "a measurement of servers"):
     import httpx
 
 # Fields of a request without draft tokens. outrider's servers understand them.

@@ -149,7 +149,7 @@ def as_run(
     sampling: dict[str, Any],
     complete: bool,
 ) -> Run:
-    """The candidates that were measured, as a run of `outrider bench`, for `outrider report`."""
+    """The candidates that were measured, as a run of `outrider bench`, for `outrider bench --report`."""
     measured = [c for c in candidates if c.answered]
     configs = [None if c.config["method"] == "none" else c.config for c in measured]
     settings = [Setting(name=c.name, speculative_config=config) for c, config in zip(measured, configs, strict=True)]

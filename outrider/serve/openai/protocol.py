@@ -11,7 +11,7 @@ import difflib
 import json
 import re
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -19,11 +19,13 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationInfo,
+    create_model,
     field_validator,
     model_validator,
 )
 
-from outrider.core.params import BadParameter, SamplingParams
+from outrider.core.docstrings import arguments
+from outrider.core.params import RANGES, BadParameter, SamplingParams
 from outrider.models.chat_template import text_of
 from outrider.serve.openai.tools import OPENAI, ToolForm, ToolOffer, offered, with_tools
 
@@ -31,6 +33,7 @@ from outrider.serve.openai.tools import OPENAI, ToolForm, ToolOffer, offered, wi
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+_SIMPLE = {int, float, bool, type(None)}
 MAX_UNKNOWN = 100  # keys that no field has
 MAX_CHOICES = 16  # prompts times n
 MAX_DEPTH = 16  # draft tokens that a request may ask for
@@ -122,7 +125,21 @@ UNSEEN = dict.fromkeys(
 )
 
 
-class CommonRequest(JsonObject):
+def sampling_fields() -> Any:
+    """A body with the numbers and switches of `SamplingParams`: types, ranges and meanings as they are declared there.
+
+    How long a text is and what is reported of its tokens differs between the endpoints, so each says that itself.
+    """
+    kinds, texts = get_type_hints(SamplingParams), arguments(SamplingParams)
+    members = dict[str, Any]()
+    for name, kind in kinds.items():
+        if name not in ("max_tokens", "logprobs", "prompt_logprobs") and {*(get_args(kind) or [kind])} <= _SIMPLE:
+            low, high, _ = RANGES.get(name, (None, None, ""))
+            members[name] = kind | None, Field(None, ge=low, le=high, description=texts[name].text)
+    return create_model("SamplingFields", __base__=JsonObject, **members)
+
+
+class CommonRequest(sampling_fields()):
     """The fields of text completions and chat completions. missing: fields that are refused, and what is said of each.
 
     is_chat: the prompt is messages.
@@ -144,27 +161,14 @@ class CommonRequest(JsonObject):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    n: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0)
     logit_bias: Annotated[dict[str, float] | None, BeforeValidator(few)] = None
-    seed: int | None = None
     stop: str | Texts | None = None
     stop_token_ids: Ids | None = None
-    include_stop_str_in_output: bool | None = None
     bad_words: Texts | None = None
     allowed_token_ids: Ids | None = None
-    min_tokens: int | None = Field(None, ge=0)
     max_total_tokens: int | None = Field(
         None, ge=1, description="of prompt and text: the text ends there, also if max_tokens allows more"
     )
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     prediction: Prediction | None = None

@@ -10,8 +10,12 @@ from typer.testing import CliRunner
 
 from outrider.cli import doctor
 from outrider.cli.main import app
+from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.method import METHODS
+from outrider.engine.calibrate import WHOLE, all_stored
 from outrider.kernels import cpu
+
+PAIR = '{"method": ["suffix", "draft_model"], "model": "builtin:code-draft"}'
 
 
 def run(*words: str):
@@ -95,6 +99,34 @@ def test_doctor_sees_a_used_port_and_a_missing_package(monkeypatch: pytest.Monke
     assert fixes["extra grammar"] == ("missing: llguidance", "pip install '.[grammar]'   # in the checkout", False)
     assert "serve" in fixes["extras"][0]
     assert "grammar" not in fixes["extras"][0]
+
+
+def test_with_a_model_it_prints_and_keeps_what_its_steps_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    done = CliRunner().invoke(app, ["doctor", "builtin:code", "--speculative-config", PAIR])
+    assert done.exit_code == int("✗" in done.stdout), done.output
+    shown = done.stdout.splitlines()
+    first, *lines, last = shown[next(i for i, line in enumerate(shown) if line.startswith("A plain step")) :]
+    assert first.startswith("A plain step, which writes one token, takes ")
+    assert [line.split()[2] for line in lines if line.startswith("  to check")] == [str(n - 1) for n in WHOLE[1:]]
+    assert "draft_model drafts a token in" in lines[-1]
+    assert str(tmp_path) in last
+    [kept] = all_stored()
+    assert tuple(sorted(kept.target)) == WHOLE
+
+
+@pytest.mark.parametrize("config", ['{"method": "none"}', '{"method": "suffix", "controller": "fixed"}'])
+def test_it_refuses_what_needs_no_costs(config: str) -> None:
+    done = CliRunner().invoke(app, ["doctor", "builtin:code", "--speculative-config", config])
+    assert done.exit_code == 2
+    assert "uses no measured costs" in done.output + done.stderr
+
+
+@pytest.mark.parametrize("old", ["calibrated", "optimal"])
+def test_old_names_of_the_controller_work_and_warn(old: str) -> None:
+    with pytest.warns(DeprecationWarning, match='is now "adaptive"'):
+        config = SpeculativeConfig.of({"method": "suffix", "controller": old})
+    assert config.controller == "adaptive"
 
 
 def test_methods_lists_the_registry() -> None:

@@ -6,9 +6,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from outrider.cli.main import app
+from outrider.cli.main import SHORTER, app
+from outrider.drafters.method import TRAINED
 
-COMMANDS = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
+GROUP = typer.main.get_command(app)
+COMMANDS = dict(GROUP.commands)  # pyright: ignore[reportAttributeAccessIssue]
+COMMANDS |= {f"models {name}": one for name, one in COMMANDS.pop("models").commands.items()}
 LINES, COLUMNS = 45, 80
 
 
@@ -21,7 +24,7 @@ def page(*words: str) -> list[str]:
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_the_help_page_is_one_screen(command: str) -> None:
-    lines = page(command, "--help")
+    lines = page(*command.split(), "--help")
     assert len(lines) <= LINES
     assert max(map(len, lines)) <= COLUMNS
 
@@ -29,8 +32,11 @@ def test_the_help_page_is_one_screen(command: str) -> None:
 @pytest.mark.parametrize("command", [name for name, one in COMMANDS.items() if one.usual])
 def test_the_last_line_leads_to_all_options(command: str) -> None:
     options = [p for p in COMMANDS[command].params if p.param_type_name == "option"]
-    assert " ".join(page(command, "--help")).split()[-5:] == f"--help-all shows all {len(options)} options".split()
-    words = set(" ".join(page(command, "--help-all")).replace(",", " ").split())
+    assert (
+        " ".join(page(*command.split(), "--help")).split()[-5:]
+        == f"--help-all shows all {len(options)} options".split()
+    )
+    words = set(" ".join(page(*command.split(), "--help-all")).replace(",", " ").split())
     assert words >= {name for option in options for name in option.opts}
 
 
@@ -38,17 +44,28 @@ def test_the_list_of_methods_is_not_in_a_help_page() -> None:
     assert "token_recycling" not in " ".join(page("generate", "--help-all"))
 
 
+def test_the_kinds_of_heads_are_in_the_help_page() -> None:
+    assert all(kind in " ".join(page("train", "--help")) for kind in TRAINED)
+
+
 def test_the_list_of_commands_has_a_heading_for_each_purpose() -> None:
     headings = [line.split()[1:-1] for line in page("--help") if line.startswith("╭")]
     assert [" ".join(word for word in words if word.strip("─╮")) for words in headings] == [
-        *("Options", "Use", "Measure", "Models", "Look inside", "Build"),
+        *("Options", "Use", "Models", "Look inside", "Measure", "Build"),
     ]
     assert next(iter(COMMANDS)) == "run"
+
+
+def test_what_users_of_ollama_type_is_short_for_a_command_of_models() -> None:
+    shown = " ".join(page("--help"))
+    for name in SHORTER:
+        assert f"│ {name} " not in shown
+        assert page(name, "--help")[2:] == page("models", name, "--help")[2:]
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_all_pages_have_one_layout(command: str) -> None:
     """Two columns, names and text: no types, one box for the options, however many there are."""
-    shown = page(command, "--help")
+    shown = page(*command.split(), "--help")
     assert sum(line.startswith("╭") for line in shown) == 1 + any("Arguments" in line for line in shown)
     assert not any("<bool>" in line for line in shown)

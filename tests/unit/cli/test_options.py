@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import typer
+from pydantic import Field
 from typer.testing import CliRunner
 
+from outrider.cli.command import as_command, full_name, grouped
 from outrider.cli.main import app
 from outrider.cli.options import (
     Options,
@@ -18,8 +20,6 @@ from outrider.cli.options import (
     SamplingOptions,
     SpeculationOptions,
     TraceOptions,
-    full_name,
-    grouped,
     setting,
 )
 
@@ -28,157 +28,150 @@ OPTIONS = {
     "": {
         "Options": "--version",
     },
-    "generate": {
-        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --max-model-len",
+    "run": {
+        "Options": "--served-model",
+        "Model": "--dtype --device --quantization --kv-cache-dtype",
         "Engine": "--prefix-dir --prefix-disk",
         "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
-        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus "
-        "--verifier --speculative-config --prediction",
-        "Sampling": "--temperature/-t --top-p --top-k --min-p --repetition-penalty --max-tokens/-n --stop --ignore-eos --seed",
-        "Output": "--chat --trace --trace-detail --fingerprint --debug",
+        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --verifier "
+        "--corpus --speculative-config",
+        "Conversation": "--temperature/-t --max-tokens/-n --seed --system --stats/--verbose --history",
+        "Server": "--api-key",
+        "Output": "--debug",
     },
-    "demo": {
-        "Model": "--model/-m",
-        "Speculation": "--draft-model/-d --num-speculative-tokens/-k",
-        "Measurement": "--tokens --repeats",
-        "Output": "--json --details --debug",
+    "generate": {
+        "Options": "--model/-m --max-model-len --chat --fingerprint",
+        "Model": "--dtype --device --quantization --kv-cache-dtype",
+        "Engine": "--prefix-dir --prefix-disk",
+        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
+        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --verifier "
+        "--corpus --speculative-config --prediction",
+        "Sampling": "--temperature/-t --top-p --top-k --min-p --repetition-penalty --max-tokens/-n --stop --ignore-eos "
+        "--seed",
+        "Output": "--trace --trace-detail --debug",
     },
-    "layers": {
-        "Model": "--model/-m --dtype --quantization",
-        "Measurement": "--texts",
-        "Output": "--out --debug",
+    "serve": {
+        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template "
+        "--tool-call-parser --client-headers",
+        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --verifier "
+        "--corpus --speculative-config",
+        "Server": "--config --host --port --allowed-host --api-key --api-key-file --ssl-certfile --ssl-keyfile",
+        "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs --max-queue --kv-tokens "
+        "--kv-cache-memory-bytes --memory --prefix-cache --prefill-chunk",
+        "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
+        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by --pad-stream --cors-origin --learn "
+        "--learn-share --log-prompts",
+        "Output": "--metrics-prefix --monitor-port --trace --trace-detail --debug",
+        "Options": "--log-file --otlp-traces-endpoint",
+    },
+    "batch": {
+        "Options": "--out/-o --model/-m --ray --replicas --cpus",
+        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --verifier "
+        "--corpus --speculative-config",
+        "Model": "--dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template",
+        "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs",
+        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
+        "Sampling": "--seed",
+        "Output": "--debug",
     },
     "models": {
-        "Check": "--check",
-        "Output": "--json --debug",
-    },
-    "pull": {
-        "Output": "--debug",
-    },
-    "list": {
-        "Output": "--debug",
-    },
-    "rm": {
-        "Cache": "--yes/-y",
         "Output": "--debug",
     },
     "methods": {
         "Output": "--debug",
     },
     "doctor": {
+        "Options": "--speculative-config",
+        "Model": "--dtype --device --quantization --kv-cache-dtype",
         "Output": "--debug",
-    },
-    "pack": {
-        "Output": "--out/-o --debug",
-        "Model": "--dtype --quantization",
-    },
-    "serve": {
-        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template "
-        "--tool-call-parser "
-        "--client-headers",
-        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus "
-        "--verifier --speculative-config",
-        "Server": "--config --host --port --allowed-host --api-key --api-key-file --ssl-certfile --ssl-keyfile",
-        "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes "
-        "--memory --prefix-cache --prefill-chunk",
-        "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
-        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by --pad-stream --cors-origin --log-prompts",
-        "Output": "--metrics-prefix --monitor-port --log-file --trace --trace-detail --otlp-traces-endpoint --debug",
-    },
-    "deploy": {
-        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template "
-        "--tool-call-parser "
-        "--client-headers",
-        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus "
-        "--verifier --speculative-config",
-        "Cluster": "--address --name --start-timeout",
-        "Server": "--config --host --port --allowed-host --api-key --api-key-file --ssl-certfile --ssl-keyfile",
-        "Replicas": "--replicas --min-replicas --max-replicas --target-requests --upscale-delay --downscale-delay --cpus "
-        "--gpus --fronts --prefix-weight --patience",
-        "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes "
-        "--prefix-cache --prefill-chunk",
-        "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
-        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by --cors-origin",
-        "Output": "--metrics-prefix --write-config --debug",
-    },
-    "batch": {
-        "Output": "--out/-o --debug",
-        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template",
-        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus "
-        "--verifier --speculative-config",
-        "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs",
-        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
-        "Sampling": "--seed",
-        "Cluster": "--ray --replicas --cpus",
-    },
-    "replay": {
-        "Trace": "--step/-s --request",
-        "Model": "--model/-m",
-        "Fingerprint": "--fingerprint",
-        "Output": "--debug",
-    },
-    "explain": {
-        "Output": "--out/-o --no-open --debug",
-        "Model": "--model/-m --recorded",
     },
     "bench": {
         "What": "--model/-m --method/--drafter --speculative-config --before --after",
         "Speculation": "--draft-model/-d --num-speculative-tokens/-k",
         "Server": "--base-url --off-body --timeout",
-        "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --top-p --top-k --repeats/-r --concurrency/-c",
+        "How": "--max-tokens/-n --temperature/-t --top-p --top-k --seed --ignore-eos --num-prompts",
+        "Options": "--repeats/-r --concurrency/-c",
         "Model": "--dtype --device --quantization --kv-cache-dtype",
-        "Output": "--json --html --resume --debug",
+        "Output": "--json --html --report --resume --debug",
     },
-    "tune": {
-        "Model": "--model/-m --dtype --quantization",
-        "What": "--method/--drafter --layers --verifier",
-        "Speculation": "--draft-model/-d",
-        "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --seconds",
-        "Output": "--out --export --json --debug",
+    "certify": {
+        "Options": "--speculative-config",
+        "Subject": "--generate --plain-url --off-body --on-body --reference --served-model --endpoint --texts",
+        "How": "--kind --budget --confidence --deviation --prompts --num-prompts --max-tokens/-n --seed --problems "
+        "--timeout",
+        "Output": "--out/-o --compare --board --debug",
+        "Gate before a roll-out": "--before --after --traffic",
+        "Model": "--dtype --device --quantization --kv-cache-dtype",
+    },
+    "demo": {
+        "Options": "--model/-m --tokens --repeats/-r --json --details",
+        "Speculation": "--draft-model/-d --num-speculative-tokens/-k",
+        "Output": "--debug",
+    },
+    "deploy": {
+        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template "
+        "--tool-call-parser --client-headers",
+        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --verifier "
+        "--corpus --speculative-config",
+        "Options": "--address --name --start-timeout --write-config",
+        "Server": "--config --host --port --allowed-host --api-key --api-key-file --ssl-certfile --ssl-keyfile",
+        "Replicas": "--replicas --min-replicas --max-replicas --target-requests --upscale-delay --downscale-delay --cpus "
+        "--gpus --fronts --prefix-weight --patience",
+        "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs --max-queue --kv-tokens "
+        "--kv-cache-memory-bytes --prefix-cache --prefill-chunk",
+        "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
+        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by --cors-origin",
+        "Output": "--metrics-prefix --debug",
+    },
+    "explain": {
+        "Options": "--out/-o --model/-m --recorded --no-open",
+        "Output": "--debug",
     },
     "export": {
         "Engine": "--to --model/-m --lengths",
         "Output": "--out/-o --json --debug",
     },
-    "calibrate": {
-        "Speculation": "--speculative-config",
-        "Model": "--dtype --device --quantization --kv-cache-dtype",
+    "layers": {
+        "Options": "--model/-m --texts --out/-o",
+        "Model": "--dtype --quantization",
+        "Output": "--debug",
+    },
+    "replay": {
+        "Options": "--step/-s --request --model/-m --fingerprint",
         "Output": "--debug",
     },
     "train": {
-        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype",
-        "Output": "--out/-o --debug",
-        "Training": "--minutes --tokens --prompts --temperature --length --draft-vocab-size --intermediate-size "
-        "--batch-tokens --texts --keep-features --seed --from",
-    },
-    "certify": {
-        "Subject": "--speculative-config --generate --plain-url --off-body --on-body --reference --served-model "
-        "--endpoint --texts",
-        "How": "--kind --budget --confidence --deviation --prompts --num-prompts --max-tokens/-n --seed --problems --timeout",
-        "Output": "--out/-o --compare --board --debug",
-        "Gate before a roll-out": "--before --after --traffic",
+        "Options": "--model/-m --out/-o --minutes --tokens",
+        "Training": "--prompts --temperature --length --draft-vocab-size --intermediate-size --batch-tokens --texts "
+        "--keep-features --seed --from",
         "Model": "--dtype --device --quantization --kv-cache-dtype",
-    },
-    "report": {
-        "Output": "--out/-o --debug",
-    },
-    "chat": {
-        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype",
-        "Engine": "--prefix-dir --prefix-disk",
-        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
-        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes "
-        "--corpus --verifier --speculative-config",
-        "Conversation": "--system --temperature/-t --max-tokens/-n --seed --stats/--verbose --history",
-        "Server": "--api-key",
         "Output": "--debug",
     },
-    "run": {
-        "Model": "--dtype --device --quantization --kv-cache-dtype",
-        "Engine": "--prefix-dir --prefix-disk",
-        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
-        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes "
-        "--corpus --verifier --speculative-config",
-        "Conversation": "--system --temperature/-t --max-tokens/-n --seed --stats/--verbose --history",
+    "tune": {
+        "Model": "--model/-m --dtype --quantization",
+        "What": "--method/--drafter --layers --verifier",
+        "Speculation": "--draft-model/-d",
+        "How": "--max-tokens/-n --temperature/-t --top-p --top-k --seed --ignore-eos --num-prompts",
+        "Options": "--seconds --out/-o --export --json",
+        "Output": "--debug",
+    },
+    "models list": {
+        "Output": "--debug",
+    },
+    "models check": {
+        "Options": "--json",
+        "Output": "--debug",
+    },
+    "models pull": {
+        "Output": "--debug",
+    },
+    "models rm": {
+        "Options": "--yes/-y",
+        "Output": "--debug",
+    },
+    "models pack": {
+        "Options": "--out/-o",
+        "Model": "--dtype --quantization",
         "Output": "--debug",
     },
 }
@@ -207,9 +200,10 @@ def test_a_file_here_goes_before_a_builtin_model(tmp_path: Path, monkeypatch: py
 
 
 def test_no_option_is_lost() -> None:
-    command = typer.main.get_command(app)
+    command: Any = typer.main.get_command(app)
     found: dict[str, dict[str, str]] = {}
-    for name, one in {"": command, **command.commands}.items():  # pyright: ignore[reportAttributeAccessIssue]
+    parts = {f"models {name}": one for name, one in command.commands["models"].commands.items()}
+    for name, one in {"": command, **command.commands, **parts}.items():
         panels: dict[str, list[str]] = {}
         for parameter in one.params:
             if parameter.param_type_name == "option":
@@ -218,6 +212,72 @@ def test_no_option_is_lost() -> None:
         found[name] = {panel: " ".join(words) for panel, words in panels.items()}
     assert found == OPTIONS
     assert {name: list(panels) for name, panels in found.items()} == {name: list(OPTIONS[name]) for name in found}
+
+
+def test_each_option_and_argument_says_what_it_means() -> None:
+    """A parameter that the docstring does not name would have an empty line on the help page."""
+    command: Any = typer.main.get_command(app)
+    parts = {f"models {name}": one for name, one in command.commands["models"].commands.items()}
+    silent = [
+        f"outrider {name}: {parameter.name}"
+        for name, one in {**command.commands, **parts}.items()
+        for parameter in one.params
+        if not parameter.help
+    ]
+    assert not silent
+
+
+def test_a_docstring_and_a_signature_make_the_options() -> None:
+    small = typer.Typer()
+    seen = list[Any]()
+
+    @as_command("Use", "draw a.txt", to=small)
+    def draw(
+        file: Path,
+        colours: list[str] | None = None,
+        *,
+        out: Path,
+        step: Annotated[int | None, Field(ge=0, le=9)] = None,
+        quick: bool = True,
+        json_: bool = False,
+    ) -> None:
+        """Draw it.
+
+        Now.
+
+        Args:
+            file (PICTURE): What to draw, and this text
+                goes on.
+            colours: Which.
+            out (FOLDER): Where.
+            step: One of them.
+            quick: Fast.
+            json_: As JSON.
+        """
+        seen.append((file, colours, out, step, quick, json_))
+
+    def run(*words: str) -> Any:
+        return CliRunner().invoke(small, [*words], env={"COLUMNS": "100"})
+
+    assert run("a.txt", "red", "blue", "-o", "x", "-s", "3", "--no-quick", "--json").exit_code == 0
+    assert run("a.txt", "--out", "x").exit_code == 0
+    assert seen == [
+        (Path("a.txt"), ["red", "blue"], Path("x"), 3, False, True),
+        (Path("a.txt"), None, Path("x"), None, True, False),
+    ]
+    for words in ((), ("a.txt",), ("a.txt", "-o", "x", "-s", "10"), ("a.txt", "-o", "x", "--step", "-1")):
+        assert run(*words).exit_code == 2
+    page = " ".join(run("--help").output.replace("│", " ").split())
+    for said in (
+        "Draw it. Now.",
+        "PICTURE",
+        "What to draw, and this text goes on.",
+        "-o --out FOLDER Where. Required.",
+        "-s --step",
+        "draw a.txt",
+    ):
+        assert said in page
+    assert "Args:" not in page
 
 
 class Shape(Options):

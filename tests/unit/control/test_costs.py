@@ -22,7 +22,7 @@ def test_a_cost_model_is_read_back() -> None:
                                   json.dumps({"key": {}, "target": {"1": 0}, "drafters": {}}),
                                   json.dumps({"key": {}, "target": {"1": 1}, "drafters": {"x": {"first": 1}}})])  # fmt: skip
 def test_what_is_no_cost_model_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="measure again: outrider calibrate MODEL"):
+    with pytest.raises(ValueError, match="measure again: outrider doctor MODEL"):
         CostModel.from_json(text)
 
 

@@ -1,4 +1,4 @@
-"""`outrider models --check`: from a configuration and the table of classes, without weights and without code of the model."""
+"""`outrider models check`: from a configuration and the table of classes, without weights and without code of the model."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_the_cache_of_layers_that_differ(tmp_path: Path) -> None:
 
 def test_on_the_command_line(tmp_path: Path) -> None:
     name = written(tmp_path, **LLAMA)
-    done = CliRunner().invoke(app, ["models", "--check", name])
+    done = CliRunner().invoke(app, ["models", "check", name])
     assert done.exit_code == 0
     assert "runs here (LlamaForCausalLM, 8,030.3 M parameters, stored as bfloat16)" in done.output
-    answer = json.loads(CliRunner().invoke(app, ["models", "--check", name, "--json"]).output.splitlines()[-1])
+    answer = json.loads(CliRunner().invoke(app, ["models", "check", name, "--json"]).output.splitlines()[-1])
     assert (answer["runs"], answer["status"]) == (True, "runs")
-    refused = CliRunner().invoke(app, ["models", "--check", written(tmp_path, model_type="t5")])
+    refused = CliRunner().invoke(app, ["models", "check", written(tmp_path, model_type="t5")])
     assert refused.exit_code == 1
     assert "encoder-decoder" in refused.output
     assert "instead:" in refused.output

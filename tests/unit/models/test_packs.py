@@ -116,7 +116,7 @@ def test_another_way_to_pack_is_another_layout(monkeypatch: pytest.MonkeyPatch) 
     packs.kernel_layout.cache_clear()
 
 
-# -- outrider pack, and -m FOLDER -----------------------------------------------------------------------------------------
+# -- outrider models pack, and -m FOLDER -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
@@ -241,15 +241,15 @@ def test_a_damaged_or_older_pack_falls_back_to_its_source(source: Path, tmp_path
         with pytest.raises((RuntimeWarning, ValueError)):
             load(folder)
     if damage is scribble:  # it does not say any more what it was made of
-        with pytest.raises(ValueError, match=r"cannot be read.*outrider pack MODEL -o"):
+        with pytest.raises(ValueError, match=r"cannot be read.*outrider models pack MODEL -o"):
             load(folder)
         return
-    with pytest.warns(RuntimeWarning, match=r"in its place.*outrider pack"):
+    with pytest.warns(RuntimeWarning, match=r"in its place.*outrider models pack"):
         found = load(folder)
     assert found.weights == "int8"
     assert torch.equal(logits(found.model), logits(load(source, quantization="int8").model))
     source.rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"outrider pack MODEL -o"):
+    with pytest.raises(ValueError, match=r"outrider models pack MODEL -o"):
         load(folder)
 
 

@@ -336,19 +336,19 @@ def test_two_versions_of_a_drafter() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     def report(*words: str) -> tuple[int, str]:
-        result = CliRunner().invoke(cli.app, ["report", *words])
+        result = CliRunner().invoke(cli.app, ["bench", *words])
         return result.exit_code, result.output
 
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     simulate().save(one)
     simulate(seed=2).save(two)
-    code, said = report(str(one))
+    code, said = report("--report", str(one))
     assert code == 0
     assert said.startswith("Keep it: draft 4 is 1.8")
     Page((tmp_path / "one.html").read_text(encoding="utf-8"))
-    assert report(str(one), str(two))[0] == 0
+    assert report("--report", str(one), "--report", str(two))[0] == 0
     assert "What changed" in (tmp_path / "one-two.html").read_text(encoding="utf-8")
-    assert report(str(one), "--out", str(tmp_path / "page.html"))[0] == 0
+    assert report("--report", str(one), "--html", str(tmp_path / "page.html"))[0] == 0
     assert (tmp_path / "page.html").exists()
 
 
@@ -373,7 +373,7 @@ def _empty() -> Run:
 def test_errors_teach(tmp_path: Path, content: str | bytes, words: str) -> None:
     file = tmp_path / "run.json"
     file.write_bytes(content.encode() if isinstance(content, str) else content)
-    result = CliRunner().invoke(cli.app, ["report", str(file)])
+    result = CliRunner().invoke(cli.app, ["bench", "--report", str(file)])
     assert result.exit_code == 2
     assert words in result.output
     assert not (tmp_path / "run.html").exists()
@@ -383,7 +383,7 @@ def test_the_page_does_not_overwrite_the_run(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     simulate().save(file)
     for words, said in (([str(file)], "would overwrite"), ([str(tmp_path / "no" / "page.html")], "there is no folder")):
-        result = CliRunner().invoke(cli.app, ["report", str(file), "--out", *words])
+        result = CliRunner().invoke(cli.app, ["bench", "--report", str(file), "--html", *words])
         assert result.exit_code == 2
         assert said in result.output
     with pytest.raises(ValueError, match="earlier run is empty"):

@@ -209,7 +209,10 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, methods: l
     assert CliRunner().invoke(app, words).exit_code == 0
     run = Run.load(answers)
     assert {sample.setting for sample in run.samples} == {setting.name for setting in run.settings}
-    assert CliRunner().invoke(app, ["report", str(answers), "--out", str(tmp_path / "page.html")]).exit_code == 0
+    assert (
+        CliRunner().invoke(app, ["bench", "--report", str(answers), "--html", str(tmp_path / "page.html")]).exit_code
+        == 0
+    )
 
 
 def test_a_recording_has_every_drafter_and_the_texts_of_plain_decoding() -> None:

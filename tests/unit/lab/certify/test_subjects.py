@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import sys
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
@@ -145,17 +143,6 @@ def test_wrong_options_are_explained() -> None:
     assert "such as 90s" in outrider("x:y", "--budget", "soon", code=2)
     assert "for a server" in outrider("builtin:code", "--plain-url", "http://a", code=2)
     assert "certify ./model" not in outrider("http://127.0.0.1:9", "--budget", "1s", code=2)
-
-
-def test_without_the_package_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "outrider_certify.cli", None)
-    monkeypatch.delitem(sys.modules, "outrider.cli.certify")
-    command = importlib.import_module("outrider.cli.certify").certify
-    alone = typer.Typer()
-    alone.command()(command)
-    done = CliRunner().invoke(alone, ["http://127.0.0.1:9"])
-    assert done.exit_code == 2
-    assert "pip install ./certify" in done.output
 
 
 GENERATE = ("--generate", '{"prompt_lookup_num_tokens": 3}')

@@ -1,0 +1,75 @@
+"""The table of commands: those of the engine, and those that packages bring by the entry point group `outrider.commands`."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from outrider.cli import main as cli
+
+ENTRIES = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["entry-points"][
+    cli.GROUP
+]
+
+
+def bring(monkeypatch: pytest.MonkeyPatch, **entries: str) -> None:
+    """Let installed packages bring these commands, and no others."""
+    given = [EntryPoint(name, value, cli.GROUP) for name, value in entries.items()]
+    monkeypatch.setattr(cli, "entry_points", lambda group: given)
+
+
+def shown(*words: str) -> Any:
+    return CliRunner().invoke(cli.app, [*words], env={"COLUMNS": "200"})
+
+
+def test_each_command_of_another_package_has_an_extra_that_brings_it() -> None:
+    assert {*ENTRIES} == {*cli.EXTRAS}
+    assert not {*ENTRIES} & {*cli.ENGINE}
+    assert {*cli.CommandTable()} == {*cli.ENGINE, *ENTRIES}, "the metadata is old: make install"
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("words", [[], ["--help"], ["a.jsonl", "--method", "suffix", "-n", "3"]])
+def test_without_its_package_a_command_says_the_line_that_installs_it(
+    name: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bring(monkeypatch)
+    done = shown(name, *words)
+    line = {"ray": "pip install '.[ray]'", "lab": "pip install '.[lab]'", "certify": "pip install ./certify"}
+    assert done.exit_code == 2
+    assert f"error: outrider {name} needs outrider[{cli.EXTRAS[name]}], which is not installed" in done.stderr
+    assert line[cli.EXTRAS[name]] in done.stderr
+    assert f"│ {name} " not in shown("--help").stdout
+
+
+def test_a_package_that_a_command_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    bring(monkeypatch, certify=ENTRIES["certify"])
+    monkeypatch.delitem(sys.modules, "outrider.cli.certify", raising=False)
+    monkeypatch.setitem(sys.modules, "outrider_certify.cli", None)
+    done = shown("certify", "builtin:code")
+    assert (done.exit_code, "outrider_certify.cli, which is not installed: pip install ./certify" in done.stderr) == (
+        2,
+        True,
+    )
+    assert "It is not installed." in shown("--help").stdout
+
+
+def test_a_package_brings_a_command_and_replaces_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = typer.Typer(add_completion=False)
+    mine.command("greet")(lambda: print("hello"))
+    monkeypatch.setattr(sys.modules[__name__], "greet", mine, raising=False)
+    bring(monkeypatch, greet=f"{__name__}:greet", run=f"{__name__}:greet")
+    assert shown("greet").stdout == "hello\n"
+    assert "hello" not in shown("run", "--help").stdout
+
+
+def test_a_fault_of_the_package_itself_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    bring(monkeypatch, bench="outrider.cli.no_such_file:bench")
+    assert isinstance(shown("bench").exception, ModuleNotFoundError)
