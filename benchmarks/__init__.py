@@ -30,7 +30,6 @@ python -m benchmarks.clients         a default server for one or several clients
 python -m benchmarks.serve           load on a server: throughput and latency by concurrency
 python -m benchmarks.serve_soak      a server under clients that behave badly, for ten minutes
 python -m benchmarks.handover.parsers exported command lines, by the parsers of other engines
-python -m benchmarks.handover.started exported vLLM commands, started: texts and counters against ours
 python -m benchmarks.table           the tables of docs/performance.md, from the files in benchmarks/results
 """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +22,13 @@ from benchmarks import ROOT, WORK
 
 class Missing(RuntimeError):
     """This peer is not here; the message says how to get it."""
+
+
+def free_port() -> int:
+    """A port that no process listens on now."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ PAGES: dict[str, tuple[str, list[str]]] = {
             "engine.fingerprint",
         ],
     ),
-    "engines": ("exports to other engines", ["integrations.engines", "integrations.engines.setting"]),
+    "engines": ("exports to other engines", ["lab.handover"]),
     "certify": (
         "certificates of any engine: the package outrider-certify",
         ["outrider_certify.run", "outrider_certify.subject", "outrider_certify.certificate"],

@@ -1,5 +1,7 @@
 """Counts what a request passes on its way: python docs/walk.py [--where]. --where prints the names, too.
 
+The first two numbers are the way of a chat body: its files, and its functions. A name that comes twice counts once.
+
 It runs one streamed chat request with a tool through the server's application, and one `LLM.generate`. Both write with
 `builtin:code` and `auto`. An earlier request has made what is made once.
 
@@ -164,6 +166,11 @@ def generated() -> Walk:
 
 if __name__ == "__main__":
     for walk in (served(), generated()):
+        way = {name: None for part in ("to the queue", "out") for name in walk.functions.get(part, ())}
+        if way:
+            files = len({name.split()[0] for name in way})
+            print(f"{files:>7}  files that a chat body passes to the queue and out  (goal 6)")
+            print(f"{len(way):>7}  functions of ours that it passes on this way  (goal 35)")
         for part, names in [*walk.functions.items(), ("types of it", walk.types)]:
             print(f"{len(names):>7}  {part}")
             for name in names if "--where" in sys.argv else ():

@@ -17,29 +17,62 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import RESULTS, headline
-from benchmarks.handover.cases import Case, cases
-from outrider.integrations.engines import EngineCommand, exports
-from outrider.integrations.engines.handover import hand_over, write_files
+from outrider.lab.handover import EngineCommand, exports
 
 HERE = Path(__file__).resolve().parent
 TARGET = "builtin:code"
-OPTIONS = HERE.parent / "data" / "engine-options.json"
-"""The options that each engine knows; tests/unit/integrations compares every export with them."""
+RECORDED = RESULTS / "2026-11-23-handover-parsers.json"
+"""What the parsers said. tests/unit/lab/test_handover.py compares the tables with it."""
 # What the engines say to settings that they run on a GPU only.
 NEEDS_GPU = ("Model Runner V2 requires Triton", "is not supported by", "only supports CUDA, NPU or XPU")
 
 
-def exported(case: Case, engine: str, folder: Path) -> EngineCommand:
-    """The export of a case, with its files and its head in `folder`."""
-    if case.other_tokens:  # said, and not found out: the pair at hand has the same tokens
-        [command] = exports(case.config, model=TARGET, engines=[engine], other_tokens=True, folder=str(folder))
-    else:
-        command = hand_over(case.config, engine, case.lengths, model=TARGET, out=folder)
-    write_files(command, folder)
-    return command
+class Case(NamedTuple):
+    """config: a speculative_config. lengths: draft tokens by batch size. other_tokens: as `exports` takes it."""
+
+    config: dict[str, Any]
+    lengths: dict[int, int] | None = None
+    other_tokens: bool = False
+
+
+DRAFT = {"method": "draft_model", "model": "builtin:code-draft", "num_speculative_tokens": 4}
+LENGTHS = {1: 4, 4: 2, 8: 0}
+
+
+def cases(heads: Path | None) -> dict[str, Case]:
+    """By name. heads: a folder of trained heads of builtin:code, each in a folder `head-KIND`; None leaves them out."""
+    out = {
+        "none": Case({"method": "none"}),
+        "draft_model": Case(DRAFT),
+        "draft_model rejection": Case({**DRAFT, "verifier": "rejection"}),
+        "draft_model block": Case({**DRAFT, "verifier": "block"}),
+        "draft_model tree": Case({**DRAFT, "tree_width": 3, "tree_nodes": 10}),
+        "draft_model int8": Case({**DRAFT, "quantization": "int8"}),
+        "draft_model lengths": Case(DRAFT, LENGTHS),
+        "draft_model lengths from 2": Case(DRAFT, {2: 6, 4: 3}),
+        "draft_model no lengths": Case(DRAFT, {1: 0, 2: 0}),
+        "draft_model other tokens": Case(DRAFT, None, True),
+        "ngram": Case({"method": "ngram"}),
+        "ngram lengths": Case({"method": "ngram", "num_speculative_tokens": 5}, LENGTHS),
+        "ngram tree": Case({"method": "ngram", "num_speculative_tokens": 5, "tree_width": 3, "tree_nodes": 10}),
+        "ngram lookup": Case({"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 4}),
+        "suffix": Case({"method": "suffix"}),
+        "suffix long": Case({"method": "suffix", "num_speculative_tokens": 32, "suffix_shared_tokens": 0}),
+        "suffix corpus": Case({"method": "suffix", "corpus": "texts.jsonl"}),
+        "suffix lengths from 2": Case({"method": "suffix", "num_speculative_tokens": 6}, {2: 6, 4: 3}),
+        "suffix and draft_model": Case({**DRAFT, "method": ["suffix", "draft_model"]}),
+        "layer_skip": Case({"method": "layer_skip"}),
+        "auto": Case({"method": "auto"}),
+    }
+    for method, kind in (("eagle", "eagle3"), ("medusa", "medusa"), ("dflash", "dflash"), ("dspark", "dspark")):
+        if heads is not None and (heads / f"head-{kind}").is_dir():
+            config = {"method": method, "model": str(heads / f"head-{kind}"), "num_speculative_tokens": 4}
+            out[kind] = Case(config)
+            out[f"{kind} lengths"] = Case(config, LENGTHS)
+    return out
 
 
 def ask(python: str, script: str, questions: dict[str, list[str]]) -> dict[str, Any]:
@@ -91,9 +124,6 @@ def main() -> int:
     parser.add_argument(
         "--heads", type=Path, help="a folder of trained heads of builtin:code: head-eagle3, head-medusa, ..."
     )
-    parser.add_argument(
-        "--options", action="store_true", help=f"write {OPTIONS.name}, the options that the engines know"
-    )
     parser.add_argument("--json", type=Path, default=RESULTS / "handover-parsers.json")
     args = parser.parse_args()
     engines: dict[str, tuple[Any, Callable[..., dict[str, list[str]]]]] = {}
@@ -113,7 +143,15 @@ def main() -> int:
             questions: dict[str, list[str]] = {}
             for at, (name, case) in enumerate(cases(args.heads and args.heads.absolute()).items()):
                 folder = Path(temporary) / engine / str(at)
-                command = exported(case, engine, folder)
+                # of other tokens it is said, and not found out: the pair at hand has the same
+                [command] = exports(
+                    case.config,
+                    case.lengths,
+                    model=TARGET,
+                    engines=[engine],
+                    other_tokens=case.other_tokens or None,
+                    out=folder,
+                )
                 if command.supported:
                     questions |= {f"{name}, {how}": w for how, w in words(command, folder).items()}
             result[engine] = answers = asked(questions)
@@ -126,9 +164,6 @@ def main() -> int:
                 if name not in gpu:
                     print(f"  {name}: {why}")
     args.json.write_text(json.dumps(result, indent=1, default=str).replace(temporary, "TEMPORARY") + "\n")
-    if args.options:
-        known = {engine: {key: result[engine][key] for key in ("version", "options")} for engine in result}
-        OPTIONS.write_text(json.dumps(known, indent=1) + "\n")
     return int(refused > 0)
 
 

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks import ROOT, WORK
-from benchmarks.engine_server import free_port
 from benchmarks.machine import cores
-from benchmarks.side import Missing, pinned, settle
+from benchmarks.side import Missing, free_port, pinned, settle
 
 PATIENCE = 300.0  # seconds until a server must be up, and until it must have answered
 LLAMA, IK, OPENVINO = "llama.cpp", "ik_llama.cpp", "openvino"

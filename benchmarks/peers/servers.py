@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import PEERS
-from benchmarks.engine_server import free_port
 from benchmarks.peers.llama_cpp import converted, installed
 from benchmarks.peers.llama_server import LlamaServer
+from benchmarks.side import free_port
 
 
 @dataclass(frozen=True)

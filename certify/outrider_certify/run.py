@@ -19,7 +19,7 @@ from outrider_certify.seeded import Seeded
 from outrider_certify.statistical import Statistical
 from outrider_certify.subject import SamplingParams, Subject, TextRequest, Unsupported
 from outrider_certify.texts import read_texts
-from outrider_certify.trials import CertificateKind, TrialJournal, judged, run_kinds
+from outrider_certify.trials import CertificateKind, OwnKinds, TrialJournal, judged, run_kinds
 from outrider_certify.two_sample import TwoSample
 
 KINDS = ("exact", "seeded", "statistical", "contract", "quality")
@@ -100,11 +100,11 @@ def kinds_of(subject: Subject, names: Sequence[str], settings: TestSettings) -> 
         several = [word for part in wrong[0].split(",") for word in ("--kind", part.strip())]
         hint = f"; several are given as {' '.join(several)}" if set(several[1::2]) <= {*KINDS} else ""
         raise ValueError(f"unknown kind {wrong[0]!r}; known: {', '.join(KINDS)}{hint}")
-    known = subject.kinds(settings)
-    if missing := [name for name in names if name not in known]:
+    suited = subject.kinds() if isinstance(subject, OwnKinds) else engine_kinds(subject, settings)
+    if missing := [name for name in names if name not in suited]:
         hint = "; name the problems: --problems FILE.jsonl" if missing == ["quality"] else ""
-        raise ValueError(f"{subject.name} cannot have the kind {missing[0]!r}; it can have {', '.join(known)}{hint}")
-    return [kind for name, kind in known.items() if not names or name in names]
+        raise ValueError(f"{subject.name} cannot have the kind {missing[0]!r}; it can have {', '.join(suited)}{hint}")
+    return [kind for name, kind in suited.items() if not names or name in names]
 
 
 def engine_kinds(subject: Subject, settings: TestSettings) -> dict[str, CertificateKind]:

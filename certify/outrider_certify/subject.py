@@ -5,15 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as validated
-
-if TYPE_CHECKING:
-    from outrider_certify.run import TestSettings
-    from outrider_certify.trials import CertificateKind
 
 Prompt = str | tuple[int, ...]
 
@@ -178,12 +174,6 @@ class Subject:
     def variants(self) -> Sequence[SpeculationVariant]:
         """The configurations of speculation that are tested. The first is the subject's own."""
         return [SpeculationVariant("as it is")]
-
-    def kinds(self, settings: TestSettings) -> dict[str, CertificateKind]:
-        """The kinds of test that suit it, by name, in the order in which they run."""
-        from outrider_certify.run import engine_kinds
-
-        return engine_kinds(self, settings)
 
     # -- what it does -----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from outrider_certify.certificate import CertificatePart, Conclusion, Finding
 from outrider_certify.subject import GeneratedText, Subject, TextRequest, Unsupported
@@ -48,6 +48,13 @@ class CertificateKind:
     def judge(self, records: Sequence[Record]) -> CertificatePart:
         """The part of the certificate, from the records of the trials so far."""
         raise NotImplementedError
+
+
+@runtime_checkable
+class OwnKinds(Protocol):
+    """A subject that is no engine: it brings the kinds of test that suit it, by name, in the order in which they run."""
+
+    def kinds(self) -> dict[str, CertificateKind]: ...
 
 
 class TrialJournal:

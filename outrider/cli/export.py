@@ -15,9 +15,7 @@ from outrider.cli.options import option, parse_speculative_config
 from outrider.cli.terminal import DIM, command, loading, say, warn
 
 if TYPE_CHECKING:
-    from outrider.integrations.engines import EngineCommand
-
-_LENGTHS = "give pairs of batch size and draft tokens, such as 1:4,4:2,8:0"
+    from outrider.lab.handover import EngineCommand
 
 
 @as_command(
@@ -54,41 +52,32 @@ def export(
     What the engine cannot do is named, with its effect. Exits with 1 if no engine can run the setting.
     """
     with loading("the export"):
-        from outrider.drafters.config import SpeculativeConfig
-        from outrider.integrations.engines import ENGINES, named
-        from outrider.integrations.engines.handover import hand_over, write_files
+        from outrider.lab.handover import exports
 
-        engines = to or list(ENGINES)
-        for engine in engines:
-            named(engine)
-        config, pairs = SpeculativeConfig.of(parse_speculative_config(setting)), parse_lengths(lengths)
+        config, pairs = parse_speculative_config(setting), parse_lengths(lengths)
         if out is not None and out.exists() and not out.is_dir():
             raise ValueError(f"--out {out} is a file; name a folder for the files of the engines")
-        found = [hand_over(config, engine, pairs, model=model, out=out) for engine in engines]
+        commands = exports(config, pairs, model=model, engines=to, out=out)
     if as_json:
-        print(json.dumps([asdict(command) for command in found], indent=1))
+        print(json.dumps([asdict(command) for command in commands], indent=1))
     else:
-        show_commands(found)
+        show_commands(commands)
     if out is not None:
-        names = [name for command in found for name in write_files(command, out)]
+        names = [name for command in commands for name in command.files]
         warn(f"Written to {out}: {', '.join(names) or 'nothing'}", DIM)
-    raise typer.Exit(0 if any(command.supported for command in found) else 1)
+    raise typer.Exit(0 if any(command.supported for command in commands) else 1)
 
 
-def parse_lengths(given: str | None) -> dict[int, int]:
+def parse_lengths(text: str | None) -> dict[int, int]:
     """Draft tokens by batch size from "1:4,4:2". Raises ValueError for anything else."""
-    out = dict[int, int]()
-    for pair in given.split(",") if given else ():
-        size, colon, length = pair.partition(":")
-        try:
-            if not colon or int(size) in out:
-                raise ValueError
-            out[int(size)] = int(length)
-        except ValueError:
-            raise ValueError(
-                f"--lengths {given}: {pair!r} is no pair, or its batch size comes twice; {_LENGTHS}"
-            ) from None
-    return out
+    pairs = [pair.partition(":") for pair in text.split(",")] if text else []
+    lengths = {int(size): int(length) for size, _, length in pairs if size.isdecimal() and length.isdecimal()}
+    if len(lengths) < len(pairs):
+        raise ValueError(
+            f"--lengths {text}: something is no pair, or its batch size comes twice; give pairs of batch size and draft tokens, "
+            "such as 1:4,4:2,8:0"
+        )
+    return lengths
 
 
 def show_commands(commands: list[EngineCommand]) -> None:

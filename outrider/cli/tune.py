@@ -237,7 +237,7 @@ def show_exports(search: Search, whole: bool, depths: dict[int, int] | None) -> 
     whole: their own command lines, else only ours that makes them. depths: best chain by batch size, None to predict it now.
     """
     from outrider.cli.export import show_commands
-    from outrider.integrations.engines import exports
+    from outrider.lab.handover import exports
 
     setting, name = search.exported, search.racer.target.name
     same = "" if setting is search.answer else f": they do not choose among drafters, so they get {setting.name}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -253,15 +253,3 @@ class KnownTexts(Protocol):
     def keep(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> Any: ...
 
     def chunk_end(self, cache: SlotCache, tokens: Sequence[int], start: int, end: int) -> int: ...
-
-
-@dataclass(frozen=True)
-class EngineExport:
-    """How another engine runs a method.
-
-    flags: its settings for a configuration: keys of vLLM's `--speculative-config`, keys of TensorRT-LLM's
-    `speculative_config`, or command line flags. notes: what that engine does differently, and the effect.
-    """
-
-    flags: Callable[[SpeculativeConfig], Mapping[str, Any]]
-    notes: Callable[[SpeculativeConfig], Sequence[str]] = lambda config: ()

@@ -8,7 +8,7 @@ This module imports no torch: the command line lists the methods before anything
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -73,7 +73,6 @@ class DraftMethod:
     auto: whether the method "auto" uses it for this target; None if never.
     candidates: the configurations that `outrider tune` tries, by name. tune_hint: what it needs to try one.
     requires: what must be there besides the model, in a few words; a draft model or a head need not be named.
-    exports: for a method of another package, its `EngineExport` by the names of `outrider.integrations.engines.ENGINES`.
     """
 
     name: str
@@ -90,7 +89,6 @@ class DraftMethod:
     candidates: Callable[[TuneInputs], Mapping[str, dict[str, Any]]] | None = None
     tune_hint: str = ""
     requires: str = ""
-    exports: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def needs(self) -> str:

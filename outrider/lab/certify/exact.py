@@ -20,7 +20,6 @@ from outrider.testing.oracle import Rule
 from outrider.verify import VERIFIERS
 from outrider.verify.reference import clipped_ratio, leftover, reference_block, residual
 from outrider_certify.certificate import CertificatePart, Conclusion, Finding
-from outrider_certify.run import TestSettings
 from outrider_certify.subject import Subject
 from outrider_certify.trials import CertificateKind, CertifyTrial, Record
 
@@ -195,7 +194,7 @@ class VerifierFunction(Subject):
         names = list(inspect.signature(target).parameters) if callable(target) else []
         return len(names) >= 5 and names[:2] == ["tokens", "parents"]
 
-    def kinds(self, settings: TestSettings) -> dict[str, CertificateKind]:
+    def kinds(self) -> dict[str, CertificateKind]:
         return {"exact": Exact(self)}
 
     def rule(self, siblings: Siblings | None) -> oracle.Rule:

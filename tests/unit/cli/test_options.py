@@ -59,8 +59,7 @@ OPTIONS = {
         "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs --max-queue --kv-tokens "
         "--kv-cache-memory-bytes --memory --prefix-cache --prefill-chunk",
         "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
-        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by --pad-stream --cors-origin --learn "
-        "--learn-share --log-prompts",
+        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by --pad-stream --cors-origin --log-prompts",
         "Output": "--metrics-prefix --monitor-port --trace --trace-detail --debug",
         "Options": "--log-file --otlp-traces-endpoint",
     },

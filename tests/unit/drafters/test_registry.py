@@ -16,14 +16,13 @@ from outrider import LLM, SamplingParams
 from outrider.cli.tune import candidates
 from outrider.core.types import Budget
 from outrider.drafters import LayerSkipDrafter, NoDraft, QuantizedSelfDrafter, make_drafter, make_drafters
-from outrider.drafters.config import DrafterSetup, EngineExport, SpeculativeConfig
+from outrider.drafters.config import DrafterSetup, SpeculativeConfig
 from outrider.drafters.method import METHODS, DraftMethod, TuneInputs
 from outrider.drafters.registry import (
     level_cost,
     lookup_names,
     request_drafters,
 )
-from outrider.integrations.engines import exports
 from outrider.kernels import cpu as native
 from outrider.models.load import Loaded, load
 from outrider.testing.stubs import Wrong
@@ -203,8 +202,7 @@ def test_a_quantized_copy_of_something_coarse_is_refused(code: Loaded) -> None:
 
 
 def test_a_method_is_added_in_one_place(code: Loaded, plain: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row: then help, configuration, server, auto, tune and exports know the method."""
-    flags = EngineExport(lambda config: {"--draft-wrongly": config.budget.depth})
+    """One row: then help, configuration, server, auto and tune know the method."""
     row = DraftMethod(
         "wrong",
         "always a wrong token",
@@ -214,7 +212,6 @@ def test_a_method_is_added_in_one_place(code: Loaded, plain: list[str], monkeypa
         keys=("layers",),
         per_request=True,
         auto=lambda setup: True,
-        exports={"sglang": flags},
     )
     monkeypatch.setitem(METHODS, "wrong", row)
     assert texts({"method": "wrong"}) == plain
@@ -225,7 +222,6 @@ def test_a_method_is_added_in_one_place(code: Loaded, plain: list[str], monkeypa
     setup = DrafterSetup(SpeculativeConfig(), code, 1, 64, "cpu")
     assert list(request_drafters(setup)) == ["prediction", "suffix", "ngram", "wrong"]
     assert ("wrong", {"method": "wrong"}) in candidates(TuneInputs(code.weights), None)
-    assert exports({"method": "wrong"})[1].command == "--draft-wrongly 3"
     monkeypatch.delitem(METHODS, "layer_skip")
     with pytest.raises(ValueError, match='layers is for the method "wrong", got "suffix"'):
         SpeculativeConfig.of({"method": "suffix", "layers": [0]})

@@ -21,7 +21,7 @@ from outrider.drafters.heads.selftest import examine
 from outrider.drafters.method import TuneInputs
 from outrider.drafters.model.self_speculation import SAMPLE
 from outrider.drafters.registry import level_cost
-from outrider.integrations.engines import exports
+from outrider.lab.handover import exports
 from outrider.models.builtin.download import DOWNLOADS, find
 from outrider.models.builtin.shipped import data_folder
 from outrider.models.load import load

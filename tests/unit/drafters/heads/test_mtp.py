@@ -33,7 +33,7 @@ from outrider.drafters.heads.features import NativePairs
 from outrider.drafters.heads.mtp import mtp_model
 from outrider.drafters.method import TuneInputs
 from outrider.drafters.registry import level_cost
-from outrider.integrations.engines import exports
+from outrider.lab.handover import exports
 from outrider.models.base import FINAL_NORM
 from outrider.models.hf.model import HFModel
 from outrider.models.load import Loaded, load, pack

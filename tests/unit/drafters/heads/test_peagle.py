@@ -18,7 +18,7 @@ from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.eagle.module import Eagle
 from outrider.drafters.heads.files import head_kind
 from outrider.drafters.registry import level_cost
-from outrider.integrations.engines import exports
+from outrider.lab.handover import exports
 from outrider.models.nodes import Nodes
 
 TARGET = small_target()

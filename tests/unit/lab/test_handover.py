@@ -1,4 +1,7 @@
-"""A setting in the words of other engines. Each mismatch that a run or a source showed has a test."""
+"""A setting in the words of other engines. Each mismatch that a run or a source showed has a test.
+
+`benchmarks.handover.parsers` recorded what the engines' own parsers know and made of each case: the guard of the tables.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from heads import GOLDEN, eagle1_folder, medusa_folder
 
-from outrider.drafters.config import EngineExport, SpeculativeConfig
+from benchmarks.handover.parsers import RECORDED, cases
+from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.eagle.files import write_eagle
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
 from outrider.drafters.heads.files import open_head
-from outrider.drafters.method import METHODS
-from outrider.integrations.engines import ENGINES, EngineCommand, exports
-from outrider.integrations.engines.handover import head_of, refusal, rewrite_reason, same_tokens, write_head
+from outrider.lab.handover import ENGINES, TABLES, EngineCommand, exports, head_of, same_tokens, write_head
 from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.load import Loaded, load
 from outrider.verify import VERIFIERS
 
+KNOWN = json.loads(RECORDED.read_text())
 DRAFT = {"method": "draft_model", "model": "me/small", "num_speculative_tokens": 4}
 
 
@@ -70,21 +74,23 @@ def test_a_draft_model() -> None:
     assert "disable_overlap_scheduler: true" in text
 
 
-def test_the_whole_command_line_and_its_files() -> None:
-    found = by_engine(DRAFT, model="builtin:code", folder="out")
+def test_the_whole_command_line_and_its_files(tmp_path: Path) -> None:
+    found = by_engine(DRAFT, model="builtin:code", out=tmp_path)
     code = str(builtin_folder("builtin:code"))
     assert found["vLLM"].serve == f"vllm serve {code} {found['vLLM'].command}"
     assert found["SGLang"].serve.startswith(
         f"python -m sglang.launch_server --model-path {code} --speculative-algorithm"
     )
     assert found["llama.cpp"].serve.startswith(f"llama-server -m {code}.gguf --spec-type draft-simple")
-    assert found["TensorRT-LLM"].serve == f"trtllm-serve {code} --config out/trt-llm.yaml"
+    assert found["TensorRT-LLM"].serve == f"trtllm-serve {code} --config {tmp_path}/trt-llm.yaml"
     first, second = found["vLLM"].files["vllm.yaml"].splitlines()
     assert json.loads(first.removeprefix("model: ")) == code
     assert json.loads(second.removeprefix("speculative-config: ")) == vllm(found["vLLM"])
     compile(found["vLLM"].files["vllm_offline.py"], "vllm_offline.py", "exec")
     assert "spec-draft-n-max = 4" in found["llama.cpp"].files["llama.cpp.ini"]
     assert "speculative-num-steps: 4" in found["SGLang"].files["sglang.yaml"]
+    for export in found.values():
+        assert all((tmp_path / name).read_text() == text for name, text in export.files.items())
 
 
 def test_no_engine_is_told_that_it_keeps_a_distribution_which_it_does_not() -> None:
@@ -221,7 +227,7 @@ def test_a_quantized_draft_is_named_everywhere(weights: str) -> None:
     assert said(found["llama.cpp"], "q8_0" if weights == "int8" else "Q4_0")
 
 
-def test_lengths_by_batch_size() -> None:
+def test_lengths_by_batch_size(tmp_path: Path) -> None:
     """B.3, 14: SGLang's --speculative-num-steps must be one of the file's candidates."""
     lengths = {1: 5, 2: 5, 4: 2, 8: 0}
     found = by_engine(DRAFT, lengths)
@@ -231,7 +237,7 @@ def test_lengths_by_batch_size() -> None:
     assert said(found["SGLang"], "lengths by batch size", "EAGLE")
     assert said(found["llama.cpp"], "lengths by batch size", "none")
     assert '"draft_len_schedule": {3: 5, 7: 2}' in found["TensorRT-LLM"].files["trt-llm.yaml"]
-    head = by_engine({"method": "eagle", "model": "/head", "num_speculative_tokens": 3}, lengths, folder="out")[
+    head = by_engine({"method": "eagle", "model": "/head", "num_speculative_tokens": 3}, lengths, out=tmp_path)[
         "SGLang"
     ]
     slots = json.loads(head.files["sglang-adaptive.json"])
@@ -243,7 +249,7 @@ def test_lengths_by_batch_size() -> None:
     }
     union = {step for slot in slots.values() for step in slot["candidate_steps"]}
     assert int(flags(head)["--speculative-num-steps"]) in union
-    assert flags(head)["--speculative-adaptive-config"] == "out/sglang-adaptive.json"
+    assert flags(head)["--speculative-adaptive-config"] == f"{tmp_path}/sglang-adaptive.json"
 
 
 def test_lengths_that_grow_cannot_be_said_in_tensorrt_llm() -> None:
@@ -348,16 +354,11 @@ def test_no_key_is_lost_in_silence(key: str) -> None:
 
 
 def test_a_row_of_a_package_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = METHODS["token_recycling"].__class__(
-        "mine",
-        "",
-        METHODS["none"].make,
-        exports={"vllm": EngineExport(lambda c: {"mine": 1}, lambda c: ["mine: differs"])},
-    )
-    monkeypatch.setitem(METHODS, "mine", row)
-    found = by_engine({"method": "mine"})
-    assert vllm(found["vLLM"])["mine"] == 1
-    assert said(found["vLLM"], "mine: differs")
+    monkeypatch.setitem(TABLES["vllm"]["methods"], "token_recycling", "mine")
+    monkeypatch.setitem(TABLES["vllm"], "rows", [*TABLES["vllm"]["rows"], ["token_recycling", {"more": 1}, "differs"]])
+    found = by_engine({"method": "token_recycling"})
+    assert vllm(found["vLLM"]) | {"method": "mine", "more": 1} == vllm(found["vLLM"])
+    assert said(found["vLLM"], "differs")
     assert not found["SGLang"].supported
 
 
@@ -370,7 +371,42 @@ def test_lengths_that_are_none(lengths: dict[int, int]) -> None:
 def test_an_unknown_engine() -> None:
     with pytest.raises(ValueError, match="did you mean 'vllm'"):
         exports(DRAFT, engines=["vlm"])
-    assert list(ENGINES) == ["vllm", "sglang", "llama.cpp", "trt-llm"]
+    assert ENGINES == ["vllm", "sglang", "llama.cpp", "trt-llm"]
+
+
+# -- what the engines' own parsers said ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", KNOWN)
+def test_every_flag_of_a_table_is_known_there(engine: str) -> None:
+    """Of each row, also of those that no case comes to."""
+    known = set(KNOWN[engine]["options"])
+    rows = [row[1] for row in (*TABLES[engine]["rows"], *TABLES["all"]["rows"])]
+    names = {name for sets in [*rows, TABLES[engine].get("plain", {})] for name in sets}
+    assert len(names) > 5
+    assert names <= known, f"{engine} {KNOWN[engine]['version']} does not know {names - known}"
+
+
+@pytest.mark.parametrize("name", cases(None))
+def test_the_parsers_read_what_is_meant(name: str) -> None:
+    """What each parser made of the exported line, in vLLM's and SGLang's own words."""
+    case = cases(None)[name]
+    found = by_engine(case.config, case.lengths, other_tokens=case.other_tokens)
+    read = KNOWN["vllm"].get(f"{name}, command")
+    told = vllm(found["vLLM"]) if found["vLLM"].command else {}
+    assert (read is not None) == found["vLLM"].supported
+    if read is not None and "refused" not in read:
+        assert told.get("method") == read["method"]
+        for key in told.keys() & read.keys():
+            assert told[key] == read[key], key
+        assert told.get("num_speculative_tokens_per_batch_size") == read.get("schedule")
+    read = KNOWN["sglang"].get(f"{name}, command")
+    assert (read is not None) == found["SGLang"].supported
+    for key, value in flags(found["SGLang"]).items():
+        short = key.removeprefix("--speculative-").replace("-", "_")
+        if read is not None and short in read and short != "draft_model_path":
+            assert value == str(read[short]), key
+    assert (f"{name}, command" in KNOWN["llama.cpp"]) == found["llama.cpp"].supported
 
 
 # -- trained heads --------------------------------------------------------------------------------------------------------
@@ -387,25 +423,40 @@ def head(code: Loaded, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("engine", ["sglang", "trt-llm"])
-def test_a_head_is_written_as_the_engine_reads_it(engine: str, head: Path, code: Loaded, tmp_path: Path) -> None:
-    opened = head_of(SpeculativeConfig.of({"method": "eagle", "model": str(head)}))
-    assert opened is not None
+def test_a_head_is_written_as_the_engine_reads_it(engine: str, head: Path, tmp_path: Path) -> None:
+    config = {"method": "eagle", "model": str(head)}
+    [told] = exports(config, engines=[engine])
+    assert said(told, "head: ", "flat", "--out FOLDER and -m MODEL")
+    [command] = exports(config, model="builtin:code", engines=[engine], out=tmp_path / "out")
+    written, opened = open_head(tmp_path / "out" / f"head-{engine}"), open_head(head)
+    assert str(written.path) in command.serve + "".join(command.files.values())
+    assert not said(command, "head: ")
     assert opened.speculators
-    assert "flat" in rewrite_reason(opened, engine)
-    written = open_head(write_head(opened, engine, "builtin:code", tmp_path / "out"))
-    assert written.path == tmp_path / "out" / f"head-{engine}"
     assert written.kind == "eagle3"
     assert not written.speculators
-    assert rewrite_reason(written, engine) == ""
     old, new = opened.tensors, written.tensors
     assert {t.dtype for t in new.values()} == {t.dtype for t in old.values()}
     assert bool((new["fc.weight"] == old["fc.weight"]).all())
 
 
 @pytest.mark.parametrize("engine", ["vllm", "llama.cpp"])
-def test_a_head_that_an_engine_reads_stays(engine: str, head: Path) -> None:
-    assert rewrite_reason(open_head(head), engine) == ""
-    assert refusal(open_head(head), engine) == ""
+def test_a_head_that_an_engine_reads_stays(engine: str, head: Path, tmp_path: Path) -> None:
+    [command] = exports({"method": "eagle", "model": str(head)}, model="builtin:code", engines=[engine], out=tmp_path)
+    assert str(head) in command.serve
+    assert not (tmp_path / f"head-{engine}").exists()
+
+
+def test_heads_that_an_engine_does_not_run(tmp_path: Path) -> None:
+    first = by_engine({"method": "eagle", "model": str(eagle1_folder(tmp_path))})
+    assert [e.supported for e in first.values()] == [True, True, False, False]
+    assert said(first["llama.cpp"], "EAGLE-1", "outrider train eagle3")
+    assert vllm(first["vLLM"])["method"] == "eagle"
+    assert flags(first["SGLang"])["--speculative-algorithm"] == "EAGLE"
+    block = by_engine({"method": "dflash", "model": str(GOLDEN / "dflash")})["SGLang"]
+    assert not block.supported
+    assert said(block, "z-lab", "original checkpoint")
+    medusa = by_engine({"method": "medusa", "model": str(medusa_folder(tmp_path, "old"))})["vLLM"]
+    assert said(medusa, "head: ", "FasterDecoding")
 
 
 def test_a_head_is_not_overwritten(code: Loaded, tmp_path: Path) -> None:
