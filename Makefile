@@ -7,12 +7,12 @@ BIN = .venv/bin
 install: .venv/.installed
 
 # compat: otherwise a program in the folder above would import the clone's folder, if that is called outrider.
-.venv/.installed: pyproject.toml data/pyproject.toml certify/pyproject.toml setup.py constraints.txt $(wildcard outrider/kernels/cpu/src/* outrider/kernels/cpu/src/simd/*)
+.venv/.installed: pyproject.toml data/pyproject.toml certify/pyproject.toml lab/pyproject.toml ray/pyproject.toml setup.py constraints.txt $(wildcard outrider/kernels/cpu/src/* outrider/kernels/cpu/src/simd/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "outrider needs Python 3.11 or newer, this is " + sys.version.split()[0])'
 	@echo "Installing into .venv: several minutes, and pip says nothing. Without a GPU, see docs/guides/operate.md#install first."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -C editable_mode=compat -e ./data -e ./certify -e '.[dev]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -C editable_mode=compat -e ./data -e ./certify -e ./lab -e ./ray -e '.[dev]'
 	@touch $@
 
 demo: install

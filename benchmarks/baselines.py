@@ -2,7 +2,7 @@
 
 `MovingAverage` drafts with one model or head. Its only number is a moving average of acceptance: it gives the length of every
 draft. `Small` has fixed thresholds beside moving averages: a chain ends where its stated survival falls below 0.6. Both keep the
-accounts of `outrider.lab.tune.replay.Machine`, for one text at a time.
+accounts of `outrider_lab.tune.replay.Machine`, for one text at a time.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from outrider.control import CostModel
 from outrider.drafters.method import METHODS
-from outrider.lab.tune.recorded import RecordedText
-from outrider.lab.tune.replay import DRAFTED, PLANNED, Played
+from outrider_lab.tune.recorded import RecordedText
+from outrider_lab.tune.replay import DRAFTED, PLANNED, Played
 
 BOUNDS = (1, 2, 3, 5, 8, 16)
 RIGHT = (0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95)  # by class of match, before the first was seen

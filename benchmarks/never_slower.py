@@ -3,7 +3,7 @@
     python -m benchmarks.never_slower                                       synthetic 160M, some minutes
     python -m benchmarks.never_slower --cases wrong noisy --texts 2 --tokens 512
 
-In each case plain decoding and the planner write the same texts, in turns of a few tokens (outrider.lab.tune.race).
+In each case plain decoding and the planner write the same texts, in turns of a few tokens (outrider_lab.tune.race).
 Costs are measured as at load. Asked: 0.99 of plain. `after_256` leaves out the first 256 tokens of each text.
 """
 

@@ -23,8 +23,8 @@ from unittest import mock
 import httpx
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from outrider.serve.ray import cluster
-from outrider.serve.ray.options import DeployOptions
+from outrider_ray import cluster
+from outrider_ray.options import DeployOptions
 
 SYSTEM = (
     "You are the assistant of a small library. Be brief and friendly. Say where a book stands, who wrote it and when, and "
@@ -107,7 +107,7 @@ def main() -> None:
         cluster.join_for(options, cluster.LOCAL)
         with ExitStack() as stack:
             if name == "chance":
-                stack.enter_context(mock.patch("outrider.serve.ray.deployments.PrefixRouter", RandomRouter))
+                stack.enter_context(mock.patch("outrider_ray.deployments.PrefixRouter", RandomRouter))
             port = cluster.free_port("127.0.0.1", 0)
             deployed = cluster.start(options.with_(port=port), name, own=True, timeout=300)
         urls[name] = f"http://127.0.0.1:{port}"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.lab.tune.recorded import RecordedDraft, RecordedText
+from outrider_lab.tune.recorded import RecordedDraft, RecordedText
 
 
 def save(texts: Sequence[RecordedText], path: Path) -> None:

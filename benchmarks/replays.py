@@ -26,8 +26,8 @@ from benchmarks.recorded_texts import read
 from benchmarks.report import markdown
 from outrider.control import CostModel, DraftCost, Planner
 from outrider.drafters.method import METHODS
-from outrider.lab.tune.recorded import RecordedText
-from outrider.lab.tune.replay import Machine, Played, auto, fixed, plain_seconds
+from outrider_lab.tune.recorded import RecordedText
+from outrider_lab.tune.replay import Machine, Played, auto, fixed, plain_seconds
 
 TRACES = Path(__file__).resolve().parents[1] / "tests" / "data" / "traces"
 

@@ -9,7 +9,7 @@ from time import perf_counter
 from outrider.control import Controller
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request, Sequence
-from outrider.lab.bench.local import SampleRecorder
+from outrider_lab.bench.local import SampleRecorder
 
 
 @dataclass(eq=False)

@@ -27,8 +27,8 @@ from outrider.drafters import make_drafter
 from outrider.drafters.config import SpeculativeConfig
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request
-from outrider.lab.tune.recorded import DraftRecorder, record
 from outrider.models.load import load
+from outrider_lab.tune.recorded import DraftRecorder, record
 
 LENGTH, TOGETHER = 2048, 8
 LOOKUPS = ("suffix",)

@@ -25,13 +25,13 @@ from benchmarks.pairs import synthetic
 from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
 from outrider.cli.options import own_draft
-from outrider.cli.tune import candidates
 from outrider.drafters.method import TuneInputs
-from outrider.lab.bench import stats
-from outrider.lab.bench.prompts import Prompt
-from outrider.lab.tune.race import Candidate, Racer
-from outrider.lab.tune.search import Search
 from outrider.models.load import Loaded, load
+from outrider_lab.bench import stats
+from outrider_lab.bench.prompts import Prompt
+from outrider_lab.cli.tune import candidates
+from outrider_lab.tune.race import Candidate, Racer
+from outrider_lab.tune.search import Search
 
 RIVALS = 4  # settings of the replay that race beside tune's choice
 PROSE = (

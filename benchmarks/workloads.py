@@ -6,7 +6,7 @@
 
 The targets are the built-in model inflated (benchmarks.inflate), the draft model is the built-in draft as trained. Workloads:
 `code` (HumanEval), four categories of Spec-Bench, and `edits` (benchmarks.edits: the answer is forced, the forwards are
-paid). For each prompt plain decoding and the methods take turns, a few tokens each (outrider.lab.tune.race), after a text
+paid). For each prompt plain decoding and the methods take turns, a few tokens each (outrider_lab.tune.race), after a text
 that warms up and is not counted; texts are the same under all of them, which is checked. Drafters see their own request alone.
 `auto` measures costs for a second, as it does when an LLM is first made, and keeps what its planner learns. efficiency: time of
 the two models' forwards over the whole time. Only edits come with a prediction. layer_skip drafts with the layers that a search

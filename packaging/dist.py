@@ -30,7 +30,7 @@ PLATFORMS = {  # tag of the wheel: target of zig
     "win_amd64": "x86_64-windows-gnu",
     "win_arm64": "aarch64-windows-gnu",
 }
-PURE = ("data", "certify")  # packages without native code: a wheel for all platforms
+PURE = ("data", "certify", "lab", "ray")  # packages without native code: a wheel for all platforms
 SOURCES = ("outrider", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 LARGEST = 2.5e6  # bytes of a wheel of the code
 X86 = ("Nehalem", "SandyBridge", "Haswell")

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from outrider.train.method import divergence
-from outrider.train.trainer import rate
+from outrider_lab.train.method import divergence
+from outrider_lab.train.trainer import rate
 from recipes.models import build, export
 from recipes.train import Corpus, Progress, autocast, load_stream, optimisers, save, start
 

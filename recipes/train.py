@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from outrider.train.trainer import Muon, rate
+from outrider_lab.train.trainer import Muon, rate
 from recipes.bigram import start_as_bigram
 from recipes.models import build, export
 

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import RESULTS, headline
-from outrider.lab.handover import EngineCommand, exports
+from outrider_lab.handover import EngineCommand, exports
 
 HERE = Path(__file__).resolve().parent
 TARGET = "builtin:code"
 RECORDED = RESULTS / "2026-11-23-handover-parsers.json"
-"""What the parsers said. tests/unit/lab/test_handover.py compares the tables with it."""
+"""What the parsers said. lab/tests/test_handover.py compares the tables with it."""
 # What the engines say to settings that they run on a GPU only.
 NEEDS_GPU = ("Model Runner V2 requires Triton", "is not supported by", "only supports CUDA, NPU or XPU")
 

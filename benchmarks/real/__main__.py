@@ -35,8 +35,8 @@ from benchmarks.real.start import measure, measure_llama
 from benchmarks.real.texts import WORKLOADS, texts
 from outrider.core.params import SamplingParams
 from outrider.kernels import cpu as native
-from outrider.lab.bench.prompts import Prompt
 from outrider.models.identity import weight_files
+from outrider_lab.bench.prompts import Prompt
 
 PARTS = ("texts", "prompt", "forward", "start", "served")
 # What keeps a side from instruction sets that are there.

@@ -15,8 +15,8 @@ from benchmarks.stretches import TimedRun, interleave
 from outrider.core.params import SamplingParams
 from outrider.engine.llm import LLM
 from outrider.engine.prefix_cache import PrefixCache
-from outrider.lab.bench.local import SampleRecorder
 from outrider.models.load import load
+from outrider_lab.bench.local import SampleRecorder
 
 STRETCH = 8  # tokens that a method writes before the next one's turn
 PREFIX_BYTES = 2**31

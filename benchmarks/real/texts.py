@@ -7,7 +7,7 @@ import json
 from benchmarks import DATA
 from benchmarks.edits import edits
 from benchmarks.prompts import humaneval
-from outrider.lab.bench.prompts import Prompt
+from outrider_lab.bench.prompts import Prompt
 
 CATEGORIES = {"qa": "qa", "summary": "summarization", "translation": "translation", "retrieval": "rag"}
 WORKLOADS = ("code", "chat", "talk", "maths", *CATEGORIES, "edit")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +15,7 @@ from pydantic import Field
 from outrider.cli.command import as_command
 from outrider.cli.options import CODE, SpeculationOptions
 from outrider.cli.terminal import RED, loading, plain, warn
-from outrider.core.extras import needs
+from outrider.core.extras import install, needs
 from outrider.serve.options import BatchOptions
 
 if TYPE_CHECKING:
@@ -107,15 +108,12 @@ def _here(
 def _there(
     path: Path, lines: list[BatchLine], options: BatchOptions, address: str, replicas: int, cpus: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    from outrider.serve.batch import cluster
     from outrider.serve.batch.lines import read
-    from outrider.serve.ray.cluster import join, leave
 
-    join(address, "--ray", ", or leave out --ray")
-    try:
-        yield from cluster.answers(read(path, lines), options, replicas, cpus)
-    finally:
-        leave()
+    entry = next(iter(entry_points(group="outrider.batch", name="ray")), None)
+    if entry is None:
+        raise ValueError(f"--ray needs outrider[ray], which is not installed: {install('ray')}")
+    yield from entry.load()(read(path, lines), options, address, replicas, cpus)
 
 
 def _failed(lines: list[BatchLine], journal: Journal) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 
-_FOLDERS = ("data", "certify")  # extras that are packages of their own, in folders of the checkout
+_FOLDERS = ("data", "certify", "lab", "ray")  # extras that are packages of their own, in folders of the checkout
 
 
 @contextmanager

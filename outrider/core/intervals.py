@@ -44,7 +44,7 @@ def interval(table: np.ndarray, ratio: Value = per) -> Interval:
 
     table: float [group, column], the values to sum. ratio: sums [..., column] -> [...]. The standard error of the logarithm
     comes from `DRAWS` resamples of the groups. It is widened for a small number of groups by Student's t and the divisor
-    n - 1: plain bootstrap percentiles of a dozen groups contain the truth too seldom (tests/unit/lab/bench/test_stats.py).
+    n - 1: plain bootstrap percentiles of a dozen groups contain the truth too seldom (lab/tests/bench/test_stats.py).
     """
     return _interval([table], float(ratio(table.sum(0))), ratio)
 

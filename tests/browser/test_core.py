@@ -30,11 +30,11 @@ from outrider.drafters.model.shapes import (
 )
 from outrider.engine.memory import per_token
 from outrider.engine.trace import StepRecord, read
-from outrider.lab.explain import _step, model_size
 from outrider.models.load import load
 from outrider.pages.explained import ExplainedStep, builtin
 from outrider.testing.oracle import distribution, total_variation
 from outrider.verify.reference import reference_match, reference_rejection, residual
+from outrider_lab.explain import _step, model_size
 
 CASES = 40
 Call = Callable[[list[tuple[str, str, list[Any]]]], list[Any]]
@@ -311,7 +311,7 @@ def test_steps_read_as_in_the_trace(javascript: Call, run: Any) -> None:
 
 
 def test_verdicts_are_those_of_a_replay(javascript: Call, run: Any) -> None:
-    from outrider.engine.trace import replay
+    from outrider_lab.replay import replay
 
     trace, table = read(run[0]), []
     for step in trace.text().steps:

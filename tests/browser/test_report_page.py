@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.lab.bench.report.page import write
+from outrider_lab.bench.report.page import write
 from tests.browser.conftest import violations
 from tests.support.runs import PLAIN_SETTING, Simulated, simulate
 

@@ -24,7 +24,7 @@ from outrider.drafters.heads.block.files import write_block
 from outrider.drafters.heads.block.module import BlockConfig, BlockModule
 from outrider.drafters.heads.eagle.files import write_eagle
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
-from outrider.train.methods import unrolled
+from outrider_lab.train.methods import unrolled
 
 CHECKOUTS = Path(os.environ.get("OUTRIDER_FOREIGN", "no checkouts"))
 VOCAB, HIDDEN, TEXT, STEPS, CLOSE = 128, 32, 24, 4, 1e-4

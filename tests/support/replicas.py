@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 
-from outrider.serve.ray.calls import DROP_FROM_RESPONSE, ReplicaLost, ReplicaRequest, ResponseStart
+from outrider_ray.calls import DROP_FROM_RESPONSE, ReplicaLost, ReplicaRequest, ResponseStart
 
 
 async def answered(app: ASGIApp, call: ReplicaRequest, replica: str = "") -> AsyncIterator[ResponseStart | bytes]:

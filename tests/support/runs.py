@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.core.origins import ACCEPTED, BONUS, CORRECTED, PLAIN
-from outrider.lab.bench.run import PromptRecord, Run, Sample, Setting
+from outrider_lab.bench.run import PromptRecord, Run, Sample, Setting
 
 WORDS = [
     "def ",

@@ -14,13 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider.cli import main as cli
-from outrider.cli.bench import SettingOptions
-from outrider.lab.bench import stats
-from outrider.lab.bench.local import Local
-from outrider.lab.bench.prompts import Prompt
-from outrider.lab.bench.report.analysis import summary
-from outrider.lab.bench.run import Run, Sample, Setting
-from outrider.lab.bench.schedule import measure, plan
+from outrider_lab.bench import stats
+from outrider_lab.bench.local import Local
+from outrider_lab.bench.prompts import Prompt
+from outrider_lab.bench.report.analysis import summary
+from outrider_lab.bench.run import Run, Sample, Setting
+from outrider_lab.bench.schedule import measure, plan
+from outrider_lab.cli.bench import SettingOptions
 
 SMALL = "builtin:code-draft"
 PAIR = {"method": "draft_model", "model": SMALL, "num_speculative_tokens": 3, "controller": "fixed"}
@@ -340,9 +340,9 @@ def test_nobody_answers() -> None:
 
 def test_without_httpx_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx", None)
-    monkeypatch.delitem(sys.modules, "outrider.lab.bench.remote", raising=False)
+    monkeypatch.delitem(sys.modules, "outrider_lab.bench.remote", raising=False)
     with pytest.raises(ValueError, match=r"pip install .*\[bench\]"):
-        importlib.import_module("outrider.lab.bench.remote")
+        importlib.import_module("outrider_lab.bench.remote")
 
 
 def test_a_page_and_a_file_are_written(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ LARGE = (
     "uvicorn",
     "ray",
     "huggingface_hub",
-    "outrider.lab.bench",
+    "outrider_lab.bench",
     "outrider.engine",
 )
 PROMPT = "class Stack:\n    def push(self, item):\n"
@@ -60,7 +60,10 @@ def test_version_and_help_are_quick_and_complete() -> None:
     probe = (
         "import sys; from outrider.cli.main import app; app(sys.argv[1:], standalone_mode=False); print(*sys.modules)"
     )
-    for words, absent in ((["--help"], LARGE), (["run", "--help"], (*LARGE, "outrider.cli.bench", "outrider_certify"))):
+    for words, absent in (
+        (["--help"], LARGE),
+        (["run", "--help"], (*LARGE, "outrider_lab.cli.bench", "outrider_certify")),
+    ):
         shown = subprocess.run([sys.executable, "-c", probe, *words], check=True, capture_output=True, text=True).stdout
         assert not {*absent} & {*shown.splitlines()[-1].split()}
 
@@ -163,7 +166,7 @@ def test_a_pack_is_written_used_listed_and_removed(tmp_path: Path, monkeypatch: 
 
 def test_demo_compares_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "numbers.json"
-    monkeypatch.setattr("outrider.cli.bench.SAY_EVERY", 0.0)
+    monkeypatch.setattr("outrider_lab.cli.bench.SAY_EVERY", 0.0)
     options = ("demo", "-m", SMALL, "-d", SMALL, "--tokens", "6", "--repeats", "1", "--json", str(file))
     done = run(*options, "--details")
     assert done.exit_code == 0, done.output
@@ -206,7 +209,7 @@ def test_the_demo_does_without_a_network(tmp_path: Path, monkeypatch: pytest.Mon
     """It wants the chat model. Where that cannot be fetched, it says why and runs the built-in pair."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("outrider.models.builtin.download.find", lambda model: None)
-    monkeypatch.setattr("outrider.cli.demo.CODE", SMALL)
+    monkeypatch.setattr("outrider_lab.cli.demo.CODE", SMALL)
     asked = []
     for source in ("_from_wheel", "_from_hub"):
 
@@ -228,7 +231,7 @@ def test_the_demo_asks_a_chat_model_questions() -> None:
     from types import SimpleNamespace
     from typing import Any
 
-    from outrider.cli.demo import QUESTIONS, prompts_for
+    from outrider_lab.cli.demo import QUESTIONS, prompts_for
 
     def model(template: str | None) -> Any:
         return SimpleNamespace(loaded=SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template)))
@@ -254,7 +257,7 @@ def test_the_demo_runs_the_chat_model_with_its_head(tmp_path: Path) -> None:
 
 
 def test_demo_fails_when_a_text_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.lab.bench.local import Local
+    from outrider_lab.bench.local import Local
 
     true = Local.answer
 
@@ -273,7 +276,7 @@ def test_demo_fails_when_a_text_differs(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_tune_says_that_its_time_was_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may take the draft model for too slow, and have no second left."""
-    monkeypatch.setattr("outrider.lab.tune.search.Search.run", lambda self: iter(()))
+    monkeypatch.setattr("outrider_lab.tune.search.Search.run", lambda self: iter(()))
     done = run("tune", "-m", SMALL, "-d", SMALL, "--method", "draft_model", "--num-prompts", "2", "-n", "8")
     assert done.exit_code == 2
     assert "nothing was measured in" in done.stderr

@@ -94,7 +94,7 @@ FACTS: dict[str, tuple[Callable[[], str], dict[str, str]]] = {
             "README.md": r"once \((\d+ MB)|model of (\d+ MB)",
             "docs/start.md": r"once \((\d+ MB)|model of (\d+ MB)",
             "docs/guides/packs.md": r"GGUF file of (\d+ MB)",
-            "outrider/cli/demo.py": r"once \((\d+ MB)",
+            "lab/outrider_lab/cli/demo.py": r"once \((\d+ MB)",
         },
     ),
     "megabytes of the 1.5B": (

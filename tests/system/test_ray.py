@@ -19,8 +19,8 @@ from outrider import LLM, SamplingParams
 ray = pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve")
 
-from outrider.serve.ray import cluster  # noqa: E402
-from outrider.serve.ray.options import DeployOptions  # noqa: E402
+from outrider_ray import cluster  # noqa: E402
+from outrider_ray.options import DeployOptions  # noqa: E402
 
 pytestmark = pytest.mark.long  # a cluster takes a minute to start
 TOKENS = 16

@@ -16,8 +16,8 @@ import pytest
 from benchmarks.recorded_texts import read
 from benchmarks.replays import MACHINES, by_kind, oracle_texts
 from outrider.control import CostModel, DraftCost, Planner
-from outrider.lab.tune.recorded import RecordedDraft, RecordedText
-from outrider.lab.tune.replay import Machine, Played, auto, fixed, plain_seconds
+from outrider_lab.tune.recorded import RecordedDraft, RecordedText
+from outrider_lab.tune.replay import Machine, Played, auto, fixed, plain_seconds
 
 TRACES = Path(__file__).parent.parent / "data" / "traces"
 KINDS = ("chat", "maths", "code", "short", "edit", "summaries", "retrieval")

@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 from outrider.cli import main as cli
 from outrider.core.params import SamplingParams
 from outrider.drafters.config import SpeculativeConfig
-from outrider.engine.trace import Detail, Recorder, describe, read, replay
+from outrider.engine.trace import Detail, Recorder, describe, read
+from outrider_lab.replay import replay
 
 
 def test_every_job_is_written_down_and_can_be_computed_again(tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 Recorder  writes a trace (`LLM(..., trace=...)`, `--trace FILE`); `Detail` says how much
 read      file -> Trace: how the run was configured, its texts, their steps, and sums over them
-replay    computes a recorded step again and says why each draft token was accepted or rejected
 
-The loop does not know this package: a recorder is a reader of steps.
+The laboratory computes recorded steps again (`outrider replay`). The loop does not know this package: a recorder is a reader of
+steps.
 """
 
 from __future__ import annotations
@@ -21,15 +21,12 @@ from outrider.engine.trace.records import (
     TracedText,
     read,
 )
-from outrider.engine.trace.replay import ExplainedNode, Replay, replay
 
 __all__ = [
     "DepthAcceptance",
     "Detail",
     "EndRecord",
-    "ExplainedNode",
     "Recorder",
-    "Replay",
     "RequestRecord",
     "RunRecord",
     "StepRecord",
@@ -37,5 +34,4 @@ __all__ = [
     "TracedText",
     "describe",
     "read",
-    "replay",
 ]

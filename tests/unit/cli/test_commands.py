@@ -51,7 +51,7 @@ def test_without_its_package_a_command_says_the_line_that_installs_it(
 
 def test_a_package_that_a_command_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     bring(monkeypatch, certify=ENTRIES["certify"])
-    monkeypatch.delitem(sys.modules, "outrider.cli.certify", raising=False)
+    monkeypatch.delitem(sys.modules, "outrider_lab.cli.certify", raising=False)
     monkeypatch.setitem(sys.modules, "outrider_certify.cli", None)
     done = shown("certify", "builtin:code")
     assert (done.exit_code, "outrider_certify.cli, which is not installed: pip install ./certify" in done.stderr) == (

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from traces import SAMPLED, loop, record, replays, three
 
-from outrider.cli.replay import _label
 from outrider.engine.trace import read
+from outrider_lab.cli.replay import _label
 
 
 def test_a_token_below_a_rejected_one_was_never_judged(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from outrider.cli.demo import next_command
 from outrider.cli.main import app
 from outrider.cli.terminal import command, home, program, say
+from outrider_lab.cli.demo import next_command
 
 
 def test_home_is_a_tilde(monkeypatch: pytest.MonkeyPatch) -> None:

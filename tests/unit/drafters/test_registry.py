@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.cli.tune import candidates
 from outrider.core.types import Budget
 from outrider.drafters import LayerSkipDrafter, NoDraft, QuantizedSelfDrafter, make_drafter, make_drafters
 from outrider.drafters.config import DrafterSetup, SpeculativeConfig
@@ -26,6 +25,7 @@ from outrider.drafters.registry import (
 from outrider.kernels import cpu as native
 from outrider.models.load import Loaded, load
 from outrider.testing.stubs import Wrong
+from outrider_lab.cli.tune import candidates
 
 PROMPT = "def read(path):\n    with open(path) as file:\n        return"
 ENV = {**os.environ, "COLUMNS": "400", "TERM": "dumb"}

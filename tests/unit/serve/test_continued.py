@@ -15,8 +15,8 @@ from outrider import LLM, SamplingParams
 from outrider.engine.request import Request
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.trace import Recorder, read
-from outrider.engine.trace.replay import replay
 from outrider.serve.options import ServeOptions
+from outrider_lab.replay import replay
 
 PROMPT = "def quicksort(xs):\n"
 COUNT = 18

@@ -9,7 +9,7 @@ import typer
 
 from outrider.cli.main import app
 from outrider.serve.options import PANELS, BatchOptions, ServeOptions, panel, shown
-from outrider.serve.ray.options import DeployOptions, serve_config
+from outrider_ray.options import DeployOptions, serve_config
 
 
 def test_units_are_those_of_the_command_line_and_the_server_converts_once() -> None:

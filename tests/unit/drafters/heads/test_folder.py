@@ -11,7 +11,6 @@ from heads import GOLDEN, copied, small_target
 from safetensors.torch import save_file
 
 from outrider import LLM, SamplingParams
-from outrider.cli.tune import candidates
 from outrider.drafters import make_drafter, make_drafters
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.eagle.drafter import EagleDrafter, eagle_model
@@ -21,10 +20,11 @@ from outrider.drafters.heads.selftest import examine
 from outrider.drafters.method import TuneInputs
 from outrider.drafters.model.self_speculation import SAMPLE
 from outrider.drafters.registry import level_cost
-from outrider.lab.handover import exports
 from outrider.models.builtin.download import DOWNLOADS, find
 from outrider.models.builtin.shipped import data_folder
 from outrider.models.load import load
+from outrider_lab.cli.tune import candidates
+from outrider_lab.handover import exports
 
 TARGET = small_target()
 HEAD = str(GOLDEN / "eagle31")

@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, 
 from transformers.modeling_layers import MtpLayer, MtpModel
 
 from outrider import SamplingParams
-from outrider.cli.tune import candidates
 from outrider.control import Fixed
 from outrider.drafters import make_drafter, make_drafters
 from outrider.drafters.config import SpeculativeConfig
@@ -33,12 +32,13 @@ from outrider.drafters.heads.features import NativePairs
 from outrider.drafters.heads.mtp import mtp_model
 from outrider.drafters.method import TuneInputs
 from outrider.drafters.registry import level_cost
-from outrider.lab.handover import exports
 from outrider.models.base import FINAL_NORM
 from outrider.models.hf.model import HFModel
 from outrider.models.load import Loaded, load, pack
 from outrider.models.mtp import of_folder
 from outrider.models.nodes import Nodes
+from outrider_lab.cli.tune import candidates
+from outrider_lab.handover import exports
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

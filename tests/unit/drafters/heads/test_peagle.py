@@ -18,8 +18,8 @@ from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.eagle.module import Eagle
 from outrider.drafters.heads.files import head_kind
 from outrider.drafters.registry import level_cost
-from outrider.lab.handover import exports
 from outrider.models.nodes import Nodes
+from outrider_lab.handover import exports
 
 TARGET = small_target()
 NAMES = ("peagle", "peagle_qwen3")

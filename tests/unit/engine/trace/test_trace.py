@@ -17,8 +17,9 @@ from outrider.core.types import Budget
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.lookup.ngram import NgramDrafter
 from outrider.engine.request import Request
-from outrider.engine.trace import Detail, Recorder, describe, read, replay
+from outrider.engine.trace import Detail, Recorder, describe, read
 from outrider.testing.toy import ToyModel
+from outrider_lab.replay import replay
 
 # -- written and read ---------------------------------------------------------------------------------------------------
 

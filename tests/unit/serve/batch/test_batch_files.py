@@ -15,7 +15,7 @@ from outrider.cli.batch import BatchProgress
 from outrider.serve.batch.answer import line_seed
 from outrider.serve.batch.lines import Journal, read, scan
 from outrider.serve.options import BatchOptions
-from outrider.serve.ray.cluster import join
+from outrider_ray.cluster import join
 
 MADE = {"model": "m", "seed": 0}
 
