@@ -244,10 +244,10 @@ _ROWS = (
     ),
     _head(
         "dflash",
-        "a trained DFlash, DFlash2 or LiLiCorr drafter, which drafts a block of tokens in one forward pass",
+        "a trained DFlash or DFlash2 drafter, which drafts a block of tokens in one forward pass",
         "a block drafter",
         file="block",
-        heads=("dflash", "dflash2", "lilicorr"),
+        heads=("dflash", "dflash2"),
         default_depth=7,
     ),
     _head(

@@ -1,6 +1,6 @@
 """Drafts of heads that give the distributions of several positions at once: Medusa, P-EAGLE and blocks.
 
-The children of a node depend on its depth, and in DSpark, DFlash2 and LiLiCorr on the node's own token too. So a draft tree is a
+The children of a node depend on its depth, and in DSpark and DFlash2 on the node's own token too. So a draft tree is a
 part of a lattice (DDTree, arXiv 2604.12989), and it grows without a further forward.
 """
 

@@ -1,5 +1,5 @@
-"""Drafts a block of tokens in one forward: DFlash, DFlash2 with its convolutions and its choice among candidates, LiLiCorr with
-another choice, and DSpark with its Markov bias and its confidence."""
+"""Drafts a block of tokens in one forward: DFlash, DFlash2 with its convolutions and its choice among candidates, and DSpark
+with its Markov bias and its confidence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.block.files import read_block
-from outrider.drafters.heads.block.lilicorr import CandidateScores, LiLiCorr
 from outrider.drafters.heads.block.module import BlockConfig, around
 from outrider.drafters.heads.features import HELD, FeatureReader
 from outrider.drafters.heads.lattice import ParallelDrafter
@@ -65,16 +64,6 @@ class BlockModel:
             names = ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
             before, after, project = (tensors[f"candidate_selector.{n}"].float().to(self.device) for n in names)
             self._selector = before, after, project
-        self._lilicorr = None
-        if config.lilicorr is not None:
-            own = {n.removeprefix("lilicorr."): t.float() for n, t in tensors.items() if n.startswith("lilicorr.")}
-            with torch.device("meta"):
-                self._lilicorr = LiLiCorr(config.lilicorr, config.hidden_size, config.block_size, config.rms_norm_eps)
-            self._lilicorr.load_state_dict(own, assign=True)
-            self._lilicorr.to(self.device).requires_grad_(False)
-            self.weight_bytes += sum(4 * t.numel() for t in own.values()) // config.drafts
-        # LiLiCorr's: by slot, how many positions were read, and the state of the last one
-        self._last = dict[int, tuple[int, Tensor]]()
         self._rotary = Rotary(config, self.max_length + SCRATCH + config.block_size, self.device)
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
@@ -85,8 +74,6 @@ class BlockModel:
         start, count = cache.length[slot], len(features)
         cache.reserve([slot], count + self.config.block_size)
         context = self._context_norm(self._fc(features.float()))
-        if self._lilicorr is not None:
-            self._last[slot] = start + count, context[-1].clone()
         positions = torch.arange(start, start + count, device=self.device)
         for i, layer in enumerate(self._layers):
             self._write(cache, i, slot, start, *self._keys_values(layer, context, positions))
@@ -150,18 +137,6 @@ class BlockModel:
         """float32 [..., kept]."""
         return self._lm_head(z)
 
-    def scores(self, cache: SlotCache, slots: Sequence[int], z: Tensor, logits: Tensor) -> CandidateScores | None:
-        """LiLiCorr's. z: float32 [batch, slot, hidden], of all slots that draft. logits: their logits [batch, slot, vocab]."""
-        if self._lilicorr is None:
-            return None
-        found, ids = logits.topk(self.config.candidates)
-        last = [self._last.get(slot, (0, z[0, 0])) for slot in slots]
-        known = torch.tensor([n == cache.length[slot] > 0 for slot, (n, _) in zip(slots, last, strict=True)])
-        anchor = torch.stack([row for _, row in last])
-        log_probs = found - logits.logsumexp(-1, keepdim=True)
-        embeddings = self._target.embedding_rows(ids)
-        return self._lilicorr(ids, embeddings, log_probs, z, anchor, known.to(self.device))
-
     def bias(self, z: Tensor, token: int, places: Tensor | None) -> Tensor:
         """float32 [kept]: of a slot's logits after a token. z: float32 [hidden], of the slot. places: some of the columns."""
         if self._selector is not None:
@@ -208,10 +183,9 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
         super().__init__(config.vocab_size, target.device, head.subset(target.device))
         self.model = BlockModel(head, target, max_length, quantization)
         self.cache, self.waiting, self.taps = self.model.new_cache(num_slots, max_length), {}, config.taps
-        self.first_order = config.markov_rank + config.selector_rank > 0 or config.lilicorr is not None
+        self.first_order = config.markov_rank + config.selector_rank > 0
         self.learns = not self.first_order
         self._hidden = torch.empty(0)  # of the last block of each line, [line, drafts, hidden]
-        self._scores: CandidateScores | None = None  # of the last blocks
 
     def _room(self, slot: int, tokens: list[int]) -> int:
         return min(self.model.config.drafts, self._left(slot, tokens))
@@ -223,17 +197,11 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
                 held.keep(0)
         z = self.model.block(self.cache, slots, [tokens[-1] for tokens in texts])
         first = 0 if self.model.config.from_anchor else 1
-        read = self.model.config.drafts if self.model.config.lilicorr else depth  # LiLiCorr reads all slots together
-        self._hidden = z[:, first : first + read].contiguous()
-        logits = self.model.logits(self._hidden)
-        self._scores = self.model.scores(self.cache, slots, self._hidden, logits)
-        return logits[:, :depth]
+        self._hidden = z[:, first : first + depth].contiguous()
+        return self.model.logits(self._hidden)
 
     def _after_token(self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None) -> Tensor:
-        if self._scores is None:
-            return logits + self.model.bias(self._hidden[line, level], token, places)
-        found = self._scores.after(line, level, token)
-        return logits if found is None else found[self._scores.ids[line, level].argsort()]
+        return logits + self.model.bias(self._hidden[line, level], token, places)
 
     def _possible(self, logits: Tensor) -> Tensor | None:
         count = min(self.model.config.candidates, len(logits))

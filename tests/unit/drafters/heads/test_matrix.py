@@ -33,7 +33,7 @@ from outrider.models.nodes import Nodes
 TARGET = small_target()
 LAST = TARGET.model.num_layers - 1
 PROMPT = [(7 * i * i + 3 * i + 11) % 127 for i in range(60)]
-NAMES = ("eagle", "eagle1", "peagle", "medusa", "dflash", "dspark", "dflash2", "lilicorr")
+NAMES = ("eagle", "eagle1", "peagle", "medusa", "dflash", "dspark", "dflash2")
 LAYOUTS = ("medusa-old", "medusa-shared", "medusa-target")  # the other ways in which Medusa heads have outputs
 
 
@@ -64,7 +64,6 @@ def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], A
         "dflash": lambda: BlockDrafter(read_block(GOLDEN / "dflash", TARGET), model, 3, 160, "none"),
         "dspark": lambda: BlockDrafter(read_block(GOLDEN / "dspark", TARGET), model, 3, 160, "none"),
         "dflash2": lambda: BlockDrafter(read_block(GOLDEN / "dflash2", TARGET), model, 3, 160, "none"),
-        "lilicorr": lambda: BlockDrafter(read_block(GOLDEN / "lilicorr", TARGET), model, 3, 160, "none"),
     }
 
 

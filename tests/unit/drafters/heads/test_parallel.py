@@ -74,7 +74,6 @@ def makers(tmp_path: Path) -> dict[str, Callable[[], ParallelDrafter]]:
         "dflash": lambda: block("dflash"),
         "dspark": block,
         "dflash2": lambda: block("dflash2"),
-        "lilicorr": lambda: block("lilicorr"),
         "dspark-small": lambda: block(folder=small),
         "peagle": lambda: peagle("peagle"),
         "peagle-qwen3": lambda: peagle("peagle_qwen3"),
@@ -86,7 +85,6 @@ NAMES = (
     "dflash",
     "dspark",
     "dflash2",
-    "lilicorr",
     "dspark-small",
     "peagle",
     "peagle-qwen3",
@@ -110,7 +108,7 @@ def _reduced(name: str, rows: int) -> dict[str, Tensor]:
 # -- numbers --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2", "lilicorr"])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2"])
 def test_blocks_are_those_of_speculators(name: str) -> None:
     want, model = golden(name), BlockModel(read_block(GOLDEN / name, TARGET), TARGET.model, 256, "none")
     for at, hidden, logits in zip(want["anchors"].tolist(), want["hidden"], want["logits"], strict=True):
