@@ -26,7 +26,7 @@ from serving import serving
 
 from outrider import LLM, SamplingParams
 from outrider.drafters.heads import selftest
-from outrider.drafters.heads.eagle.drafter import EagleDrafter
+from outrider.drafters.heads.eagle.drafter import Pairs
 from outrider.engine import Engine
 from outrider.engine.scheduler import Scheduler
 from outrider.serve.learn import learner as learning
@@ -225,7 +225,7 @@ def test_no_text_changes_when_a_head_is_swapped_under_load(folder: Folder, engin
 def test_a_head_of_other_layers_is_not_taken(folder: Folder, engine: tuple[LLM, Engine]) -> None:
     llm, runs = engine
     other = llm.runtime.remade("eagle", str(folder.other))
-    assert isinstance(other, EagleDrafter)
+    assert isinstance(other.levels, Pairs)
     other.taps = (0, 1)
     with pytest.raises(ValueError, match="reads the layers"):
         runs.adopt("eagle", other)
@@ -415,7 +415,7 @@ def test_chats_of_one_system_text_and_its_tools_are_of_one_kind() -> None:
 def test_a_head_that_is_remade_leaves_the_target_alone(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = folder.llm()
     monkeypatch.setattr(selftest, "examine", lambda *given: pytest.fail("the head was tried on a text"))
-    assert isinstance(llm.runtime.remade("eagle", str(folder.other)), EagleDrafter)
+    assert isinstance(llm.runtime.remade("eagle", str(folder.other)).levels, Pairs)
 
 
 @pytest.mark.long

@@ -14,11 +14,12 @@ from torch import Tensor
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.block.files import read_block
 from outrider.drafters.heads.block.module import BlockConfig, around
-from outrider.drafters.heads.features import HELD, FeatureReader
-from outrider.drafters.heads.lattice import ParallelDrafter
+from outrider.drafters.heads.features import HELD, FeatureCache
+from outrider.drafters.heads.lattice import Lattice
 from outrider.drafters.heads.layers import Linears, PackedLayer, Rotary, precision_of
 from outrider.drafters.heads.reading import OUTPUT, HeadWeights
 from outrider.drafters.heads.selftest import head_drafter, parallel_survival
+from outrider.drafters.model.grower import TreeDrafter
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SCRATCH, SlotCache
 from outrider.models.nodes import Nodes
@@ -167,8 +168,14 @@ class BlockModel:
             stored[slot, :, start : start + len(new)] = new.transpose(0, 1)
 
 
-class BlockDrafter(FeatureReader, ParallelDrafter):
-    """Drafts all tokens of a step in one forward over [root, mask, ...]. Its cache holds features of committed tokens only."""
+class BlockLattice(Lattice):
+    """Levels of a block over [root, mask, ...]. The cache holds features of committed tokens only.
+
+    Attributes:
+        model: the layers.
+        cache: keys and values of the features of each text.
+        hidden: float32 [line, drafts, hidden], of the last block of each line.
+    """
 
     def __init__(
         self,
@@ -179,37 +186,34 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
         quantization: str = "auto",
     ) -> None:
         """num_slots, max_length: slots of the cache, and tokens of each."""
-        config = head.config
-        super().__init__(config.vocab_size, target.device, head.subset(target.device))
-        self.model = BlockModel(head, target, max_length, quantization)
-        self.cache, self.waiting, self.taps = self.model.new_cache(num_slots, max_length), {}, config.taps
+        config, self.model = head.config, BlockModel(head, target, max_length, quantization)
+        self.cache = self.model.new_cache(num_slots, max_length)
+        self.features, self.taps = FeatureCache(self.cache, pairs=False), config.taps
+        super().__init__(config.vocab_size, target.device, config.drafts, head.subset(target.device))
         self.first_order = config.markov_rank + config.selector_rank > 0
         self.learns = not self.first_order
-        self._hidden = torch.empty(0)  # of the last block of each line, [line, drafts, hidden]
+        self.hidden = torch.empty(0)
 
-    def _room(self, slot: int, tokens: list[int]) -> int:
-        return min(self.model.config.drafts, self._left(slot, tokens))
-
-    def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
+    def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
         for slot in slots:
-            if held := self.waiting.get(slot):
-                self.model.read(self.cache, slot, self._features(slot))
-                held.keep(0)
+            if waiting := self.features.waiting.get(slot):
+                self.model.read(self.cache, slot, self.features.joined(slot))
+                waiting.keep(0)
         z = self.model.block(self.cache, slots, [tokens[-1] for tokens in texts])
         first = 0 if self.model.config.from_anchor else 1
-        self._hidden = z[:, first : first + depth].contiguous()
-        return self.model.logits(self._hidden)
+        self.hidden = z[:, first : first + depth].contiguous()
+        return self.model.logits(self.hidden)
 
-    def _after_token(self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None) -> Tensor:
-        return logits + self.model.bias(self._hidden[line, level], token, places)
+    def after_token(self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None) -> Tensor:
+        return logits + self.model.bias(self.hidden[line, level], token, places)
 
-    def _possible(self, logits: Tensor) -> Tensor | None:
+    def possible(self, logits: Tensor) -> Tensor | None:
         count = min(self.model.config.candidates, len(logits))
         return logits.topk(count).indices.sort().values if count else None
 
-    def _log_confidence(self, line: int, level: int, token: int) -> float:
-        return self.model.log_confidence(self._hidden[line, level], token)
+    def log_confidence(self, line: int, level: int, token: int) -> float:
+        return self.model.log_confidence(self.hidden[line, level], token)
 
 
-def from_setup(setup: DrafterSetup) -> BlockDrafter:
-    return head_drafter(setup, read_block, BlockDrafter, {"from_anchor": "sample_from_anchor"}, parallel_survival)
+def from_setup(setup: DrafterSetup) -> TreeDrafter[BlockLattice]:
+    return head_drafter(setup, read_block, BlockLattice, {"from_anchor": "sample_from_anchor"}, parallel_survival)
