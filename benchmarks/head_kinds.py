@@ -18,12 +18,13 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig, Llama
 from benchmarks.report import rich_table
 from outrider.core.types import Budget, Commit
 from outrider.drafters.base import Drafter
-from outrider.drafters.heads.block.drafter import BlockDrafter
+from outrider.drafters.heads.block.drafter import BlockLattice
 from outrider.drafters.heads.block.module import BlockConfig
-from outrider.drafters.heads.eagle.drafter import EagleDrafter, PEagleDrafter, eagle_model
+from outrider.drafters.heads.eagle.drafter import MaskedPairs, Pairs, eagle_model
 from outrider.drafters.heads.eagle.module import EagleConfig
 from outrider.drafters.heads.mtp import mtp_model
 from outrider.drafters.heads.reading import HeadWeights
+from outrider.drafters.model.grower import TreeDrafter
 from outrider.kernels import cpu as native
 from outrider.models.base import LanguageModel
 from outrider.models.load import load
@@ -83,15 +84,15 @@ def sides(depth: int, draft_vocab: int, folder: Path) -> list[Side]:
 
     ends = {"norm.weight": (size,), "lm_head.weight": (draft_vocab, size), "fc.weight": (size, 3 * size)}
     paired = ends | layer_of(0, 2 * size) | {"layers.0.hidden_norm.weight": (size,)}
-    eagle = EagleDrafter(
-        eagle_model(HeadWeights(EagleConfig(**common), made(paired), ids), target, 2048, "none"), 1, 2048
+    eagle = TreeDrafter(
+        Pairs(eagle_model(HeadWeights(EagleConfig(**common), made(paired), ids), target, 2048, "none"), 1, 2048)
     )
     settings = EagleConfig(**common, num_layers=2, mask_token_id=5, parallel_drafts=depth)
     shapes = paired | layer_of(1, size) | {"mask_hidden": (1, 1, 3 * size)}
-    peagle = PEagleDrafter(HeadWeights(settings, made(shapes), ids), target, 1, 2048, "none")
+    peagle = TreeDrafter(MaskedPairs(HeadWeights(settings, made(shapes), ids), target, 1, 2048, "none"))
     found = [
-        Side("EAGLE-3", named, target, eagle, 3 * size, eagle.model.weight_bytes),  # type: ignore[attr-defined]
-        Side("P-EAGLE, 2 layers", named, target, peagle, 3 * size, peagle.model.weight_bytes),
+        Side("EAGLE-3", named, target, eagle, 3 * size, eagle.levels.model.weight_bytes),
+        Side("P-EAGLE, 2 layers", named, target, peagle, 3 * size, peagle.levels.model.weight_bytes),
         dspark(named, target, common, ids, layer_of(0, size) | layer_of(1, size) | ends, depth),
     ]
     return [*found, mtp(folder)]
@@ -119,8 +120,8 @@ def dspark(
         "confidence_head.proj.bias": (1,),
     }
     head = HeadWeights(config, made(shapes | norms | tables), ids)
-    drafter = BlockDrafter(head, target, 1, 2048, "none")
-    return Side(f"DSpark, {depth} slots", named, target, drafter, 3 * size, drafter.model.weight_bytes)
+    drafter = TreeDrafter(BlockLattice(head, target, 1, 2048, "none"))
+    return Side(f"DSpark, {depth} slots", named, target, drafter, 3 * size, drafter.levels.model.weight_bytes)
 
 
 def mtp(folder: Path) -> Side:
@@ -145,7 +146,7 @@ def mtp(folder: Path) -> Side:
     )
     loaded = load(str(folder), device="cpu")
     model = mtp_model(loaded, 2048)
-    drafter = EagleDrafter(model, 1, 2048)
+    drafter = TreeDrafter(Pairs(model, 1, 2048))
     return Side("MTP", "GLM, 16 experts", loaded.model, drafter, size, model.weight_bytes)
 
 

@@ -22,9 +22,10 @@ from benchmarks import headline
 from benchmarks.head_kinds import kinds_table
 from benchmarks.report import console, rich_table
 from outrider.core.types import Budget, Commit
-from outrider.drafters.heads.eagle.drafter import EagleDrafter, eagle_model
+from outrider.drafters.heads.eagle.drafter import Pairs, eagle_model
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
 from outrider.drafters.heads.reading import HeadWeights
+from outrider.drafters.model.grower import TreeDrafter
 from outrider.kernels import cpu as native
 from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.cache import SlotCache
@@ -109,7 +110,7 @@ class Timed:
 
     def __init__(self, head: HeadWeights, target: LanguageModel, quantization: str) -> None:
         self.model = eagle_model(head, target, 2048, quantization)
-        self.drafter = EagleDrafter(self.model, 1, 2048)
+        self.drafter = TreeDrafter(Pairs(self.model, 1, 2048))
         self.size = len(self.model.taps) * head.config.target_hidden_size
         self.inside = 0.0
         chains = self.model.draft_chains

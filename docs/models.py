@@ -24,7 +24,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from outrider.cli.compatibility import TABLE
-from tests.support.coverage import RUNS, UNAVAILABLE, ClassReport, report_of
+from tests.support.coverage import REFUSED, RUNS, UNAVAILABLE, ClassReport, report_of
 from tests.support.tiny_models import whole_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,7 +106,6 @@ def page(results: dict[str, Any]) -> str:
         "| native | one native call runs a whole forward: the fastest |",
         "| general | the modelling code of transformers, with outrider's kernels for matrices, experts and attention |",
         "| masked | the same, with the model's own attention under a mask: exact in distribution, slower for long texts |",
-        "| recomputed | the model's own forward reads the whole text again for each token: exact and slow |",
         "",
         "With `exact-tokens`, speculation gives the very tokens of plain decoding. With `exact-distribution`, a near-tie",
         "of two tokens can fall the other way.",
@@ -137,10 +136,10 @@ def page(results: dict[str, Any]) -> str:
 
 
 def table(results: dict[str, Any]) -> str:
-    """What outrider/data/classes.json says of the classes that run, a line for each."""
-    names = ("path", "guarantee", "note", "whole", "differing", "of")
-    runs = sorted((m for m in results["models"].values() if m["status"] == RUNS), key=lambda m: m["name"])
-    rows = (f'"{m["name"]}": {json.dumps({name: m[name] for name in names if name in m})}' for m in runs)
+    """What outrider/data/classes.json says of the classes that run and of those that are refused, a line for each."""
+    names = {RUNS: ("path", "guarantee", "note", "whole", "differing", "of"), REFUSED: ("reason",)}
+    listed = sorted((m for m in results["models"].values() if m["status"] in names), key=lambda m: m["name"])
+    rows = (f'"{m["name"]}": {json.dumps({name: m[name] for name in names[m["status"]] if name in m})}' for m in listed)
     return f'{{"transformers": "{results["transformers"]}", "classes": {{\n' + ",\n".join(rows) + "\n}}\n"
 
 

@@ -41,6 +41,7 @@ PAGES: dict[str, tuple[str, list[str]]] = {
             "drafters.base",
             "drafters.registry",
             "drafters.method",
+            "drafters.model.grower",
             "drafters.model.draft_model",
             "drafters.model.self_speculation",
             "drafters.model.cross_tokenizer",

@@ -85,7 +85,7 @@ class Ours:
         drafter = self.decoder(method).drafter
         if not isinstance(drafter, ModelDrafter):
             raise ValueError(f"the drafter of {method} runs no model")
-        return drafter.model
+        return drafter.levels.model
 
     def forward(self, rows: int, context: int, repeats: int, which: str = "target") -> list[float]:
         """which: target, or a method whose drafter runs a model."""

@@ -211,8 +211,8 @@ def _row(text: TracedText, before: list[int], decoder: Decoder) -> Sequence:
 def _draft_model(llm: LLM) -> LanguageModel | None:
     """The draft model, if there is one that reads and writes the target's tokens."""
     for drafter in llm.drafters.values():
-        if type(drafter) is ModelDrafter and drafter.subset is None:
-            model = drafter.model
+        if type(drafter) is ModelDrafter and drafter.levels.subset is None:
+            model = drafter.levels.model
             return model if model.vocab_size == llm.decoder.target.vocab_size else None
     return None
 

@@ -23,7 +23,7 @@ from outrider.models.gguf import reader as gguf
 from outrider.models.gguf.architectures import config_of
 from outrider.models.gguf.files import gguf_files
 from outrider.models.gguf.model import sizes as gguf_sizes
-from outrider.models.hf.model import UnsupportedModel, refuse, why_not_by_node
+from outrider.models.hf.model import UnsupportedModel, refuse
 from outrider.models.native.model import supports
 from outrider.models.pretrained import skeleton
 from outrider.models.quantised import formats
@@ -33,7 +33,6 @@ SPEEDS = {
     "native": "fastest: one native call runs a whole forward",
     "general": "fast: transformers' code over our kernels for matrices, experts and attention",
     "masked": "slower for long texts: the model's own attention, under a mask",
-    "recomputed": "slow: the model's own forward reads the whole text again for each token",
 }
 _INSTEAD = {
     "refused": "give another model; docs/models.md lists the classes that run",
@@ -66,12 +65,11 @@ def check(name: str) -> dict[str, Any]:
         reason = f"no {kind} was tried with transformers {table['transformers']}, of which the table of classes is made"
         return found | {"status": "untried", "reason": reason}
     found |= table["classes"][kind]
+    if "reason" in found:
+        return found | {"status": "refused"}
     if found["path"] == "native" and supports(shell):
         found["path"] = "general"
-    if why_not_by_node(shell):
-        found["path"] = "recomputed"
-    slow = found["path"] == "recomputed"
-    whole = found.pop("whole", False) or slow
+    whole = found.pop("whole", False)
     sizes = sizes or _sizes(shell, config)
     return found | {
         "runs": True,
@@ -80,7 +78,7 @@ def check(name: str) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in shell.parameters()),
         "stored": (getattr(config, "quantization_config", None) or {}).get("quant_method") or sizes.stored,
         "memory_bytes": {kind: sizes.bytes(kind) for kind in (*(["gguf"] if sizes.blocks else []), *WEIGHT_FORMATS)},
-        "kv_bytes_per_token": 8 if slow else _kv_bytes(config, 4 if sizes.stored == "float32" else 2, found["path"]),
+        "kv_bytes_per_token": _kv_bytes(config, 4 if sizes.stored == "float32" else 2, found["path"]),
         "drafters": dict(_drafters(config, whole)),
     }
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from outrider.drafters.lookup.token_recycling import TokenRecyclingDrafter
     from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter
     from outrider.drafters.model.draft_model import ModelDrafter
-    from outrider.drafters.model.self_speculation import LayerSkipDrafter, QuantizedSelfDrafter
     from outrider.drafters.registry import make_drafter, make_drafters
 
 _NAMES = {
@@ -32,7 +31,6 @@ _NAMES = {
     "lookup.token_recycling": "TokenRecyclingDrafter",
     "model.cross_tokenizer": "CrossTokenizerDrafter",
     "model.draft_model": "ModelDrafter",
-    "model.self_speculation": "LayerSkipDrafter QuantizedSelfDrafter",
     "registry": "make_drafter make_drafters",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -42,13 +40,11 @@ __all__ = [
     "CrossTokenizerDrafter",
     "DraftContext",
     "Drafter",
-    "LayerSkipDrafter",
     "ModelDrafter",
     "NgramDrafter",
     "NoDraft",
     "PlannedDrafter",
     "PredictionDrafter",
-    "QuantizedSelfDrafter",
     "SuffixDrafter",
     "TargetPass",
     "TokenRecyclingDrafter",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -103,6 +103,25 @@ class TargetPass:
         return TargetPass(Draft(self.draft.tokens[some], self.draft.parents[some]), self.logits[some])
 
 
+@dataclass(frozen=True)
+class Resources:
+    """What a drafter runs and holds beside the texts, for what counts memory and time.
+
+    Args:
+        model: what it runs, with `weight_bytes` that a draft token reads; None for a drafter without one.
+        cache: keys and values of its own; None if it has none, or works in the target's.
+        error: the `LogitError` that it learns; None if it learns none.
+        reduction: what was left out of the model to make it cheaper, in words; None if nothing was.
+        siblings: its drafts that end at a threshold have siblings, at no cost.
+    """
+
+    model: Any = None
+    cache: SlotCache | None = None
+    error: Any = None
+    reduction: str | None = None
+    siblings: bool = False
+
+
 @runtime_checkable
 class Drafter(Protocol):
     """Proposes draft tokens. Derive from `BaseDrafter` and write `propose`; the rest has defaults.
@@ -159,6 +178,10 @@ class Drafter(Protocol):
         """The drafters that this one asks, by name; empty for most."""
         ...
 
+    def resources(self) -> Resources:
+        """What it runs and holds; nothing for most."""
+        ...
+
 
 class BaseDrafter:
     """No state, no taps: a start for a drafter that only reads the committed tokens."""
@@ -180,6 +203,9 @@ class BaseDrafter:
 
     def inner(self) -> Mapping[str, Drafter]:
         return {}
+
+    def resources(self) -> Resources:
+        return Resources()
 
 
 def chains(context: DraftContext, proposals: Sequence[Sequence[int]]) -> Draft:

@@ -24,7 +24,8 @@ def accept(name: str, drafter: object) -> None:
     if not isinstance(drafter, Drafter):
         raise ValueError(
             f"{name!r} is of type {type(drafter).__name__}, which is no drafter: it lacks taps, start, propose, update, "
-            "release, reset, missing, read or inner. Derive from outrider.drafters.BaseDrafter, which has all but propose"
+            "release, reset, missing, read, inner or resources. "
+            "Derive from outrider.drafters.BaseDrafter, which has all but propose"
         )
 
 

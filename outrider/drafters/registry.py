@@ -86,11 +86,11 @@ def lookup_names(drafters: Iterable[str]) -> list[str]:
 
 def level_cost(name: str, drafter: Drafter, target: LanguageModel) -> float:
     """Cost of one draft level, in forward passes of the target, from the number of weights: until it is measured."""
-    method, model = method_of(name), getattr(drafter, "model", None)
+    method, model = method_of(name), drafter.resources().model
     if method is not None and (method.cost == "lookup" or (method.cost is None and model is None)):
         return 0.0
     if method is not None and method.cost == "self":
-        return len(drafter.layers) / target.num_layers  # pyright: ignore[reportAttributeAccessIssue]
+        return model.num_layers / target.num_layers
     own, whole = getattr(model, "weight_bytes", 0), target.weight_bytes
     return own / whole if own and whole else 0.25
 
@@ -243,10 +243,10 @@ _ROWS = (
     ),
     _head(
         "dflash",
-        "a trained DFlash, DFlash2 or LiLiCorr drafter, which drafts a block of tokens in one forward pass",
+        "a trained DFlash or DFlash2 drafter, which drafts a block of tokens in one forward pass",
         "a block drafter",
         file="block",
-        heads=("dflash", "dflash2", "lilicorr"),
+        heads=("dflash", "dflash2"),
         default_depth=7,
     ),
     _head(

@@ -26,7 +26,6 @@ from outrider.core.types import Budget, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, chains
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.method import METHODS
-from outrider.drafters.model.tree_drafter import CachedTreeDrafter
 from outrider.drafters.registry import level_cost, lookup_names, method_of
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request
@@ -97,7 +96,7 @@ def make_planner(
         return Planner(config.budget, Costs(assumed(1.0, shares)), lengths)
     heavy = {name: drafter for name, drafter in drafters.items() if name not in lookup_names(drafters)}
     models = {name: drafter for name, drafter in heavy.items() if (m := method_of(name)) and m.name in METHODS}
-    grown = [name for name, drafter in heavy.items() if isinstance(drafter, CachedTreeDrafter)]
+    grown = [name for name, drafter in heavy.items() if drafter.resources().siblings]
     siblings = grown if config.tree_width is None else []
     return Planner(config.budget, Costs(costs(config, target, models, whole)), siblings=siblings)
 
@@ -209,7 +208,6 @@ def _drafter(target: LanguageModel, drafter: Drafter, rounds: int, most: float) 
 
     rounds: at least so many; more while a draft of `_FEW` tokens takes longer than `most` seconds.
     """
-    error = getattr(drafter, "error", None)
     few = many = whole = float("inf")
     read = 1
     for turn in range(_TURNS + 1):
@@ -223,8 +221,8 @@ def _drafter(target: LanguageModel, drafter: Drafter, rounds: int, most: float) 
             times = bench.seconds(1 + _FEW)[0], bench.seconds(1 + _MANY)[0]
         if turn:  # the first round reads the weights for the first time
             whole, few, many = min(whole, reading), min(few, times[0]), min(many, times[1])
-    if error is not None:
-        drafter.error = type(error)()  # pyright: ignore[reportAttributeAccessIssue]  # that text was none
+    if (error := drafter.resources().error) is not None:
+        error.reset()  # that text was none
     level = max((many - few) / (_MANY - _FEW), 1e-7)
     return DraftCost(max(few - _FEW * level, 1e-7), level, max(whole - few, 0.0) / read if read > 1 else 0.0)
 

@@ -144,7 +144,7 @@ class LLM:
     @property
     def notes(self) -> list[str]:
         """What was chosen for this run: how its draft model was made cheaper. Empty if nothing was."""
-        made = dict.fromkeys(getattr(drafter, "reduction", None) for drafter in self.drafters.values())
+        made = dict.fromkeys(drafter.resources().reduction for drafter in self.drafters.values())
         return [reduction for reduction in made if reduction is not None]
 
     @property

@@ -7,10 +7,10 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from outrider.drafters.base import Drafter
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SCRATCH, SlotCache
 from outrider.models.checkpoint import free_memory
@@ -25,13 +25,12 @@ class Memory:
     out later.
     """
 
-    def __init__(self, target: LanguageModel, cache: SlotCache, drafters: Iterable[Any]) -> None:
-        """drafters: those that run a model of their own have a `model` and a `cache`."""
+    def __init__(self, target: LanguageModel, cache: SlotCache, drafters: Iterable[Drafter]) -> None:
         models: dict[int, tuple[LanguageModel, SlotCache]] = {id(cache): (target, cache)}
         for drafter in drafters:
-            own = getattr(drafter, "cache", None)
-            if isinstance(own, SlotCache):
-                models[id(own)] = (drafter.model, own)
+            found = drafter.resources()
+            if found.cache is not None:
+                models[id(found.cache)] = (found.model, found.cache)
         self._models, self._cache = list(models.values()), cache
         self.limit: int | None = None
 

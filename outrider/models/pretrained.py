@@ -68,10 +68,7 @@ def runnable(
                 return NativeModel(raw, weights=weights, own=own, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
             _say_once(wrong)
     join_latents_(raw)
-    model = HFModel(raw, weights=weights, own=True, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
-    if model.slow:
-        _say_once(model.slow)
-    return model
+    return HFModel(raw, weights=weights, own=True, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
 
 
 @contextmanager

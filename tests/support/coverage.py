@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ class ClassReport:
     """What is known of one class.
 
     status: "runs"; "refused": load says why not; "unavailable": transformers itself makes or continues no such model here;
-    "wrong": a check failed. reason: for all but "runs". path: "native", "general", "masked" or "recomputed". guarantee: of a
+    "wrong": a check failed. reason: for all but "runs". path: "native", "general" or "masked". guarantee: of a
     text with speculation. note: what a user should know. whole: none of its layers can be left out. checks:
     what was compared, and whether it was equal. differing, of: how many of so many texts speculation wrote in another way,
     where the guarantee allows it.
@@ -99,15 +100,21 @@ def report_of(model_type: str, config: PreTrainedConfig) -> ClassReport:
     name = model_type
     try:
         small = tiny_config(config)
-        raw, texts, note = _certain(small)
-        name = type(raw).__name__
+        name = type(raw := tiny_model(small)).__name__
     except Exception as error:  # each class checks its settings in its own way
+        return ClassReport(name, model_type, UNAVAILABLE, _line(error))
+    with suppress(AttributeError, LookupError):  # transformers itself may not run it, which is found out below
+        try:
+            load(raw)
+        except UnsupportedModel as error:
+            return ClassReport(name, model_type, REFUSED, str(error))
+    try:
+        raw, texts, note = _certain(small)
+    except Exception as error:
         return ClassReport(name, model_type, UNAVAILABLE, _line(error))
     known = ClassReport(name, model_type, WRONG, note=note)
     try:
         return _checked(known, raw, texts)
-    except UnsupportedModel as error:
-        return replace(known, status=REFUSED, reason=_line(error))
     except Exception as error:
         return replace(known, reason=f"{type(error).__name__}: {_line(error)}")
 
@@ -145,62 +152,39 @@ def _certain(config: PreTrainedConfig) -> tuple[PreTrainedModel, list[list[int]]
 def _greedy(raw: Any, prompt: list[int]) -> _Answer:
     """What `generate` writes, unless the model's own forward over that text would write something else.
 
-    The latter happens: a cache forgets what the forward sees, or `generate` counts positions in another way. If later tokens
-    change the logits of earlier ones, what `generate` writes without a cache counts, started anew for each token.
+    The latter happens: a cache forgets what the forward sees, or `generate` counts positions in another way.
     """
-    written, _ = _generated(raw, prompt)
+    written = _generated(raw, prompt)
     text, note = list(prompt), ""
-    if not _causal(raw, written):
-        for _ in range(NEW):
-            text, _ = _generated(raw, text, 1, use_cache=False)
-        if text != written:
-            note = "generate differs from itself without memory of its steps, which outrider follows"
-    elif _own_logits(raw, written[:-1])[-NEW:].argmax(-1).tolist() == written[-NEW:]:
+    if _own_logits(raw, written[:-1])[-NEW:].argmax(-1).tolist() == written[-NEW:]:
         text = written
     else:
         note = "generate differs from the model's own forward, which outrider follows"
         for _ in range(NEW):
             text.append(int(_own_logits(raw, text)[-1].argmax()))
-    logits = _definition(raw, text[:-1])[-NEW:]
+    logits = _own_logits(raw, text[:-1])[-NEW:]
     best = logits.topk(2).values
     if getattr(raw.config.get_text_config(), "pad_token_id", None) in text:  # RoBERTa counts it as no position
         return _Answer(text, 0.0, note)
     return _Answer(text, float(((best[:, 0] - best[:, 1]) / best.abs().amax().clamp_min(1e-6)).min()), note)
 
 
-def _generated(raw: Any, prompt: list[int], new: int = NEW, **options: Any) -> tuple[list[int], torch.Tensor]:
-    """What `generate` writes, and its logits, float32 [token, vocab]."""
+def _generated(raw: Any, prompt: list[int]) -> list[int]:
+    """The prompt, and what `generate` writes after it."""
     ids = torch.tensor([prompt])
     out = raw.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, min_new_tokens=new, **options,
-        output_logits=True, return_dict_in_generate=True,
-    )  # fmt: skip
-    text = out.sequences[0].tolist()
-    if len(text) != len(prompt) + new:
-        raise ValueError(f"generate wrote {len(text) - len(prompt)} tokens in place of {new}")
-    return text, torch.stack(out.logits)[:, 0].float()
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW
+    )
+    text = out[0].tolist()
+    if len(text) != len(prompt) + NEW:
+        raise ValueError(f"generate wrote {len(text) - len(prompt)} tokens in place of {NEW}")
+    return text
 
 
 def _own_logits(raw: Any, text: list[int]) -> torch.Tensor:
     """float32 [token, vocab], without a cache."""
     with torch.inference_mode():
         return raw(torch.tensor([text]), use_cache=False).logits[0].float()
-
-
-def _causal(raw: Any, text: list[int]) -> bool:
-    """Whether the logits of a token do not depend on later ones."""
-    half = _own_logits(raw, text[: len(text) // 2])
-    every = _own_logits(raw, text)
-    if len(every) != len(text):
-        return False
-    return bool((every[: len(half)] - half).abs().max() <= _ROUNDING * every.abs().max())
-
-
-def _definition(raw: Any, text: list[int]) -> torch.Tensor:
-    """float32 [token, vocab]: what follows each token, without a cache."""
-    if _causal(raw, text):
-        return _own_logits(raw, text)
-    return torch.cat([_generated(raw, text[: n + 1], 1, use_cache=False)[1] for n in range(len(text))])
 
 
 def _checked(known: ClassReport, raw: PreTrainedModel, texts: list[list[int]]) -> ClassReport:
@@ -242,7 +226,7 @@ def _whole(model: Any) -> bool:
 
 def _same_logits(raw: PreTrainedModel, model: LanguageModel, text: list[int]) -> bool:
     """Those of the model's own forward up to rounding: a small fault need not change a token."""
-    own = _definition(raw, text)
+    own = _own_logits(raw, text)
     ours = model.forward(Nodes(torch.tensor([text]), model.new_cache(1, 64), [0])).logits[0]
     gaps = (ours - own).abs().amax(
         -1

@@ -220,11 +220,11 @@ class EngineSubject(Subject):
 
     def draft_distributions(self, request: TextRequest, text: GeneratedText) -> list[TokenDistribution] | None:
         drafter = next(iter(self.drafters.values()), None) if len(self.drafters) == 1 else None
-        if not isinstance(drafter, ModelDrafter) or drafter.model.vocab_size != self.vocab_size:
+        if not isinstance(drafter, ModelDrafter) or drafter.levels.vocab_size != self.vocab_size:
             return None
-        if len(text.prompt) + len(text.tokens) > drafter.cache.max_length:
+        if len(text.prompt) + len(text.tokens) > drafter.levels.cache.max_length:
             return None  # it reads only an end of the text
-        return self._read(drafter.model, request, text)
+        return self._read(drafter.levels.model, request, text)
 
     def _read(self, model: LanguageModel, request: TextRequest, text: GeneratedText) -> list[TokenDistribution]:
         """The distributions of the engine's own warper, to the last bit."""

@@ -101,7 +101,7 @@ class DraftRecorder(BaseDrafter):
                     self.problems[name] = " ".join(f"it failed: {type(error).__name__}: {error}".split())
 
     def _asked(self, name: str, drafter: Drafter, context: DraftContext) -> None:
-        error = getattr(drafter, "error", None)
+        error = drafter.resources().error
         if error is not None:
             error.scale = STATED  # all chances are stated with the same error
         budget = Budget(DEPTH) if name in self.lookups else Budget(self.depth, min_probability=LEAST)

@@ -84,7 +84,7 @@ def test_a_draft_model_that_read_only_an_end_of_a_text_has_no_distributions_over
     request = TextRequest(TOY_PROMPTS[0], SamplingParams(temperature=1, max_tokens=8, ignore_eos=True))
     [text], [drafter] = subject.plain([request]), subject.drafters.values()
     for length, known in ((len(text.prompt) + 8, True), (len(text.prompt) + 7, False)):
-        drafter.cache.max_length = length
+        drafter.levels.cache.max_length = length
         assert (subject.draft_distributions(request, text) is not None) == known
 
 

@@ -1,4 +1,4 @@
-"""What reads pairs of a token and a feature of the target, and the drafters that read features into a cache of their own."""
+"""What reads pairs of a token and a feature of the target, and what a head holds of the features of each text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from torch import Tensor
 
 from outrider.core.features import Features
 from outrider.core.sampling import TokenSubset
-from outrider.core.types import Commit
-from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass
 from outrider.models.base import Chain, DrawnChain, Want
 from outrider.models.cache import SlotCache
 from outrider.models.native.program import Program
@@ -104,40 +102,27 @@ def last_nodes(nodes: Nodes, count: int) -> tuple[Tensor, Tensor]:
     return torch.arange(len(nodes.slots))[:, None], torch.tensor(nodes.last)[:, None] + torch.arange(1 - count, 1)
 
 
-class FeatureReader(BaseDrafter):
-    """A drafter with a cache over the end of the committed text, which reads features of the target.
+class FeatureCache:
+    """The end of each committed text, in a cache over features of the target.
 
     Only a draft reads. Of the features that wait for it the newest stay, so neither a long prompt nor a long stretch without
     drafts delays anything. When the cache is full, or features are missing, the head starts over with the newest. Only distances
     count in its attention, so the first cell may hold any position.
 
-    waiting: by slot, the features that follow those in the cache.
+    Attributes:
+        cache: of what the head has read.
+        pairs: it reads pairs of a feature and the token after it. The last pair that waits is that of the root, which is not
+            committed.
+        waiting: by slot, the features that follow those in the cache.
     """
 
-    cache: SlotCache
-    waiting: dict[int, Features]
-
-    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
-        if first == 0:
-            self.release(slot)
-        self.add(slot, features, first)
-
-    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
-        super().update(context, commits, target)
-        for slot, tokens, commit in zip(context.slots, context.tokens, commits, strict=True):
-            if commit.features is not None and len(commit.features):
-                self.add(slot, commit.features, len(tokens) - 1 - len(commit.features))
-
-    def release(self, slot: int) -> None:
-        super().release(slot)
-        self.cache.release(slot)
-        self.waiting.pop(slot, None)
+    def __init__(self, cache: SlotCache, pairs: bool) -> None:
+        self.cache, self.pairs, self.waiting = cache, pairs, dict[int, Features]()
 
     def add(self, slot: int, features: Tensor, first: int) -> None:
         """Keep features of the positions from `first` on."""
-        if first != self._known(slot):
-            self.cache.release(slot)
-            self.waiting.pop(slot, None)
+        if first != self._next(slot):
+            self.release(slot)
         held, most = self.waiting.setdefault(slot, Features(first)), self.cache.max_length
         held.add(features)
         few = min(NEWEST, most // 2)
@@ -145,37 +130,32 @@ class FeatureReader(BaseDrafter):
             self.cache.release(slot)
             held.keep(few)
 
-    def _features(self, slot: int) -> Tensor:
-        """What waits: float32 [position, feature], contiguous."""
-        return self.waiting[slot].joined().float().contiguous()
+    def release(self, slot: int) -> None:
+        self.cache.release(slot)
+        self.waiting.pop(slot, None)
 
-    def _known(self, slot: int) -> int:
-        """The position after the last one that is in the cache or waits."""
-        held = self.waiting.get(slot)
-        return 0 if held is None else held.first + len(held)
-
-    def _left(self, slot: int, tokens: Sequence[int]) -> int:
-        """Tokens that the cache still has room for. 0 if the features of the text have not come."""
-        if self._known(slot) != len(tokens) - 1:
+    def room(self, slot: int, tokens: Sequence[int]) -> int:
+        """Tokens that the cache still has room for. 0 if the features of the text have not come, as for a pair after a prompt of
+        one token."""
+        if self._next(slot) != len(tokens) - 1 or (self.pairs and slot not in self.waiting):
             return 0
         return self.cache.max_length - self.cache.length[slot] - len(self.waiting.get(slot, ())) - 1
 
+    def joined(self, slot: int) -> Tensor:
+        """What waits: float32 [position, feature], contiguous."""
+        return self.waiting[slot].joined().float().contiguous()
 
-class PairReader(FeatureReader):
-    """Reads pairs of a token and a feature. The last pair that waits is that of the root, which is not committed."""
-
-    model: PairModel
-
-    def _pair_tokens(self, slot: int, tokens: Sequence[int]) -> list[int]:
+    def pair_tokens(self, slot: int, tokens: Sequence[int]) -> list[int]:
         """The tokens of the waiting pairs, and those after them."""
         return [*tokens[self.waiting[slot].first + 1 :]]
 
-    def _ingested(self, slot: int, count: int) -> None:
+    def ingested(self, slot: int, count: int) -> None:
         """Commit the first pairs of the scratch, all but the root's. It is read again with the next draft."""
         if count > 1:
             self.cache.commit([slot], [range(count - 1)])
             self.waiting[slot].keep(1)
 
-    def _left(self, slot: int, tokens: Sequence[int]) -> int:
-        # a prompt of one token has no pair yet
-        return super()._left(slot, tokens) if slot in self.waiting else 0
+    def _next(self, slot: int) -> int:
+        """The position after the last one that is in the cache or waits."""
+        held = self.waiting.get(slot)
+        return 0 if held is None else held.first + len(held)

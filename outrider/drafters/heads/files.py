@@ -26,14 +26,15 @@ from outrider.models.identity import content
 from outrider.models.load import Loaded
 
 EAGLE3, EAGLE1, PEAGLE = "eagle3", "eagle1", "peagle"
-MEDUSA, DFLASH, DFLASH2, DSPARK, LILICORR = "medusa", "dflash", "dflash2", "dspark", "lilicorr"
-KINDS = (EAGLE3, EAGLE1, PEAGLE, MEDUSA, DFLASH, DFLASH2, DSPARK, LILICORR)
+MEDUSA, DFLASH, DFLASH2, DSPARK = "medusa", "dflash", "dflash2", "dspark"
+KINDS = (EAGLE3, EAGLE1, PEAGLE, MEDUSA, DFLASH, DFLASH2, DSPARK)
 # Kinds that are known by name and cannot be run: kind -> why.
 REFUSED = {
     "mtp": 'MTP layers are read from their own model\'s checkpoint, by the method "mtp"',
     "xpress": "it has layers of its own kind",
     "mlp_speculator": "MLP speculators are no longer supported by vLLM and speculators either",
     "hydra": "Hydra heads are not read by any engine",
+    "lilicorr": "a transformer of its own chooses among its candidates; DFlash, DFlash2 and DSpark blocks run",
 }
 HEADS = Path(__file__).resolve().parents[2] / "data" / "heads"
 """Trained heads of this package, in folders with the names of built-in models."""
@@ -166,7 +167,7 @@ def _kind(settings: Mapping[str, Any], names: set[str]) -> str | None:
         if "candidate_selector.hidden_projection.weight" in plain:
             return DFLASH2
         if "lilicorr.slot_embedding" in plain:
-            return LILICORR
+            return "lilicorr"
         return DSPARK if any(n.startswith("markov_head.") for n in plain) else DFLASH
     if "fc.weight" in plain and any(n.startswith("layers.0.") for n in plain):
         if "layers.0.input_layernorm.weight" not in plain:

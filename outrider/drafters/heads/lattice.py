@@ -1,55 +1,76 @@
 """Drafts of heads that give the distributions of several positions at once: Medusa, P-EAGLE and blocks.
 
-The children of a node depend on its depth, and in DSpark, DFlash2 and LiLiCorr on the node's own token too. So a draft tree is a
+The children of a node depend on its depth, and in DSpark and DFlash2 on the node's own token too. So a draft tree is a
 part of a lattice (DDTree, arXiv 2604.12989), and it grows without a further forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.core.sampling import TokenSubset
-from outrider.drafters.base import DraftContext
-from outrider.drafters.model.confidence import FOR_HEADS, LogitError
-from outrider.drafters.model.tree_drafter import Growth, Offspring, TreeDrafter
+from outrider.drafters.base import DraftContext, Resources
+from outrider.drafters.heads.features import FeatureCache
+from outrider.drafters.model.confidence import FOR_HEADS
+from outrider.drafters.model.grower import Growth, Level, Levels, Node
 
 _SHORTLIST = 64  # tokens of a depth whose bias is computed
 
 
-class ParallelDrafter(TreeDrafter):
-    """A drafter whose forward gives all depths of a draft. Write `_room`, `_logits`, and for a first-order head `_after_token`.
+class Lattice(Levels):
+    """Levels of a head whose forward gives all depths of a draft. Write `logits`, and `after_token` for a first-order head.
 
-    first_order: the logits of a level depend on the token before it.
+    Attributes:
+        drafts: draft tokens in a row, at most.
+        model: the head, with `weight_bytes`.
+        features: what it holds of each text. One that keeps something else writes `room`, `add`, `release` and `resources`.
+        first_order: the logits of a level depend on the token before it.
+        subset: the tokens of the logits; None for all.
     """
 
     first_order = False
+    scale = FOR_HEADS
+    model: Any
+    features: FeatureCache
 
-    def __init__(self, vocab_size: int, device: torch.device, subset: TokenSubset | None = None) -> None:
-        super().__init__(vocab_size, device, subset)
-        self.error = LogitError(FOR_HEADS)
-        self._lines: dict[int, int] = {}  # entry -> its line in the logits of the step
+    def __init__(self, vocab_size: int, device: torch.device, drafts: int, subset: TokenSubset | None = None) -> None:
+        self.vocab_size, self.device, self.drafts, self.subset = vocab_size, device, drafts, subset
+        self._lines = dict[int, int]()  # entry -> its line in the logits of the step
         self._levels = torch.empty(0)
 
-    def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
+    def room(self, slot: int, tokens: list[int]) -> int:
+        return min(self.drafts, self.features.room(slot, tokens))
+
+    def add(self, slot: int, features: Tensor, first: int) -> None:
+        self.features.add(slot, features, first)
+
+    def release(self, slot: int) -> None:
+        self.features.release(slot)
+
+    def resources(self) -> Resources:
+        return Resources(self.model, self.features.cache)
+
+    def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
         """float32 [slot, depth, kept]: the logits of each depth, without the token before. texts: the committed tokens."""
         raise NotImplementedError
 
-    def _after_token(self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None) -> Tensor:
-        """float32 [kept]: the logits of a level after `token`. logits: those of `_logits`. places: int64, their columns if
+    def after_token(self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None) -> Tensor:
+        """float32 [kept]: the logits of a level after `token`. logits: those of `self.logits`. places: int64, their columns if
         they are some only.
 
-        line: index in the slots of `_logits`."""
+        line: index in the slots of `self.logits`."""
         raise NotImplementedError
 
-    def _possible(self, logits: Tensor) -> Tensor | None:
+    def possible(self, logits: Tensor) -> Tensor | None:
         """int64, ascending: the columns that a level drafts from; None for all. logits: float32 [kept], of the level."""
         return None
 
-    def _log_confidence(self, line: int, level: int, token: int) -> float:
-        """Log probability that the token of a level is right if those before it are. line: index in the slots of `_logits`."""
+    def log_confidence(self, line: int, level: int, token: int) -> float:
+        """Log probability that the token of a level is right if those before it are. line: index in the slots of `logits`."""
         return 0.0
 
     def best(self, slot: int, tokens: list[int], following: Sequence[int]) -> list[int]:
@@ -58,69 +79,54 @@ class ParallelDrafter(TreeDrafter):
         tokens: the committed ones of the slot. following: as many as are to be known; one draft token more is given, if the
         drafter has so many.
         """
-        depth = min(len(following) + 1, self._room(slot, tokens))
+        depth = min(len(following) + 1, self.room(slot, tokens))
         if not depth:
             return []
-        logits = self._logits([slot], [tokens], depth)[0]
+        logits = self.logits([slot], [tokens], depth)[0]
         rows = [(row, self.subset) for row in logits]
         if self.first_order:
             before = zip(logits, [tokens[-1], *following], strict=False)
             rows = [
-                self._given_token(0, level, token, row, self._possible(row))
-                for level, (row, token) in enumerate(before)
+                self.given_token(0, level, token, row, self.possible(row)) for level, (row, token) in enumerate(before)
             ]
         found = [(int(row.argmax()), subset) for row, subset in rows]
         return [at if subset is None else int(subset.ids[at]) for at, subset in found]
 
-    def _after(
-        self, context: DraftContext, grown: dict[int, Growth], opened: dict[int, list[int]], level: int
-    ) -> Tensor:
-        if not level:
-            self._lines = {b: line for line, b in enumerate(opened)}
-            slots, texts = [context.slots[b] for b in opened], [context.tokens[b] for b in opened]
-            self._levels = self._logits(slots, texts, max(growth.budget.depth for growth in grown.values()))
-        return self._levels[[self._lines[b] for b, nodes in opened.items() for _ in nodes], level]
+    def open(self, context: DraftContext, grown: Mapping[int, Growth]) -> list[Level]:
+        self._lines = {b: line for line, b in enumerate(grown)}
+        slots, texts = [context.slots[b] for b in grown], [context.tokens[b] for b in grown]
+        self._levels = self.logits(slots, texts, max(growth.budget.depth for growth in grown.values()))
+        return self.extend(context, grown, {b: [0] for b in grown}, 0)
 
-    def _children(
-        self,
-        context: DraftContext,
-        grown: dict[int, Growth],
-        at: list[tuple[int, int]],
-        logits: Tensor,
-        level: int,
-        subset: TokenSubset | None,
-    ) -> Iterator[Offspring]:
+    def extend(
+        self, context: DraftContext, grown: Mapping[int, Growth], opened: Mapping[int, list[int]], level: int
+    ) -> list[Level]:
         """Nodes of a level whose children are the same share one computation."""
-        alike = dict[tuple[int, int], list[tuple[int, int]]]()
-        for b, n in at:
+        alike = dict[tuple[int, int], list[Node]]()
+        for b, nodes in opened.items():
             own = context.needs_probs or context.warp.active[b]  # draws, and parameters that read the path
-            alike.setdefault((b, n if own else grown[b].tokens[n] if self.first_order else 0), []).append((b, n))
+            for n in nodes:
+                alike.setdefault((b, n if own else grown[b].tokens[n] if self.first_order else 0), []).append((b, n))
         sharing = {nodes[0]: nodes for nodes in alike.values()}
         if self.first_order:
-            made = self._children_after(context, grown, [*sharing], level)
-        else:
-            made = super()._children(context, grown, [*sharing], logits[[*map(at.index, sharing)]], level, subset)
-        for first, tokens, weights, drawn in made:
-            for node in sharing[first]:
-                yield node, tokens, weights, drawn
+            return [self._after(context, grown, b, sharing, level) for b in dict.fromkeys(b for b, _ in sharing)]
+        return [Level([*sharing], self._levels[[self._lines[b] for b, _ in sharing], level], self.subset, sharing)]
 
-    def _children_after(
-        self, context: DraftContext, grown: dict[int, Growth], at: list[tuple[int, int]], level: int
-    ) -> Iterator[Offspring]:
-        """The children of nodes of a first-order head. Each entry has columns of its own."""
-        for b in dict.fromkeys(b for b, _ in at):
-            line, nodes = self._lines[b], [node for node in at if node[0] == b]
-            own = self._levels[line, level]
-            places = self._possible(own)
-            if places is None and not context.needs_probs and not context.warp.active[b]:
-                places = self._shortlist(context, b, level, own)
-            after = [self._given_token(line, level, grown[b].tokens[n], own, places) for _, n in nodes]
-            rows = torch.stack([row for row, _ in after])
-            for node, tokens, weights, drawn in super()._children(context, grown, nodes, rows, level, after[0][1]):
-                sure = self._log_confidence(line, level, grown[b].tokens[node[1]])
-                yield node, tokens, [weight + sure for weight in weights], drawn
+    def _after(
+        self, context: DraftContext, grown: Mapping[int, Growth], b: int, sharing: Mapping[Node, list[Node]], level: int
+    ) -> Level:
+        """After nodes of one entry of a first-order head, which has columns of its own."""
+        line, nodes = self._lines[b], [node for node in sharing if node[0] == b]
+        own = self._levels[line, level]
+        places = self.possible(own)
+        if places is None and not context.needs_probs and not context.warp.active[b]:
+            places = self._shortlist(context, b, level, own)
+        tokens = [grown[b].tokens[n] for _, n in nodes]
+        after = [self.given_token(line, level, token, own, places) for token in tokens]
+        sure = {node: self.log_confidence(line, level, token) for node, token in zip(nodes, tokens, strict=True)}
+        return Level(nodes, torch.stack([row for row, _ in after]), after[0][1], sharing, sure)
 
-    def _given_token(
+    def given_token(
         self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None
     ) -> tuple[Tensor, TokenSubset | None]:
         """The logits of a level after a token, and their tokens. places: the columns to look at; None for all."""
@@ -128,7 +134,7 @@ class ParallelDrafter(TreeDrafter):
         if places is not None:
             subset = TokenSubset(places if subset is None else subset.ids[places], self.vocab_size)
             logits = logits[places]
-        return self._after_token(line, level, token, logits, places), subset
+        return self.after_token(line, level, token, logits, places), subset
 
     def _shortlist(self, context: DraftContext, b: int, level: int, logits: Tensor) -> Tensor:
         """int64 [short], ascending: the columns whose logits are the largest, with the noise that will be added."""

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from outrider.drafters.config import DrafterSetup
-from outrider.drafters.heads.eagle.drafter import EagleDrafter
+from outrider.drafters.heads.eagle.drafter import Pairs
 from outrider.drafters.heads.features import HELD, HeadOutput, NativePairs, PairModel, last_nodes
+from outrider.drafters.model.grower import TreeDrafter
 from outrider.models.base import FINAL_NORM, LanguageModel, Want
 from outrider.models.cache import SlotCache
 from outrider.models.load import Loaded
@@ -113,11 +114,11 @@ class _TargetHead(nn.Module):
         return self._read(hidden)
 
 
-def from_setup(setup: DrafterSetup) -> EagleDrafter:
+def from_setup(setup: DrafterSetup) -> TreeDrafter[Pairs]:
     """Raises ValueError if the target's checkpoint holds no MTP layer that can be run."""
     if setup.config.model is not None:
         raise ValueError(
             f'MTP layers are part of the target\'s own checkpoint, so leave out "model": "{setup.config.model}"'
         )
     model = mtp_model(setup.target, setup.max_length, setup.config.quantization)
-    return EagleDrafter(model, setup.rows, setup.max_length)
+    return TreeDrafter(Pairs(model, setup.rows, setup.max_length))

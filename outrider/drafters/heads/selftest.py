@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from outrider.core.files import read_settings
-from outrider.drafters.base import BaseDrafter
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.config import tap_of
 from outrider.drafters.heads.files import TARGET_DIGEST, HeadFolder, head_of, target_digest
-from outrider.drafters.heads.lattice import ParallelDrafter
+from outrider.drafters.heads.lattice import Lattice
 from outrider.drafters.heads.reading import Config, HeadWeights, log
+from outrider.drafters.model.grower import Levels, TreeDrafter
 from outrider.drafters.model.self_speculation import SAMPLE
 from outrider.models.base import FINAL_NORM, LanguageModel
 from outrider.models.load import Loaded
@@ -37,9 +37,11 @@ CLEAR = 0.2  # by how much a misreading must be better, far more than chance ove
 DraftHits = tuple[float, ...]
 """What a head gets right along a text: the share of positions at which the draft tokens up to each depth are all right. Their
 sum is the number of draft tokens that are right on average."""
-_Made = TypeVar("_Made", bound=BaseDrafter)
-Misreading = tuple[str, tuple[int, ...], Callable[[], _Made]]  # in words, the taps, and the drafter read so
-Hits = Callable[[_Made, Sequence[int], Tensor, Sequence[int]], DraftHits]
+_Source = TypeVar("_Source", bound=Levels)
+Misreading = tuple[
+    str, tuple[int, ...], Callable[[], TreeDrafter[_Source]]
+]  # in words, the taps, and the drafter read so
+Hits = Callable[[TreeDrafter[_Source], Sequence[int], Tensor, Sequence[int]], DraftHits]
 
 
 @dataclass(frozen=True)
@@ -68,17 +70,17 @@ class HeadReport:
 def head_drafter(
     setup: DrafterSetup,
     read: Callable[[Any, Loaded], HeadWeights[Config]],
-    kind: Callable[[HeadWeights[Config], LanguageModel, int, int, str], _Made],
+    kind: Callable[[HeadWeights[Config], LanguageModel, int, int, str], _Source],
     flags: Mapping[str, str],
-    hits: Hits[_Made],
-) -> _Made:
+    hits: Hits[_Source],
+) -> TreeDrafter[_Source]:
     """Read the head of a configuration, make its drafter and try it. flags: see `misread`. hits: see `examine`."""
     target, path = setup.target, head_of(setup.config.model, setup.target.name)
     head = read(path, target)
 
-    def made(config: Config) -> _Made:
+    def made(config: Config) -> TreeDrafter[_Source]:
         given = replace(head, config=config)
-        return kind(given, target.model, setup.rows, setup.max_length, setup.config.quantization)
+        return TreeDrafter(kind(given, target.model, setup.rows, setup.max_length, setup.config.quantization))
 
     drafter = made(head.config)
     wrong = misread(head.config, target.model.num_layers, flags)
@@ -88,9 +90,9 @@ def head_drafter(
 
 
 def examine(
-    own: _Made,
-    others: Sequence[Misreading[_Made]],
-    hits: Hits[_Made],
+    own: TreeDrafter[_Source],
+    others: Sequence[Misreading[_Source]],
+    hits: Hits[_Source],
     target: Loaded,
     longest: int,
     path: str | Path | HeadFolder,
@@ -117,7 +119,7 @@ def examine(
     columns = out.features[0].unflatten(-1, (len(taps), -1))
     right = out.logits[0].argmax(-1).tolist()
 
-    def tried(drafter: _Made, read: tuple[int, ...]) -> DraftHits:
+    def tried(drafter: TreeDrafter[_Source], read: tuple[int, ...]) -> DraftHits:
         return hits(drafter, ids, columns[:, [taps.index(t) for t in read]].flatten(1), right)
 
     found = tried(own, own.taps)
@@ -133,7 +135,7 @@ def examine(
 
 
 def parallel_survival(
-    drafter: ParallelDrafter, text: Sequence[int], features: Tensor, right: Sequence[int]
+    drafter: TreeDrafter[Lattice], text: Sequence[int], features: Tensor, right: Sequence[int]
 ) -> DraftHits:
     """What a head of several positions gets right at some positions of a text. Slot 0 of the drafter must be free.
 
@@ -146,7 +148,7 @@ def parallel_survival(
         known = [*text[: t + 2]]
         drafter.start(0, known, read, features[read : t + 1])
         read = t + 1
-        for depth, token in enumerate(drafter.best(0, known, text[t + 2 : t + 1 + DEPTH])):
+        for depth, token in enumerate(drafter.levels.best(0, known, text[t + 2 : t + 1 + DEPTH])):
             if token != right[t + 1 + depth]:
                 break
             hits[depth] += 1

@@ -34,10 +34,15 @@ class LogitError:
 
     def __init__(self, start: float = START) -> None:
         """start: the scale before anything was observed, one of `SCALES`."""
-        self.scale = start
+        self._start = start
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was observed."""
+        self.scale = self._start
         # slot -> node, its first child and the chance of that, of the last proposal
         self._stated: dict[int, list[tuple[int, int, float]]] = {}
-        usual = SCALES.index(start)
+        usual = SCALES.index(self._start)
         self._losses = [_PRIOR * abs(n - usual) for n in range(len(SCALES))]  # negative log likelihoods, fading
 
     def state(self, slot: int, parents: Sequence[int], weights: Sequence[float]) -> None:

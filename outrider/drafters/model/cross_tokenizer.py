@@ -19,15 +19,17 @@ import torch
 from torch import Tensor
 
 from outrider.core.noise import Stream
+from outrider.core.sampling import TokenSubset
 from outrider.core.types import Commit, Draft
-from outrider.drafters.base import DraftContext, chains
+from outrider.drafters.base import DraftContext, Resources, chains
 from outrider.drafters.config import DrafterSetup
-from outrider.drafters.model.draft_model import DraftReduction, ModelDrafter
-from outrider.drafters.model.tree_drafter import Growth
+from outrider.drafters.model.cached import CachedLevels, Feed
+from outrider.drafters.model.draft_model import CHUNK, DraftReduction, ModelDrafter, OwnCache
+from outrider.drafters.model.grower import TreeDrafter
 from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
 from outrider.drafters.proposal import Proposal, join
 from outrider.kernels.probabilities import log, softmax
-from outrider.models.base import LanguageModel
+from outrider.models.base import LanguageModel, Want
 from outrider.models.load import Loaded, load
 from outrider.models.nodes import Nodes
 
@@ -38,131 +40,110 @@ _NO = float("-inf")
 class _SpelledText(Spelling):
     """One sequence's text in the draft's tokens.
 
-    held: the tokens in the cache, then those in the scratch. held_sure: how many of them later text cannot change.
+    held: the tokens in the cache, then those in the scratch. held_sure: how many of them later text cannot change. left_out: how
+    many the window leaves out.
     """
 
     def __init__(self, pairing: Pairing) -> None:
         super().__init__(pairing)
-        self.held, self.held_sure = list[int](), 0
+        self.held, self.held_sure, self.left_out = list[int](), 0, 0
 
 
-class CrossTokenizerDrafter(ModelDrafter):
-    """Drafts from a model with its own tokenizer (Timor et al. 2025, arXiv 2502.05202).
+class OtherTokenizer(CachedLevels):
+    """Levels of a draft model that reads the committed text in its own tokens. The logits are those of the tokens that both have
+    (TLI)."""
 
-    way: "tli" or "slem". None means SLEM for a text at temperature 0 and TLI for others (docs/guides/choose.md has the figures).
-    Verifiers that need probs get TLI.
-    """
-
-    def __init__(
-        self, model: LanguageModel, pairing: Pairing, num_slots: int, way: Way | None = None, **origin: Any
-    ) -> None:
-        """pairing: of the target's vocabulary and the model's. num_slots: slots of the draft's cache. origin: reduction and
-        prefixes, as of `ModelDrafter`."""
-        super().__init__(model, num_slots, model.max_length, **origin)
-        self.pairing, self.vocab_size = pairing, pairing.target.size
-        self.way: Way | None = "slem" if not pairing.shared else "tli" if pairing.total else way
+    def __init__(self, model: LanguageModel, pairing: Pairing, num_slots: int, **origin: Any) -> None:
+        """origin: reduction and prefixes, as of `ModelDrafter`."""
         none = pairing.target.size  # for draft tokens that begin with no token of the target
         shared = torch.tensor(sorted(pairing.shared.items()), dtype=torch.long, device=model.device).reshape(-1, 2)
-        self._shared = shared.unbind(1)
+        super().__init__(model, TokenSubset(shared[:, 0].contiguous(), pairing.target.size), pairing.shared)
+        self.own = OwnCache(model, num_slots, model.max_length, **origin)
+        self.cache, self.pairing, self.vocab_size = self.own.cache, pairing, pairing.target.size
+        self._columns = shared[:, 1]  # of the model's logits
+        self.has_draft_chains = False  # a chain in one call is drawn from the draft's own tokens
         self._first = torch.tensor([none if t < 0 else t for t in pairing.first], device=model.device)
         self._texts: dict[int, _SpelledText] = {}
 
-    def propose(self, context: DraftContext) -> Draft:
-        written = [b for b in range(len(context.slots)) if self._way(context, b) == "slem"]
-        if not written:
-            return super().propose(context)
-        if len(written) == len(context.slots):
-            return chains(context, self._written(context))
-        others = [b for b in range(len(context.slots)) if b not in written]
-        parts = dict[int, Proposal]()
-        for some in (written, others):
-            draft = self.propose(context.select(some))
-            parts |= {b: Proposal(draft, n) for n, b in enumerate(some)}
-        return join(context, parts)
-
-    def _way(self, context: DraftContext, b: int) -> Way:
-        if self.way is not None:
-            return self.way
-        return "slem" if context.warp.greedy[b] and not context.needs_probs else "tli"
-
-    def _keep(self, slot: int, places: list[int], commit: Commit) -> None:
-        """The accepted part of the scratch is committed, the rest is dropped."""
-        super()._keep(slot, places, commit)
-        held = self._texts[slot].held
-        held += [self.pairing.shared.get(t, -1) for t in commit.tokens]
-        del held[self.cache.length[slot] :]
-
-    def release(self, slot: int) -> None:
-        super().release(slot)
-        self._texts.pop(slot, None)
+    def room(self, slot: int, tokens: list[int]) -> int:
+        # 0 as well if the text has no token of the draft to read
+        ids = self._spelled(slot, tokens)
+        return self.cache.max_length - len(ids) if ids else 0
 
     def missing(self, slot: int, tokens: list[int]) -> int:
-        """See `ModelDrafter.missing`. First the cache is cut to the tokens that the text still begins with.
+        """See `OwnCache.missing`. First the cache is cut to the tokens that the text still begins with.
 
         Tokens that the draft wrote itself and that were accepted are committed to it.
         """
-        if self._room(slot, tokens) <= 0:
+        if self.room(slot, tokens) <= 0:
             return 0
-        ids, reading = self._context(slot, tokens), self._texts[slot]
-        sure = max(reading.sure - self._left_out.get(slot, 0), 0)
-        if self._recall(slot, ids[:sure]):
-            reading.held, reading.held_sure = ids[: self.cache.length[slot]], sure
-        same = min(alike(reading.held, ids, min(reading.held_sure, len(reading.held))), len(ids) - 1)
-        length = self.cache.length[slot]
+        ids, text, cache = self._spelled(slot, tokens), self._texts[slot], self.cache
+        sure = max(text.sure - text.left_out, 0)
+        if self.own.recall(slot, ids[:sure]):
+            text.held, text.held_sure = ids[: cache.length[slot]], sure
+        same = min(alike(text.held, ids, min(text.held_sure, len(text.held))), len(ids) - 1)
+        length = cache.length[slot]
         if same < length:
-            same = self.cache.keep(slot, same)
+            same = cache.keep(slot, same)
         else:
-            self.cache.commit([slot], [range(same - length)])
-        reading.held, reading.held_sure = ids[:same], sure
+            cache.commit([slot], [range(same - length)])
+        text.held, text.held_sure = ids[:same], sure
         return len(ids) - 1 - same
 
     def read(self, slot: int, tokens: list[int], count: int) -> None:
-        super().read(slot, tokens, count)
-        self._texts[slot].held = self._context(slot, tokens)[: self.cache.length[slot]]
+        ids = self._spelled(slot, tokens)
+        self.own.read_ids(slot, ids, count)
+        self.places.pop(slot, None)  # the scratch was overwritten
+        self._texts[slot].held = ids[: self.cache.length[slot]]
 
-    def _context(self, slot: int, tokens: list[int]) -> list[int]:
+    def unread(self, slot: int, tokens: list[int]) -> Feed:
+        while self.missing(slot, tokens) >= CHUNK:
+            self.read(slot, tokens, CHUNK)
+        unread = self._spelled(slot, tokens)[self.cache.length[slot] :]
+        self._texts[slot].held += unread
+        return unread, None
+
+    def forward(self, nodes: Nodes, features: Tensor | None, want: Want) -> Tensor:
+        return self.own.forward(nodes, features, want)[..., self._columns]
+
+    def update(self, context: DraftContext, commits: Sequence[Commit]) -> None:
+        """The accepted part of the scratch is committed, the rest is dropped."""
+        for slot, commit in zip(context.slots, commits, strict=True):
+            if self.keep(slot, commit):
+                held = self._texts[slot].held
+                held += [self.pairing.shared.get(t, -1) for t in commit.tokens]
+                del held[self.cache.length[slot] :]
+
+    def release(self, slot: int) -> None:
+        self.own.release(slot)
+        self.places.pop(slot, None)
+        self._texts.pop(slot, None)
+
+    def resources(self) -> Resources:
+        return self.own.resources()
+
+    def _spelled(self, slot: int, tokens: list[int]) -> list[int]:
+        """What the window of the draft holds of a text."""
         if slot not in self._texts:
             self._texts[slot] = _SpelledText(self.pairing)
-        return self._held(slot, self._texts[slot].read(tokens))
+        text = self._texts[slot]
+        ids = self.own.window(slot, text.read(tokens))
+        left_out = self.own.left_out.get(slot, 0)
+        if text.left_out != left_out:
+            text.held, text.held_sure, text.left_out = [], 0, left_out
+        return ids
 
-    def _forget(self, slot: int) -> None:
-        super()._forget(slot)
-        self._texts[slot].held, self._texts[slot].held_sure = [], 0
-
-    def _room(self, slot: int, tokens: list[int]) -> int:
-        # 0 as well if the text has no token of the draft to read
-        return super()._room(slot, tokens) if self._context(slot, tokens) else 0
-
-    def _own(self, token: int) -> int:
-        return self.pairing.shared[token]
-
-    def _unread(self, slot: int, tokens: list[int]) -> tuple[list[int], None]:
-        unread = super()._unread(slot, tokens)
-        self._texts[slot].held += unread[0]
-        return unread
-
-    def _has_chain(self, context: DraftContext, b: int) -> bool:
-        return False  # a chain in one call is drawn from the draft's own tokens
-
-    def _after(
-        self, context: DraftContext, grown: dict[int, Growth], opened: dict[int, list[int]], level: int
-    ) -> Tensor:
-        """TLI: the logits of the shared tokens, in the target's ids; -inf for tokens that the draft lacks."""
-        logits, (target, draft) = super()._after(context, grown, opened, level), self._shared
-        own = logits.new_full((len(logits), self.vocab_size), _NO)
-        own[:, target] = logits[:, draft]
-        return own
-
-    def _written(self, context: DraftContext) -> list[list[int]]:
+    def written(self, context: DraftContext) -> list[list[int]]:
         """SLEM: what the draft writes, in the target's tokens, as a chain for each entry of the batch."""
         proposals: list[list[int]] = [[] for _ in context.slots]
         asked = [min(b.depth, b.max_nodes) for b in context.budgets]
-        room = [min(2 * n, self._room(context.slots[b], context.tokens[b])) for b, n in enumerate(asked)]
+        room = [min(2 * n, self.room(context.slots[b], context.tokens[b])) for b, n in enumerate(asked)]
         live = [b for b, n in enumerate(room) if n > 0]
         if not live:
             return proposals
         texts = [b""] * len(context.slots)
-        logits = self._ingest(context, live)
+        slots = [context.slots[b] for b in live]
+        logits = self.ingest(slots, [self.unread(context.slots[b], context.tokens[b]) for b in live], self.own.forward)
         count = 0
         while True:
             feed: list[int] = []
@@ -186,7 +167,8 @@ class CrossTokenizerDrafter(ModelDrafter):
             for slot, token in zip(slots, feed, strict=True):
                 self._texts[slot].held.append(token)
             parents = torch.arange(-1, count).repeat(len(live), 1)
-            logits = self._forward(Nodes(torch.tensor(feed)[:, None], self.cache, slots, parents), None, "all")[:, 0]
+            nodes = Nodes(torch.tensor(feed)[:, None], self.cache, slots, parents)
+            logits = self.own.forward(nodes, None, "all")[:, 0]
 
     def _next(self, context: DraftContext, b: int, proposed: Sequence[int], logits: Tensor) -> int:
         """The draft's next token, -1 for none: the likeliest one that begins with the target token that the noise chooses.
@@ -202,6 +184,46 @@ class CrossTokenizerDrafter(ModelDrafter):
             best = warp.processed(log_probs, [proposed])[0].max(0)
             chosen = int(best.indices) if best.values > _NO else -1
         return -1 if chosen < 0 else int(logits.masked_fill(self._first != chosen, _NO).argmax())
+
+
+class CrossTokenizerDrafter(TreeDrafter[OtherTokenizer]):
+    """Drafts from a model with its own tokenizer (Timor et al. 2025, arXiv 2502.05202).
+
+    way: "tli" or "slem". None means SLEM for a text at temperature 0 and TLI for others (docs/guides/choose.md has the figures).
+    Verifiers that need probs get TLI.
+    """
+
+    def __init__(
+        self, model: LanguageModel, pairing: Pairing, num_slots: int, way: Way | None = None, **origin: Any
+    ) -> None:
+        """
+        Args:
+            model: the draft model.
+            pairing: of the target's vocabulary and the model's.
+            num_slots: slots of the draft's cache.
+            way: see above.
+            origin: reduction and prefixes, as of `ModelDrafter`.
+        """
+        super().__init__(OtherTokenizer(model, pairing, num_slots, **origin))
+        self.way: Way | None = "slem" if not pairing.shared else "tli" if pairing.total else way
+
+    def propose(self, context: DraftContext) -> Draft:
+        written = [b for b in range(len(context.slots)) if self._way(context, b) == "slem"]
+        if not written:
+            return super().propose(context)
+        if len(written) == len(context.slots):
+            return chains(context, self.levels.written(context))
+        others = [b for b in range(len(context.slots)) if b not in written]
+        parts = dict[int, Proposal]()
+        for some in (written, others):
+            draft = self.propose(context.select(some))
+            parts |= {b: Proposal(draft, n) for n, b in enumerate(some)}
+        return join(context, parts)
+
+    def _way(self, context: DraftContext, b: int) -> Way:
+        if self.way is not None:
+            return self.way
+        return "slem" if context.warp.greedy[b] and not context.needs_probs else "tli"
 
 
 def whole(text: bytes) -> bytes:
@@ -241,7 +263,7 @@ def paired(draft: Loaded, target: Loaded) -> Pairing | None:
     return None if pairing.equal else pairing
 
 
-def from_setup(setup: DrafterSetup) -> ModelDrafter:
+def from_setup(setup: DrafterSetup) -> ModelDrafter | CrossTokenizerDrafter:
     """Load the draft model that a configuration names, and make its drafter."""
     config, reduce = setup.config, DraftReduction.of(setup.config)
     name, given = config.model or "builtin:code-draft", config.quantization

@@ -13,7 +13,7 @@ from __future__ import annotations
 import pickle
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -21,11 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.drafters.base import Resources
 from outrider.drafters.config import KnownTexts, SpeculativeConfig
 from outrider.drafters.lookup.corpus import Entry, read_texts
-from outrider.drafters.model.tree_drafter import CachedTreeDrafter, GrowthSettings
+from outrider.drafters.model.cached import CachedLevels, Feed
+from outrider.drafters.model.grower import GrowthSettings, TreeDrafter
 from outrider.drafters.model.vocabulary import Vocabulary
-from outrider.models.base import LanguageModel, Want
+from outrider.models.base import LanguageModel
 from outrider.models.builtin.download import DOWNLOADS
 from outrider.models.dtypes import DTYPES
 from outrider.models.load import Contents, Reduction
@@ -33,11 +35,11 @@ from outrider.models.nodes import Nodes
 
 WINDOW = 2048  # tokens of a text that a draft model holds, at most
 _BEGINNING = 64  # of them that stay: they say what kind of text it is
-_CHUNK = 256  # prompt tokens read per forward
+CHUNK = 256  # prompt tokens read per forward
 
 
-class ModelDrafter(CachedTreeDrafter):
-    """Drafts from an independent model with the target's vocabulary (Leviathan et al. 2211.17192; Chen et al. 2302.01318).
+class OwnCache(CachedLevels):
+    """Levels of a draft model over a cache of its own.
 
     The cache takes in committed tokens only: the accepted nodes of the scratch, and what the next proposal reads because it is
     missing. So full acceptance, rejection, steps without a draft and reuse of a slot are one case.
@@ -45,7 +47,90 @@ class ModelDrafter(CachedTreeDrafter):
     Of a text that is longer than its window the model reads the first tokens and an end, as one text (StreamingLLM, arXiv
     2309.17453; MagicDec, 2408.11049). A draft token then costs the same behind any text. When the window is full, its later half
     is read again.
+
+    Attributes:
+        left_out: by slot, how many tokens of the text are not in its window.
     """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        num_slots: int,
+        max_length: int,
+        reduction: str | None = None,
+        prefixes: KnownTexts | None = None,
+    ) -> None:
+        """The arguments are those of `ModelDrafter`."""
+        super().__init__(model)
+        self.left_out = dict[int, int]()
+        self.cache = model.new_cache(num_slots, min(max_length, model.max_length, WINDOW))
+        self._reduction, self._prefixes = reduction, prefixes
+        self._sought = set[int]()  # slots whose text was looked up
+
+    def room(self, slot: int, tokens: list[int]) -> int:
+        return self.cache.max_length - len(self.window(slot, tokens))
+
+    def missing(self, slot: int, tokens: list[int]) -> int:
+        """How many tokens the model must read before it can draft for a sequence, the root not counted. Those that it has read
+        before are in the cache then. tokens: the committed tokens of the sequence."""
+        ids = self.window(slot, tokens)
+        self.recall(slot, ids)
+        return len(ids) - 1 - self.cache.length[slot]
+
+    def read(self, slot: int, tokens: list[int], count: int) -> None:
+        """Read the next `count` missing tokens, in one forward."""
+        self.read_ids(slot, self.window(slot, tokens), count)
+
+    def read_ids(self, slot: int, ids: list[int], count: int) -> None:
+        """`read`, of what the window holds."""
+        have = self.cache.length[slot]
+        end = have + count
+        if self._prefixes is not None:
+            end = self._prefixes.chunk_end(self.cache, ids, have, end)
+        part = ids[have:end]
+        self.model.forward(Nodes(torch.tensor([part]), self.cache, [slot]), want="none")
+        self.ingested(slot, len(part) + 1)
+        if self._prefixes is not None:
+            self._prefixes.keep(self.cache, slot, ids[:end])
+
+    def recall(self, slot: int, ids: list[int]) -> bool:
+        """Let an empty slot have what was read before of a window. Returns whether there was any."""
+        if self._prefixes is None or slot in self._sought or self.cache.length[slot]:
+            return False
+        self._sought.add(slot)
+        held = -1
+        while held < self.cache.length[slot]:
+            held = self.cache.length[slot]
+            self._prefixes.fetch(self.cache, slot, ids[:-1])
+        return held > 0
+
+    def window(self, slot: int, ids: list[int]) -> list[int]:
+        """What the window holds of a text, the root last. It follows from the number of tokens alone, so a draft does not depend
+        on how its text was read. ids: the text in the model's own tokens."""
+        most = self.cache.max_length
+        step, first = max(most // 2, 1), min(_BEGINNING, most // 4)
+        left_out = max((len(ids) - most) // step + 1, 0) * step
+        if left_out != self.left_out.get(slot, 0):
+            self.cache.release(slot)
+            self._sought.discard(slot)
+            self.left_out[slot] = left_out
+        return ids[:first] + ids[first + left_out :] if left_out else ids
+
+    def unread(self, slot: int, tokens: list[int]) -> Feed:
+        while self.missing(slot, tokens) >= CHUNK:
+            self.read(slot, tokens, CHUNK)
+        return self.window(slot, tokens)[self.cache.length[slot] :], None
+
+    def release(self, slot: int) -> None:
+        super().release(slot)
+        self._sought.discard(slot)
+
+    def resources(self) -> Resources:
+        return replace(super().resources(), reduction=self._reduction)
+
+
+class ModelDrafter(TreeDrafter[OwnCache]):
+    """Drafts from an independent model with the target's vocabulary (Leviathan et al. 2211.17192; Chen et al. 2302.01318)."""
 
     def __init__(
         self,
@@ -57,82 +142,16 @@ class ModelDrafter(CachedTreeDrafter):
         prefixes: KnownTexts | None = None,
         **settings: Unpack[GrowthSettings],
     ) -> None:
-        """num_slots, max_length: slots of the cache, and tokens of a text, of which a slot holds `WINDOW` at most. reduction:
-        what was left out of the model to make it cheaper, in words; None if nothing was. prefixes: what it has read before; None
-        if nothing is kept. settings: see `GrowthSettings`."""
-        super().__init__(model, num_slots, min(max_length, model.max_length, WINDOW), **settings)
-        self.model, self.reduction, self.prefixes = model, reduction, prefixes
-        self._sought = set[int]()  # slots whose text was looked up
-        self._left_out = dict[int, int]()  # slot -> tokens that its window leaves out
-
-    def missing(self, slot: int, tokens: list[int]) -> int:
-        """How many tokens the model must read before it can draft for a sequence, the root not counted.
-
-        Counted in the model's own tokens. tokens: the committed tokens of the sequence. Those that it has read before are in the
-        cache then.
         """
-        own = self._context(slot, tokens)
-        self._recall(slot, own)
-        return len(own) - 1 - self.cache.length[slot]
-
-    def read(self, slot: int, tokens: list[int], count: int) -> None:
-        """Read the next `count` missing tokens, in one forward."""
-        have, own = self.cache.length[slot], self._context(slot, tokens)
-        end = have + count
-        if self.prefixes is not None:
-            end = self.prefixes.chunk_end(self.cache, own, have, end)
-        part = own[have:end]
-        self.model.forward(Nodes(torch.tensor([part]), self.cache, [slot]), want="none")
-        self._ingested(slot, len(part) + 1)
-        if self.prefixes is not None:
-            self.prefixes.keep(self.cache, slot, own[:end])
-
-    def release(self, slot: int) -> None:
-        super().release(slot)
-        self._sought.discard(slot)
-
-    def _recall(self, slot: int, own: list[int]) -> bool:
-        """Let an empty slot have what was read before of a text, in the model's own tokens. Returns whether there was any."""
-        if self.prefixes is None or slot in self._sought or self.cache.length[slot]:
-            return False
-        self._sought.add(slot)
-        held = -1
-        while held < self.cache.length[slot]:
-            held = self.cache.length[slot]
-            self.prefixes.fetch(self.cache, slot, own[:-1])
-        return held > 0
-
-    def _context(self, slot: int, tokens: list[int]) -> list[int]:
-        """The committed tokens of a sequence that the model reads, the root last."""
-        return self._held(slot, tokens)
-
-    def _held(self, slot: int, own: list[int]) -> list[int]:
-        """What the window holds of a text. It follows from the number of tokens alone, so a draft does not depend on how its text
-        was read. own: the text in the model's own tokens."""
-        most = self.cache.max_length
-        step, kept = max(most // 2, 1), min(_BEGINNING, most // 4)
-        left_out = max((len(own) - most) // step + 1, 0) * step
-        if left_out != self._left_out.get(slot, 0):
-            self._forget(slot)
-            self._left_out[slot] = left_out
-        return own[:kept] + own[kept + left_out :] if left_out else own
-
-    def _forget(self, slot: int) -> None:
-        """The window of a sequence holds something else."""
-        self.cache.release(slot)
-        self._sought.discard(slot)
-
-    def _room(self, slot: int, tokens: list[int]) -> int:
-        return self.cache.max_length - len(self._context(slot, tokens))
-
-    def _unread(self, slot: int, tokens: list[int]) -> tuple[list[int], None]:
-        """Reads missing tokens in chunks until less than a chunk is left."""
-        while self.missing(slot, tokens) >= _CHUNK:
-            self.read(slot, tokens, _CHUNK)
-        return self._context(slot, tokens)[self.cache.length[slot] :], None
-
-    def _forward(self, nodes: Nodes, features: Tensor | None, want: Want) -> Tensor:
-        return self.model.forward(nodes, want=want).logits
+        Args:
+            model: the draft model.
+            num_slots: slots of the cache.
+            max_length: tokens of a text, of which a slot holds `WINDOW` at most.
+            reduction: what was left out of the model to make it cheaper, in words; None if nothing was.
+            prefixes: what it has read before; None if nothing is kept.
+            settings: see `GrowthSettings`.
+        """
+        super().__init__(OwnCache(model, num_slots, max_length, reduction, prefixes), **settings)
 
 
 SMALL = 2**24  # weights; a smaller draft model stays in the processor's caches, and fewer bits gain nothing

@@ -16,11 +16,12 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from outrider.core.types import Commit, Draft
-from outrider.drafters.base import DraftContext
+from outrider.core.types import Commit
+from outrider.drafters.base import DraftContext, Resources
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.method import LOWER_PRECISION
-from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.drafters.model.cached import CachedLevels, Feed
+from outrider.drafters.model.grower import TreeDrafter
 from outrider.drafters.model.shapes import geometric, speedup
 from outrider.kernels import cpu as native
 from outrider.models.base import LanguageModel
@@ -43,40 +44,30 @@ the end of the month, and that the second part would be read again at the next m
 '''
 
 
-class QuantizedSelfDrafter(ModelDrafter):
-    """Chains and trees by a model with the target's layers, or some of them, in the target's own cache (QuantSpec, 2502.10424).
+class TargetCache(CachedLevels):
+    """Levels of a model with the target's layers, or some of them, in the target's own cache.
 
-    Raises ValueError in `propose` if the context has no cache.
+    The target's step writes the accepted tokens, and the loop releases its slots.
     """
 
-    def __init__(self, model: LanguageModel) -> None:
-        super().__init__(model, 1, 1)
-
-    def propose(self, context: DraftContext) -> Draft:
+    def begin(self, context: DraftContext) -> None:
+        """Raises ValueError if the context has no cache."""
         if context.cache is None:
             raise ValueError("this drafter works in the target's cache; give DraftContext(..., cache=decoder.cache)")
         self.cache = context.cache
-        return super().propose(context)
 
-    def _keep(self, slot: int, places: list[int], commit: Commit) -> None:
-        """The target's step has written the accepted tokens."""
+    def room(self, slot: int, tokens: list[int]) -> int:
+        return self.cache.max_length - len(tokens)
 
-    def missing(self, slot: int, tokens: list[int]) -> int:
-        """0: the target has read everything."""
-        return 0
+    def unread(self, slot: int, tokens: list[int]) -> Feed:
+        return tokens[self.cache.length[slot] :], None
 
-    def release(self, slot: int) -> None:
-        """The loop releases the target's slots."""
-        self.error.release(slot)
+    def update(self, context: DraftContext, commits: Sequence[Commit]) -> None: ...
 
+    def release(self, slot: int) -> None: ...
 
-class LayerSkipDrafter(QuantizedSelfDrafter):
-    """Some of the target's own layers (LayerSkip, arXiv 2404.16710)."""
-
-    def __init__(self, target: LanguageModel, layers: Sequence[int]) -> None:
-        """Raises ValueError for layers that the target does not have."""
-        super().__init__(target.layer_subset(layers))
-        self.layers = tuple(layers)
+    def resources(self) -> Resources:
+        return Resources(self.model)
 
 
 @dataclass(frozen=True)
@@ -175,7 +166,7 @@ def _seconds(model: LanguageModel, tokens: int, repeats: int = 5) -> float:
     return min(times)  # other programs on the machine can only add time
 
 
-def quantized_from_setup(setup: DrafterSetup) -> QuantizedSelfDrafter:
+def quantized_from_setup(setup: DrafterSetup) -> TreeDrafter[TargetCache]:
     """Raises ValueError if the copy would not be cheaper to read than the target."""
     weights, target = setup.config.copy_weights, setup.target
     if not native.available():
@@ -187,10 +178,11 @@ def quantized_from_setup(setup: DrafterSetup) -> QuantizedSelfDrafter:
             f"a copy with {weights} weights would gain nothing for a target with {target.weights} weights; "
             'use {"method": "quantized_self", "quantization": "int4"}, or a target with 16 or 32 bit weights'
         )
-    return QuantizedSelfDrafter(load(target.source, target.tokenizer, device="cpu", quantization=weights).model)
+    copied = load(target.source, target.tokenizer, device="cpu", quantization=weights)
+    return TreeDrafter(TargetCache(copied.model))
 
 
-def layer_skip_from_setup(setup: DrafterSetup) -> LayerSkipDrafter:
+def layer_skip_from_setup(setup: DrafterSetup) -> TreeDrafter[TargetCache]:
     """Use the layers that are given or saved. Without them, search on a sample text, which takes a while."""
     config, target = setup.config, setup.target
     layers, first, count = config.layers, config.assistant_early_exit, target.model.num_layers
@@ -209,4 +201,4 @@ def layer_skip_from_setup(setup: DrafterSetup) -> LayerSkipDrafter:
                 '{"method": "layer_skip", "layers": [0, 2, ...]}'
             )
         layers = search_layers(target.model, [target.tokenizer(SAMPLE)["input_ids"]]).layers
-    return LayerSkipDrafter(target.model, layers)
+    return TreeDrafter(TargetCache(target.model.layer_subset(layers)))

@@ -35,7 +35,6 @@ class AttentionRoute(Enum):
     METHOD = auto()  # the model has its own method for the scores (GPT-J, GPT-Neo, CodeGen)
     SDPA = auto()  # the model calls torch's attention itself (Falcon)
     MASK = auto()  # none of these: the model's arithmetic over gathered slots. Correct, but not batch invariant
-    RECOMPUTED = auto()  # the model's own forward over the whole text. Correct for all, and slow
 
 
 class ForwardState:

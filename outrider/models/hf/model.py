@@ -3,7 +3,7 @@
 transformers runs a model with any registered attention function. Ours receives the new queries, keys and values, writes
 the keys and values to the slot cache, and attends under the tree mask. So trees, ragged batches and `commit` work for
 every architecture, and there is no model code here. A few models do not use that interface. For them there are other
-routes (hooks.py), which are tried when the model is made. Where none fits, each forward reads the whole text (recomputed.py).
+routes (hooks.py), which are tried when the model is made. Where none fits, the model is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from outrider.models.base import (
     over_vocabulary,
 )
 from outrider.models.cache import SlotCache
-from outrider.models.checkpoint import free_memory
 from outrider.models.hf.batch_invariant import BatchInvariantOps
 from outrider.models.hf.experts import pack_experts_, weight_bytes
 from outrider.models.hf.hooks import (
@@ -48,7 +47,6 @@ from outrider.models.hf.hooks import (
 )
 from outrider.models.hf.layers import LayerStack
 from outrider.models.hf.linear import pack_linears_
-from outrider.models.hf.recomputed import WholeText, longest
 from outrider.models.hf.recurrent import Recurrences, StateView, attends, stores_state
 from outrider.models.matrix import float_rows, give_matrix_, matrix_of, rows_of
 from outrider.models.nodes import Nodes
@@ -60,7 +58,6 @@ _IMPLEMENTATION = {
     AttentionRoute.METHOD: "eager",
     AttentionRoute.SDPA: "sdpa",
     AttentionRoute.MASK: "eager",
-    AttentionRoute.RECOMPUTED: "eager",
 }
 # Kinds of attention layers that the forms of `outrider.models.attention` have.
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -76,7 +73,6 @@ class HFModel(LanguageModel):
     head_ids: int64 [n], ascending: the tokens that the output head keeps. All other logits are -inf. None keeps all.
     kv_cache_dtype: how the caches of `new_cache` keep keys and values. A forward takes a cache of any dtype.
     batch_invariant: found by a test forward when the model is made.
-    slow: why each forward reads the whole text again, and what that takes. Empty for other models.
 
     Raises UnsupportedModel with the reason if the model cannot be run, and ValueError for head_ids that it does not have.
     """
@@ -93,7 +89,6 @@ class HFModel(LanguageModel):
         refuse(model)
         self.model = model if own else shared_copy(model)
         self.model.eval()
-        _keep_scale_(self.model)
         self.vocab_size: int = vocabulary(self.model)
         self._head_ids: Tensor | None = None
         if head_ids is not None:
@@ -109,8 +104,7 @@ class HFModel(LanguageModel):
         head: Any = self.model.get_output_embeddings()
         self.weight_bytes, self.head_bytes = weight_bytes(self.model), weight_bytes(head)
         text = self.model.config.get_text_config()
-        length: int = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", 2048)
-        self.max_length: int = length if length > 0 else 2048  # XLNet has -1: no limit
+        self.max_length: int = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", 2048)
         self.num_layers: int = text.num_hidden_layers
         self.stack = LayerStack(self.model, self.num_layers)
         parameters = inspect.signature(self.model.forward).parameters
@@ -129,25 +123,21 @@ class HFModel(LanguageModel):
         self._stable = BatchInvariantOps(self._sdpa)
         self._careful = self.device.type == "cpu"  # run under `_stable`
         self._route = AttentionRoute.INTERFACE
-        self._whole: WholeText | None = None
-        self.slow = ""
         # On other devices the matrix kernels change with the batch.
         self.batch_invariant = self._find_route() and self.device.type == "cpu"
         self.windows = tuple(self._call.windows.get(layer) or 0 for layer in range(self.num_layers))
-        if self._whole is None:
-            self.kv_cache_dtype = kv_cache_dtype  # the routes were tried without rounding
+        self.kv_cache_dtype = kv_cache_dtype  # the routes were tried without rounding
         self._careful &= self._stable.needed > 0 or self._route is AttentionRoute.SDPA
         # only now: the check above compared the head's own
         self._head_ids = None if head_ids is None else head_ids.to(self.device)
 
     @property
     def path(self) -> str:
-        """How a forward runs: "general"; "masked", by the model's own attention over all cells of the slots; or "recomputed"."""
-        return {AttentionRoute.MASK: "masked", AttentionRoute.RECOMPUTED: "recomputed"}.get(self._route, "general")
+        """How a forward runs: "general", or "masked", by the model's own attention over all cells of the slots."""
+        return "masked" if self._route is AttentionRoute.MASK else "general"
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
-        starts = self.recurrences.starts if self._whole is None else {}
-        states = {key: LayerStates(start, num_slots) for key, start in starts.items()}
+        states = {key: LayerStates(start, num_slots) for key, start in self.recurrences.starts.items()}
         return SlotCache(num_slots, max_length, self.kv_cache_dtype, states)
 
     @torch.no_grad()  # not inference_mode: the cache is written to outside of it, too
@@ -155,8 +145,6 @@ class HFModel(LanguageModel):
         """See `LanguageModel.forward`."""
         nodes = nodes.to(self.device)
         nodes.cache.reserve(nodes.slots, nodes.total)
-        if self._whole is not None:
-            return self._read_whole(self._whole, nodes, taps, want)
         arguments: dict[str, Any] = {}
         kept = sorted(set(nodes.last)) if want == "last" else [0]
         if want != "all" and self._keeps:
@@ -193,31 +181,6 @@ class HFModel(LanguageModel):
         states = [out.hidden_states[-1] if t == FINAL_NORM else hidden[t] for t in taps]
         return logits, torch.cat(states, dim=-1) if taps else None
 
-    def _read_whole(self, whole: WholeText, nodes: Nodes, taps: tuple[int, ...], want: Want) -> Output:
-        """`forward` on the route RECOMPUTED. A text is read alone, so its logits cannot depend on other rows."""
-        if taps and not whole.causal:
-            raise ValueError(
-                f"{type(self.model).__name__} has other hidden states for each continuation of a text, so no head can read "
-                'them; draft with {"method": "suffix"} or another method that reads tokens only'
-            )
-        every = [[n for n, parent in enumerate(row[nodes.held :]) if parent >= -1] for row in nodes.parent_lists]
-        chosen = (
-            every if taps or want == "all" else [[n] for n in nodes.last] if want == "last" else [[] for _ in every]
-        )
-        logits, features = self._stand_in.new_zeros(len(every), nodes.count, self.vocab_size).float(), None
-        self._scale_ropes(nodes.cache.max_length)
-        for reading in whole.readings(nodes, chosen):
-            found, states = self._run(taps, **reading.inputs)
-            at, rows = list(reading.at), list(reading.at.values())
-            logits[reading.row, at] = found[0, rows]
-            if states is not None:
-                features = states.new_zeros(*logits.shape[:2], states.shape[-1]) if features is None else features
-                features[reading.row, at] = states[0, rows]
-        if want != "all":
-            last = logits[torch.arange(len(every)), nodes.last][:, None]
-            logits = last if want == "last" else last[:, :0]
-        return Output(logits, features)
-
     @contextmanager
     def _context(self) -> Iterator[None]:
         """The arithmetic of a forward."""
@@ -226,8 +189,6 @@ class HFModel(LanguageModel):
 
     def layer_subset(self, layers: Sequence[int]) -> HFModel:
         """See `LanguageModel.layer_subset`. Raises ValueError also if the model does not run without the rest."""
-        if self._whole is not None:
-            raise ValueError(f"no layer can be left out: {self.slow}")
         chosen = check_layers(layers, self.num_layers)
         part = copy.copy(self)
         part.stack, part.num_layers = LayerStack(self.model, self.num_layers, chosen), len(chosen)
@@ -313,7 +274,7 @@ class HFModel(LanguageModel):
     def _find_route(self) -> bool:
         """Use the first route that gives the logits of the model's own attention and cache.
 
-        Returns whether a node has the same bits in a batch of trees as alone. Raises UnsupportedModel if no route works.
+        Returns whether a node has the same bits in a batch of trees as alone. Raises UnsupportedModel if none does.
         """
         padding = getattr(self.model.config.get_text_config(), "pad_token_id", None)  # RoBERTa counts it as no position
         a, b, c, _, d, _ = ids = [n % self.vocab_size for n in range(1, 8) if n != padding][:6]
@@ -324,10 +285,9 @@ class HFModel(LanguageModel):
                 own, kept = out.logits[0].float(), getattr(out, self._cache_name, None)
         except Exception as error:
             raise UnsupportedModel(f"{type(self.model).__name__} does not run by itself: {error!r}") from error
-        trouble: Exception | str | None = why_not_by_node(self.model)
-        if trouble is None:
-            self.recurrences.learn(kept)
-        for route, by_node in self._routes() if trouble is None else ():
+        self.recurrences.learn(kept)
+        errors = list[Exception]()
+        for route, by_node in self._routes():
             self._install(route)
             self.recurrences.by_node = by_node
             self._stable.needed = 0
@@ -336,46 +296,17 @@ class HFModel(LanguageModel):
             try:
                 equal = self._check(ids, own)
             except Exception as error:  # a model's code may raise anything for arguments that it does not know
-                trouble = trouble or error
+                errors.append(error)
                 continue
             if self._call.attended | self.recurrences.scanned >= self._reading(kept):
                 break
         else:
-            equal = self._recompute(ids, own, trouble)
+            said = (error for error in errors if isinstance(error, ValueError))
+            _refuse_by_node(self.model, next(said, "outrider's attention cannot take the place of its own"))
         if self._route is AttentionRoute.INTERFACE:
             for config in _configs(self.model):
                 config._attn_implementation = NAME
         return equal and self.device.type == "cpu" and self._route is not AttentionRoute.MASK
-
-    def _recompute(self, ids: list[int], own: Tensor, trouble: Any) -> bool:
-        """Take the route that reads the whole text. Returns what `_check` does. Raises UnsupportedModel if it cannot run."""
-        name = type(self.model).__name__
-        self._install(AttentionRoute.RECOMPUTED)
-        self._stable.needed = 0
-        try:
-            with torch.no_grad(), self._context():
-                self._whole = WholeText(self.model, self.vocab_size, self.max_length, self._tolerance())
-                if not self._whole.causal:
-                    text = [*ids[:3], ids[4]]  # the path that `_check` compares
-                    own = torch.stack([self._whole.after(text[: n + 1]) for n in range(4)])
-            equal = self._check(ids, own)
-        except UnsupportedModel:
-            raise
-        except Exception as error:
-            raise UnsupportedModel(
-                f"{name} does not run ({trouble}), nor can it read whole texts ({error!r})"
-            ) from error
-        fits = longest(self.model, self.max_length, free_memory(self.device))
-        self.slow = (
-            f"{name} reads the whole text again for each token ({trouble}); this is exact and slow, and the time of a "
-            "token grows with the text"
-        )
-        if fits < self.max_length:
-            self.slow += f". Longer texts than {fits} tokens would not fit in the memory that is free"
-            self.max_length = fits
-        if not self._whole.causal:
-            self.slow += ". Each draft token costs as much as a token, so speculation does not make it faster"
-        return equal
 
     def _reading(self, kept: Any) -> set[int]:
         """The layers that read earlier tokens. kept: the model's own cache after a forward."""
@@ -456,20 +387,27 @@ class HFModel(LanguageModel):
 
 
 def refuse(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModel for what is no causal language model, or none whose logits are those of its text."""
+    """Raise UnsupportedModel for what is no causal language model, or keeps its memory of earlier tokens in another way."""
     config, name = model.config, type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; outrider runs decoder-only causal language models")
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForCausalLM")
-    if "lsh" in getattr(config, "attn_layers", ()) and (config.hash_seed is None or config.num_buckets is None):
-        raise UnsupportedModel(
-            f"{name} hashes with random numbers, so its logits change from forward to forward; set hash_seed and num_buckets in "
-            "its configuration"
-        )
+    if (reason := _why_not_by_node(model)) is not None:
+        _refuse_by_node(model, reason)
 
 
-def why_not_by_node(model: PreTrainedModel) -> str | None:
+def _refuse_by_node(model: PreTrainedModel, reason: object) -> NoReturn:
+    if getattr(model.config, "is_decoder", True) is False:
+        reason = f"{reason}; if its weights are those of a decoder, set is_decoder=True in its configuration"
+    raise UnsupportedModel(
+        f"{type(model).__name__} cannot keep its memory of earlier tokens node by node ({reason}), and without that each token "
+        "would read the whole text again: give another model, of which docs/models.md lists the classes, or run this one with "
+        "transformers alone, model.generate(...)"
+    )
+
+
+def _why_not_by_node(model: PreTrainedModel) -> str | None:
     """Why the memory of earlier tokens cannot be kept node by node, if the configuration or the modules tell."""
     text = model.config.get_text_config()
     odd = sorted(set(getattr(text, "layer_types", None) or []) - _ATTENTION)
@@ -494,13 +432,6 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
     memo |= {id(b): b.detach() for b in model.buffers()}
     return copy.deepcopy(model, memo)
-
-
-def _keep_scale_(model: PreTrainedModel) -> None:
-    """RWKV's first forward would halve weights in place, for float16. Packed ones, or those of the caller, must stay."""
-    for module in model.modules():
-        if getattr(module, "layers_are_rescaled", None) is False:
-            model.config.rescale_every = 0
 
 
 def vocabulary(model: PreTrainedModel) -> int:

@@ -40,7 +40,7 @@ def test_both_ways_to_draft_a_chain_end_it_at_the_same_token(temperature: float)
     """In one native call, and level by level. Their drafts, confidences and what they learn are the same."""
     draft = load("builtin:code-draft")
     native, levels = (ModelDrafter(draft.model, 1, 256) for _ in range(2))
-    levels._has_chain = lambda context, b: False
+    levels.levels.has_draft_chains = False
     text, lengths = draft.tokenizer.encode("def read(path):\n    with open(path) as file:\n        return"), set[int]()
     for n in range(4, len(text)):
         drafts = []

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.core.types import Budget
+from outrider.drafters.model.grower import Growth
 from outrider.drafters.model.shapes import BY_RANK, Shape, expected_accepted, optimal_shape
-from outrider.drafters.model.tree_drafter import Growth
 
 
 def all_shapes(nodes: int, budget: Budget) -> list[Shape]:

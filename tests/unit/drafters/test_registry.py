@@ -14,9 +14,10 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.core.types import Budget
-from outrider.drafters import LayerSkipDrafter, NoDraft, QuantizedSelfDrafter, make_drafter, make_drafters
+from outrider.drafters import NoDraft, make_drafter, make_drafters
 from outrider.drafters.config import DrafterSetup, SpeculativeConfig
 from outrider.drafters.method import METHODS, DraftMethod, TuneInputs
+from outrider.drafters.model.self_speculation import TargetCache
 from outrider.drafters.registry import (
     level_cost,
     lookup_names,
@@ -98,8 +99,8 @@ def test_no_node_is_no_draft(code: Loaded) -> None:
 
 def test_layers_are_searched_where_none_are_named(code: Loaded) -> None:
     drafter = make(code, method="layer_skip")
-    assert isinstance(drafter, LayerSkipDrafter)
-    assert 0 < len(drafter.layers) <= 8
+    assert isinstance(drafter.levels, TargetCache)
+    assert 0 < drafter.levels.model.num_layers <= 8
 
 
 def test_a_tree_of_too_many_nodes_is_refused() -> None:
@@ -195,7 +196,7 @@ def test_a_drafter_in_a_file(code: Loaded, plain: list[str], tmp_path: Path) -> 
 
 
 def test_a_quantized_copy_of_something_coarse_is_refused(code: Loaded) -> None:
-    assert isinstance(make(code, method="quantized_self"), QuantizedSelfDrafter)
+    assert isinstance(make(code, method="quantized_self").levels, TargetCache)
     coarse = Loaded(code.model, "x", code.tokenizer, code.end_ids, "int8", code.source)
     with pytest.raises(ValueError, match="gain nothing"):
         make(coarse, method="quantized_self")

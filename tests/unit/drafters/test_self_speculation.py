@@ -14,7 +14,8 @@ from helpers import decoder, plain_texts, request
 from outrider import LLM
 from outrider.core.params import SamplingParams
 from outrider.core.types import Budget
-from outrider.drafters.model.self_speculation import LayerSearch, LayerSkipDrafter, search_layers
+from outrider.drafters.model.grower import TreeDrafter
+from outrider.drafters.model.self_speculation import LayerSearch, TargetCache, search_layers
 from outrider.models.base import LanguageModel
 from outrider.models.hf.model import HFModel
 from outrider.models.native.model import NativeModel, supports
@@ -46,7 +47,7 @@ def test_text_is_plain_decodings(name: str) -> None:
     requests = [request([3 + i, 1, 2, 5], p, seed=i) for i, p in enumerate(params)]
     plain = plain_texts(model, requests)
     for layers, budget in (([0, 2], Budget(4)), ([1, 3], Budget(3, 2, 5)), ([0, 1, 2, 3], Budget(3))):
-        run = decoder(model, LayerSkipDrafter(model, layers), budget=budget, rows=2)
+        run = decoder(model, TreeDrafter(TargetCache(model.layer_subset(layers))), budget=budget, rows=2)
         assert [r.output for r in run.generate(requests)] == plain, (layers, budget)
 
 
@@ -54,7 +55,7 @@ def test_text_is_plain_decodings(name: str) -> None:
 def test_all_layers_are_the_model(name: str) -> None:
     """Every draft token of the whole as a part is right; so committed keys and scratch are read from the right cells."""
     model = MODELS[name]()
-    run = decoder(model, LayerSkipDrafter(model, range(4)), budget=Budget(4), rows=1)
+    run = decoder(model, TreeDrafter(TargetCache(model.layer_subset(range(4)))), budget=Budget(4), rows=1)
     steps = [s for s, _ in run.steps([request([3, 1, 2], SamplingParams(temperature=1.0, max_tokens=30))]) if s]
     assert all(s.verdict.accepted.tolist() == s.draft.num_draft_tokens.tolist() for s in steps)
     assert len(steps) < 10
@@ -83,7 +84,7 @@ def test_a_part_is_the_model_without_the_others() -> None:
 @pytest.mark.parametrize("layers", [[], [4], [-1, 2], [2, 1], [1, 1]])
 def test_layers_out_of_range_are_refused(layers: list[int]) -> None:
     with pytest.raises(ValueError, match=r"increasing numbers from 0 to 3.*\[0, 2\]"):
-        LayerSkipDrafter(HFModel(tiny("llama", num_hidden_layers=4)), layers)
+        HFModel(tiny("llama", num_hidden_layers=4)).layer_subset(layers)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_layers_that_cannot_draft_are_reported_in_words(config: dict[str, object
 
 def test_a_model_without_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="ToyModel has no layers"):
-        LayerSkipDrafter(ToyModel(), [0])
+        ToyModel().layer_subset([0])
 
 
 def test_the_search_leaves_out_the_layer_that_does_nothing(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_draft_does_not_depend_on_how_its_text_was_read(kind: str, temperature
             count = fresh.nodes
             assert made.host[b] == fresh.host[0]
             assert made.probs is None or torch.equal(made.probs[b, :count], fresh.probs[0])  # pyright: ignore[reportOptionalSubscript]
-            crossed.add(drafter.cache.length[asked.slots[b]] < len(tokens) - 5)
+            crossed.add(drafter.levels.cache.length[asked.slots[b]] < len(tokens) - 5)
         return made
 
     drafter.propose = compared
@@ -107,7 +107,7 @@ def test_steps_without_drafts_across_the_border_are_read_later() -> None:
     drafter.propose(ask[0])
     made = drafter.propose(ask[1])
     assert same(made, small().propose(ask[1]))
-    assert drafter.cache.length[0] <= SIZE
+    assert drafter.levels.cache.length[0] <= SIZE
 
 
 def test_the_window_of_a_text_is_found_in_files(tmp_path: Path) -> None:
@@ -152,10 +152,10 @@ def test_a_draft_with_other_tokens_has_a_window_too(way: Way) -> None:
     loop = decoder(target, drafter, budget=Budget(4), rows=3)
     assert [s.output for s in loop.generate(asked)] == plain_texts(target, asked)
     assert drafted > 50
-    assert max(drafter.cache.length) <= 32
+    assert max(drafter.levels.cache.length) <= 32
 
 
 def test_a_window_is_bounded_and_a_short_text_is_read_whole() -> None:
-    assert ModelDrafter(DRAFT.model, 1, 10**5).cache.max_length == min(WINDOW, DRAFT.model.max_length)
-    assert ModelDrafter(ToyModel(VOCAB, max_length=10**5), 1, 10**5).cache.max_length == WINDOW
+    assert ModelDrafter(DRAFT.model, 1, 10**5).levels.cache.max_length == min(WINDOW, DRAFT.model.max_length)
+    assert ModelDrafter(ToyModel(VOCAB, max_length=10**5), 1, 10**5).levels.cache.max_length == WINDOW
     assert small().missing(0, text(SIZE - 1)) == SIZE - 2

@@ -53,7 +53,7 @@ def test_every_setting_has_its_seconds(sizes: tuple[int, ...]) -> None:
     assert cost.drafters["draft"].first > 0
     assert cost.drafters["draft"].read >= 0
     assert cost.key == {"k": "v"}
-    assert sum(own.cache.length) == 0, "the drafter forgets the text"
+    assert sum(own.levels.cache.length) == 0, "the drafter forgets the text"
     assert own.error.scale == type(own.error)().scale
 
 

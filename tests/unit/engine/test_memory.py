@@ -21,7 +21,7 @@ def models() -> tuple[ToyModel, ModelDrafter]:
 
 
 def need(target: ToyModel, drafter: ModelDrafter) -> int:
-    return (per_token(target) + per_token(drafter.model)) * 3 * (200 + SCRATCH)  # type: ignore[arg-type]
+    return (per_token(target) + per_token(drafter.levels.model)) * 3 * (200 + SCRATCH)  # type: ignore[arg-type]
 
 
 def test_what_fits_is_taken_at_once_and_never_grows() -> None:
@@ -62,7 +62,7 @@ def test_texts_are_as_long_as_fits_in_the_room(share: float, length: int) -> Non
     """Of each slot one. For a server that did not ask, nothing is shortened."""
     target = ToyModel(VOCAB, seed=0, max_length=1000)
     drafter = ModelDrafter(ToyModel(VOCAB, seed=1, max_length=1000), 3, 1000)
-    most = (per_token(target) + per_token(drafter.model)) * 3 * (1000 + SCRATCH)  # type: ignore[arg-type]
+    most = (per_token(target) + per_token(drafter.levels.model)) * 3 * (1000 + SCRATCH)  # type: ignore[arg-type]
     fitted = engine(target, drafter, rows=3, room=int(share * most) + 5000, prefix_bytes=5000)
     assert fitted.decoder.max_length == length
     assert fitted.memory.most <= share * most or length == 256
@@ -75,7 +75,11 @@ def test_texts_are_as_long_as_fits_in_the_room(share: float, length: int) -> Non
 def test_the_cache_of_a_draft_model_ends_with_its_window() -> None:
     """What it does not take is left for longer texts of the target."""
     target, drafter = ToyModel(VOCAB, seed=0, max_length=10000), ModelDrafter(ToyModel(VOCAB), 3, 100)
-    memory, each, own = Memory(target, SlotCache(3, 10000), [drafter]), per_token(target), per_token(drafter.model)
+    memory, each, own = (
+        Memory(target, SlotCache(3, 10000), [drafter]),
+        per_token(target),
+        per_token(drafter.levels.model),
+    )
     assert memory.most == 3 * (each * (10000 + SCRATCH) + own * (100 + SCRATCH))
     room = 3 * (each * (5000 + SCRATCH) + own * (100 + SCRATCH))
     assert [memory.longest(room - less) for less in (0, 1)] == [5000, 4999]

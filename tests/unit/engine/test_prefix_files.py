@@ -26,11 +26,12 @@ from outrider.core import contents
 from outrider.core.contents import ContentFolder
 from outrider.core.files import byte_count
 from outrider.core.params import SamplingParams
-from outrider.drafters.base import BaseDrafter, NoDraft
-from outrider.drafters.heads.eagle.drafter import EagleDrafter, eagle_model
+from outrider.drafters.base import Drafter, NoDraft
+from outrider.drafters.heads.eagle.drafter import Pairs, eagle_model
 from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.model import draft_model
 from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.drafters.model.grower import TreeDrafter
 from outrider.engine import prefix_files
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.prefix_files import PrefixFiles
@@ -46,7 +47,7 @@ ROOM, LENGTH, SEGMENT = 1 << 30, 120, 16
 
 class Kind(NamedTuple):
     target: Loaded
-    drafter: Callable[[], BaseDrafter]
+    drafter: Callable[[], Drafter]
 
 
 def hybrid(model: Any, name: str) -> Loaded:
@@ -58,21 +59,19 @@ def kind(name: str) -> Kind:
     if name == "head":
         target = replace(small_target(), source="builtin:code")
         head = eagle_model(read_eagle(GOLDEN / "eagle31", target), target.model, LENGTH, "none")
-        return Kind(target, lambda: EagleDrafter(head, 2, LENGTH))
+        return Kind(target, lambda: TreeDrafter(Pairs(head, 2, LENGTH)))
     if name == "hybrid":
         return Kind(hybrid(HFModel(tiny("qwen3_5_text")), name), NoDraft)
     if name == "native hybrid":
         return Kind(hybrid(NativeModel(tiny("lfm2")), name), NoDraft)
     if name == "draft model":
-        draft = load("builtin:code-draft")
-        return Kind(load("builtin:code"), lambda: drafting(draft))
+        return Kind(load("builtin:code"), lambda: ModelDrafter(draft().model, 2, LENGTH))
     return Kind(load("builtin:code", kv_cache_dtype=name), NoDraft)
 
 
-def drafting(draft: Loaded) -> ModelDrafter:
-    made = ModelDrafter(draft.model, 2, LENGTH)
-    made.loaded = draft
-    return made
+@cache
+def draft() -> Loaded:
+    return load("builtin:code-draft")
 
 
 KINDS = ("auto", "bfloat16", "int8", "hybrid", "native hybrid", "head", "draft model")
@@ -86,10 +85,9 @@ class Process:
         self.drafter, self.folder = make(), ContentFolder(folder, limit)
         self.files = PrefixFiles(self.folder, loaded)
         self.prefixes = PrefixCache(memory, self.files)
-        if isinstance(self.drafter, ModelDrafter):
-            assert self.drafter.loaded is not None
-            self.drafted = PrefixFiles(self.folder, self.drafter.loaded)
-            self.drafter.prefixes = PrefixCache(0, self.drafted)
+        if name == "draft model":
+            self.drafted = PrefixFiles(self.folder, draft())
+            self.drafter = ModelDrafter(draft().model, 2, LENGTH, prefixes=PrefixCache(0, self.drafted))
         self.loop = Loop(
             loaded.model, self.drafter, controller=Fixed(3), num_slots=2, max_length=LENGTH, prefixes=self.prefixes
         )

@@ -155,9 +155,9 @@ def test_settings_that_change_what_the_table_says(tmp_path: Path) -> None:
         "vocab_size": 97,
     }
     assert check(written(tmp_path, **falcon))["path"] == "general"
-    slow = check(written(tmp_path, **falcon, alibi=True))
-    assert slow["path"] == "recomputed"
-    assert slow["drafters"]["layer_skip"] == "no layer of this model can be left out"
+    biased = check(written(tmp_path, **falcon, alibi=True))
+    assert biased["status"] == "refused"
+    assert "ALiBi" in biased["reason"]
 
 
 def test_a_class_that_was_never_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,14 +169,15 @@ def test_a_class_that_was_never_tried(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "instead: load it" in "\n".join(compatibility.lines("it", found))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "bloom", "big_bird", "mamba", "mixtral", "reformer"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "bloom", "big_bird", "mamba", "mixtral", "reformer", "xlnet"])
 def test_the_table_says_what_a_load_says(kind: str, tmp_path: Path) -> None:
     raw = tiny_model(tiny_config(whole_config(kind)))
     raw.save_pretrained(tmp_path)
     found = check(str(tmp_path))
     if not found["runs"]:
-        with pytest.raises(UnsupportedModel):
+        with pytest.raises(UnsupportedModel) as caught:
             load(str(tmp_path))
+        assert (found["status"], found["reason"]) == ("refused", str(caught.value))
         return
     model = load(str(tmp_path)).model
     assert found["path"] == (model.path if isinstance(model, HFModel) else "native")

@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 from outrider.core.params import SamplingParams
 from outrider.core.tree import tree
 from outrider.core.types import PADDING, Budget
-from outrider.drafters.base import BaseDrafter
+from outrider.drafters.base import Drafter
 from outrider.drafters.model.draft_model import ModelDrafter
-from outrider.drafters.model.self_speculation import LayerSkipDrafter
+from outrider.drafters.model.grower import TreeDrafter
+from outrider.drafters.model.self_speculation import TargetCache
 from outrider.engine.policy import HEADROOM
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.scheduler import Scheduler
@@ -211,7 +212,7 @@ def test_drafters_that_are_always_right_or_always_wrong(name: str) -> None:
     model = model_of(name)[1]
     requests = [request(p, SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True), 5) for p in prompts(2, 9)]
     expected = plain_texts(model, requests, end_ids=())
-    drafters: list[BaseDrafter] = [ModelDrafter(model, 2, 128), Wrong(1)]
+    drafters: list[Drafter] = [ModelDrafter(model, 2, 128), Wrong(1)]
     for drafter, budget, count in zip(drafters, (Budget(4), Budget(4)), (4, 20), strict=True):
         run = decoder(model, drafter, rows=2, budget=budget, end_ids=()).generate(requests)
         assert [r.output for r in run] == expected
@@ -276,7 +277,9 @@ def test_layers_can_be_skipped() -> None:
     model = model_of("qwen3_5_text")[1]
     requests = [request(p, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)) for p in prompts(2, 9)]
     for layers in ([0], [1]):
-        run = decoder(model, LayerSkipDrafter(model, layers), rows=2, end_ids=()).generate(requests)
+        run = decoder(model, TreeDrafter(TargetCache(model.layer_subset(layers))), rows=2, end_ids=()).generate(
+            requests
+        )
         assert [r.output for r in run] == plain_texts(model, requests, end_ids=())
 
 
@@ -287,7 +290,7 @@ def test_layers_that_share_keys() -> None:
     texts = [raw.generate(torch.tensor([p]), do_sample=False, max_new_tokens=10)[0].tolist() for p in prompts(3, 13)]
     assert outputs(model, texts, Guided(texts)) == texts
     with pytest.raises(ValueError, match=r"does not run with layers \[0, 1\] alone"):
-        LayerSkipDrafter(model, [0, 1])
+        model.layer_subset([0, 1])
     assert outputs(model, texts, Guided(texts)) == texts
 
 

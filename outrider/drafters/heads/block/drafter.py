@@ -1,5 +1,5 @@
-"""Drafts a block of tokens in one forward: DFlash, DFlash2 with its convolutions and its choice among candidates, LiLiCorr with
-another choice, and DSpark with its Markov bias and its confidence."""
+"""Drafts a block of tokens in one forward: DFlash, DFlash2 with its convolutions and its choice among candidates, and DSpark
+with its Markov bias and its confidence."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.block.files import read_block
-from outrider.drafters.heads.block.lilicorr import CandidateScores, LiLiCorr
 from outrider.drafters.heads.block.module import BlockConfig, around
-from outrider.drafters.heads.features import HELD, FeatureReader
-from outrider.drafters.heads.lattice import ParallelDrafter
+from outrider.drafters.heads.features import HELD, FeatureCache
+from outrider.drafters.heads.lattice import Lattice
 from outrider.drafters.heads.layers import Linears, PackedLayer, Rotary, precision_of
 from outrider.drafters.heads.reading import OUTPUT, HeadWeights
 from outrider.drafters.heads.selftest import head_drafter, parallel_survival
+from outrider.drafters.model.grower import TreeDrafter
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SCRATCH, SlotCache
 from outrider.models.nodes import Nodes
@@ -65,16 +65,6 @@ class BlockModel:
             names = ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
             before, after, project = (tensors[f"candidate_selector.{n}"].float().to(self.device) for n in names)
             self._selector = before, after, project
-        self._lilicorr = None
-        if config.lilicorr is not None:
-            own = {n.removeprefix("lilicorr."): t.float() for n, t in tensors.items() if n.startswith("lilicorr.")}
-            with torch.device("meta"):
-                self._lilicorr = LiLiCorr(config.lilicorr, config.hidden_size, config.block_size, config.rms_norm_eps)
-            self._lilicorr.load_state_dict(own, assign=True)
-            self._lilicorr.to(self.device).requires_grad_(False)
-            self.weight_bytes += sum(4 * t.numel() for t in own.values()) // config.drafts
-        # LiLiCorr's: by slot, how many positions were read, and the state of the last one
-        self._last = dict[int, tuple[int, Tensor]]()
         self._rotary = Rotary(config, self.max_length + SCRATCH + config.block_size, self.device)
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
@@ -85,8 +75,6 @@ class BlockModel:
         start, count = cache.length[slot], len(features)
         cache.reserve([slot], count + self.config.block_size)
         context = self._context_norm(self._fc(features.float()))
-        if self._lilicorr is not None:
-            self._last[slot] = start + count, context[-1].clone()
         positions = torch.arange(start, start + count, device=self.device)
         for i, layer in enumerate(self._layers):
             self._write(cache, i, slot, start, *self._keys_values(layer, context, positions))
@@ -150,18 +138,6 @@ class BlockModel:
         """float32 [..., kept]."""
         return self._lm_head(z)
 
-    def scores(self, cache: SlotCache, slots: Sequence[int], z: Tensor, logits: Tensor) -> CandidateScores | None:
-        """LiLiCorr's. z: float32 [batch, slot, hidden], of all slots that draft. logits: their logits [batch, slot, vocab]."""
-        if self._lilicorr is None:
-            return None
-        found, ids = logits.topk(self.config.candidates)
-        last = [self._last.get(slot, (0, z[0, 0])) for slot in slots]
-        known = torch.tensor([n == cache.length[slot] > 0 for slot, (n, _) in zip(slots, last, strict=True)])
-        anchor = torch.stack([row for _, row in last])
-        log_probs = found - logits.logsumexp(-1, keepdim=True)
-        embeddings = self._target.embedding_rows(ids)
-        return self._lilicorr(ids, embeddings, log_probs, z, anchor, known.to(self.device))
-
     def bias(self, z: Tensor, token: int, places: Tensor | None) -> Tensor:
         """float32 [kept]: of a slot's logits after a token. z: float32 [hidden], of the slot. places: some of the columns."""
         if self._selector is not None:
@@ -192,8 +168,14 @@ class BlockModel:
             stored[slot, :, start : start + len(new)] = new.transpose(0, 1)
 
 
-class BlockDrafter(FeatureReader, ParallelDrafter):
-    """Drafts all tokens of a step in one forward over [root, mask, ...]. Its cache holds features of committed tokens only."""
+class BlockLattice(Lattice):
+    """Levels of a block over [root, mask, ...]. The cache holds features of committed tokens only.
+
+    Attributes:
+        model: the layers.
+        cache: keys and values of the features of each text.
+        hidden: float32 [line, drafts, hidden], of the last block of each line.
+    """
 
     def __init__(
         self,
@@ -204,44 +186,34 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
         quantization: str = "auto",
     ) -> None:
         """num_slots, max_length: slots of the cache, and tokens of each."""
-        config = head.config
-        super().__init__(config.vocab_size, target.device, head.subset(target.device))
-        self.model = BlockModel(head, target, max_length, quantization)
-        self.cache, self.waiting, self.taps = self.model.new_cache(num_slots, max_length), {}, config.taps
-        self.first_order = config.markov_rank + config.selector_rank > 0 or config.lilicorr is not None
+        config, self.model = head.config, BlockModel(head, target, max_length, quantization)
+        self.cache = self.model.new_cache(num_slots, max_length)
+        self.features, self.taps = FeatureCache(self.cache, pairs=False), config.taps
+        super().__init__(config.vocab_size, target.device, config.drafts, head.subset(target.device))
+        self.first_order = config.markov_rank + config.selector_rank > 0
         self.learns = not self.first_order
-        self._hidden = torch.empty(0)  # of the last block of each line, [line, drafts, hidden]
-        self._scores: CandidateScores | None = None  # of the last blocks
+        self.hidden = torch.empty(0)
 
-    def _room(self, slot: int, tokens: list[int]) -> int:
-        return min(self.model.config.drafts, self._left(slot, tokens))
-
-    def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
+    def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
         for slot in slots:
-            if held := self.waiting.get(slot):
-                self.model.read(self.cache, slot, self._features(slot))
-                held.keep(0)
+            if waiting := self.features.waiting.get(slot):
+                self.model.read(self.cache, slot, self.features.joined(slot))
+                waiting.keep(0)
         z = self.model.block(self.cache, slots, [tokens[-1] for tokens in texts])
         first = 0 if self.model.config.from_anchor else 1
-        read = self.model.config.drafts if self.model.config.lilicorr else depth  # LiLiCorr reads all slots together
-        self._hidden = z[:, first : first + read].contiguous()
-        logits = self.model.logits(self._hidden)
-        self._scores = self.model.scores(self.cache, slots, self._hidden, logits)
-        return logits[:, :depth]
+        self.hidden = z[:, first : first + depth].contiguous()
+        return self.model.logits(self.hidden)
 
-    def _after_token(self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None) -> Tensor:
-        if self._scores is None:
-            return logits + self.model.bias(self._hidden[line, level], token, places)
-        found = self._scores.after(line, level, token)
-        return logits if found is None else found[self._scores.ids[line, level].argsort()]
+    def after_token(self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None) -> Tensor:
+        return logits + self.model.bias(self.hidden[line, level], token, places)
 
-    def _possible(self, logits: Tensor) -> Tensor | None:
+    def possible(self, logits: Tensor) -> Tensor | None:
         count = min(self.model.config.candidates, len(logits))
         return logits.topk(count).indices.sort().values if count else None
 
-    def _log_confidence(self, line: int, level: int, token: int) -> float:
-        return self.model.log_confidence(self._hidden[line, level], token)
+    def log_confidence(self, line: int, level: int, token: int) -> float:
+        return self.model.log_confidence(self.hidden[line, level], token)
 
 
-def from_setup(setup: DrafterSetup) -> BlockDrafter:
-    return head_drafter(setup, read_block, BlockDrafter, {"from_anchor": "sample_from_anchor"}, parallel_survival)
+def from_setup(setup: DrafterSetup) -> TreeDrafter[BlockLattice]:
+    return head_drafter(setup, read_block, BlockLattice, {"from_anchor": "sample_from_anchor"}, parallel_survival)

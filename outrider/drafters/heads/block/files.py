@@ -1,4 +1,4 @@
-"""Reads block drafters: DFlash (arXiv 2602.06036), DFlash2, LiLiCorr (arXiv 2608.20530) and DSpark.
+"""Reads block drafters: DFlash (arXiv 2602.06036), DFlash2 and DSpark.
 
 The folders are as speculators, z-lab, Model-Optimizer, DeepSpec and transformers write them. It writes DFlash and DSpark as
 speculators does.
@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 
-from outrider.drafters.heads.block.lilicorr import LiLiCorrConfig
 from outrider.drafters.heads.block.module import BlockConfig, BlockModule
 from outrider.drafters.heads.config import Field, settings_of, speculators_settings, vocabulary_maps
 from outrider.drafters.heads.files import (
     DFLASH,
     DFLASH2,
     DSPARK,
-    LILICORR,
     HeadFolder,
     settings_named,
     store_head,
@@ -40,8 +38,8 @@ _SELECTOR = (Field("selector_top_k", int, 16, layer=False),)  # DFlash2 alone; t
 
 @settings_named
 def read_block(folder: str | Path | HeadFolder, target: Loaded) -> HeadWeights[BlockConfig]:
-    """Read a DFlash, DFlash2, LiLiCorr or DSpark drafter. Raises ValueError, naming both sides, for what does not fit."""
-    reader = HeadReader(folder, target, DFLASH, DFLASH2, LILICORR, DSPARK)
+    """Read a DFlash, DFlash2 or DSpark drafter. Raises ValueError, naming both sides, for what does not fit."""
+    reader = HeadReader(folder, target, DFLASH, DFLASH2, DSPARK)
     config, tensors = _config(reader), reader.tensors
     reader.check_whole(lambda: BlockModule(config), "block drafter")
     ids = reader.token_ids(config.vocab_size, config.draft_vocab_size)
@@ -66,8 +64,6 @@ def _config(reader: HeadReader) -> BlockConfig:
     layers = 1 + max(int(n.split(".")[1]) for n in tensors if n.startswith("layers."))
     if int(given.get("num_hidden_layers", layers)) != layers:
         raise ValueError(f"{path} has {layers} layers, and config.json says {given['num_hidden_layers']}")
-    if reader.kind == LILICORR:
-        shape["lilicorr"] = _lilicorr(reader, given, shape)
     taps = _taps(reader, given, shape["target_hidden_size"])
     return reader.made(BlockConfig, **shape, taps=taps, num_layers=layers, mask_token_id=reader.mask(given))
 
@@ -80,21 +76,6 @@ def _convolutions(reader: HeadReader) -> dict[str, int]:
         return {}
     groups = len(rows) // (2 * base.shape[1])
     return {"conv_kernel_size": base.shape[1], "conv_group_size": base.shape[2] // max(groups, 1)}
-
-
-def _lilicorr(reader: HeadReader, given: Mapping[str, Any], shape: Mapping[str, Any]) -> LiLiCorrConfig:
-    """Raises ValueError for a setting that is missing: another value would rank the candidates by another function."""
-    path, kinds = reader.path, get_type_hints(LiLiCorrConfig)
-    if missing := [name for name in kinds if f"lilicorr_{name}" not in given]:
-        raise ValueError(f"{path}: config.json does not say lilicorr_{missing[0]}; download it again")
-    if shape["draft_vocab_size"] != shape["vocab_size"] or shape["hidden_size"] != shape["target_hidden_size"]:
-        raise ValueError(
-            f"{path} is a LiLiCorr head with a draft vocabulary or a width of its own; outrider runs those that rank all "
-            "tokens by the target's embedding"
-        )
-    said = {name: kind(given[f"lilicorr_{name}"]) for name, kind in kinds.items()}
-    said["hidden_size"] = said["hidden_size"] or shape["hidden_size"]
-    return reader.made(LiLiCorrConfig, **said)
 
 
 def _taps(reader: HeadReader, given: Mapping[str, Any], wide: int) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from outrider.drafters.heads.block.lilicorr import LiLiCorr, LiLiCorrConfig
 from outrider.drafters.heads.config import HeadShape
 from outrider.drafters.heads.layers import START, HeadAttention, HeadMLP, HeadModule, turned
 from outrider.drafters.heads.reading import EMBED, OUTPUT, HeadWeights
@@ -29,7 +28,7 @@ class BlockConfig(HeadShape):
     in DFlash slot k drafts the token at its own position. markov_rank: width of the bias by the token before; 0 without one.
     confidence: whether it has a confidence head. confidence_markov: the confidence reads the token before, too. conv_kernel_size:
     taps of the convolutions around attention and MLP (DFlash2); 0 without. conv_group_size: numbers that share a kernel.
-    selector_rank: width of DFlash2's choice among the selector_top_k likeliest tokens; 0 without. lilicorr: LiLiCorr's choice.
+    selector_rank: width of DFlash2's choice among the selector_top_k likeliest tokens; 0 without.
     """
 
     block_size: int
@@ -42,7 +41,6 @@ class BlockConfig(HeadShape):
     conv_group_size: int = 16
     selector_rank: int = 0
     selector_top_k: int = 16
-    lilicorr: LiLiCorrConfig | None = None
 
     @property
     def drafts(self) -> int:
@@ -52,8 +50,6 @@ class BlockConfig(HeadShape):
     @property
     def candidates(self) -> int:
         """The likeliest tokens of a slot, among which the token before chooses; 0 for all tokens."""
-        if self.lilicorr is not None:
-            return self.lilicorr.candidate_topk
         return self.selector_top_k if self.selector_rank else 0
 
 
@@ -168,7 +164,7 @@ class ConfidenceHead(nn.Module):
 
 
 class BlockModule(HeadModule):
-    """DFlash, DSpark with `markov_rank`, and DFlash2 or LiLiCorr with what chooses among candidates.
+    """DFlash, DSpark with `markov_rank`, and DFlash2 with `selector_rank`.
 
     Embedding and output head are frozen.
 
@@ -198,7 +194,6 @@ class BlockModule(HeadModule):
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
         self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
-        self.lilicorr = None if config.lilicorr is None else LiLiCorr(config.lilicorr, size, config.block_size, eps)
 
     @classmethod
     def of(cls, given: HeadWeights[BlockConfig], embedding: Tensor, output: Tensor) -> BlockModule:

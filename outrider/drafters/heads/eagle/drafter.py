@@ -6,7 +6,6 @@ A head works over the slot cache and at draft trees: by the native step, or in t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -14,16 +13,18 @@ from torch.nn.utils.rnn import pad_sequence
 
 from outrider.core.tree import chain
 from outrider.core.types import Commit
+from outrider.drafters.base import DraftContext
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.eagle.module import EagleConfig, EagleEquations
-from outrider.drafters.heads.features import HELD, HeadOutput, NativePairs, PairModel, PairReader, last_nodes
-from outrider.drafters.heads.lattice import ParallelDrafter
+from outrider.drafters.heads.features import HELD, FeatureCache, HeadOutput, NativePairs, PairModel, last_nodes
+from outrider.drafters.heads.lattice import Lattice
 from outrider.drafters.heads.layers import Linears, PackedLayer, Rotary, precision_of
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.drafters.heads.selftest import DEPTH, DraftHits, head_drafter, parallel_survival
-from outrider.drafters.model.confidence import FOR_HEADS, LogitError
-from outrider.drafters.model.tree_drafter import CachedTreeDrafter, GrowthSettings
+from outrider.drafters.model.cached import CachedLevels, Feed
+from outrider.drafters.model.confidence import FOR_HEADS
+from outrider.drafters.model.grower import TreeDrafter
 from outrider.kernels import cpu as native
 from outrider.kernels.attention import Scoring
 from outrider.models.attention import attend, write
@@ -184,40 +185,41 @@ class TorchEagle(EagleEquations, PairModel):
         return query
 
 
-class EagleDrafter(PairReader, CachedTreeDrafter):
-    """Drafts from the target's features (Li et al. 2025, arXiv 2503.01840; the equations: docs/guides/heads.md).
+class Pairs(CachedLevels):
+    """Levels of a head that reads pairs of a token and a feature (Li et al. 2025, arXiv 2503.01840; docs/guides/heads.md).
 
     The cache holds pairs of the target's features only. What the head feeds back to itself while it drafts is in the scratch,
     which is never committed: the same positions are read again from true features. Pairs wait until a draft reads them, and all
     but the last one cost only their keys and values.
+
+    Attributes:
+        model: the head.
+        features: what it holds of each text.
     """
 
-    def __init__(self, model: PairModel, num_slots: int, max_length: int, **settings: Unpack[GrowthSettings]) -> None:
-        """num_slots, max_length: slots of the cache, and tokens of each. settings: see `GrowthSettings`."""
-        CachedTreeDrafter.__init__(self, model, num_slots, max_length, subset=model.subset, **settings)
-        self.error = LogitError(FOR_HEADS)
-        self.model, self.taps = model, model.taps
-        self.waiting = {}
+    scale = FOR_HEADS
+
+    def __init__(self, model: PairModel, num_slots: int, max_length: int) -> None:
+        """num_slots, max_length: slots of the cache, and tokens of each."""
+        super().__init__(model, model.subset)
+        self.taps, self.cache = model.taps, model.new_cache(num_slots, max_length)
+        self.features = FeatureCache(self.cache, pairs=True)
         # slot -> g of the children of each node in the scratch, [place, hidden]
-        self._fed_back: dict[int, Tensor] = {}
+        self._fed_back = dict[int, Tensor]()
 
-    def release(self, slot: int) -> None:
-        super().release(slot)
-        self._fed_back.pop(slot, None)
+    def room(self, slot: int, tokens: list[int]) -> int:
+        return self.features.room(slot, tokens)
 
-    def _keep(self, slot: int, places: list[int], commit: Commit) -> None:
-        """The root's pair alone: it was read from the target's features."""
-        self.cache.commit([slot], [[0]])
-        self.waiting[slot].keep(0)
-        self._fed_back.pop(slot, None)
+    def add(self, slot: int, features: Tensor, first: int) -> None:
+        self.features.add(slot, features, first)
 
-    def _room(self, slot: int, tokens: list[int]) -> int:
-        return self._left(slot, tokens)
+    def unread(self, slot: int, tokens: list[int]) -> Feed:
+        return self.features.pair_tokens(slot, tokens), self.features.joined(slot)
 
-    def _unread(self, slot: int, tokens: list[int]) -> tuple[list[int], Tensor | None]:
-        return self._pair_tokens(slot, tokens), self._features(slot)
+    def ingested(self, slot: int, count: int) -> None:
+        self.features.ingested(slot, count)
 
-    def _forward(self, nodes: Nodes, features: Tensor | None, want: Want) -> Tensor:
+    def forward(self, nodes: Nodes, features: Tensor | None, want: Want) -> Tensor:
         if features is not None:
             logits, g = self.model.forward(nodes, features, want=want)
             self._fed_back |= zip(nodes.slots, g, strict=True)
@@ -230,15 +232,26 @@ class EagleDrafter(PairReader, CachedTreeDrafter):
             self._fed_back[slot] = torch.cat([before, new])
         return logits
 
+    def update(self, context: DraftContext, commits: Sequence[Commit]) -> None:
+        """Of a draft the root's pair alone is kept: it was read from the target's features."""
+        for slot in context.slots:
+            if self.places.pop(slot, None) is not None:
+                self.cache.commit([slot], [[0]])
+                self.features.waiting[slot].keep(0)
+                self._fed_back.pop(slot, None)
 
-class PEagleDrafter(PairReader, ParallelDrafter):
-    """P-EAGLE: a head of several layers that drafts all tokens of a step in one forward, from the target's features and masks.
+    def release(self, slot: int) -> None:
+        super().release(slot)
+        self.features.release(slot)
+        self._fed_back.pop(slot, None)
+
+
+class MaskedPairs(Lattice):
+    """Levels of P-EAGLE: a head of several layers that drafts all tokens of a step in one forward.
 
     The slots after the root's pair hold a mask token and a learnt feature in place of the target's. Each slot attends to the
     text and to the slots before it, so the distributions of later tokens do not depend on draft tokens. The
-    cache holds pairs of committed tokens only, as `EagleDrafter`'s does.
-
-    num_slots, max_length: slots of the cache, and tokens of each.
+    cache holds pairs of committed tokens only, as that of `Pairs` does.
     """
 
     def __init__(
@@ -249,53 +262,52 @@ class PEagleDrafter(PairReader, ParallelDrafter):
         max_length: int,
         quantization: str = "auto",
     ) -> None:
-        config = head.config
-        self.model = eagle_model(head, target, max_length, quantization)
-        super().__init__(config.vocab_size, target.device, self.model.subset)
-        self.cache, self.waiting, self.taps = self.model.new_cache(num_slots, max_length), {}, config.taps
+        """num_slots, max_length: slots of the cache, and tokens of each."""
+        config, self.model = head.config, eagle_model(head, target, max_length, quantization)
+        self.cache = self.model.new_cache(num_slots, max_length)
+        self.features, self.taps = FeatureCache(self.cache, pairs=True), config.taps
+        super().__init__(config.vocab_size, target.device, config.parallel_drafts, self.model.subset)
         assert config.mask_token_id is not None
-        self._drafts, self._mask = config.parallel_drafts, config.mask_token_id
+        self._mask = config.mask_token_id
         self._mask_features = head.tensors["mask_hidden"].float().flatten().to(self.device)
 
-    def _room(self, slot: int, tokens: list[int]) -> int:
-        return min(self._drafts, self._left(slot, tokens))
-
-    def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
-        waiting = [self._features(slot) for slot in slots]
+    def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
+        waiting = [self.features.joined(slot) for slot in slots]
         masked = [self._mask] * (depth - 1)
-        feeds = [[*self._pair_tokens(slot, t), *masked] for slot, t in zip(slots, texts, strict=True)]
+        feeds = [[*self.features.pair_tokens(slot, t), *masked] for slot, t in zip(slots, texts, strict=True)]
         tokens, parents = chain(feeds)
         masks = self._mask_features.expand(depth - 1, -1)
         features = pad_sequence([torch.cat([own, masks]) for own in waiting], batch_first=True)
-        logits = self.model.forward(Nodes(tokens, self.cache, [*slots], parents), features, want=depth).logits
+        nodes = Nodes(tokens, self.cache, [*slots], parents)
+        logits = self.model.forward(nodes, features, want=depth).logits
         for slot, own in zip(slots, waiting, strict=True):
-            self._ingested(slot, len(own))
+            self.features.ingested(slot, len(own))
         return logits
 
 
-def from_setup(setup: DrafterSetup) -> EagleDrafter:
+def from_setup(setup: DrafterSetup) -> TreeDrafter[Pairs]:
     """Read the head of a configuration, and try it on a known text."""
-
-    def made(
-        head: HeadWeights[EagleConfig], target: LanguageModel, num_slots: int, max_length: int, quantization: str
-    ) -> EagleDrafter:
-        return EagleDrafter(eagle_model(head, target, max_length, quantization), num_slots, max_length)
-
     flags = {name: name for name in ("norm_output", "norm_before_residual")}
-    return head_drafter(setup, read_eagle, made, flags, survival)
+    return head_drafter(
+        setup,
+        read_eagle,
+        lambda head, target, rows, length, precision: Pairs(eagle_model(head, target, length, precision), rows, length),
+        flags,
+        survival,
+    )
 
 
-def parallel_from_setup(setup: DrafterSetup) -> PEagleDrafter:
+def parallel_from_setup(setup: DrafterSetup) -> TreeDrafter[MaskedPairs]:
     flags = {"norm_before_residual": "norm_before_residual"}
-    return head_drafter(setup, read_eagle, PEagleDrafter, flags, parallel_survival)
+    return head_drafter(setup, read_eagle, MaskedPairs, flags, parallel_survival)
 
 
-def survival(drafter: EagleDrafter, text: Sequence[int], features: Tensor, right: Sequence[int]) -> DraftHits:
+def survival(drafter: TreeDrafter[Pairs], text: Sequence[int], features: Tensor, right: Sequence[int]) -> DraftHits:
     """Drafts after each position of a text, fed with the text's own tokens. All positions are branches of one tree.
 
     features: float [position, feature] of the text. right: the target's most likely token after each position.
     """
-    count, model = len(text) - 1 - DEPTH, drafter.model
+    count, model = len(text) - 1 - DEPTH, drafter.levels.model
     cache = model.new_cache(1, len(text))
     g = torch.empty(0)
     alive = torch.ones(count, dtype=torch.bool)

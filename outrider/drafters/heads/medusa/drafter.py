@@ -14,47 +14,43 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from outrider.core.sampling import TokenSubset
-from outrider.core.types import Commit
-from outrider.drafters.base import DraftContext, TargetPass
+from outrider.drafters.base import Resources
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.files import head_of
-from outrider.drafters.heads.lattice import ParallelDrafter
+from outrider.drafters.heads.lattice import Lattice
 from outrider.drafters.heads.layers import Linear, Linears, precision_of
 from outrider.drafters.heads.medusa.files import MedusaWeights, read_medusa
 from outrider.drafters.heads.selftest import Misreading, examine, parallel_survival
+from outrider.drafters.model.grower import TreeDrafter
 from outrider.models.base import FINAL_NORM, LanguageModel
 
 
-class MedusaDrafter(ParallelDrafter):
-    """Drafts from the hidden state before the root, which predicted the root. It keeps one state for each sequence."""
+class MedusaLattice(Lattice):
+    """Levels from the hidden state before the root, which predicted the root. It keeps one state for each sequence."""
 
-    taps: tuple[int, ...] = (FINAL_NORM,)
+    taps = (FINAL_NORM,)
 
     def __init__(self, head: MedusaWeights, target: LanguageModel, quantization: str = "auto") -> None:
         ids = head.token_ids
         subset = None if ids is None else TokenSubset(ids.to(target.device), head.vocab_size)
-        super().__init__(head.vocab_size, target.device, subset)
+        super().__init__(head.vocab_size, target.device, len(head.blocks), subset)
         self.model = MedusaModel(head, target, quantization)
         self._states: dict[int, tuple[int, Tensor]] = {}  # slot -> (position, hidden [hidden])
 
-    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
+    def room(self, slot: int, tokens: list[int]) -> int:
+        position, _ = self._states.get(slot, (-1, None))
+        return self.drafts if position == len(tokens) - 2 >= 0 else 0
+
+    def add(self, slot: int, features: Tensor, first: int) -> None:
         self._states[slot] = first + len(features) - 1, features[-1].float().clone()
 
-    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
-        super().update(context, commits, target)
-        for slot, tokens, commit in zip(context.slots, context.tokens, commits, strict=True):
-            if commit.features is not None and len(commit.features):
-                self._states[slot] = len(tokens) - 2, commit.features[-1].float().clone()
-
     def release(self, slot: int) -> None:
-        super().release(slot)
         self._states.pop(slot, None)
 
-    def _room(self, slot: int, tokens: list[int]) -> int:
-        position, _ = self._states.get(slot, (-1, None))
-        return len(self.model.heads) if position == len(tokens) - 2 >= 0 else 0
+    def resources(self) -> Resources:
+        return Resources(self.model)
 
-    def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
+    def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
         return self.model.logits(torch.stack([self._states[slot][1] for slot in slots]), depth)
 
 
@@ -118,15 +114,15 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return made
 
 
-def from_setup(setup: DrafterSetup) -> MedusaDrafter:
+def from_setup(setup: DrafterSetup) -> TreeDrafter[MedusaLattice]:
     target, path = setup.target, head_of(setup.config.model, setup.target.name)
     head, last = read_medusa(path, target), (target.model.num_layers - 1,)
 
-    def made(given: MedusaWeights) -> MedusaDrafter:
-        return MedusaDrafter(given, target.model, setup.config.quantization)
+    def made(given: MedusaWeights) -> TreeDrafter[MedusaLattice]:
+        return TreeDrafter(MedusaLattice(given, target.model, setup.config.quantization))
 
     drafter = made(head)
-    others: list[Misreading[MedusaDrafter]] = [("the last layer before the final norm", last, lambda: made(head))]
+    others: list[Misreading[MedusaLattice]] = [("the last layer before the final norm", last, lambda: made(head))]
     if len(head.blocks) > 1:
         later = replace(head, blocks=head.blocks[1:], outputs=head.outputs[1:] or head.outputs)
         others.append(("the first head for the token that is known already", drafter.taps, lambda: made(later)))

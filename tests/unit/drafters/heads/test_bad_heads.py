@@ -38,20 +38,6 @@ def flat(into: Path) -> Path:
     return out
 
 
-def lilicorr(**changed: Any) -> Callable[[Path], Path]:
-    """The golden LiLiCorr head with other settings of its own; None leaves one out."""
-
-    def made(into: Path) -> Path:
-        out = copied("lilicorr", into)
-        config = json.loads((out / "config.json").read_text())
-        own = config["dflash_config"] | {f"lilicorr_{name}": value for name, value in changed.items()}
-        config["dflash_config"] = {name: value for name, value in own.items() if value is not None}
-        (out / "config.json").write_text(json.dumps(config))
-        return out
-
-    return made
-
-
 # name -> (the target, the folder, other settings, what the error says)
 BAD: dict[str, tuple[Loaded, Callable[[Path], Path], dict[str, Any], str]] = {
     "eagle3 of another target": (
@@ -86,16 +72,13 @@ BAD: dict[str, tuple[Loaded, Callable[[Path], Path], dict[str, Any], str]] = {
     "a missing tensor of a block": (
         TARGET, with_tensors("dflash", hidden_norm__weight=None), {}, r"lacks hidden_norm\.weight; .* Download it again",
     ),
-    "a LiLiCorr head without a setting": (
-        TARGET, lilicorr(logit_scale=None), {}, r"does not say lilicorr_logit_scale; download it again",
-    ),
-    "a LiLiCorr head of no size": (TARGET, lilicorr(vector_eps=0), {}, r"lilicorr_vector_eps is 0\.0; it must be above 0"),
-    "heads that do not divide the width": (TARGET, lilicorr(num_heads=5), {}, r"num_heads 5 must divide .*hidden_size 24"),
-    "a LiLiCorr head of other vectors": (
-        TARGET, lilicorr(factor_dim=9), {}, r"lilicorr\.\w+head\.weight is \(8, 24\), and the settings say \(9, 24\)",
-    ),
-    "a LiLiCorr head of some tokens": (
-        TARGET, given("lilicorr", draft_vocab_size=64), {}, r"with a draft vocabulary .* rank all tokens by the target's",
+    "a kind that does not run": (
+        TARGET,
+        lambda into: copied(
+            "dflash", into, {"speculators_model_type": None}, lilicorr__slot_embedding=torch.ones(2)
+        ),
+        {},
+        r"of the kind 'lilicorr', which outrider does not run: .* DSpark blocks run",
     ),
     "a tensor left over": (
         TARGET,

@@ -15,13 +15,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider import SamplingParams
 from outrider.control import Fixed
 from outrider.core.sampling import TokenSubset
-from outrider.drafters.base import BaseDrafter
-from outrider.drafters.heads.eagle.drafter import EagleDrafter, eagle_model
+from outrider.drafters.base import Drafter
+from outrider.drafters.heads.eagle.drafter import Pairs, eagle_model
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
-from outrider.drafters.heads.lattice import ParallelDrafter
-from outrider.drafters.heads.medusa.drafter import MedusaDrafter
+from outrider.drafters.heads.lattice import Lattice
+from outrider.drafters.heads.medusa.drafter import MedusaLattice
 from outrider.drafters.heads.medusa.files import MedusaWeights
 from outrider.drafters.heads.reading import HeadWeights
+from outrider.drafters.model.grower import TreeDrafter
 from outrider.models.native.model import NativeModel
 from outrider.models.nodes import Nodes
 
@@ -45,45 +46,55 @@ def target() -> tuple[NativeModel, LlamaConfig]:
 MODEL, CONFIG = target()
 
 
-def eagle(kept: tuple[int, ...]) -> EagleDrafter:
+def eagle(kept: tuple[int, ...]) -> TreeDrafter[Pairs]:
     torch.manual_seed(1)
     config = EagleConfig.for_target(CONFIG, draft_vocab_size=len(kept), taps=(0, 2))
     head = Eagle(config, torch.tensor(kept))
     tensors = {
         n: torch.randn_like(t) * 0.5 if t.dim() == 2 else t for n, t in head.state_dict().items() if "embed" not in n
     }
-    return EagleDrafter(eagle_model(HeadWeights(config, tensors, torch.tensor(kept)), MODEL, 64, "none"), 50, 64)
+    return TreeDrafter(Pairs(eagle_model(HeadWeights(config, tensors, torch.tensor(kept)), MODEL, 64, "none"), 50, 64))
 
 
-def medusa(kept: tuple[int, ...]) -> MedusaDrafter:
+def medusa(kept: tuple[int, ...]) -> TreeDrafter[MedusaLattice]:
     torch.manual_seed(2)
     blocks = [[(torch.randn(16, 16) * 0.3, torch.randn(16))] for _ in range(2)]
     ids = None if len(kept) == VOCAB else torch.tensor(kept)
-    return MedusaDrafter(MedusaWeights(blocks, [torch.randn(len(kept), 16) * 0.5], ids, VOCAB), MODEL, "none")
+    return TreeDrafter(
+        MedusaLattice(MedusaWeights(blocks, [torch.randn(len(kept), 16) * 0.5], ids, VOCAB), MODEL, "none")
+    )
 
 
-class FirstOrder(ParallelDrafter):
+class FirstOrder(Lattice):
     """Two depths, each with a bias by the token before it, as DSpark and DFlash2 have one."""
 
     first_order = True
 
     def __init__(self, kept: tuple[int, ...]) -> None:
         super().__init__(
-            VOCAB, torch.device("cpu"), None if len(kept) == VOCAB else TokenSubset(torch.tensor(kept), VOCAB)
+            VOCAB, torch.device("cpu"), 2, None if len(kept) == VOCAB else TokenSubset(torch.tensor(kept), VOCAB)
         )
         draw = torch.Generator().manual_seed(3)
         self.depths = torch.randn(2, len(kept), generator=draw)
         self.biases = 2 * torch.randn(2, VOCAB, len(kept), generator=draw)
 
-    def _room(self, slot: int, tokens: list[int]) -> int:
+    def room(self, slot: int, tokens: list[int]) -> int:
         return 2
 
-    def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
+    def add(self, slot: int, features: Tensor, first: int) -> None: ...
+
+    def release(self, slot: int) -> None: ...
+
+    def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
         return self.depths[:depth].expand(len(slots), -1, -1)
 
-    def _after_token(self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None) -> Tensor:
+    def after_token(self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None) -> Tensor:
         bias = self.biases[level, token]
         return logits + (bias if places is None else bias[places])
+
+
+def first_order(kept: tuple[int, ...]) -> TreeDrafter[FirstOrder]:
+    return TreeDrafter(FirstOrder(kept))
 
 
 def exact() -> dict[tuple[int, ...], float]:
@@ -101,12 +112,12 @@ ALL, TWO = (0, 1, 2, 3, 4), (1, 3)
 CASES = [
     pytest.param(make, verifier, width, kept, samples, marks=() if samples == FEW else pytest.mark.long)
     for samples, cases in (
-        (FEW, [(eagle, "rejection", 2, TWO), (FirstOrder, "rejection", 2, ALL)]),
+        (FEW, [(eagle, "rejection", 2, TWO), (first_order, "rejection", 2, ALL)]),
         (
             SAMPLES,
             [
                 (make, verifier, width, kept)
-                for make in (eagle, medusa, FirstOrder)
+                for make in (eagle, medusa, first_order)
                 for kept in (ALL, TWO)
                 for verifier, width in (("rejection", 1), ("rejection", 2), ("block", 1), ("traversal", 2))
             ],
@@ -118,7 +129,7 @@ CASES = [
 
 @pytest.mark.parametrize(("make", "verifier", "width", "kept", "samples"), CASES)
 def test_the_distribution_is_the_targets(
-    make: Callable[[tuple[int, ...]], BaseDrafter], verifier: str, width: int, kept: tuple[int, ...], samples: int
+    make: Callable[[tuple[int, ...]], Drafter], verifier: str, width: int, kept: tuple[int, ...], samples: int
 ) -> None:
     drafter = make(kept)
     loop = Loop(MODEL, drafter, verifier, controller=Fixed(2, width, 4), num_slots=50, max_length=64)

@@ -4,7 +4,7 @@ changes. Every fault that is known from other systems is planted once, and found
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -22,11 +22,12 @@ from outrider.core.features import Features
 from outrider.core.types import Budget, Draft
 from outrider.drafters.base import DraftContext
 from outrider.drafters.heads import layers
-from outrider.drafters.heads.eagle.drafter import EagleDrafter, eagle_model
+from outrider.drafters.heads.eagle.drafter import Pairs, eagle_model
 from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
 from outrider.drafters.heads.layers import precision_of
 from outrider.drafters.heads.reading import HeadWeights
+from outrider.drafters.model.grower import Growth, Level, TreeDrafter
 from outrider.engine import Engine
 from outrider.kernels import cpu as native
 from outrider.models.base import FINAL_NORM
@@ -56,9 +57,9 @@ HEADS = (*EAGLE3, "eagle1")
 
 def drafter(
     name: str = "eagle31", rows: int = 4, max_length: int = 256, plain: bool = False, **settings: Any
-) -> EagleDrafter:
+) -> TreeDrafter[Pairs]:
     model = eagle_model(weights(name), TARGET.model, max_length, "none", plain=plain)
-    return EagleDrafter(model, rows, max_length, **settings)
+    return TreeDrafter(Pairs(model, rows, max_length), **settings)
 
 
 def features(tokens: list[int], taps: tuple[int, ...]) -> Tensor:
@@ -68,9 +69,9 @@ def features(tokens: list[int], taps: tuple[int, ...]) -> Tensor:
     return out[0]
 
 
-def fresh(made: EagleDrafter, tokens: list[int], slot: int = 0) -> EagleDrafter:
+def fresh(made: TreeDrafter[Pairs], tokens: list[int], slot: int = 0) -> TreeDrafter[Pairs]:
     """A new drafter over the same weights that was told the whole text at once, and what was learned of their error."""
-    new = EagleDrafter(made.model, made.cache.num_slots, made.cache.max_length)
+    new = TreeDrafter(Pairs(made.levels.model, made.levels.cache.num_slots, made.levels.cache.max_length))
     new.error.scale = made.error.scale
     new.start(slot, tokens, 0, features(tokens[:-1], made.taps))
     return new
@@ -92,7 +93,7 @@ def reference(name: str, tokens: list[int], depth: int = 5) -> list[int]:
     return chain_of(Eagle.of(head, TABLE).eval(), tokens, features(tokens[:-1], head.config.taps), depth)
 
 
-def proposed(made: EagleDrafter, tokens: list[int], depth: int = 5) -> list[int]:
+def proposed(made: TreeDrafter[Pairs], tokens: list[int], depth: int = 5) -> list[int]:
     draft = made.propose(context([0], [tokens], [Budget(depth)], GREEDY))
     return [t for t, _ in draft.host[0][1:]]
 
@@ -101,7 +102,7 @@ def proposed(made: EagleDrafter, tokens: list[int], depth: int = 5) -> list[int]
 @pytest.mark.parametrize("name", HEADS)
 def test_chains_are_those_of_the_plain_head(name: str, plain: bool) -> None:
     made = drafter(name, plain=plain)
-    assert made.model.has_draft_chains != plain
+    assert made.levels.has_draft_chains != plain
     for length in (2, 3, 17, 60):
         tokens = PROMPT[:length]
         assert proposed(fresh(made, tokens), tokens) == reference(name, tokens)
@@ -164,25 +165,15 @@ def test_every_path_of_a_tree_is_a_chain(name: str) -> None:
     made = fresh(drafter(name), PROMPT)
     head = Eagle.of(weights(name), TABLE).eval()
     seen: dict[tuple[int, ...], Tensor] = {}
-    forward, ingest = made._forward, made._ingest
+    opens, extends = made.levels.open, made.levels.extend
 
-    def kept(rows: Tensor, paths: list[tuple[int, ...]]) -> Tensor:
-        seen.update(zip(paths, rows, strict=True))
-        return rows
+    def watched(levels: list[Level], grown: Mapping[int, Growth]) -> list[Level]:
+        for level in levels:
+            seen.update((tuple(grown[b].path(n)), row) for (b, n), row in zip(level.nodes, level.logits, strict=True))
+        return levels
 
-    grown: dict[int, Any] = {}
-    start = made._start
-    made._start = lambda c, b, depth: grown.setdefault(b, start(c, b, depth))  # type: ignore[method-assign]
-    made._ingest = lambda c, some: kept(ingest(c, some), [()])  # type: ignore[method-assign]
-
-    def watched(nodes: Nodes, read: Tensor | None, want: Any) -> Tensor:
-        logits = forward(nodes, read, want)
-        if read is None:
-            level = [n for n, place in enumerate(grown[0].places) if place >= nodes.held]
-            kept(logits[0], [tuple(grown[0].path(n)) for n in level])
-        return logits
-
-    made._forward = watched  # type: ignore[method-assign]
+    made.levels.open = lambda c, grown: watched(opens(c, grown), grown)  # type: ignore[method-assign]
+    made.levels.extend = lambda c, grown, *at: watched(extends(c, grown, *at), grown)  # type: ignore[method-assign]
     made.propose(context([0], [PROMPT], [Budget(4, 3, 9)], GREEDY))
     assert len(seen) > 4
     with torch.no_grad():
@@ -194,7 +185,7 @@ def test_every_path_of_a_tree_is_a_chain(name: str) -> None:
             assert torch.allclose(head.logits(y[0, -1]), got, atol=1e-4)
 
 
-class _Checked(EagleDrafter):
+class _Checked(TreeDrafter[Pairs]):
     """Compares each draft with that of a new drafter that is told the whole text at once."""
 
     compared = 0
@@ -244,7 +235,7 @@ class _Lucky(_Checked):
 
 
 def lucky(name: str = "eagle31", **more: Any) -> _Lucky:
-    return _Lucky(eagle_model(weights(name), TARGET.model, 256, "none"), 4, 256, **more)
+    return _Lucky(Pairs(eagle_model(weights(name), TARGET.model, 256, "none"), 4, 256), **more)
 
 
 def requests(count: int = 5, tokens: int = 12) -> list:
@@ -270,36 +261,35 @@ def test_a_draft_depends_on_the_text_alone(name: str, budget: Budget, chunk: int
     assert [r.output for r in rows] == plain_texts(TARGET.model, asked)
     assert made.compared >= (10 if budget.depth else 0)
     assert not budget.depth or sum(map(sum, (r.counts.accepted for r in rows))) > 8
-    assert not made.waiting
-    assert not made._fed_back
-    assert made.cache.length == [0] * 4
+    assert not made.levels.features.waiting
+    assert made.levels.cache.length == [0] * 4
 
 
 # -- planted faults -------------------------------------------------------------------------------------------------------
 
 
-def _off_by_one(made: EagleDrafter) -> None:
-    add = made.add
-    made.add = lambda slot, f, first: add(slot, f.roll(1, 0), first)  # type: ignore[method-assign]
+def _off_by_one(made: TreeDrafter[Pairs]) -> None:
+    add = made.levels.add
+    made.levels.add = lambda slot, f, first: add(slot, f.roll(1, 0), first)  # type: ignore[method-assign]
 
 
-def _wrong_tap(made: EagleDrafter) -> None:
+def _wrong_tap(made: TreeDrafter[Pairs]) -> None:
     made.taps = tuple(t - 1 for t in made.taps)
 
 
-def _feedback_kept(made: EagleDrafter) -> None:
+def _feedback_kept(made: TreeDrafter[Pairs]) -> None:
     update, kept = made.update, set[int]()
 
     def keeps(context_: DraftContext, commits: Any, target: Any) -> None:
         for slot, commit in zip(context_.slots, commits, strict=True):
-            places = made._places.get(slot, [])
+            places = made.levels.places.get(slot, [])
             forwarded = [n for n in commit.nodes if n < len(places) and places[n] >= 0]
             if len(forwarded) > 1:
-                made._places.pop(slot)
-                made.waiting.pop(slot)
-                made.cache.commit([slot], [range(len(forwarded))])
+                made.levels.places.pop(slot)
+                made.levels.features.waiting.pop(slot)
+                made.levels.cache.commit([slot], [range(len(forwarded))])
                 first = len(context_.tokens[context_.slots.index(slot)]) - len(commit.features) + len(forwarded) - 2
-                made.waiting[slot] = Features(first, commit.features[len(forwarded) - 1 :])
+                made.levels.features.waiting[slot] = Features(first, commit.features[len(forwarded) - 1 :])
                 kept.add(slot)
         rest = [replace(c, features=None) if s in kept else c for s, c in zip(context_.slots, commits, strict=True)]
         kept.clear()
@@ -308,12 +298,12 @@ def _feedback_kept(made: EagleDrafter) -> None:
     made.update = keeps  # type: ignore[method-assign]
 
 
-def _post_for_pre_norm(made: EagleDrafter) -> None:
+def _post_for_pre_norm(made: TreeDrafter[Pairs]) -> None:
     """The last layer after the final norm, where it must be before it (golden heads read it)."""
     made.taps = tuple(FINAL_NORM if t == TARGET.model.num_layers - 1 else t for t in made.taps)
 
 
-FAULTS: dict[str, Callable[[EagleDrafter], None]] = {
+FAULTS: dict[str, Callable[[TreeDrafter[Pairs]], None]] = {
     "features off by one position": _off_by_one,
     "wrong tap": _wrong_tap,
     "feedback kept": _feedback_kept,
@@ -321,7 +311,7 @@ FAULTS: dict[str, Callable[[EagleDrafter], None]] = {
 }
 
 
-def _texts(fault: Callable[[EagleDrafter], None] | None) -> list[list[int]]:
+def _texts(fault: Callable[[TreeDrafter[Pairs]], None] | None) -> list[list[int]]:
     made = lucky()
     if fault is not None:
         fault(made)
@@ -341,8 +331,8 @@ def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
         _texts(FAULTS[fault])
 
 
-def _right(made: EagleDrafter, tokens: list[int], slot: int, taps: tuple[int, ...]) -> EagleDrafter:
-    new = EagleDrafter(made.model, made.cache.num_slots, made.cache.max_length)
+def _right(made: TreeDrafter[Pairs], tokens: list[int], slot: int, taps: tuple[int, ...]) -> TreeDrafter[Pairs]:
+    new = TreeDrafter(Pairs(made.levels.model, made.levels.cache.num_slots, made.levels.cache.max_length))
     new.start(slot, tokens, 0, features(tokens[:-1], taps))
     return new
 
@@ -409,9 +399,10 @@ def test_lower_precision_drafts_nearly_the_same() -> None:
     tokens = PROMPT[:30]
     want = None
     for kind in ("none", "int8", "int4"):
-        made = EagleDrafter(eagle_model(read, TARGET.model, 256, kind), 1, 256)
+        made = TreeDrafter(Pairs(eagle_model(read, TARGET.model, 256, kind), 1, 256))
         made.start(0, tokens, 0, features(tokens[:-1], made.taps))
-        got = made._ingest(context([0], [tokens], [Budget(1)], GREEDY), [0])
+        ask = context([0], [tokens], [Budget(1)], GREEDY)
+        got = made.levels.open(ask, {0: Growth(tokens[-1], Budget(1))})[0].logits
         want = got if want is None else want
         assert float((got - want).norm() / want.norm()) < 0.2
 
@@ -423,5 +414,5 @@ def test_a_large_head_is_rounded_only_if_kernels_can_read_it(monkeypatch: pytest
     monkeypatch.setattr(native, "why", lambda: "a test")
     assert precision_of("auto", large) == "float32"
     monkeypatch.setattr(layers, "SMALL", 0)
-    made = EagleDrafter(eagle_model(weights("eagle31"), TARGET.model, 256), 1, 256)
+    made = TreeDrafter(Pairs(eagle_model(weights("eagle31"), TARGET.model, 256), 1, 256))
     assert proposed(fresh(made, PROMPT), PROMPT) == reference("eagle31", PROMPT)

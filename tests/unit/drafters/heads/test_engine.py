@@ -12,10 +12,11 @@ from heads import GOLDEN, small_target
 from helpers import plain_texts, request
 
 from outrider import LLM, SamplingParams
-from outrider.drafters.heads.block.drafter import BlockDrafter
+from outrider.drafters.heads.block.drafter import BlockLattice
 from outrider.drafters.heads.block.files import read_block
-from outrider.drafters.heads.eagle.drafter import EagleDrafter, eagle_model
+from outrider.drafters.heads.eagle.drafter import Pairs, eagle_model
 from outrider.drafters.heads.eagle.files import read_eagle
+from outrider.drafters.model.grower import TreeDrafter
 from outrider.engine import Engine
 from outrider.engine.memory import Memory, per_token
 from outrider.models.cache import SCRATCH
@@ -24,30 +25,32 @@ TARGET = small_target()
 PROMPT = [(7 * i * i + 3 * i + 11) % 127 for i in range(60)]
 
 
-def eagle(damaged: bool = False) -> EagleDrafter:
+def eagle(damaged: bool = False) -> TreeDrafter[Pairs]:
     head = read_eagle(GOLDEN / "eagle31", TARGET)
     if damaged:
         head.tensors["lm_head.weight"] = torch.full_like(head.tensors["lm_head.weight"], torch.nan)
-    return EagleDrafter(eagle_model(head, TARGET.model, 160), 3, 160)
+    return TreeDrafter(Pairs(eagle_model(head, TARGET.model, 160), 3, 160))
 
 
-def block(damaged: bool = False) -> BlockDrafter:
-    made = BlockDrafter(read_block(GOLDEN / "dspark", TARGET), TARGET.model, 3, 160)
+def block(damaged: bool = False) -> TreeDrafter[BlockLattice]:
+    made = TreeDrafter(BlockLattice(read_block(GOLDEN / "dspark", TARGET), TARGET.model, 3, 160))
     if damaged:
-        made.model.logits = lambda z: torch.full((*z.shape[:-1], 128), torch.nan)  # type: ignore[method-assign]
+        made.levels.model.logits = lambda z: torch.full((*z.shape[:-1], 128), torch.nan)  # type: ignore[method-assign]
     return made
 
 
 @pytest.mark.parametrize("make", [eagle, block])
-def test_memory_is_counted_and_taken_at_once(make: Callable[[], EagleDrafter | BlockDrafter]) -> None:
+def test_memory_is_counted_and_taken_at_once(
+    make: Callable[[], TreeDrafter[Pairs] | TreeDrafter[BlockLattice]],
+) -> None:
     drafter, cache = make(), TARGET.model.new_cache(3, 160)
-    each = per_token(TARGET.model) + per_token(drafter.model)  # type: ignore[arg-type]
+    each = per_token(TARGET.model) + per_token(drafter.levels.model)  # type: ignore[arg-type]
     memory = Memory(TARGET.model, cache, [drafter])
     with pytest.raises(ValueError, match="would fit"):
         memory.bound(10_000, 0)
     memory.bound(each * 3 * (160 + SCRATCH), 0)
     assert memory.bytes == each * 3 * (160 + SCRATCH)
-    assert drafter.cache.length == [0, 0, 0]
+    assert drafter.levels.cache.length == [0, 0, 0]
 
 
 def test_other_rows_without_a_head() -> None:
@@ -70,7 +73,7 @@ def test_other_rows_without_a_head() -> None:
 
 
 @pytest.mark.parametrize("make", [eagle, block])
-def test_a_damaged_head_changes_no_text(make: Callable[..., EagleDrafter | BlockDrafter]) -> None:
+def test_a_damaged_head_changes_no_text(make: Callable[..., TreeDrafter[Pairs] | TreeDrafter[BlockLattice]]) -> None:
     """Weights that give NaN draft nothing."""
     made = make(damaged=True)
     llm = LLM(TARGET, drafter=made, max_num_seqs=3, max_model_len=160)

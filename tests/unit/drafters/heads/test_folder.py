@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from outrider import LLM, SamplingParams
 from outrider.drafters import make_drafter, make_drafters
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.heads.eagle.drafter import EagleDrafter, eagle_model
+from outrider.drafters.heads.eagle.drafter import Pairs, eagle_model
 from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.files import open_head, own_head
 from outrider.drafters.heads.selftest import examine
@@ -58,7 +58,7 @@ def test_a_folder_is_enough(config: dict[str, Any]) -> None:
 
 def test_the_method_is_recognised() -> None:
     assert SpeculativeConfig.of({"model": HEAD}).method == "eagle"
-    assert isinstance(make(model=HEAD), EagleDrafter)
+    assert isinstance(make(model=HEAD).levels, Pairs)
     ask = SpeculativeConfig.of({"method": "auto", "model": HEAD})
     auto = make_drafters(ask, TARGET, rows=1, max_length=64, device="cpu")
     assert list(auto) == ["prediction", "suffix", "eagle"]

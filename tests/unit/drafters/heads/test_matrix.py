@@ -20,12 +20,13 @@ from outrider import LLM, SamplingParams
 from outrider.control import Fixed
 from outrider.core.types import Draft
 from outrider.drafters.base import DraftContext
-from outrider.drafters.heads.block.drafter import BlockDrafter
+from outrider.drafters.heads.block.drafter import BlockLattice
 from outrider.drafters.heads.block.files import read_block
-from outrider.drafters.heads.eagle.drafter import EagleDrafter, PEagleDrafter, eagle_model
+from outrider.drafters.heads.eagle.drafter import MaskedPairs, Pairs, eagle_model
 from outrider.drafters.heads.eagle.files import read_eagle
-from outrider.drafters.heads.medusa.drafter import MedusaDrafter
+from outrider.drafters.heads.medusa.drafter import MedusaLattice
 from outrider.drafters.heads.medusa.files import read_medusa
+from outrider.drafters.model.grower import TreeDrafter
 from outrider.engine import Engine
 from outrider.models.base import FINAL_NORM
 from outrider.models.nodes import Nodes
@@ -33,7 +34,7 @@ from outrider.models.nodes import Nodes
 TARGET = small_target()
 LAST = TARGET.model.num_layers - 1
 PROMPT = [(7 * i * i + 3 * i + 11) % 127 for i in range(60)]
-NAMES = ("eagle", "eagle1", "peagle", "medusa", "dflash", "dspark", "dflash2", "lilicorr")
+NAMES = ("eagle", "eagle1", "peagle", "medusa", "dflash", "dspark", "dflash2")
 LAYOUTS = ("medusa-old", "medusa-shared", "medusa-target")  # the other ways in which Medusa heads have outputs
 
 
@@ -57,14 +58,15 @@ def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], A
     made, model = tmp_path_factory.mktemp("made"), TARGET.model
     folder, old = medusa_folder(made), eagle1_folder(made)
     return {
-        "eagle1": lambda: EagleDrafter(eagle_model(read_eagle(old, TARGET), model, 160, "none"), 3, 160),
-        "eagle": lambda: EagleDrafter(eagle_model(read_eagle(GOLDEN / "eagle31", TARGET), model, 160, "none"), 3, 160),
-        "peagle": lambda: PEagleDrafter(read_eagle(GOLDEN / "peagle", TARGET), model, 3, 160, "none"),
-        "medusa": lambda: MedusaDrafter(read_medusa(folder, TARGET), model, "none"),
-        "dflash": lambda: BlockDrafter(read_block(GOLDEN / "dflash", TARGET), model, 3, 160, "none"),
-        "dspark": lambda: BlockDrafter(read_block(GOLDEN / "dspark", TARGET), model, 3, 160, "none"),
-        "dflash2": lambda: BlockDrafter(read_block(GOLDEN / "dflash2", TARGET), model, 3, 160, "none"),
-        "lilicorr": lambda: BlockDrafter(read_block(GOLDEN / "lilicorr", TARGET), model, 3, 160, "none"),
+        "eagle1": lambda: TreeDrafter(Pairs(eagle_model(read_eagle(old, TARGET), model, 160, "none"), 3, 160)),
+        "eagle": lambda: TreeDrafter(
+            Pairs(eagle_model(read_eagle(GOLDEN / "eagle31", TARGET), model, 160, "none"), 3, 160)
+        ),
+        "peagle": lambda: TreeDrafter(MaskedPairs(read_eagle(GOLDEN / "peagle", TARGET), model, 3, 160, "none")),
+        "medusa": lambda: TreeDrafter(MedusaLattice(read_medusa(folder, TARGET), model, "none")),
+        "dflash": lambda: TreeDrafter(BlockLattice(read_block(GOLDEN / "dflash", TARGET), model, 3, 160, "none")),
+        "dspark": lambda: TreeDrafter(BlockLattice(read_block(GOLDEN / "dspark", TARGET), model, 3, 160, "none")),
+        "dflash2": lambda: TreeDrafter(BlockLattice(read_block(GOLDEN / "dflash2", TARGET), model, 3, 160, "none")),
     }
 
 
@@ -134,15 +136,8 @@ def checked(make: Callable[[], Any], fault: Callable[[Any], None] | None) -> Any
 
 
 def _off_by_one(made: Any) -> None:
-    if isinstance(made, MedusaDrafter):
-        start, update = made.start, made.update
-        made.start = lambda slot, tokens, first, f: start(slot, tokens, first, f.roll(1, 0))  # type: ignore[method-assign]
-        made.update = lambda c, commits, t: update(  # type: ignore[method-assign]
-            c, [replace(x, features=x.features * 0.5) for x in commits], t
-        )
-        return
-    add = made.add
-    made.add = lambda slot, f, first: add(slot, f.roll(1, 0), first)
+    add = made.levels.add
+    made.levels.add = lambda slot, f, first: add(slot, f.roll(1, 0) if len(f) > 1 else f * 0.5, first)
 
 
 def _wrong_tap(made: Any) -> None:
@@ -156,7 +151,7 @@ def _other_side_of_the_norm(made: Any) -> None:
 
 def _slots_kept(made: Any) -> None:
     """The first slot of a draft stays in the cache, in place of the features of that position."""
-    logits, keep = made._logits, made.cache
+    logits, keep = made.levels.logits, made.levels.cache
 
     def kept(slots: Sequence[int], texts: Any, depth: int) -> Tensor:
         found = logits(slots, texts, depth)
@@ -167,7 +162,7 @@ def _slots_kept(made: Any) -> None:
                     t[slot, :, place - 1] = t[slot, :, place]
         return found
 
-    made._logits = kept
+    made.levels.logits = kept
 
 
 FAULTS: dict[str, tuple[Callable[[Any], None], tuple[str, ...]]] = {

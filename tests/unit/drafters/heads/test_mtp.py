@@ -27,10 +27,11 @@ from outrider import SamplingParams
 from outrider.control import Fixed
 from outrider.drafters import make_drafter, make_drafters
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.heads.eagle.drafter import EagleDrafter
+from outrider.drafters.heads.eagle.drafter import Pairs
 from outrider.drafters.heads.features import NativePairs
 from outrider.drafters.heads.mtp import mtp_model
 from outrider.drafters.method import TuneInputs
+from outrider.drafters.model.grower import TreeDrafter
 from outrider.drafters.registry import level_cost
 from outrider.models.base import FINAL_NORM
 from outrider.models.hf.model import HFModel
@@ -193,9 +194,9 @@ def test_no_text_changes(kind: str, folders: dict[str, Path]) -> None:
     """Batches, chunks of prompts, chains and trees, greedy and sampled; and a verifier that reads distributions."""
     loaded = target(folders[kind], kind)
 
-    def drafter() -> EagleDrafter:
+    def drafter() -> TreeDrafter[Pairs]:
         made = make_drafter(SpeculativeConfig.of({"method": "mtp"}), loaded, rows=2, max_length=96, device="cpu")
-        assert isinstance(made, EagleDrafter)
+        assert isinstance(made.levels, Pairs)
         return made
 
     asked = [

@@ -25,15 +25,16 @@ from outrider.core.types import Budget, Draft
 from outrider.drafters import make_drafter, make_drafters
 from outrider.drafters.base import DraftContext
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.heads.block.drafter import BlockDrafter, BlockModel
+from outrider.drafters.heads.block.drafter import BlockLattice, BlockModel
 from outrider.drafters.heads.block.files import read_block, write_block
 from outrider.drafters.heads.block.module import BlockModule
-from outrider.drafters.heads.eagle.drafter import PEagleDrafter
+from outrider.drafters.heads.eagle.drafter import MaskedPairs
 from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.files import head_kind, open_head
-from outrider.drafters.heads.lattice import ParallelDrafter
-from outrider.drafters.heads.medusa.drafter import MedusaDrafter, MedusaModule
+from outrider.drafters.heads.lattice import Lattice
+from outrider.drafters.heads.medusa.drafter import MedusaLattice, MedusaModule
 from outrider.drafters.heads.medusa.files import MedusaWeights, read_medusa, write_medusa
+from outrider.drafters.model.grower import TreeDrafter
 from outrider.models.nodes import Nodes
 from outrider.testing.contract import GREEDY, HOT, check_drafter, context
 
@@ -51,22 +52,26 @@ def features(tokens: list[int], taps: tuple[int, ...]) -> Tensor:
 MEDUSA = ("vllm", "old", "shared", "target")
 
 
-def medusa(folder: Path) -> MedusaDrafter:
-    return MedusaDrafter(read_medusa(folder, TARGET), TARGET.model, "none")
+def medusa(folder: Path) -> TreeDrafter[MedusaLattice]:
+    return TreeDrafter(MedusaLattice(read_medusa(folder, TARGET), TARGET.model, "none"))
 
 
-def block(name: str = "dspark", rows: int = 4, max_length: int = 256, folder: Path | None = None) -> BlockDrafter:
-    return BlockDrafter(read_block(folder or GOLDEN / name, TARGET), TARGET.model, rows, max_length, "none")
+def block(
+    name: str = "dspark", rows: int = 4, max_length: int = 256, folder: Path | None = None
+) -> TreeDrafter[BlockLattice]:
+    return TreeDrafter(
+        BlockLattice(read_block(folder or GOLDEN / name, TARGET), TARGET.model, rows, max_length, "none")
+    )
 
 
-def peagle(name: str) -> PEagleDrafter:
-    return PEagleDrafter(read_eagle(GOLDEN / name, TARGET), TARGET.model, 4, 256, "none")
+def peagle(name: str) -> TreeDrafter[MaskedPairs]:
+    return TreeDrafter(MaskedPairs(read_eagle(GOLDEN / name, TARGET), TARGET.model, 4, 256, "none"))
 
 
 @pytest.fixture
-def makers(tmp_path: Path) -> dict[str, Callable[[], ParallelDrafter]]:
+def makers(tmp_path: Path) -> dict[str, Callable[[], TreeDrafter[Any]]]:
     folders = {layout: medusa_folder(tmp_path, layout) for layout in MEDUSA}
-    made: dict[str, Callable[[], ParallelDrafter]] = {
+    made: dict[str, Callable[[], TreeDrafter[Any]]] = {
         f"medusa-{layout}": lambda f=folder: medusa(f) for layout, folder in folders.items()
     }
     small = copied("dspark", tmp_path, {"draft_vocab_size": 20}, **_reduced("dspark", 20))
@@ -74,7 +79,6 @@ def makers(tmp_path: Path) -> dict[str, Callable[[], ParallelDrafter]]:
         "dflash": lambda: block("dflash"),
         "dspark": block,
         "dflash2": lambda: block("dflash2"),
-        "lilicorr": lambda: block("lilicorr"),
         "dspark-small": lambda: block(folder=small),
         "peagle": lambda: peagle("peagle"),
         "peagle-qwen3": lambda: peagle("peagle_qwen3"),
@@ -86,7 +90,6 @@ NAMES = (
     "dflash",
     "dspark",
     "dflash2",
-    "lilicorr",
     "dspark-small",
     "peagle",
     "peagle-qwen3",
@@ -110,7 +113,7 @@ def _reduced(name: str, rows: int) -> dict[str, Tensor]:
 # -- numbers --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2", "lilicorr"])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2"])
 def test_blocks_are_those_of_speculators(name: str) -> None:
     want, model = golden(name), BlockModel(read_block(GOLDEN / name, TARGET), TARGET.model, 256, "none")
     for at, hidden, logits in zip(want["anchors"].tolist(), want["hidden"], want["logits"], strict=True):
@@ -127,10 +130,10 @@ def test_candidates_are_those_of_speculators() -> None:
     for at, hidden, logits, ids, scores in zip(
         *(want[n] for n in ("anchors", "hidden", "logits", "candidates", "scores")), strict=True
     ):
-        made._hidden = hidden[None]
+        made.levels.hidden = hidden[None]
         for slot in range(1, len(hidden)):
             before = int(want["tokens"][int(at) + slot - 1])
-            found, subset = made._given_token(0, slot, before, logits[slot], made._possible(logits[slot]))
+            found, subset = made.levels.given_token(0, slot, before, logits[slot], made.levels.possible(logits[slot]))
             assert subset is not None
             theirs = ids[slot].sort()
             assert torch.equal(subset.ids, theirs.values)
@@ -177,7 +180,7 @@ def test_chains_follow_the_equations(name: str) -> None:
         assert [t for t, _ in draft.host[0][1:]] == want
         if name == "dspark":
             assert draft.confidence is not None
-            assert math.isclose(made._log_confidence(0, 0, tokens[-1]), math.log(sure[0]), abs_tol=1e-5)
+            assert math.isclose(made.levels.log_confidence(0, 0, tokens[-1]), math.log(sure[0]), abs_tol=1e-5)
             stated = draft.confidence[0].tolist()
             assert all(s <= math.prod(sure[:n]) + 1e-5 for n, s in enumerate(stated))
 
@@ -210,22 +213,22 @@ def test_medusa_follows_its_equation(layout: str, tmp_path: Path) -> None:
 # -- the lattice ----------------------------------------------------------------------------------------------------------
 
 
-class _Lattice(ParallelDrafter):
+class _Lattice(Lattice):
     """Three depths over three tokens, with a bias by the token before or without one."""
 
     def __init__(self, first_order: bool) -> None:
-        super().__init__(3, torch.device("cpu"))
+        super().__init__(3, torch.device("cpu"), 3)
         draw = torch.Generator().manual_seed(int(first_order))
         self.first_order, self.learns = first_order, not first_order
         self.depths, self.biases = torch.randn(3, 3, generator=draw), torch.randn(3, 3, 3, generator=draw)
 
-    def _room(self, slot: int, tokens: list[int]) -> int:
+    def room(self, slot: int, tokens: list[int]) -> int:
         return 3
 
-    def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
+    def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
         return self.depths[:depth].expand(len(slots), -1, -1)
 
-    def _after_token(self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None) -> Tensor:
+    def after_token(self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None) -> Tensor:
         bias = self.biases[level, token]
         return logits + (bias if places is None else bias[places])
 
@@ -245,7 +248,7 @@ def test_the_lattice_holds_the_likeliest_nodes(first_order: bool) -> None:
         reverse=True,
     )
     for count in (1, 4, 9, 39):
-        draft = made.propose(context([0, 1], [[0, root], [2, root]], [Budget(3, 3, count)] * 2, GREEDY))
+        draft = TreeDrafter(made).propose(context([0, 1], [[0, root], [2, root]], [Budget(3, 3, count)] * 2, GREEDY))
         assert draft.confidence is not None
         for nodes, stated in zip(draft.host, draft.confidence, strict=True):
             assert len(nodes) == count + 1
@@ -273,7 +276,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("name", "params"), crossed(NAMES, PARAMS, share=0.1))
-def test_no_text_changes(name: str, params: str, makers: dict[str, Callable[[], ParallelDrafter]]) -> None:
+def test_no_text_changes(name: str, params: str, makers: dict[str, Callable[[], TreeDrafter[Any]]]) -> None:
     for budget in (Budget(4), Budget(4, 3, 9)):
         asked = requests(**PARAMS[params])
         loop = Loop(
@@ -286,7 +289,7 @@ def test_no_text_changes(name: str, params: str, makers: dict[str, Callable[[], 
 
 
 @pytest.mark.parametrize(("name", "verifier"), crossed(NAMES, ["rejection", "block", "traversal"], share=0.1))
-def test_other_verifiers_run(name: str, verifier: str, makers: dict[str, Callable[[], ParallelDrafter]]) -> None:
+def test_other_verifiers_run(name: str, verifier: str, makers: dict[str, Callable[[], TreeDrafter[Any]]]) -> None:
     for width in (1, 1 if verifier == "block" else 2):
         loop = Loop(TARGET.model, makers[name](), verifier, controller=Fixed(3, width), num_slots=3, max_length=128)
         rows = loop.generate(requests())
@@ -295,11 +298,11 @@ def test_other_verifiers_run(name: str, verifier: str, makers: dict[str, Callabl
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_contract(name: str, makers: dict[str, Callable[[], ParallelDrafter]]) -> None:
+def test_the_contract(name: str, makers: dict[str, Callable[[], TreeDrafter[Any]]]) -> None:
     check_drafter(makers[name], 128, feature_size=32 * len(makers[name]().taps))
 
 
-class _CheckedBlock(BlockDrafter):
+class _CheckedBlock(TreeDrafter[BlockLattice]):
     """Compares each draft with that of a new drafter that is told the whole text at once."""
 
     compared = 0
@@ -327,7 +330,7 @@ class _CheckedBlock(BlockDrafter):
 
 @pytest.mark.parametrize("budget", [Budget(4), Budget(3, 3, 8), Budget(0)], ids=str)
 def test_a_draft_depends_on_the_text_alone(budget: Budget) -> None:
-    made = _CheckedBlock(read_block(GOLDEN / "dspark", TARGET), TARGET.model, 4, 128, "none")
+    made = _CheckedBlock(BlockLattice(read_block(GOLDEN / "dspark", TARGET), TARGET.model, 4, 128, "none"))
     loop = Loop(
         TARGET.model, made, controller=Fixed(budget.depth, budget.width, budget.nodes), num_slots=2, max_length=128
     )
@@ -335,7 +338,7 @@ def test_a_draft_depends_on_the_text_alone(budget: Budget) -> None:
     asked = requests()
     assert [r.output for r in loop.generate(asked)] == plain_texts(TARGET.model, asked, end_ids=())
     assert made.compared > 20 or not budget.depth
-    assert not made.waiting
+    assert not made.levels.features.waiting
 
 
 # -- folders --------------------------------------------------------------------------------------------------------------
@@ -423,7 +426,7 @@ def test_a_logit_scale_is_kept_and_used(tmp_path: Path) -> None:
     again = read_medusa(write_medusa(tmp_path / "out", scaled, dtype=torch.float32), TARGET)
     assert again.logit_scale == 0.25
     hidden = torch.randn(2, 32)
-    logits = [MedusaDrafter(h, TARGET.model, "none").model.logits(hidden, 2) for h in (plain, again)]
+    logits = [MedusaLattice(h, TARGET.model, "none").model.logits(hidden, 2) for h in (plain, again)]
     assert torch.allclose(0.25 * logits[0], logits[1])
 
 
@@ -484,12 +487,12 @@ def test_a_block_module_is_its_slow_twin(name: str) -> None:
             tokens = want["tokens"][: t + 2 + k].tolist()
             made.release(0)
             made.start(0, tokens[: t + 2], 0, want["features"][: t + 1])
-            drafted = made._logits([0], [tokens[: t + 2]], 5)[0, k]
+            drafted = made.levels.logits([0], [tokens[: t + 2]], 5)[0, k]
             if name == "dspark":
-                drafted = made._after_token(0, k, tokens[-1], drafted, None)
+                drafted = made.levels.after_token(0, k, tokens[-1], drafted, None)
                 assert sure is not None
                 log = torch.nn.functional.logsigmoid(sure[0, a].detach())
-                assert math.isclose(made._log_confidence(0, k, tokens[-1]), float(log), abs_tol=1e-4)
+                assert math.isclose(made.levels.log_confidence(0, k, tokens[-1]), float(log), abs_tol=1e-4)
             assert torch.allclose(drafted, logits[0, a], atol=1e-4), (k, t)
 
 
@@ -498,7 +501,7 @@ def test_a_medusa_module_is_its_slow_twin(layout: str, tmp_path: Path) -> None:
     read = read_medusa(medusa_folder(tmp_path, layout), TARGET)
     module = MedusaModule(read, TARGET.model.head_rows(torch.arange(128)))
     hidden = torch.randn(3, 32)
-    drafted = MedusaDrafter(read, TARGET.model, "none").model.logits(hidden, 3)
+    drafted = MedusaLattice(read, TARGET.model, "none").model.logits(hidden, 3)
     for head in range(3):
         assert torch.allclose(module.logits(hidden, head), drafted[:, head], atol=1e-4)
     assert all(torch.equal(a, b) for a, b in zip(_numbers(module.weights()), _numbers(read), strict=True))
@@ -562,7 +565,7 @@ def test_noise_is_that_of_the_target() -> None:
     made.start(0, PROMPT, 0, features(PROMPT[:-1], made.taps))
     cache = TARGET.model.new_cache(1, 64)
     logits = TARGET.model.forward(Nodes(torch.tensor([PROMPT]), cache, [0]), want="last").logits[:, 0]
-    made._logits = lambda c, some, depth: logits[:, None].expand(-1, depth, -1)  # type: ignore[method-assign]
+    made.levels.logits = lambda c, some, depth: logits[:, None].expand(-1, depth, -1)  # type: ignore[method-assign]
     for width in (1, 3):
         ask = context([0], [PROMPT], [Budget(1, width)], HOT)
         right = int(ask.warp.draw(logits, [[]], ask.noise, ask.stream, ask.positions))

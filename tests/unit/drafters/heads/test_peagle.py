@@ -13,10 +13,11 @@ from torch import Tensor
 
 from outrider.drafters import make_drafter
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.heads.eagle.drafter import PEagleDrafter
+from outrider.drafters.heads.eagle.drafter import MaskedPairs
 from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.eagle.module import Eagle
 from outrider.drafters.heads.files import head_kind
+from outrider.drafters.model.grower import TreeDrafter
 from outrider.drafters.registry import level_cost
 from outrider.models.nodes import Nodes
 from outrider_lab.handover import exports
@@ -26,8 +27,8 @@ NAMES = ("peagle", "peagle_qwen3")
 PROMPT = [(7 * i * i + 3 * i + 11) % 127 for i in range(60)]
 
 
-def drafter(name: str, rows: int = 3, folder: Path | None = None) -> PEagleDrafter:
-    return PEagleDrafter(read_eagle(folder or GOLDEN / name, TARGET), TARGET.model, rows, 256, "none")
+def drafter(name: str, rows: int = 3, folder: Path | None = None) -> TreeDrafter[MaskedPairs]:
+    return TreeDrafter(MaskedPairs(read_eagle(folder or GOLDEN / name, TARGET), TARGET.model, rows, 256, "none"))
 
 
 def features(tokens: list[int], taps: tuple[int, ...]) -> Tensor:
@@ -45,7 +46,7 @@ def test_numbers_are_those_of_speculators(name: str) -> None:
     for t in range(1, len(tokens) - 1):
         rows = [n for n in range(len(want["anchors"])) if int(want["anchors"][n]) == t]
         made.start(0, tokens[: t + 2], 0, want["features"][: t + 1])
-        got = made._logits([0], [tokens[: t + 2]], 4)[0]
+        got = made.levels.logits([0], [tokens[: t + 2]], 4)[0]
         for n in rows:
             assert torch.allclose(got[int(want["depths"][n])], want["logits"][n], atol=1e-4, rtol=0), (t, n)
             found += 1
@@ -61,11 +62,11 @@ def test_rows_of_a_batch_are_those_alone(name: str) -> None:
         own = features(PROMPT[: n - 1], both.taps)
         for made, place in ((both, slot), (single, 0)):
             made.start(place, PROMPT[:n], 0, own[: n - 2])
-            made.add(place, own[n - 2 :], n - 2)
+            made.levels.add(place, own[n - 2 :], n - 2)
     texts = [PROMPT[:n] for n in lengths]
-    together = both._logits([0, 1, 2], texts, 4)
+    together = both.levels.logits([0, 1, 2], texts, 4)
     for text, single, logits in zip(texts, alone, together, strict=True):
-        assert torch.allclose(single._logits([0], [text], 4)[0], logits, atol=1e-5)
+        assert torch.allclose(single.levels.logits([0], [text], 4)[0], logits, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -73,7 +74,7 @@ def test_the_folder_is_enough(name: str) -> None:
     config = SpeculativeConfig.of({"model": str(GOLDEN / name)})
     assert config.method == "peagle"
     made = make_drafter(config, TARGET, rows=2, max_length=128, device="cpu")
-    assert isinstance(made, PEagleDrafter)
+    assert isinstance(made.levels, MaskedPairs)
     found = {e.engine: e for e in exports({"model": str(GOLDEN / name)})}
     assert '"method": "eagle3"' in found["vLLM"].command
     assert '"parallel_drafting": true' in found["vLLM"].command

@@ -20,17 +20,17 @@ from torch import Tensor
 from outrider.core.types import Budget
 from outrider.drafters import make_drafter
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.heads.block.drafter import BlockDrafter
+from outrider.drafters.heads.block.drafter import BlockLattice
 from outrider.drafters.heads.block.files import read_block
-from outrider.drafters.heads.eagle.drafter import EagleDrafter, PEagleDrafter, eagle_model, survival
+from outrider.drafters.heads.eagle.drafter import MaskedPairs, Pairs, eagle_model, survival
 from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.eagle.module import EagleConfig
 from outrider.drafters.heads.features import PairModel
 from outrider.drafters.heads.files import head_kind, name_target, target_digest
-from outrider.drafters.heads.lattice import ParallelDrafter
-from outrider.drafters.heads.medusa.drafter import MedusaDrafter
+from outrider.drafters.heads.medusa.drafter import MedusaLattice
 from outrider.drafters.heads.medusa.files import read_medusa
 from outrider.drafters.heads.selftest import DEPTH, examine, misread, parallel_survival
+from outrider.drafters.model.grower import TreeDrafter
 from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
@@ -47,8 +47,8 @@ def model(name: str = GUESSED, config: EagleConfig | None = None, **settings: An
     return eagle_model(replace(read, config=replace(config or read.config, **settings)), TARGET.model, 256, "none")
 
 
-def drafter(head: PairModel) -> EagleDrafter:
-    return EagleDrafter(head, 1, 256)
+def drafter(head: PairModel) -> TreeDrafter[Pairs]:
+    return TreeDrafter(Pairs(head, 1, 256))
 
 
 class Follower(LanguageModel):
@@ -96,7 +96,7 @@ def test_survival_is_what_drafts_give() -> None:
     head = model()
     out = TARGET.model.forward(Nodes(torch.tensor([TEXT]), TARGET.model.new_cache(1, 256), [0]), taps=head.taps)
     assert out.features is not None
-    made, hits = EagleDrafter(head, 1, 256), torch.zeros(DEPTH)
+    made, hits = TreeDrafter(Pairs(head, 1, 256)), torch.zeros(DEPTH)
     right = [0] * len(TEXT)
     for t in range(len(TEXT) - 1 - DEPTH):  # what is right is set so that a third of all first tokens is
         made.start(0, TEXT[: t + 2], 0, out.features[0, : t + 1])
@@ -223,7 +223,7 @@ def test_a_head_that_names_its_model_is_compared_with_it_first(
 class ParallelFollower(Follower):
     """A target that writes what a head of several positions guesses first. shown: the taps by which the head reads it."""
 
-    def __init__(self, head: ParallelDrafter, shown: tuple[int, ...]) -> None:
+    def __init__(self, head: TreeDrafter[Any], shown: tuple[int, ...]) -> None:
         super().__init__(cast("Any", head))
         self.parallel, self.shown = head, shown
 
@@ -241,7 +241,7 @@ class ParallelFollower(Follower):
         logits = torch.zeros_like(out.logits)
         for t in range(len(text) - 1):
             self.parallel.start(0, text[: t + 2], t, own[t : t + 1])
-            logits[0, t + 1, self.parallel.best(0, text[: t + 2], [])[0]] = 9.0
+            logits[0, t + 1, self.parallel.levels.best(0, text[: t + 2], [])[0]] = 9.0
         self.parallel.release(0)
         return Output(logits, parts[:, : len(taps)].flatten(1)[None])
 
@@ -251,13 +251,17 @@ def parallel(folder: Path, shown: tuple[int, ...] | None = None, **settings: Any
     made: Any
     if head_kind(folder) == "medusa":
         read = read_medusa(folder, TARGET)
-        made = MedusaDrafter(replace(read, **settings), TARGET.model, "none")
+        made = TreeDrafter(MedusaLattice(replace(read, **settings), TARGET.model, "none"))
     elif head_kind(folder) == "peagle":
         eagle = read_eagle(folder, TARGET)
-        made = PEagleDrafter(replace(eagle, config=replace(eagle.config, **settings)), TARGET.model, 1, 256, "none")
+        made = TreeDrafter(
+            MaskedPairs(replace(eagle, config=replace(eagle.config, **settings)), TARGET.model, 1, 256, "none")
+        )
     else:
         block = read_block(folder, TARGET)
-        made = BlockDrafter(replace(block, config=replace(block.config, **settings)), TARGET.model, 1, 256, "none")
+        made = TreeDrafter(
+            BlockLattice(replace(block, config=replace(block.config, **settings)), TARGET.model, 1, 256, "none")
+        )
     followed = cast("Any", ParallelFollower(made, shown or made.taps))
     return replace(TARGET, model=followed, tokenizer=lambda text, **_: {"input_ids": TEXT[:44]})
 
@@ -327,13 +331,13 @@ def test_a_medusa_head_one_position_off_is_named(caplog: pytest.LogCaptureFixtur
 
 def test_parallel_hits_are_what_drafts_give() -> None:
     """Against drafts along the text, by hand: the text's own tokens come before each guess."""
-    made = BlockDrafter(read_block(GOLDEN / "dspark", TARGET), TARGET.model, 1, 256, "none")
+    made = TreeDrafter(BlockLattice(read_block(GOLDEN / "dspark", TARGET), TARGET.model, 1, 256, "none"))
     out = TARGET.model.forward(Nodes(torch.tensor([TEXT]), TARGET.model.new_cache(1, 256), [0]), taps=made.taps)
     assert out.features is not None
     right = [0] * len(TEXT)
     t = 3 * ((len(TEXT) - 1 - DEPTH) // 24)  # one of the positions that are tried
     made.start(0, TEXT[: t + 2], 0, out.features[0, : t + 1])
-    right[t + 1 : t + 4] = made.best(0, TEXT[: t + 2], TEXT[t + 2 : t + 4])
+    right[t + 1 : t + 4] = made.levels.best(0, TEXT[: t + 2], TEXT[t + 2 : t + 4])
     first = made.propose(context([0], [TEXT[: t + 2]], [Budget(1)], GREEDY)).host[0][1][0]
     assert right[t + 1] == first
     found = parallel_survival(made, TEXT, out.features[0], right)

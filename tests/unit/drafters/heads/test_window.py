@@ -49,7 +49,7 @@ def test_nothing_is_read_before_the_first_token_and_little_after_it(name: str, l
     scheduler, held, drafted = Scheduler(llm.decoder, llm.runtime.roster), list[int](), list[int]()
     for step, _ in scheduler.run(sequences := scheduler.add([asked])):
         if step is not None:
-            held.append(reader.cache.length[0])
+            held.append(reader.levels.cache.length[0])
             drafted.append(step.draft.nodes - 1)
     if length > 64:
         assert held[0] == drafted[0] == 0, "the first token waits for no draft"
@@ -68,8 +68,8 @@ def test_a_head_drafts_behind_any_text(name: str) -> None:
     assert [row.output for row in rows] == plain_texts(TARGET.model, asked, end_ids=())
     for row in rows:
         assert all(drafted == 4 for drafted in row.counts.drafted[2:-4])
-    assert reader.cache.capacity < 50 + 64 + 32
-    assert not reader.waiting
+    assert reader.levels.cache.capacity < 50 + 64 + 32
+    assert not reader.levels.features.waiting
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -83,7 +83,7 @@ def test_a_draft_depends_on_the_newest_features_alone(name: str) -> None:
     reader.propose(context([0], [PROMPT[:30]], [Budget(3)], contract.GREEDY))
     for n in range(29, 129):  # steps without drafts
         reader.start(0, PROMPT[: n + 2], n, out[0, n : n + 1])
-        assert len(reader.waiting[0]) <= NEWEST
+        assert len(reader.levels.features.waiting[0]) <= NEWEST
     other.start(0, PROMPT, 129 - NEWEST, out[0, -NEWEST:])
     drafts = [one.propose(context([0], [PROMPT], [Budget(3)], contract.GREEDY)).host for one in (reader, other)]
     assert drafts[0] == drafts[1]
