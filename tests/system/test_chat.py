@@ -144,7 +144,9 @@ def test_run_answers_a_prompt_and_a_pipe() -> None:
 
 def test_a_server_answers_a_prompt_and_a_pipe_as_a_model_here_does() -> None:
     here = invoke(*HERE, "-n", "8", "sort a list", "--stats", stdin="")
-    with serving(builtin(1, {"method": "auto"})) as live:
+    llm = outrider.LLM(CODE, speculative_config={"method": "auto"}, max_num_seqs=1)
+    set_chat_template(llm, None)
+    with serving(llm) as live:
         for url in (live.url, live.url.removeprefix("http://"), live.url + "/v1"):
             there = invoke("run", url, "--seed", "5", "-n", "8", "sort", "--served-model", "code", stdin="")
             assert (there.exit_code, "cut at 8 tokens" in there.stderr) == (0, True), there.output
