@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from outrider.models.base import LanguageModel
 from outrider.models.hf.model import HFModel
 from outrider.models.native.model import NativeModel, supports
 from outrider.models.nodes import Nodes
+from outrider.testing.contract import context
 from outrider.testing.toy import ToyModel
 
 
@@ -59,6 +61,19 @@ def test_all_layers_are_the_model(name: str) -> None:
     steps = [s for s, _ in run.steps([request([3, 1, 2], SamplingParams(temperature=1.0, max_tokens=30))]) if s]
     assert all(s.verdict.accepted.tolist() == s.draft.num_draft_tokens.tolist() for s in steps)
     assert len(steps) < 10
+
+
+def test_a_release_leaves_the_targets_cache() -> None:
+    """Also before the first draft. The loop alone releases the target's slots, as for a drafter that failed."""
+    model = HFModel(tiny("llama", num_hidden_layers=4))
+    cache, drafter = model.new_cache(1, 16), TreeDrafter(TargetCache(model.layer_subset([0, 3])))
+    drafter.release(0)
+    model.forward(Nodes(torch.tensor([[3, 1, 2]]), cache, [0]), want="none")
+    cache.commit([0], [range(3)])
+    ask = replace(context([0], [[3, 1, 2, 5]], [Budget(2)], SamplingParams(temperature=0)), cache=cache)
+    assert drafter.propose(ask).nodes == 3
+    drafter.release(0)
+    assert cache.length == [3]
 
 
 def test_a_part_is_the_model_without_the_others() -> None:

@@ -44,6 +44,7 @@ def drafter(length: int = 256) -> ModelDrafter:
 @pytest.mark.parametrize("sizes", [AT_LOAD, WHOLE])
 def test_every_setting_has_its_seconds(sizes: tuple[int, ...]) -> None:
     own = drafter()
+    own.error.observe([0.9] * 30, [False] * 30)
     cost = measure(toy(), {"draft": own}, {"k": "v"}, sizes)
     assert set(cost.target) == set(sizes)
     assert all(seconds > 0 for seconds in cost.target.values())

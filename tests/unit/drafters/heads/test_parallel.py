@@ -214,16 +214,20 @@ def test_medusa_follows_its_equation(layout: str, tmp_path: Path) -> None:
 
 
 class _Lattice(Lattice):
-    """Three depths over three tokens, with a bias by the token before or without one."""
+    """Three depths over three tokens, with a bias by the token before and a confidence, or without."""
 
     def __init__(self, first_order: bool) -> None:
         super().__init__(3, torch.device("cpu"), 3)
         draw = torch.Generator().manual_seed(int(first_order))
         self.first_order, self.learns = first_order, not first_order
         self.depths, self.biases = torch.randn(3, 3, generator=draw), torch.randn(3, 3, 3, generator=draw)
+        self.sure = torch.rand(3, 3, generator=draw)
 
     def room(self, slot: int, tokens: list[int]) -> int:
         return 3
+
+    def log_confidence(self, line: int, level: int, token: int) -> float:
+        return math.log(self.sure[level, token])
 
     def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
         return self.depths[:depth].expand(len(slots), -1, -1)
@@ -238,7 +242,8 @@ def test_the_lattice_holds_the_likeliest_nodes(first_order: bool) -> None:
     """Against every tree of the lattice, by listing all its nodes."""
     made, root = _Lattice(first_order), 1
     scores = made.depths[:, None] + (made.biases if first_order else torch.zeros(3, 3, 3))
-    chances = scores.softmax(-1).tolist()  # [level][token before][token]
+    sure = made.sure if first_order else torch.ones(3, 3)
+    chances = (scores.softmax(-1) * sure[..., None]).tolist()  # [level][token before][token]
     every = sorted(
         (
             math.prod(chances[n][before][token] for n, (before, token) in enumerate(pairwise((root, *path))))
