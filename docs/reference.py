@@ -61,11 +61,11 @@ PAGES: dict[str, tuple[str, list[str]]] = {
         [
             "engine.trace.recorder",
             "engine.trace.records",
-            "engine.trace.replay",
+            "outrider_lab.replay",
             "engine.fingerprint",
         ],
     ),
-    "engines": ("exports to other engines", ["lab.handover"]),
+    "engines": ("exports to other engines", ["outrider_lab.handover"]),
     "certify": (
         "certificates of any engine: the package outrider-certify",
         ["outrider_certify.run", "outrider_certify.subject", "outrider_certify.certificate"],
@@ -77,12 +77,13 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 def full_name(module: str) -> str:
     """A module by its full name; those of outrider are named without it."""
-    return module if module.startswith("outrider_certify.") else f"outrider.{module}"
+    return module if module.startswith("outrider_") else f"outrider.{module}"
 
 
 def path_of(module: str) -> Path:
     """The source file of a module."""
-    base = ROOT / ("certify" if module.startswith("outrider_certify.") else "") / Path(*full_name(module).split("."))
+    name = full_name(module)
+    base = ROOT / name.partition(".")[0].partition("_")[2] / Path(*name.split("."))  # certify/outrider_certify/...
     return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
 
 
