@@ -44,7 +44,9 @@ class CommandTable(Mapping[str, Any]):
     @cached_property
     def _entries(self) -> dict[str, EntryPoint]:
         engine = {name: EntryPoint(name, f"outrider.cli.{name}:{name}", GROUP) for name in ENGINE}
-        return engine | {entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in engine}
+        for entry in entry_points(group=GROUP):
+            engine.setdefault(entry.name, entry)
+        return engine
 
     def __getitem__(self, name: str) -> Any:
         if name in SHORTER:

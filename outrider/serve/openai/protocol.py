@@ -126,16 +126,18 @@ UNSEEN = dict.fromkeys(
 
 
 def sampling_fields() -> Any:
-    """A body with the numbers and switches of `SamplingParams`: types, ranges and meanings as they are declared there.
+    """A body with the numbers and switches of `SamplingParams`: types and meanings as they are declared there.
 
-    How long a text is and what is reported of its tokens differs between the endpoints, so each says that itself.
+    The ranges are in the schema only: `SamplingParams` refuses what is outside, in better words than pydantic's. How long a text
+    is and what is reported of its tokens differs between the endpoints, so each says that itself.
     """
     kinds, texts = get_type_hints(SamplingParams), arguments(SamplingParams)
     members = dict[str, Any]()
     for name, kind in kinds.items():
         if name not in ("max_tokens", "logprobs", "prompt_logprobs") and {*(get_args(kind) or [kind])} <= _SIMPLE:
-            low, high, _ = RANGES.get(name, (None, None, ""))
-            members[name] = kind | None, Field(None, ge=low, le=high, description=texts[name].text)
+            ends = zip(("minimum", "maximum"), RANGES.get(name, ())[:2], strict=False)
+            limits: Any = {word: end for word, end in ends if end is not None}
+            members[name] = kind | None, Field(None, description=texts[name].text, json_schema_extra=limits)
     return create_model("SamplingFields", __base__=JsonObject, **members)
 
 

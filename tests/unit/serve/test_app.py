@@ -303,7 +303,7 @@ def test_metrics_have_vllms_names_behind_the_prefix(live: Live) -> None:
 
 BAD = [
     ({"prompt": "x", "temperature": "warm"}, "a valid number, got 'warm'", "temperature"),
-    ({"prompt": "x", "temperature": -1}, "greater than or equal to 0", "temperature"),
+    ({"prompt": "x", "temperature": -1}, "from 0 (greedy) to a million", "temperature"),
     ({"prompt": "x", "max_tokens": 0}, "greater than or equal to 1", "max_tokens"),
     ({"prompt": "x", "max_tokens": 10**6}, "use max_tokens=", "max_tokens"),
     ({"prompt": "x " * 3000}, "reduce the length of the prompt", "prompt"),

@@ -265,7 +265,7 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"input": "x", "response_format": {"type": "json_object"}}, "calls it text", "response_format"),
     ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "schema is missing", "text"),
     ({"input": "x", "instrutions": "y"}, "did you mean 'instructions'", "instrutions"),
-    ({"input": "x", "temperature": -1}, "greater than or equal to 0", "temperature"),
+    ({"input": "x", "temperature": -1}, "from 0 (greedy) to a million", "temperature"),
     ({"input": "x", "previous_response_id": "resp_1"}, "the last 256 in memory", "previous_response_id"),
 ]
 
