@@ -150,7 +150,7 @@ def test_the_configuration_reaches_the_draft_model(tmp_path: Path) -> None:
         assert len(llm.notes) == len(note)
         assert all(words in said for words, said in zip(note, llm.notes, strict=True))
         texts[name] = llm.generate("def area(", SamplingParams(temperature=1, seed=3))[0].outputs[0].text
-        sizes[name] = llm.drafters["draft_model"].model.weight_bytes  # type: ignore[attr-defined]
+        sizes[name] = llm.drafters["draft_model"].resources().model.weight_bytes
     assert sizes["map"] < sizes["small"] < sizes["as it is"] == sizes["all"] > sizes["int8"]
     assert len(set(texts.values())) == 1
 
