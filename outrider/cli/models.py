@@ -21,6 +21,7 @@ HUB = "in the hub's cache"
 
 
 models = typer.Typer(
+    name="models",
     add_completion=False,
     rich_markup_mode="rich",
     epilog="[bold]Examples[/bold]\noutrider models\noutrider models check Qwen/Qwen3-8B\n"

@@ -6,12 +6,12 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from outrider.cli.command import as_command
-from outrider.cli.options import option, parse_speculative_config
+from outrider.cli.options import parse_speculative_config
 from outrider.cli.terminal import DIM, command, loading, say, warn
 
 if TYPE_CHECKING:
@@ -24,32 +24,25 @@ if TYPE_CHECKING:
     "outrider export speculative_config.json --to vllm --to sglang -m ./my-model --lengths 1:4,4:2,8:0 -o ./handover",
 )
 def export(
-    setting: Annotated[
-        str, typer.Argument(metavar="JSON|FILE", help="A speculative_config, or the file that outrider tune wrote.")
-    ],
+    setting: str,
     *,
-    to: Annotated[
-        list[str] | None,
-        option("Engine", "vllm, sglang, llama.cpp or trt-llm. May be repeated. Default: all.", metavar="ENGINE"),
-    ] = None,
-    model: Annotated[
-        str | None, option("Engine", "The model that is served there; without it, commands say MODEL.", "--model", "-m")
-    ] = None,
-    lengths: Annotated[
-        str | None,
-        option("Engine", "Draft tokens by batch size, as outrider tune prints them: 1:4,4:2,8:0.", metavar="PAIRS"),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        option(
-            "Output", "Write configuration files, and heads in the engine's format.", "--out", "-o", metavar="FOLDER"
-        ),
-    ] = None,
-    as_json: Annotated[bool, option("Output", "Print JSON.", "--json")] = False,
+    to: list[str] | None = None,
+    model: str | None = None,
+    lengths: str | None = None,
+    out: Path | None = None,
+    json_: bool = False,
 ) -> None:
     """Carry a setting to vLLM, SGLang, llama.cpp or TensorRT-LLM: the exact command line, and a configuration file.
 
     What the engine cannot do is named, with its effect. Exits with 1 if no engine can run the setting.
+
+    Args:
+        setting (JSON|FILE): A speculative_config, or the file that outrider tune wrote.
+        to (ENGINE): vllm, sglang, llama.cpp or trt-llm. May be repeated. Default: all.
+        model: The model that is served there; without it, commands say MODEL.
+        lengths (PAIRS): Draft tokens by batch size, as outrider tune prints them: 1:4,4:2,8:0.
+        out (FOLDER): Write configuration files, and heads in the engine's format.
+        json_: Print JSON.
     """
     with loading("the export"):
         from outrider_lab.handover import exports
@@ -58,7 +51,7 @@ def export(
         if out is not None and out.exists() and not out.is_dir():
             raise ValueError(f"--out {out} is a file; name a folder for the files of the engines")
         commands = exports(config, pairs, model=model, engines=to, out=out)
-    if as_json:
+    if json_:
         print(json.dumps([asdict(command) for command in commands], indent=1))
     else:
         show_commands(commands)

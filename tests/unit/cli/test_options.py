@@ -84,6 +84,21 @@ OPTIONS = {
         "Model": "--dtype --device --quantization --kv-cache-dtype",
         "Output": "--debug",
     },
+    "deploy": {
+        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template "
+        "--tool-call-parser --client-headers",
+        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --verifier "
+        "--corpus --speculative-config",
+        "Options": "--address --name --start-timeout --write-config",
+        "Server": "--config --host --port --allowed-host --api-key --api-key-file --ssl-certfile --ssl-keyfile",
+        "Replicas": "--replicas --min-replicas --max-replicas --target-requests --upscale-delay --downscale-delay --cpus "
+        "--gpus --fronts --prefix-weight --patience",
+        "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs --max-queue --kv-tokens "
+        "--kv-cache-memory-bytes --prefix-cache --prefill-chunk",
+        "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
+        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by --cors-origin",
+        "Output": "--metrics-prefix --debug",
+    },
     "bench": {
         "What": "--model/-m --method/--drafter --speculative-config --before --after",
         "Speculation": "--draft-model/-d --num-speculative-tokens/-k",
@@ -107,28 +122,13 @@ OPTIONS = {
         "Speculation": "--draft-model/-d --num-speculative-tokens/-k",
         "Output": "--debug",
     },
-    "deploy": {
-        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template "
-        "--tool-call-parser --client-headers",
-        "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --verifier "
-        "--corpus --speculative-config",
-        "Options": "--address --name --start-timeout --write-config",
-        "Server": "--config --host --port --allowed-host --api-key --api-key-file --ssl-certfile --ssl-keyfile",
-        "Replicas": "--replicas --min-replicas --max-replicas --target-requests --upscale-delay --downscale-delay --cpus "
-        "--gpus --fronts --prefix-weight --patience",
-        "Engine": "--prefix-dir --prefix-disk --max-model-len --max-num-seqs --max-queue --kv-tokens "
-        "--kv-cache-memory-bytes --prefix-cache --prefill-chunk",
-        "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
-        "Privacy": "--memory-dir --memory-disk --memory-days --memory-by --cors-origin",
-        "Output": "--metrics-prefix --debug",
-    },
     "explain": {
         "Options": "--out/-o --model/-m --recorded --no-open",
         "Output": "--debug",
     },
     "export": {
-        "Engine": "--to --model/-m --lengths",
-        "Output": "--out/-o --json --debug",
+        "Options": "--to --model/-m --lengths --out/-o --json",
+        "Output": "--debug",
     },
     "layers": {
         "Options": "--model/-m --texts --out/-o",
