@@ -19,7 +19,7 @@ from outrider.core.sampling import LogitsDistribution, LogitsWarper
 from outrider.core.types import Budget, Draft
 from outrider.drafters import ModelDrafter
 from outrider.drafters.base import DraftContext
-from outrider.drafters.model.shapes import BY_RANK, Shape, optimal_shape
+from outrider.drafters.shapes import BY_RANK, Shape, optimal_shape
 from outrider.engine.calibrate import all_stored
 from outrider.engine.decoder import Decoder, signed
 from outrider.engine.llm import LLM

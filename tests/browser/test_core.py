@@ -20,7 +20,7 @@ from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import draw
 from outrider.core.tree import ancestor_mask, levels
 from outrider.core.types import Budget
-from outrider.drafters.model.shapes import (
+from outrider.drafters.shapes import (
     BY_RANK,
     expected_accepted,
     expected_tokens,

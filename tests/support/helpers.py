@@ -23,7 +23,7 @@ from outrider.drafters.lookup.prediction import PredictionDrafter
 from outrider.drafters.lookup.suffix import SuffixDrafter
 from outrider.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
-from outrider.drafters.model.shapes import optimal_shape
+from outrider.drafters.shapes import optimal_shape
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request, Sequence
 from outrider.engine.scheduler import Scheduler

@@ -23,7 +23,7 @@ from benchmarks.report import markdown
 from benchmarks.side import Missing, Run
 from benchmarks.trees import sized_shape
 from outrider.core.types import Budget
-from outrider.drafters.model.shapes import BY_RANK, Shape
+from outrider.drafters.shapes import BY_RANK, Shape
 from outrider.models.cache import SlotCache
 from outrider.models.load import load
 from outrider.models.nodes import Nodes

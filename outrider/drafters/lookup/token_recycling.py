@@ -11,7 +11,7 @@ from outrider.core.types import PADDING, Commit, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.lookup.mixture import Context, drafted, grow
-from outrider.drafters.model.shapes import BY_RANK
+from outrider.drafters.shapes import BY_RANK
 
 _RANK_WEIGHT = 8  # pseudo-observations of BY_RANK
 

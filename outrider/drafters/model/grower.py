@@ -25,7 +25,7 @@ from outrider.core.types import Budget, Commit, Draft, Siblings
 from outrider.drafters.base import DraftContext, Drafter, Resources, TargetPass, draft_of
 from outrider.drafters.model.children import children
 from outrider.drafters.model.confidence import RIVALS, START, LogitError
-from outrider.drafters.model.shapes import Shape, optimal_shape
+from outrider.drafters.shapes import Shape, optimal_shape
 from outrider.models.base import Chain, DrawnChain
 
 Node = tuple[int, int]  # entry of the batch, node of its tree

@@ -22,7 +22,7 @@ from outrider.drafters.config import DrafterSetup
 from outrider.drafters.method import LOWER_PRECISION
 from outrider.drafters.model.cached import CachedLevels, Feed
 from outrider.drafters.model.grower import TreeDrafter
-from outrider.drafters.model.shapes import geometric, speedup
+from outrider.drafters.shapes import geometric, speedup
 from outrider.kernels import cpu as native
 from outrider.models.base import LanguageModel
 from outrider.models.load import load

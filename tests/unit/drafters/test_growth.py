@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outrider.core.types import Budget
 from outrider.drafters.model.grower import Growth
-from outrider.drafters.model.shapes import BY_RANK, Shape, expected_accepted, optimal_shape
+from outrider.drafters.shapes import BY_RANK, Shape, expected_accepted, optimal_shape
 
 
 def all_shapes(nodes: int, budget: Budget) -> list[Shape]:

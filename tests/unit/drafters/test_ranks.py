@@ -14,7 +14,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Budget
 from outrider.drafters.lookup.token_recycling import Ranks, TokenRecyclingDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
-from outrider.drafters.model.shapes import BY_RANK, expected_accepted, optimal_shape
+from outrider.drafters.shapes import BY_RANK, expected_accepted, optimal_shape
 from outrider.testing.toy import ToyModel
 
 FULL = Budget(1, 8)  # eight siblings

@@ -7,7 +7,7 @@ from depths import best_depth
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.drafters.model.shapes import expected_tokens, geometric, speedup
+from outrider.drafters.shapes import expected_tokens, geometric, speedup
 
 ALPHAS = st.floats(0.01, 0.99)
 
