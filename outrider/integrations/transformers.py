@@ -33,6 +33,7 @@ from outrider.drafters.base import Drafter
 from outrider.drafters.config import SpeculativeConfig
 from outrider.engine.decoder import nth_seed
 from outrider.engine.llm import LLM
+from outrider.engine.prompts import PromptEncoder
 from outrider.engine.request import Request, Sequence
 
 # What can be translated, in the order outrider applies it; `generate` builds its own list in this order too.
@@ -171,7 +172,9 @@ class CustomGenerate:
                 for module in training:
                     module.training = True
             # Without its source: an engine that kept the model, its own key here, alive would never go.
-            engine.runtime = replace(engine.runtime, loaded=replace(engine.loaded, source=engine.loaded.name))
+            loaded = replace(engine.loaded, source=engine.loaded.name)
+            engine.prompts = PromptEncoder(loaded)
+            engine.runtime = replace(engine.runtime, loaded=loaded, prompts=engine.prompts)
             known = self._engines[model] = (mark, engine)
         return known[1]
 

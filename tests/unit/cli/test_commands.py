@@ -14,9 +14,13 @@ from typer.testing import CliRunner
 
 from outrider.cli import main as cli
 
-ENTRIES = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["entry-points"][
-    cli.GROUP
-]
+ENTRIES = {
+    name: entry
+    for folder in ("lab", "ray")
+    for name, entry in tomllib.loads((Path(__file__).parents[3] / folder / "pyproject.toml").read_text())["project"][
+        "entry-points"
+    ][cli.GROUP].items()
+}
 
 
 def bring(monkeypatch: pytest.MonkeyPatch, **entries: str) -> None:

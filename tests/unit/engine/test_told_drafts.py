@@ -15,7 +15,7 @@ def test_a_draft_model_finds_what_an_earlier_process_has_read(tmp_path: Path) ->
     for again in (False, True):
         llm = LLM("builtin:code", speculative_config=PAIR, prefix_dir=tmp_path)
         llm.generate("def f(a, b):\n    return a + b\n\n" * 40, SamplingParams(max_tokens=8, temperature=0))
-        known: Any = getattr(llm.drafters["draft_model"], "prefixes", None)
+        known: Any = llm.drafters["draft_model"].levels._prefixes  # type: ignore[attr-defined]
         known.files.folder.flush()
         assert (known.files.read > 0) == again
 

@@ -90,7 +90,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-h1": ("falcon_h1", {"ssm_multipliers": [0.5, 0.7, 0.9, 1.1, 1.3], "ssm_in_multiplier": 1.2, "key_multiplier": 0.6,
         "attention_in_multiplier": 0.9, "attention_out_multiplier": 1.1, "ssm_out_multiplier": 0.8, "lm_head_multiplier": 0.5,
         "embedding_multiplier": 2.0, "mlp_multipliers": [0.9, 1.4]}),
-    "falcon-h1-norm": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     "granite-hybrid": ("granitemoehybrid", {"num_local_experts": 0, "mamba_expand": 1, "attention_multiplier": 0.3,
         "logits_scaling": 2.0, "residual_multiplier": 0.7, "embedding_multiplier": 3.0}),
     "lfm2": ("lfm2", {}),

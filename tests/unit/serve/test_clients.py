@@ -186,7 +186,7 @@ def test_a_served_name_has_no_colon_and_the_other_name_works_too(tmp_path: Path)
 
 
 def test_a_builtin_model_without_a_chat_template_gets_a_plain_one() -> None:
-    llm = LLM("builtin:code")
+    llm = LLM("builtin:code", any_method=True)
     assert "comments" in (set_chat_template(llm, None) or "")
     messages = [
         {"role": "system", "content": "Be brief.\nUse lists."},
@@ -202,7 +202,7 @@ def test_a_builtin_model_without_a_chat_template_gets_a_plain_one() -> None:
     assert set_chat_template(llm, None) is None  # it has one now, and keeps it
     assert set_chat_template(llm, "own") is None
     assert llm.tokenizer.chat_template == "own"
-    other = LLM(replace(load("builtin:code"), tokenizer=None))
+    other = LLM(replace(load("builtin:code"), tokenizer=None), any_method=True)
     assert set_chat_template(other, None) is None
     with pytest.raises(ValueError, match="has no tokenizer"):
         set_chat_template(other, "own")
@@ -336,7 +336,9 @@ def test_prometheus_reads_vllms_labels_and_the_cache_configuration(live: Live) -
 
 
 def test_a_text_prediction_needs_a_tokenizer_as_in_the_library() -> None:
-    llm = LLM(replace(load("builtin:code"), tokenizer=None), speculative_config={"method": "prediction"})
+    llm = LLM(
+        replace(load("builtin:code"), tokenizer=None), speculative_config={"method": "prediction"}, any_method=True
+    )
     for field in ({"prediction": {"type": "content", "content": "x = 1"}}, {"bad_words": ["self"]}):
         with pytest.raises(ValueError, match="need") as error:
             llm.generate(
@@ -352,7 +354,7 @@ def test_a_text_prediction_needs_a_tokenizer_as_in_the_library() -> None:
 
 def test_no_answer_tells_the_folder_of_a_model() -> None:
     path = "/srv/secret/small.Q8_0.gguf"
-    llm = LLM(replace(load("builtin:code"), name=path))
+    llm = LLM(replace(load("builtin:code"), name=path), any_method=True)
     assert llm.tokenizer is not None
     llm.tokenizer.chat_template = None
     with serving(llm, ServeOptions(model="small.Q8_0")) as live:

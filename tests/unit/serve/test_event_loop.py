@@ -16,8 +16,8 @@ from patience import PATIENCE
 from pydantic import BaseModel, ValidationError
 from serving import Live, builtin, serving
 
-from outrider import LLM
 from outrider.core.outputs import Delta
+from outrider.engine.prompts import PromptEncoder
 from outrider.serve.app import MAX_TOKENIZE
 from outrider.serve.bodies import MAX_PARTS, MAX_VALUES, check_body
 from outrider.serve.encoding import LONG, WIDE
@@ -187,15 +187,15 @@ def test_what_only_serves_drafts_is_encoded_once_and_not_beyond_the_models_lengt
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, free, encode = threading.Event(), threading.Event(), LLM.encode
+    held, free, encode = threading.Event(), threading.Event(), PromptEncoder.encode
 
-    def slow(self: LLM, prompt: Any) -> list[int]:
+    def slow(self: PromptEncoder, prompt: Any) -> list[int]:
         if isinstance(prompt, str) and len(prompt) > LONG:
             held.set()
             assert free.wait(PATIENCE)
         return encode(self, prompt)
 
-    monkeypatch.setattr(LLM, "encode", slow)
+    monkeypatch.setattr(PromptEncoder, "encode", slow)
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(post, live, "/tokenize", prompt="x" * (LONG + 1))
         assert held.wait(PATIENCE)

@@ -79,7 +79,7 @@ def test_text_under_a_grammar_is_plain_decodings_for_random_trees(llm: LLM, gram
     target = llm.decoder.target
 
     def write(drafter, budget: Budget) -> list[list[int]]:
-        options = {"rows": 2, "end_ids": llm.loaded.end_ids, "tokenizer": llm.tokenizer}
+        options = {"num_slots": 2, "end_ids": llm.loaded.end_ids, "tokenizer": llm.tokenizer}
         decoder = Loop(target, drafter, controller=Fixed(*budget.parts), **options)
         compiled = grammars.compiled(Grammar.regex(PATTERN))
         requests = [
@@ -119,7 +119,7 @@ def test_what_a_grammar_leaves_no_choice_about_is_drafted(llm: LLM, grammars: Gr
     fixed = grammars.compiled(Grammar.regex(r"\{" + ", ".join(f'"{name}": [01]' for name in NAMES) + r"\}"))
 
     def write(drafter: Drafter, depth: int) -> tuple[list[int], int]:
-        options = {"rows": 1, "end_ids": llm.loaded.end_ids, "tokenizer": llm.tokenizer}
+        options = {"num_slots": 1, "end_ids": llm.loaded.end_ids, "tokenizer": llm.tokenizer}
         decoder = Loop(llm.decoder.target, drafter, controller=Fixed(depth), **options)
         params = SamplingParams(temperature=0, max_tokens=80)
         row = decoder.generate([Request(0, llm.encode("x = "), params, 0, mask=grammars.mask(fixed))])[0]
@@ -138,7 +138,7 @@ def test_what_a_grammar_leaves_no_choice_about_costs_few_steps_of_a_server(metho
     """By default, and with lookups alone, which can only know it from the grammar. The tokens are plain decoding's."""
     options = ServeOptions(model="code", speculative_config={"method": method})
     assert ServeOptions(model="code").speculative_config == {"method": "auto"}
-    llm = LLM("builtin:code", speculative_config=options.speculative_config, max_num_seqs=1)
+    llm = LLM("builtin:code", speculative_config=options.speculative_config, max_num_seqs=1, any_method=True)
     body = {"prompt": "x = ", "max_tokens": 200, "temperature": 0, "return_token_ids": True}
     letters = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz", k=160))  # which no drafter guesses
     texts = [f"{letters}[ab]"]

@@ -121,7 +121,7 @@ def test_the_precision_is_called_as_the_file_calls_it(
         write_gguf(tiny("llama"), tmp_path / file, "Q8_0", metadata={"general.file_type": 15})
     model = str(tmp_path / file) if file else "builtin:code"
     loaded = load(model, quantization=quantization, dtype="auto" if file else "bfloat16")
-    service: Any = SimpleNamespace(llm=SimpleNamespace(loaded=loaded))
+    service: Any = SimpleNamespace(runtime=SimpleNamespace(loaded=loaded))
     found = details(PooledModel(ServeOptions(model=model), assembly=Assembly(service, [], True)))
     assert found["quantization_level"] == named
     assert found["format"] == ("gguf" if file else "safetensors")

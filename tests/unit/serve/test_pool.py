@@ -36,7 +36,7 @@ class Shelf:
             ended = lambda: self.log.append(f"-{settings.model}")  # noqa: E731
             loaded = SimpleNamespace(source=None)
             service: Any = SimpleNamespace(
-                engine=None, close=ended, settings=settings, llm=SimpleNamespace(loaded=loaded)
+                engine=None, close=ended, settings=settings, runtime=SimpleNamespace(loaded=loaded)
             )
             return Assembly(service, [], True, caches * MB)
 

@@ -32,7 +32,7 @@ def lives() -> Iterator[dict[str, Live]]:
         for kind in KINDS:
             tokenizer = decoded(kind)
             tokenizer.chat_template = TEMPLATE
-            llm = LLM(tiny("llama", vocab_size=len(tokenizer)), tokenizer=tokenizer)
+            llm = LLM(tiny("llama", vocab_size=len(tokenizer)), tokenizer=tokenizer, any_method=True)
             found[kind] = stack.enter_context(serving(llm, ServeOptions(model="tiny", host="0.0.0.0")))
         yield found
 
@@ -153,7 +153,7 @@ def test_a_normalizer_and_begin_tokens_do_not_move_the_echo() -> None:
     raw.normalizer = normalizers.NFC()
     begin = ("<|im_start|>", raw.token_to_id("<|im_start|>"))
     raw.post_processor = processors.TemplateProcessing(single=f"{begin[0]} $A", special_tokens=[begin])
-    llm = LLM(tiny("llama", vocab_size=len(tokenizer)), tokenizer=tokenizer)
+    llm = LLM(tiny("llama", vocab_size=len(tokenizer)), tokenizer=tokenizer, any_method=True)
     with serving(llm, ServeOptions(model="tiny", host="0.0.0.0")) as live:
         prompt = "cafe\u0301 ok"
         choice = post(live, "/v1/completions", prompt=prompt, max_tokens=1, echo=True, logprobs=1, temperature=0)[

@@ -62,7 +62,9 @@ def test_each_protocol_gives_the_same_prompt(live: Live, llm: LLM, monkeypatch: 
         source = {"default": source, "tool_use": tools.read_text()}
     monkeypatch.setattr(llm.tokenizer, "chat_template", source)
     prompts, requests = list[list[int]](), llm.requests
-    monkeypatch.setattr(llm, "requests", lambda ids, *args, **more: prompts.append(ids) or requests(ids, *args, **more))
+    monkeypatch.setattr(
+        live.service.prompts, "requests", lambda ids, *args, **more: prompts.append(ids) or requests(ids, *args, **more)
+    )
     about, result = {"name": "look", "description": "Looks."}, "a fox"
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": '{"word": "fox"}'}}
     messages = [

@@ -60,6 +60,7 @@ def test_other_rows_without_a_head() -> None:
         speculative_config={"model": str(GOLDEN / "eagle31"), "controller": "fixed"},
         max_num_seqs=3,
         max_model_len=160,
+        any_method=True,
     )
     with closing(Engine(llm.runtime, prefill_chunk=16)) as engine:
         params = SamplingParams(max_tokens=30, seed=5, temperature=1, ignore_eos=True)
