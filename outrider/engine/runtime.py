@@ -12,6 +12,7 @@ from outrider.drafters import make_drafters
 from outrider.drafters.base import Drafter
 from outrider.drafters.combine.planned import PlannedDrafter
 from outrider.drafters.config import DrafterSetup, SpeculativeConfig
+from outrider.drafters.contract import accept
 from outrider.drafters.lookup.memory import TextMemory
 from outrider.drafters.method import NONE, offered
 from outrider.drafters.registry import lookup_names, request_drafters
@@ -102,6 +103,8 @@ def build(
         drafters = make_drafters(
             config, loaded, rows=rows, max_length=length, device=device, memory=memory, known=known
         )
+    for name, drafter in drafters.items():
+        accept(name, drafter)
     roster = None
     if drafters:
         planner: Controller = make_planner(config, loaded, drafters, controller, calibrate)
