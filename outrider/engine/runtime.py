@@ -12,6 +12,7 @@ from outrider.drafters import make_drafters
 from outrider.drafters.base import Drafter
 from outrider.drafters.combine.planned import PlannedDrafter
 from outrider.drafters.config import DrafterSetup, SpeculativeConfig
+from outrider.drafters.contract import accept
 from outrider.drafters.lookup.memory import TextMemory
 from outrider.drafters.method import NONE, offered
 from outrider.drafters.registry import lookup_names, request_drafters
@@ -89,6 +90,8 @@ def build(
     setup = {"rows": num_slots, "max_length": length, "device": device, "memory": memory}
     if drafters is None:
         known = None if prefix_folder is None else partial(_known, prefix_folder)
+    for name, drafter in drafters.items():
+        accept(name, drafter)
         drafters = make_drafters(config, loaded, **setup, known=known)
     every = dict(drafters)
     if any_method:

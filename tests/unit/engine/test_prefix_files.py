@@ -120,7 +120,7 @@ def outputs(found: list[Sequence]) -> list[list[int]]:
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_files, "SEGMENT", SEGMENT)
     monkeypatch.setattr(prefix_files, "OF_STATES", SEGMENT)
-    monkeypatch.setattr(draft_model, "_CHUNK", SEGMENT)
+    monkeypatch.setattr(draft_model, "CHUNK", SEGMENT)
 
 
 @pytest.fixture
