@@ -90,9 +90,9 @@ def build(
     setup = {"rows": num_slots, "max_length": length, "device": device, "memory": memory}
     if drafters is None:
         known = None if prefix_folder is None else partial(_known, prefix_folder)
+        drafters = make_drafters(config, loaded, **setup, known=known)
     for name, drafter in drafters.items():
         accept(name, drafter)
-        drafters = make_drafters(config, loaded, **setup, known=known)
     every = dict(drafters)
     if any_method:
         every = request_drafters(DrafterSetup(SpeculativeConfig.of(None), loaded, **setup)) | every
