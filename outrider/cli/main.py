@@ -32,8 +32,8 @@ ENGINE = ("run", "generate", "serve", "batch", "models", "methods", "doctor")
 SHORTER = ("list", "pull", "rm")
 """Commands of `outrider models` that may stand alone, as users of Ollama type them. The list of commands has them not."""
 
-EXTRAS = {"deploy": "ray", "certify": "certify"} | dict.fromkeys(
-    ("bench", "demo", "explain", "export", "layers", "replay", "train", "tune"), "lab"
+EXTRAS = {"deploy": "ray"} | dict.fromkeys(
+    ("bench", "certify", "demo", "explain", "export", "layers", "replay", "train", "tune"), "lab"
 )
 """The command of another package -> the extra that brings it."""
 
@@ -53,13 +53,14 @@ class CommandTable(Mapping[str, Any]):
             return self["models"].commands[name]
         entry = self._entries.get(name)
         if entry is None:
-            return typer.main.get_command(_absent(name, f"outrider[{EXTRAS[name]}]"))
+            return typer.main.get_command(_absent(name, f"outrider-{EXTRAS[name]}", EXTRAS[name]))
         try:
             return typer.main.get_command(entry.load())
         except ModuleNotFoundError as error:
             if name not in EXTRAS or error.name is None or error.name.startswith("outrider."):
                 raise
-            return typer.main.get_command(_absent(name, error.name))
+            extra = "certify" if error.name.startswith("outrider_certify") else EXTRAS[name]
+            return typer.main.get_command(_absent(name, error.name, extra))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -68,15 +69,15 @@ class CommandTable(Mapping[str, Any]):
         return len(self._entries)
 
 
-def _absent(name: str, package: str) -> typer.Typer:
-    """What stands for a command whose package is not installed."""
+def _absent(name: str, package: str, extra: str) -> typer.Typer:
+    """What stands for a command whose package is not installed. extra: brings it."""
     app = typer.Typer(add_completion=False)
 
     @app.command(name, context_settings={"ignore_unknown_options": True, "help_option_names": []})
     def say(words: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
         """It is not installed."""
         with readable(False):
-            raise ValueError(f"outrider {name} needs {package}, which is not installed: {install(EXTRAS[name])}")
+            raise ValueError(f"outrider {name} needs {package}, which is not installed: {install(extra)}")
 
     return app
 
