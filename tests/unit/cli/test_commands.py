@@ -48,7 +48,7 @@ def test_without_its_package_a_command_says_the_line_that_installs_it(
     done = shown(name, *words)
     line = {"ray": "pip install ./ray", "lab": "pip install ./lab"}
     assert done.exit_code == 2
-    assert f"error: outrider {name} needs outrider[{cli.EXTRAS[name]}], which is not installed" in done.stderr
+    assert f"error: outrider {name} needs outrider-{cli.EXTRAS[name]}, which is not installed" in done.stderr
     assert line[cli.EXTRAS[name]] in done.stderr
     assert f"│ {name} " not in shown("--help").stdout
 
