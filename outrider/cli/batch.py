@@ -112,7 +112,7 @@ def _there(
 
     entry = next(iter(entry_points(group="outrider.batch", name="ray")), None)
     if entry is None:
-        raise ValueError(f"--ray needs outrider[ray], which is not installed: {install('ray')}")
+        raise ValueError(f"--ray needs outrider-ray, which is not installed: {install('ray')}")
     yield from entry.load()(read(path, lines), options, address, replicas, cpus)
 
 

@@ -159,7 +159,7 @@ def test_batch_mistakes_are_one_line(
 
 
 needs_ray = pytest.mark.skipif(
-    find_spec("ray") is None or find_spec("pyarrow") is None, reason="needs: pip install '.[ray]'"
+    find_spec("ray") is None or find_spec("pyarrow") is None, reason="needs: pip install ./ray"
 )
 
 
