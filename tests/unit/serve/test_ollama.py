@@ -156,7 +156,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/api/chat", {"messages": HELLO, "options": {"repeat_penalty": 1.1, "repeat_last_n": 64}}, "repeat_last_n=-1"),
     ("/api/chat", {"messages": HELLO, "options": {"num_predict": 0}}, "num_predict"),
     ("/api/chat", {"messages": HELLO, "options": {"num_ctx": 5}}, "maximum context length is 5 tokens"),
-    ("/api/chat", {"messages": HELLO, "options": {"presence_penalty": 9}}, "presence_penalty: "),
+    ("/api/chat", {"messages": HELLO, "options": {"presence_penalty": 9}}, "presence_penalty must be in [-2, 2]"),
     ("/api/chat", {"messages": HELLO, "format": "xml"}, "JSON schema"),
     ("/api/chat", {"messages": HELLO, "logprobs": True}, "/v1/chat/completions"),
     ("/api/generate", {"prompt": "x", "images": ["aa"]}, "images"),

@@ -177,7 +177,7 @@ def test_a_token_keeps_its_space(lives: dict[str, Live]) -> None:
         names = [name for name in answer["token_strs"] if not name.startswith("bytes:")]
         assert "".join(names) == prompt.replace("🙂", "")
     body = {"prompt": "the text", "max_tokens": 20, "logprobs": 5, "seed": 1, "ignore_eos": True}
-    ids = [number for token, number in live.service.llm.tokenizer.get_vocab().items() if token.startswith("▁")]
+    ids = [number for token, number in live.service.prompts.tokenizer.get_vocab().items() if token.startswith("▁")]
     choice = post(live, "/v1/completions", **body, allowed_token_ids=ids)["choices"][0]
     assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
     assert all(name.startswith(" ") for name in choice["logprobs"]["tokens"])

@@ -61,7 +61,7 @@ def test_each_protocol_gives_the_same_prompt(live: Live, llm: LLM, monkeypatch: 
     if (tools := FOLDER / f"{name}.tool_use.jinja").exists():
         source = {"default": source, "tool_use": tools.read_text()}
     monkeypatch.setattr(llm.tokenizer, "chat_template", source)
-    prompts, requests = list[list[int]](), llm.requests
+    prompts, requests = list[list[int]](), live.service.prompts.requests
     monkeypatch.setattr(
         live.service.prompts, "requests", lambda ids, *args, **more: prompts.append(ids) or requests(ids, *args, **more)
     )
