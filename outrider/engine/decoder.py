@@ -7,6 +7,7 @@ token is the root of the next draft.
 from __future__ import annotations
 
 import secrets
+import threading
 from collections import abc
 from itertools import pairwise
 from time import perf_counter
@@ -80,6 +81,7 @@ class Decoder:
         self.free = list(range(num_slots))[::-1]
         self.sequences: dict[int, Sequence] = {}
         self.waiting: list[Sequence] = []
+        self.stepping = threading.RLock()  # two schedulers may share a decoder, but not a step
         self._batch: tuple[tuple[int, ...], LogitsWarper, list[int], torch.Tensor] | None = None
 
     def sibling(self, drafter: Drafter, controller: Controller, **other: Any) -> Decoder:

@@ -133,7 +133,7 @@ class LLM:
 
     @cached_property
     def scheduler(self) -> Scheduler:
-        """What `generate` and `stream` run in. An engine on the same `runtime` has one of its own: use one of the two."""
+        """What `generate` and `stream` run in. An engine on the same `runtime` has one of its own; the two step in turns."""
         return Scheduler(self.decoder, self.runtime.roster, trace=self.trace, raises=True)
 
     @property

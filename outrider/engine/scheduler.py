@@ -128,7 +128,7 @@ class Scheduler:
 
     def step(self) -> tuple[Step | None, list[Sequence]]:
         """One step, as the module's docstring says. Returns the draft-verify round, if there was one, and its sequences."""
-        with precision_gate.STEP:
+        with precision_gate.STEP, self.decoder.stepping:
             now = perf_counter()
             with self.lock:
                 all_ends = self.stop_at <= now
@@ -198,13 +198,14 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, finish: str, reason: str | int | None) -> None:
         """End a sequence with what it has. Frees its slot and hands out the last delta."""
-        with self.lock:
-            if sequence in self.queue:
-                self.queue.remove(sequence)
-        if sequence.finish is None and self.trace:
-            self.trace.end(sequence, finish)
-        sequence.end(finish, reason)
-        self._progress(sequence)
+        with self.decoder.stepping:
+            with self.lock:
+                if sequence in self.queue:
+                    self.queue.remove(sequence)
+            if sequence.finish is None and self.trace:
+                self.trace.end(sequence, finish)
+            sequence.end(finish, reason)
+            self._progress(sequence)
 
     def problems(self) -> list[str]:
         """What is wrong with the tables between two steps. Empty, unless there is a bug."""

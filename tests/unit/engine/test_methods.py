@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from time import sleep
 
 import pytest
@@ -138,3 +140,16 @@ def test_a_length_of_ones_own(length: int) -> None:
 def test_every_method_of_a_combination_is_a_method() -> None:
     used = planned({"a": Wrong(1), "b": Wrong(2)}, (), Budget(2))
     assert set(used.methods) == {"a", "b", "a+b"}
+
+
+def test_an_engine_and_its_model_step_in_turns() -> None:
+    """They share one decoder. Each step moves the sequences of both, and no text changes."""
+    llm = LLM("builtin:code", speculative_config={"method": "suffix"}, max_num_seqs=3)
+    params, prompt = SamplingParams(temperature=0.8, seed=3, max_tokens=48, ignore_eos=True), "def area(r):\n"
+    [plain] = llm.generate(prompt, params)
+    with closing(Engine(llm.runtime)) as eng, ThreadPoolExecutor(2) as pool:
+        served = [pool.submit(ask, llm, eng) for _ in range(6)]
+        for _ in range(6):
+            assert llm.generate(prompt, params)[0].outputs[0].token_ids == plain.outputs[0].token_ids
+        texts = [one.result().output for one in served]
+    assert texts == [texts[0]] * 6

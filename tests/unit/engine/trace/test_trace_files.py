@@ -27,8 +27,8 @@ from outrider.engine.trace import (
     StepRecord,
     describe,
     read,
-    replay,
 )
+from outrider_lab.replay import replay
 
 
 @pytest.fixture(scope="module")
