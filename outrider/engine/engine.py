@@ -46,7 +46,7 @@ class Stats:
 
 
 class Engine:
-    """Runs sequences on the target and the drafters of a runtime, for example `LLM.runtime`. An `LLM` on it steps in turns with it.
+    """Runs sequences on a runtime, for example `LLM.runtime`. If the `LLM` is asked too, both step in turns.
 
     max_queue: sequences that may wait. kv_tokens: committed tokens of all sequences together, None for as many as fit; see
     `Scheduler`. prefix_bytes: keys and values kept for prompts that start alike, 0 for none. prefill_chunk: prompt tokens per
