@@ -89,7 +89,7 @@ class Bench:
         key = json.dumps(config)
         if key not in self._kept:  # rows are released: a drafter may be used again
             parsed = SpeculativeConfig.of(config)
-            self._kept[key] = make_drafter(parsed, self.target, rows=TEXTS, max_length=LENGTH, device="cpu")
+            self._kept[key] = make_drafter(parsed, self.target, num_slots=TEXTS, max_length=LENGTH, device="cpu")
         return self._kept[key]
 
     def decode(

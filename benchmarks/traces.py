@@ -80,7 +80,7 @@ def record_all(options: argparse.Namespace) -> None:
     given = {"model": options.draft} if options.draft else {}
     configs = {method: {"method": method, **given}, "suffix": {"method": "suffix", "suffix_shared_tokens": 0}}
     made = {
-        name: make_drafter(SpeculativeConfig.of(config), target, rows=TOGETHER, max_length=LENGTH, device="cpu")
+        name: make_drafter(SpeculativeConfig.of(config), target, num_slots=TOGETHER, max_length=LENGTH, device="cpu")
         for name, config in configs.items()
     }
     have = read(options.out) if options.out.exists() else []

@@ -118,7 +118,7 @@ class Runner:
             if roster is not None:
                 drafter, controller = roster, roster.planner
             else:
-                drafters = make_drafters(config, self.target, rows=1, max_length=LENGTH, device="cpu")
+                drafters = make_drafters(config, self.target, num_slots=1, max_length=LENGTH, device="cpu")
                 drafter, controller = next(iter(drafters.values()), NoDraft()), Fixed(*config.budget.parts)
             model = self.forced if forced else self.target.model
             self._made[method, forced] = Decoder(model, drafter, controller=controller, num_slots=1, max_length=LENGTH)

@@ -72,7 +72,7 @@ class Ours:
             config = config_of(method, self.drafts, self.quantization)
             self._decoders[method] = Decoder(
                 self.target.model,
-                make_drafter(config, self.target, rows=1, max_length=self.length, device="cpu"),
+                make_drafter(config, self.target, num_slots=1, max_length=self.length, device="cpu"),
                 controller=Fixed(*config.budget.parts),
                 num_slots=1,
                 max_length=self.length,

@@ -108,7 +108,7 @@ def replay(
     verifier = VERIFIERS[trace.header.verifier]
     drawn = verifier.needs_probs and recorded.drafted and recorded.siblings != Siblings.POINT.name
     drafter = _Recorded(recorded, decoder.drafter if drawn else None)
-    again = decoder.sibling(drafter, Fixed(**recorded.budget), verifier=verifier.name, num_slots=1, memory=None)
+    again = decoder.sibling(drafter, Fixed(**recorded.budget), verifier=verifier.name, num_slots=1, text_memory=None)
     row = again.start(request_of(text, mask))
     try:
         row.advance([t for earlier in text.steps[:step] for t in earlier.written], step)

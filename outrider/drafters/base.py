@@ -28,17 +28,20 @@ from outrider.models.cache import SlotCache
 class DraftContext:
     """What a drafter sees of a step: one entry for each sequence. Everything is read-only.
 
-    slots: the sequences' cache slots. A drafter may keep state under a slot until `release`.
-    tokens: committed tokens of each sequence, the prompt first. The last one is the root of the draft.
-    budgets: what the drafter may spend on each sequence. A depth of 0 asks for no draft.
-    warp: the sampling parameters. noise, stream: the randomness to draw from, and which stream of it.
-    needs_probs: the drafter must return the distributions that it drew from, as `Draft.probs`.
-    prompt_lengths: tokens of each prompt.
-    predictions: for each sequence, the tokens that its user expects in the answer; may be empty.
-    left: for each sequence, the tokens that it may still get; empty if that is not known.
-    clients: for each sequence, whose it is; empty if that is not known.
-    waiting: sequences whose prompts are not read yet.
-    cache: the target's. A drafter made of the target's layers may use the space behind the committed tokens.
+    Args:
+        slots: Cache slot of each sequence. A drafter may keep state under a slot until `release`.
+        tokens: Committed tokens of each sequence, the prompt first. The last one is the root of the draft.
+        budgets: What the drafter may spend on each sequence. A depth of 0 asks for no draft.
+        warp: Sampling parameters.
+        noise: Randomness to draw from.
+        stream: Which stream of the noise to draw from.
+        needs_probs: The drafter must return the distributions that it drew from, as `Draft.probs`.
+        prompt_lengths: Tokens of each prompt.
+        predictions: Tokens that each user expects in the answer; may be empty.
+        cache: The target's. A drafter made of the target's layers may use the space behind the committed tokens.
+        left: Tokens that each sequence may still get; empty if that is not known.
+        clients: Client of each sequence; empty if that is not known.
+        waiting: Sequences whose prompts are not read yet.
     """
 
     slots: list[int]
@@ -62,9 +65,9 @@ class DraftContext:
 
     def within(self, budgets: list[Budget]) -> DraftContext:
         """The same with other budgets."""
-        own = DraftContext.__new__(DraftContext)  # `replace` would take all fields apart
-        own.__dict__.update(self.__dict__, budgets=budgets)
-        return own
+        view = DraftContext.__new__(DraftContext)  # `replace` would take all fields apart
+        view.__dict__.update(self.__dict__, budgets=budgets)
+        return view
 
     def select(self, some: Sequence[int]) -> DraftContext:
         """Some entries of the batch."""
@@ -88,8 +91,9 @@ class DraftContext:
 class TargetPass:
     """The target's forward over a draft.
 
-    draft: what the target judged. Several drafters may have contributed to it.
-    logits: float32 [batch, node, vocab], after each node, accepted or not. Padding holds anything.
+    Args:
+        draft: What the target judged. Several drafters may have contributed to it.
+        logits: float32 [batch, node, vocab], after each node, accepted or not. Padding holds anything.
     """
 
     draft: Draft
@@ -140,8 +144,11 @@ class Drafter(Protocol):
 
         A sequence that was preempted is read again from its first token, after a `release`.
 
-        tokens: all committed tokens of the sequence; at least one follows the chunk.
-        first: the position of the chunk's first token. features: float [chunk, feature], the taps side by side.
+        Args:
+            slot: Of the sequence.
+            tokens: All committed tokens of the sequence; at least one follows the chunk.
+            first: Position of the chunk's first token.
+            features: float [chunk, feature], the taps side by side.
         """
         ...
 
@@ -152,8 +159,10 @@ class Drafter(Protocol):
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
         """What the step committed. Called after each step that may draft.
 
-        commits: one for each sequence. Their `nodes` are numbered as in this drafter's own proposal, and empty where it made
-        none. context.tokens hold the new tokens already.
+        Args:
+            context: That of the proposal. Its tokens hold the new ones already.
+            commits: One for each sequence. Their `nodes` are numbered as in this drafter's own proposal; empty without one.
+            target: The target's forward over the draft.
         """
         ...
 
@@ -232,10 +241,10 @@ class ListedDraft(Draft):
 
     @cached_property
     def confidence(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self.stated is None:
+            return None
         nodes = max(map(len, self.host), default=1)
-        return (
-            None if self.stated is None else torch.tensor([[*own, *[0.0] * (nodes - len(own))] for own in self.stated])
-        )
+        return torch.tensor([[*chances, *[0.0] * (nodes - len(chances))] for chances in self.stated])
 
 
 def draft_of(
@@ -243,11 +252,16 @@ def draft_of(
     confidence: Mapping[int, Sequence[float]] | None = None,
     notes: Sequence[object] = (),
 ) -> Draft:
-    """One draft for a batch. trees: (token, parent) of the nodes of each entry, the root first.
+    """One draft for a batch.
 
-    confidence: of each node, by entry. Other entries state 0, and the draft states none if there is no entry."""
-    draft, known = ListedDraft.__new__(ListedDraft), confidence or {}
-    stated = [known.get(b) or [0.0] * len(nodes) for b, nodes in enumerate(trees)] if known else None
+    Args:
+        trees: (token, parent) of the nodes of each entry, the root first.
+        confidence: Of each node, by entry. Other entries state 0, and the draft states none if there is no entry.
+        notes: As of `Draft`.
+    """
+    draft, stated = ListedDraft.__new__(ListedDraft), None
+    if confidence:
+        stated = [confidence.get(b) or [0.0] * len(nodes) for b, nodes in enumerate(trees)]
     draft.__dict__.update(host=[*trees], stated=stated, notes=tuple(notes))
     return draft
 

@@ -122,9 +122,9 @@ class SpeculativeConfig(BaseModel):
     @classmethod
     def _known_keys(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            given, data = data, {_KEYS.get(name := key.replace("-", "_"), name): given for key, given in data.items()}
-            if len(data) < len(given):
-                raise ValueError(f"speculative_config has a key twice, under two names: {', '.join(given)}")
+            raw, data = data, {_KEYS.get(name := key.replace("-", "_"), name): raw for key, raw in data.items()}
+            if len(data) < len(raw):
+                raise ValueError(f"speculative_config has a key twice, under two names: {', '.join(raw)}")
             for key in data:
                 if key not in cls.model_fields:
                     raise ValueError(f"speculative_config has no {key!r}{did_you_mean(key, cls.model_fields)}")
@@ -145,10 +145,10 @@ class SpeculativeConfig(BaseModel):
     def _consistent(self) -> SpeculativeConfig:
         from outrider.verify import VERIFIERS  # imports torch, which the command line does not need for its help
 
-        known = [*METHODS, *plugins()]
+        names = [*METHODS, *plugins()]
         for method in self.methods:
-            if method not in known and offered(method) is None:
-                raise ValueError(f"unknown method {method!r}{did_you_mean(method, known)}; known: {', '.join(known)}")
+            if method not in names and offered(method) is None:
+                raise ValueError(f"unknown method {method!r}{did_you_mean(method, names)}; known: {', '.join(names)}")
         if isinstance(self.method, list) and ({NONE, AUTO} & set(self.method) or not self.method):
             raise ValueError(f'a list of methods names drafters, such as ["suffix", "draft_model"], got {self.method}')
         if self.rejection_sample_method:
@@ -169,11 +169,11 @@ class SpeculativeConfig(BaseModel):
                     f'method "{method}" needs a model: {{"method": "{method}", "model": "builtin:code-draft"}}'
                 )
         for key, about in type(self).model_fields.items():
-            own = owner(key) if about.default is None and getattr(self, key) is not None else None
-            if own and own.name not in self.methods and not (own.auto and AUTO in self.methods):
+            only = owner(key) if about.default is None and getattr(self, key) is not None else None
+            if only and only.name not in self.methods and not (only.auto and AUTO in self.methods):
                 raise ValueError(
-                    f'{key} is for the method "{own.name}", got "{self.method}": '
-                    f'{{"method": "{own.name}", "{key}": ...}}'
+                    f'{key} is for the method "{only.name}", got "{self.method}": '
+                    f'{{"method": "{only.name}", "{key}": ...}}'
                 )
         if self.layers is not None and self.assistant_early_exit is not None:
             raise ValueError("layers and assistant_early_exit both say which layers draft; give one of them")
@@ -232,21 +232,27 @@ class SpeculativeConfig(BaseModel):
 class DrafterSetup:
     """What a drafter is made for.
 
-    rows: sequences in a batch, at most. max_length: tokens of a sequence, at most. device: "cpu", "cuda" or "auto". memory: texts
-    of earlier requests. known: makes what keeps the starts of texts that a draft model has read; None keeps none.
+    Args:
+        config: What the user asks for.
+        target: The model that it drafts for.
+        num_slots: Sequences that decode concurrently, at most.
+        max_length: Tokens of a sequence, at most.
+        device: "cpu", "cuda" or "auto".
+        text_memory: Texts of earlier requests to draft from; None has none.
+        prefixes: Makes the store of prefixes that a draft model has read; None keeps none.
     """
 
     config: SpeculativeConfig
     target: Loaded
-    rows: int
+    num_slots: int
     max_length: int
     device: str
-    memory: TextMemory | None = None
-    known: Callable[[Loaded], KnownTexts] | None = None
+    text_memory: TextMemory | None = None
+    prefixes: Callable[[Loaded], Prefixes] | None = None
 
 
-class KnownTexts(Protocol):
-    """Starts of texts that a model need not read again. The members are those of `outrider.engine.prefix_cache.PrefixCache`."""
+class Prefixes(Protocol):
+    """A store of prefixes, which a model need not read again: what `outrider.engine.prefix_cache.PrefixCache` has."""
 
     def fetch(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> Any: ...
 

@@ -36,7 +36,7 @@ def lend(act: Callable[..., Any], own: DraftContext, *more: Any) -> Any:
     """
     originals, copies = list(own.tokens), [list(tokens) for tokens in own.tokens]
     try:
-        made = act(own, *more)
+        result = act(own, *more)
     finally:
         changed = own.tokens != copies
         if changed:
@@ -45,7 +45,7 @@ def lend(act: Callable[..., Any], own: DraftContext, *more: Any) -> Any:
                 now[:] = then
     if changed:
         raise Broken(f"{act.__name__} changed the committed tokens, which are read-only; make a list of your own")
-    return made
+    return result
 
 
 def check(draft: Draft, context: DraftContext, vocab_size: int) -> None:
@@ -57,12 +57,12 @@ def check(draft: Draft, context: DraftContext, vocab_size: int) -> None:
     except Exception as error:
         raise Broken(str(error)) from error
     if len(draft.tokens) != len(context.slots):
-        raise Broken(f"{len(draft.tokens)} drafts for {len(context.slots)} rows")
-    for tokens, parents, known, budget in zip(
+        raise Broken(f"{len(draft.tokens)} drafts for {len(context.slots)} sequences")
+    for tokens, parents, committed, budget in zip(
         lists(draft.tokens), lists(draft.parents), context.tokens, context.budgets, strict=True
     ):
-        if tokens[0] != known[-1]:
-            raise Broken(f"node 0 is the last committed token, {known[-1]}, and here it is {tokens[0]}")
+        if tokens[0] != committed[-1]:
+            raise Broken(f"node 0 is the last committed token, {committed[-1]}, and here it is {tokens[0]}")
         children = Counter(parent for parent in parents if parent >= 0)
         for what, got, most in (
             ("levels", max(levels(parents)), budget.depth),
@@ -70,7 +70,9 @@ def check(draft: Draft, context: DraftContext, vocab_size: int) -> None:
             ("children of a node", max(children.values(), default=0), budget.width),
         ):
             if got > most:
-                raise Broken(f"{got} {what} where the row's budget allows {most}; cut the draft to context.budgets")
+                raise Broken(
+                    f"{got} {what} where the sequence's budget allows {most}; cut the draft to context.budgets"
+                )
     if context.needs_probs and draft.siblings is not Siblings.POINT:
         good = draft.probs is not None and draft.probs.shape == (*draft.tokens.shape, vocab_size)
         if not good or not bool(torch.isfinite(draft.probs).all()):  # pyright: ignore[reportArgumentType]

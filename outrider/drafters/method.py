@@ -48,8 +48,12 @@ quantized copy. self: a forward pass through some of the target's own layers."""
 class TuneInputs:
     """What `outrider tune` was given. It decides which methods can be tried.
 
-    weights: precision of the target's weights. draft: name of a draft model. layers: file of `outrider layers`.
-    predictions: whether a prompt brings a prediction. mtp: whether the target's checkpoint holds an MTP layer.
+    Args:
+        weights: Precision of the target's weights.
+        draft: Name of a draft model.
+        layers: File of `outrider layers`.
+        predictions: Whether a prompt brings a prediction.
+        mtp: Whether the target's checkpoint holds an MTP layer.
     """
 
     weights: str
@@ -63,16 +67,21 @@ class TuneInputs:
 class DraftMethod:
     """A drafting method: all that the other modules know about it.
 
-    make: makes the drafter from a `DrafterSetup`. Raises ValueError if the method cannot draft for the target.
-    cost: what one level of a draft costs; None derives it from the drafter (`level_cost`).
-    default_depth: draft tokens in a row where the user gives no number. tune_depth: the most that `outrider tune` tries.
-    keys: the keys of `SpeculativeConfig` that only this method reads. A new method can read `options` and needs no key.
-    needs_model: the key `model` must name its draft model. heads: the kinds of trained heads that it reads, as
-    `outrider.drafters.heads.files` names them; then `model` names the folder of one.
-    per_request: a request to a server can choose it, whatever the server's own method is.
-    auto: whether the method "auto" uses it for this target; None if never.
-    candidates: the configurations that `outrider tune` tries, by name. tune_hint: what it needs to try one.
-    requires: what must be there besides the model, in a few words; a draft model or a head need not be named.
+    Args:
+        name: The value of `method` in a configuration.
+        help: One line for the list of methods.
+        make: Makes the drafter from a `DrafterSetup`. Raises ValueError if the method cannot draft for the target.
+        cost: What one level of a draft costs; None derives it from the drafter (`level_cost`).
+        default_depth: Draft tokens in a row where the user gives no number.
+        tune_depth: The most draft tokens in a row that `outrider tune` tries.
+        keys: Keys of `SpeculativeConfig` that only this method reads. A new method can read `options` and needs no key.
+        needs_model: The key `model` must name its draft model.
+        heads: Kinds of trained heads that it reads, by their names in `heads.files`. Then `model` is the folder of one.
+        per_request: A request to a server can choose it, whatever the server's own method is.
+        auto: Whether the method "auto" uses it for a setup; None if never.
+        candidates: Configurations that `outrider tune` tries, by name.
+        tune_hint: What `outrider tune` needs to try one.
+        requires: What must be there besides the model, in a few words; a draft model or a head need not be named.
     """
 
     name: str
@@ -104,8 +113,9 @@ class DraftMethod:
 def made_by(module: str, function: str = "from_setup") -> Callable[[Any], Drafter]:
     """The maker in a drafter's own file. The file is imported when a drafter is made.
 
-    module: below `outrider.drafters`. function: its function (setup) -> Drafter, which raises ValueError for a target that the
-    method cannot draft for.
+    Args:
+        module: Below `outrider.drafters`.
+        function: Its function (setup) -> Drafter. It raises ValueError for a target that the method cannot draft for.
     """
 
     def make(setup: Any) -> Drafter:
@@ -179,9 +189,7 @@ def owner(key: str) -> DraftMethod | None:
 
 
 def model_method(model: Any = None) -> str:
-    """The method that drafts with the model of the key `model`. A configuration with that key alone means this method.
-
-    model: the value of the key. The folder of a trained head means the method that reads it, anything else a draft model."""
+    """The method of a configuration with the key `model` alone: that of a trained head's folder, else of a draft model."""
     if isinstance(model, (str, Path)) and (Path(model).expanduser() / "config.json").is_file():
         from outrider.drafters.heads.files import head_kind
 
@@ -200,14 +208,14 @@ def _checked(entry: EntryPoint, setup: Any) -> Drafter:
         make = entry.load()
         first = next(iter(signature(make).parameters.values()), None)
         needs_setup = first is not None and first.default is first.empty and first.kind is not first.VAR_KEYWORD
-        made = make(*[setup][:needs_setup], **setup.config.options)
+        drafter = make(*[setup][:needs_setup], **setup.config.options)
     except Exception as error:
         raise ValueError(
             f"the drafter {entry.name!r} ({entry.value}) cannot be made: {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(made, Drafter):
+    if not isinstance(drafter, Drafter):
         raise ValueError(
-            f"the drafter {entry.name!r} ({entry.value}) returned a {type(made).__name__}, which is not a drafter. Derive it "
+            f"the drafter {entry.name!r} ({entry.value}) returned a {type(drafter).__name__}, which is not a drafter. Derive it "
             "from outrider.drafters.BaseDrafter and write `propose`"
         )
-    return made
+    return drafter

@@ -105,16 +105,16 @@ class SharedTaps:
 
     def of_drafter(self, name: str, features: Tensor) -> Tensor:
         """float [..., feature]: a drafter's own part of the features of all taps. All taps have the same width."""
-        own = self.columns[name]
-        if own == list(range(len(self.taps))):
+        columns = self.columns[name]
+        if columns == list(range(len(self.taps))):
             return features
-        return features.unflatten(-1, (len(self.taps), -1))[..., own, :].flatten(-2)
+        return features.unflatten(-1, (len(self.taps), -1))[..., columns, :].flatten(-2)
 
     def commit(self, name: str, commit: Commit) -> Commit:
         """The commit with the drafter's own features, and with none for a drafter without taps."""
-        given = commit.features
-        own = None if given is None or name not in self.columns else self.of_drafter(name, given)
-        return commit if own is given else replace(commit, features=own)
+        features = commit.features
+        part = None if features is None or name not in self.columns else self.of_drafter(name, features)
+        return commit if part is features else replace(commit, features=part)
 
 
 def join(context: DraftContext, proposals: Mapping[int, Proposal], notes: Sequence[object] = ()) -> Draft:
@@ -128,7 +128,7 @@ def join(context: DraftContext, proposals: Mapping[int, Proposal], notes: Sequen
     nodes: list[NodeList] = [[(tokens[-1], -1)] for tokens in context.tokens]
     for b, one in proposals.items():
         nodes[b] = one.nodes
-    stated = {b: known for b, one in proposals.items() if (known := one.confidence) is not None}
+    stated = {b: chances for b, one in proposals.items() if (chances := one.confidence) is not None}
     out = draft_of(nodes, stated, notes)
     drawn = [one.draft for one in proposals.values() if one.draft.probs is not None]
     if not context.needs_probs or not drawn:

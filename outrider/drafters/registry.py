@@ -30,7 +30,7 @@ from outrider.drafters.method import (
 
 if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
-    from outrider.drafters.config import DrafterSetup, KnownTexts, SpeculativeConfig
+    from outrider.drafters.config import DrafterSetup, Prefixes, SpeculativeConfig
     from outrider.drafters.lookup.memory import TextMemory
     from outrider.models.base import LanguageModel
     from outrider.models.load import Loaded
@@ -42,31 +42,31 @@ def make_drafters(
     config: SpeculativeConfig,
     target: Loaded,
     *,
-    rows: int,
+    num_slots: int,
     max_length: int,
     device: str,
-    memory: TextMemory | None = None,
-    known: Callable[[Loaded], KnownTexts] | None = None,
+    text_memory: TextMemory | None = None,
+    prefixes: Callable[[Loaded], Prefixes] | None = None,
 ) -> dict[str, Drafter]:
-    """Make the drafters that a configuration names, by name; none for plain decoding. memory, known: as of `DrafterSetup`.
+    """Make the drafters that a configuration names, by name; none for plain decoding. The others are fields of `DrafterSetup`.
 
     Raises ValueError if one cannot draft for this target.
     """
     from outrider.drafters.config import DrafterSetup
 
-    setup = DrafterSetup(config, target, rows, max_length, device, memory, known)
+    setup = DrafterSetup(config, target, num_slots, max_length, device, text_memory, prefixes)
     if not config.budget.max_nodes or config.method == NONE:
         return {}
     names = _fitting(setup) if config.method == AUTO else config.methods
     return {name: _made(find(name), setup) for name in names}
 
 
-def make_drafter(config: SpeculativeConfig, target: Loaded, *, rows: int, max_length: int, device: str) -> Drafter:
+def make_drafter(config: SpeculativeConfig, target: Loaded, *, num_slots: int, max_length: int, device: str) -> Drafter:
     """Make the drafter of a configuration with one method. Raises ValueError for several, and if it cannot draft here."""
     if config.budget.max_nodes and (len(config.methods) > 1 or config.method == AUTO):
         raise ValueError(f"{config.method!r} means several drafters: use make_drafters")
-    made = make_drafters(config, target, rows=rows, max_length=max_length, device=device)
-    return next(iter(made.values())) if made else _nothing()
+    drafters = make_drafters(config, target, num_slots=num_slots, max_length=max_length, device=device)
+    return next(iter(drafters.values()), None) or _nothing()
 
 
 def request_drafters(setup: DrafterSetup) -> dict[str, Drafter]:
@@ -91,8 +91,8 @@ def level_cost(name: str, drafter: Drafter, target: LanguageModel) -> float:
         return 0.0
     if method is not None and method.cost == "self":
         return model.num_layers / target.num_layers
-    own, whole = getattr(model, "weight_bytes", 0), target.weight_bytes
-    return own / whole if own and whole else 0.25
+    draft, whole = getattr(model, "weight_bytes", 0), target.weight_bytes
+    return draft / whole if draft and whole else 0.25
 
 
 def _made(method: DraftMethod, setup: DrafterSetup) -> Drafter:

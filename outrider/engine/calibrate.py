@@ -112,8 +112,8 @@ def costs(config: SpeculativeConfig, target: Loaded, models: Mapping[str, Drafte
     before = _stored(_place(key))
     before = before if before is not None and before.key == key else None
     if before is None or whole:
-        found = measure(target.model, models, key, WHOLE if whole else AT_LOAD, ROUNDS if whole else 2)
-        found = found if before is None else found.faster(before)
+        model = measure(target.model, models, key, WHOLE if whole else AT_LOAD, ROUNDS if whole else 2)
+        model = model if before is None else model.faster(before)
     else:
         plain, old, expensive = before.forward(1), before.drafters, dict[str, Drafter]()
         for name, cost in old.items():
@@ -122,9 +122,9 @@ def costs(config: SpeculativeConfig, target: Loaded, models: Mapping[str, Drafte
         if not expensive:
             return before
         new = _drafters(target.model, expensive, plain, 1).items()
-        found = replace(before, drafters=old | {n: c for n, c in new if c.seconds(_FEW) < old[n].seconds(_FEW)})
-    _store(found)
-    return found
+        model = replace(before, drafters=old | {n: c for n, c in new if c.seconds(_FEW) < old[n].seconds(_FEW)})
+    _store(model)
+    return model
 
 
 def _place(key: Mapping[str, str]) -> Path:
@@ -138,12 +138,12 @@ def _store(model: CostModel) -> None:
 
 def all_stored() -> list[CostModel]:
     """The cost models of this machine as it is now, by the names in their keys."""
-    here, found = conditions(), list[CostModel]()
+    here, models = conditions(), list[CostModel]()
     for path in sorted(cache_folder().glob("cost-*.json")):
         model = _stored(path)
         if model is not None and all(model.key.get(name) == value for name, value in here.items()):
-            found.append(model)
-    return sorted(found, key=lambda model: (model.key["target"], model.key["draft"]))
+            models.append(model)
+    return sorted(models, key=lambda model: (model.key["target"], model.key["draft"]))
 
 
 def measure(
@@ -258,12 +258,12 @@ class Workbench:
         count = min(_PROMPT, length // 3)
         prompt = [_token(n, target.vocab_size) for n in range(max(count, 1))]
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-        row = self.decoder.start(Request(0, prompt, params))
-        self.row, self.slot, self.tokens = row, row.slot, row.tokens
+        sequence = self.decoder.start(Request(0, prompt, params))
+        self.sequence, self.slot, self.tokens = sequence, sequence.slot, sequence.tokens
         self.room = length - len(prompt) - 2
 
     def __enter__(self) -> Workbench:
-        for _ in self.decoder.run([self.row], 0):  # reads the prompt
+        for _ in self.decoder.run([self.sequence], 0):  # reads the prompt
             pass
         return self
 
@@ -274,6 +274,6 @@ class Workbench:
         """Time a step over so many nodes: its draft, and the rest."""
         self.asked.budget = Budget(nodes - 1)
         began = perf_counter()
-        step = self.decoder.round([self.row])
+        step = self.decoder.round([self.sequence])
         taken, draft = perf_counter() - began, step.seconds["draft"]
         return draft, taken - draft

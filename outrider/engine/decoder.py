@@ -40,8 +40,11 @@ PREFILL_CHUNK = 256  # prompt tokens per forward; sequences that decode wait for
 class Decoder:
     """Continues sequences in the slots of one cache. Sequences join and leave between steps.
 
-    sequences: those that have a slot, by slot, in order of admission. free: the other slots. waiting: sequences whose tokens
-    are not all in the cache yet. chunk: prompt tokens per forward.
+    Attributes:
+        sequences: Those that have a slot, by slot, in order of admission.
+        free: The other slots.
+        waiting: Sequences whose tokens are not all in the cache yet.
+        chunk: Prompt tokens per forward.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class Decoder:
         end_ids: abc.Sequence[int] = (),
         tokenizer: Any | None = None,
         prefixes: PrefixCache | None = None,
-        memory: TextMemory | None = None,
+        text_memory: TextMemory | None = None,
     ) -> None:
         """
         Args:
@@ -69,14 +72,14 @@ class Decoder:
             end_ids: The model's end tokens.
             tokenizer: For text.
             prefixes: Keys and values of prompts that were read before; None reads every prompt.
-            memory: Where finished texts are kept for drafts of later ones; None keeps none.
+            text_memory: Where finished texts are kept for drafts of later ones; None keeps none.
         """
         self.target, self.drafter = target, drafter or NoDraft()
         self.verifier = VERIFIERS[verifier]
         self.controller = controller or Fixed(5)
         self.max_length = min(max_length or target.max_length, target.max_length)
         self.end_ids, self.tokens = tuple(end_ids), TokenBytes(tokenizer)
-        self.prefixes, self.memory, self.chunk = prefixes, memory, PREFILL_CHUNK
+        self.prefixes, self.text_memory, self.chunk = prefixes, text_memory, PREFILL_CHUNK
         self.cache = target.new_cache(num_slots, self.max_length)
         self.free = list(range(num_slots))[::-1]
         self.sequences: dict[int, Sequence] = {}
@@ -89,7 +92,7 @@ class Decoder:
 
         Only one of the two may run at a time."""
         same = {"verifier": self.verifier.name, "num_slots": self.cache.num_slots, "max_length": self.max_length}
-        same |= {"end_ids": self.end_ids, "tokenizer": self.tokens.tokenizer, "memory": self.memory}
+        same |= {"end_ids": self.end_ids, "tokenizer": self.tokens.tokenizer, "text_memory": self.text_memory}
         return Decoder(self.target, drafter, controller=controller, **(same | other))
 
     def limit(self, max_length: int, prefixes: PrefixCache | None) -> None:
@@ -142,8 +145,8 @@ class Decoder:
         Raises ValueError for a request that cannot run, and for a text that ends before its last continued token.
         """
         p, limit = request.params, self.check(request)
-        if (own := request.num_speculative_tokens) is not None:
-            method, depth = method if own else NONE, own
+        if (count := request.num_speculative_tokens) is not None:
+            method, depth = method if count else NONE, count
         # a grammar allows an end token where it is complete, and nothing can follow
         model_ends = () if p.ignore_eos and request.mask is None else self.end_ids
         checker = StopChecker(p, model_ends, limit, self.tokens, request.prompt)
@@ -305,7 +308,7 @@ class Decoder:
             cache=self.cache,
             left=left,
             waiting=len(self.waiting),
-            clients=() if self.memory is None else [sequence.request.whose for sequence in live],
+            clients=() if self.text_memory is None else [sequence.request.whose for sequence in live],
         )
 
     def _commit(self, live: list[Sequence], draft: Draft, verdict: Verdict, out: Output) -> list[Commit]:

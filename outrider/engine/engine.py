@@ -22,25 +22,20 @@ SHORTEST = 256  # tokens of a text for which a server makes room, however little
 
 @dataclass(frozen=True)
 class Stats:
-    """The engine at one moment.
-
-    accepted: sequences so far. kv_tokens: committed tokens in the cache, of kv_limit. kv_bytes: of keys and values, those of
-    drafters included. memory_limit: of these and the prefix cache, in bytes. prefix_files: tokens that came from files of the
-    prefix cache. prefix_files_bytes: of these files.
-    """
+    """The engine at one moment."""
 
     running: int
     waiting: int
-    accepted: int
-    kv_tokens: int
-    kv_limit: int
-    kv_bytes: int
-    memory_limit: int | None
+    accepted: int  # sequences so far
+    kv_tokens: int  # committed tokens in the cache
+    kv_limit: int  # the most of them
+    kv_bytes: int  # keys and values, those of drafters included
+    memory_limit: int | None  # bytes of these and the prefix cache
     prefix_bytes: int
     prefix_queries: int
     prefix_hits: int
-    prefix_files: int
-    prefix_files_bytes: int
+    prefix_file_tokens: int  # that came from files of the prefix cache
+    prefix_file_bytes: int  # of these files
     preemptions: int
     drafter_failures: int
 
@@ -48,11 +43,18 @@ class Stats:
 class Engine:
     """Runs sequences on a runtime, for example `LLM.runtime`. If the `LLM` is asked too, both step in turns.
 
-    max_queue: sequences that may wait. kv_tokens: committed tokens of all sequences together, None for as many as fit; see
-    `Scheduler`. prefix_bytes: keys and values kept for prompts that start alike, 0 for none. prefill_chunk: prompt tokens per
-    step while others decode. memory: bytes that keys and values may take at most, those of drafters and the prefix cache
-    included. Raises ValueError when that is too little for the slots and lengths asked for. room: bytes for
-    which the longest texts are shortened, so that each slot can hold one of them, beside the prefix cache.
+    Args:
+        runtime: With drafters.
+        max_queue: Sequences that may wait.
+        kv_tokens: Committed tokens of all sequences together, None for as many as fit. See `Scheduler`.
+        prefix_bytes: Keys and values kept for prompts that start alike, 0 for none.
+        prefill_chunk: Prompt tokens per step while others decode.
+        memory_limit: Bytes of keys and values at most, those of drafters and the prefix cache included.
+        room: Bytes in which each slot must be able to hold a text, beside the prefix cache. The longest texts are shortened.
+        observer: Counts steps and sequences.
+        trace: Where every step is written.
+
+    Raises ValueError when `memory_limit` is too little for the slots and lengths.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Engine:
         kv_tokens: int | None = None,
         prefix_bytes: int = BYTES,
         prefill_chunk: int = 64,
-        memory: int | None = None,
+        memory_limit: int | None = None,
         room: int | None = None,
         observer: Observer | None = None,
         trace: Recorder | None = None,
@@ -88,8 +90,8 @@ class Engine:
             observer=observer,
             trace=trace,
         )
-        if memory is not None:
-            self.memory.bound(memory, self.prefixes.limit if self.prefixes else 0)
+        if memory_limit is not None:
+            self.memory.bound(memory_limit, self.prefixes.limit if self.prefixes else 0)
         self.problem: str | None = None  # why /health reports failure, or None
         self._wake = threading.Condition(self.scheduler.lock)
         self._stop, self._turned = False, perf_counter()  # _turned: when the last step began
@@ -125,8 +127,8 @@ class Engine:
             prefix_bytes=prefixes.bytes if prefixes else 0,
             prefix_queries=prefixes.queries if prefixes else 0,
             prefix_hits=prefixes.hits if prefixes else 0,
-            prefix_files=prefixes.files.read if prefixes and prefixes.files else 0,
-            prefix_files_bytes=prefixes.files.folder.bytes if prefixes and prefixes.files else 0,
+            prefix_file_tokens=prefixes.files.read if prefixes and prefixes.files else 0,
+            prefix_file_bytes=prefixes.files.folder.bytes if prefixes and prefixes.files else 0,
             preemptions=scheduler.preemptions,
             drafter_failures=self.roster.failures,
         )

@@ -44,27 +44,24 @@ _WORDS = {
 class Fingerprint(TraceLine):
     """An answer that can be written again.
 
-    arithmetic: `outrider.kernels.ARITHMETIC`. model: without folders. sha256: of the content of its files (`models.identity`).
-    dtype, kv_cache_dtype, max_length, end_ids: as in the first line of a trace. path: "native" promises the bits on
-    every machine (`LanguageModel.path`). request: as in a trace. tokens, finish: the output. digest: the sha256 of all other
-    fields.
+    dtype, kv_cache_dtype, max_length, end_ids and request are as in a trace.
     """
 
     kind: Literal["outrider-fingerprint"] = "outrider-fingerprint"
     format: Literal[1] = FORMAT
-    arithmetic: Count
-    model: str
-    sha256: str
+    arithmetic: Count  # outrider.kernels.ARITHMETIC
+    model: str  # without folders
+    sha256: str  # content of the model's files (models.identity)
     dtype: str
     kv_cache_dtype: str | None = None
     max_length: Count
     end_ids: list[Id]
-    path: str
+    path: str  # "native" promises the bits on every machine (LanguageModel.path)
     machine: dict[str, str]
     request: RequestRecord
-    tokens: list[Id]
+    tokens: list[Id]  # of the output
     finish: Literal["stop", "length"]
-    digest: str = ""
+    digest: str = ""  # sha256 of all other fields
 
     def sealed(self) -> Fingerprint:
         """The same with the digest of its fields."""
@@ -148,17 +145,17 @@ def read_fingerprint(file: str | os.PathLike[str]) -> Fingerprint:
     raw = Path(file).read_bytes()
     try:
         if b'"choices"' in raw:
-            found = _FingerprintedAnswer.model_validate_json(raw).choices[0].fingerprint
+            recorded = _FingerprintedAnswer.model_validate_json(raw).choices[0].fingerprint
         else:
-            found = Fingerprint.model_validate_json(raw)
+            recorded = Fingerprint.model_validate_json(raw)
     except ValidationError as error:
         raise ValueError(
             f"{file} is no fingerprint that this outrider reads ({faults(error)[0]}); write one with: outrider generate "
             'PROMPT --fingerprint FILE, or ask the server with "return_fingerprint": true'
         ) from None
-    if (now := found.sealed().digest) != found.digest:
-        raise ValueError(f"{file} was changed after it was written: its digest is {now}, and it says {found.digest}")
-    return found
+    if (now := recorded.sealed().digest) != recorded.digest:
+        raise ValueError(f"{file} was changed after it was written: its digest is {now}, and it says {recorded.digest}")
+    return recorded
 
 
 def rewrite(recorded: Fingerprint, llm: LLM) -> tuple[list[int], int | None]:

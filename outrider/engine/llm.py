@@ -36,32 +36,35 @@ log = logging.getLogger("outrider.engine")
 class LLM:
     """A model ready to generate.
 
-    model: a folder, a GGUF file, a hub name, `builtin:code`, a loaded transformers model (which stays as it is), or what
-    another LLM has `loaded`: then both share the weights, and tokenizer, dtype, quantization and kv_cache_dtype are that one's.
-    tokenizer: a transformers tokenizer, or a folder or hub name of one; None: the model's own, if it is loaded by name.
-    Without one, prompts are token ids.
-    speculative_config: see `SpeculativeConfig`; None is plain decoding.
-    dtype: float32, bfloat16 or float16, what the weights are kept in; "auto" keeps the checkpoint's own precision.
-    quantization: "int8" or "int4" for the weights, on the CPU; None keeps them at dtype.
-    kv_cache_dtype: how keys and values are kept: "float32", "bfloat16" in half of its memory, or "int8" in 28 % of it. "auto" on
-    the CPU is bfloat16 for weights of 16 bits or fewer, and float32 for others. On the GPU it is dtype. A draft model keeps its
-    own as with "auto".
-    device: "cpu" or "cuda"; "auto" is the GPU if there is one, and for a loaded model where it is.
-    max_model_len: tokens of prompt and output together, at least 2; None: as many as the model was made for.
-    max_num_seqs: sequences that decode side by side, at least 1; further ones wait.
-    drafter: an object of your own that satisfies `outrider.drafters.base.Drafter`, instead of a configured method. If it
-    fails, there is a warning and the text goes on without it.
-    controller: an object of your own that satisfies `outrider.control.Controller`, instead of the configured one.
-    calibrate: measure what a step costs anew, and more precisely than the second at the first load does.
-    prefix_dir: a folder that keeps keys and values of texts, so that a later process need not read the same beginning again
-    (docs/guides/memory.md). Several processes may share it. None keeps them in no file. prefix_disk: bytes that it may take, or a
-    text such as "20GiB".
-    memory_dir: a folder that keeps the texts of requests, to draft later ones from (docs/guides/memory.md). memory_disk: as
-    prefix_disk. memory_days: texts that are older go. memory_by: "client" for a memory of each client, "all" for one. None keeps
-    no text, because texts on a disk are a secret to guard, which only their owner can agree to.
-    any_method: its `runtime` is for a server, where a request may choose among the methods and lookups.
-    trace: a file that every step is written to (docs/guides/trace.md), with the token ids of prompts and texts; a `Recorder` says
-    how much.
+    Args:
+        model: A folder, a GGUF file, a hub name, `builtin:code`, a loaded transformers model (which stays as it is), or what
+            another LLM has `loaded`. Then both share the weights, and tokenizer and precision are that one's.
+        tokenizer: A transformers tokenizer, or a folder or hub name of one. None is the model's own, if it is loaded by name.
+            Without a tokenizer, prompts are token ids.
+        speculative_config: See `SpeculativeConfig`; None is plain decoding.
+        dtype: Precision of the weights: float32, bfloat16 or float16; "auto" is that of the checkpoint.
+        device: "cpu" or "cuda"; "auto" is the GPU if there is one, and for a loaded model where it is.
+        max_model_len: Tokens of prompt and output together, at least 2; None: as many as the model was made for.
+        max_num_seqs: Sequences that decode concurrently, at least 1; further ones wait.
+        quantization: "int8" or "int4" for the weights, on the CPU; None keeps them at dtype.
+        kv_cache_dtype: Precision of keys and values: "float32", "bfloat16" in half of its memory, or "int8" in 28 % of it.
+            "auto" on the CPU is bfloat16 for weights of 16 bits or fewer, and float32 for others; on the GPU it is dtype.
+            A draft model keeps its own as with "auto".
+        drafter: A `outrider.drafters.base.Drafter` of your own, in place of a configured method. If it fails, there is a
+            warning and the text goes on without it.
+        controller: A `outrider.control.Controller` of your own, in place of the configured one.
+        calibrate: Measure what a step costs anew, and more precisely than the second at the first load does.
+        trace: A file that every step is written to (docs/guides/trace.md), with the token ids of prompts and texts. A
+            `Recorder` says how much.
+        prefix_dir: A folder that keeps keys and values of texts, so that a later process need not read the same beginning
+            again (docs/guides/memory.md). Several processes may share it. None keeps them in no file.
+        prefix_disk: Bytes that it may take, or a text such as "20GiB".
+        memory_dir: A folder that keeps the texts of requests, to draft later ones from (docs/guides/memory.md). None keeps no
+            text: texts on a disk are a secret to guard, which only their owner can agree to.
+        memory_disk: As prefix_disk.
+        memory_days: Texts that are older go.
+        memory_by: "client" for a memory of each client, "all" for one.
+        any_method: Its `runtime` is for a server, where a request may choose among the methods and lookups.
 
     Raises ValueError, with what would work, for arguments that are wrong or contradict each other, also those of
     speculative_config; what `outrider.models.load.load` raises for a model that cannot be had or does not fit; OSError for a
@@ -93,9 +96,9 @@ class LLM:
         any_method: bool = False,
     ) -> None:
         self.config = SpeculativeConfig.of(speculative_config)
-        for name, given in {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}.items():
-            if type(given) is not int and (given is not None or name == "max_num_seqs"):
-                raise ValueError(f"{name} must be a whole number, got {given!r}; for example {name}=8")
+        for name, number in {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}.items():
+            if type(number) is not int and (number is not None or name == "max_num_seqs"):
+                raise ValueError(f"{name} must be a whole number, got {number!r}; for example {name}=8")
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be 1 or more, got {max_num_seqs}")
         if controller is not None and not isinstance(controller, Controller):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -108,9 +111,9 @@ class LLM:
         longest = model.model.max_length
         if max_model_len is not None and not 2 <= max_model_len <= longest:
             raise ValueError(f"max_model_len must be in 2..{longest} for {model.name}, got {max_model_len}")
-        memory = None
+        earlier = None
         if memory_dir is not None:
-            memory = text_memory(model, memory_dir, memory_disk, memory_days, memory_by)
+            earlier = text_memory(model, memory_dir, memory_disk, memory_days, memory_by)
         self.runtime = build(
             model,
             self.config,
@@ -122,7 +125,7 @@ class LLM:
             calibrate=calibrate,
             warn=log.warning if any_method else partial(warnings.warn, category=RuntimeWarning),
             prefix_folder=None if prefix_dir is None else ContentFolder(prefix_dir, byte_count(prefix_disk)),
-            memory=memory,
+            text_memory=earlier,
             any_method=any_method,
         )
         self.decoder, self.drafters, self.method = self.runtime.decoder, self.runtime.drafters, self.runtime.method
@@ -144,8 +147,8 @@ class LLM:
     @property
     def notes(self) -> list[str]:
         """What was chosen for this run: how its draft model was made cheaper. Empty if nothing was."""
-        made = dict.fromkeys(drafter.resources().reduction for drafter in self.drafters.values())
-        return [reduction for reduction in made if reduction is not None]
+        reductions = dict.fromkeys(drafter.resources().reduction for drafter in self.drafters.values())
+        return [reduction for reduction in reductions if reduction is not None]
 
     @property
     def tokenizer(self) -> Any | None:
@@ -166,16 +169,16 @@ class LLM:
         many: list[Any] = [prompts] if one else list(prompts)
         if not one and many and all(isinstance(p, Mapping) and "role" in p for p in many):
             many = [many]  # the messages of one chat
-        given: Any = sampling_params or SamplingParams()
-        several = isinstance(given, abc.Iterable) and not isinstance(given, Mapping)
-        params: list[Any] = list(given) if several else [given] * len(many)
-        if wrong := [given for given in params if not isinstance(given, SamplingParams)]:
+        one_or_many: Any = sampling_params or SamplingParams()
+        several = isinstance(one_or_many, abc.Iterable) and not isinstance(one_or_many, Mapping)
+        params: list[Any] = list(one_or_many) if several else [one_or_many] * len(many)
+        if wrong := [one for one in params if not isinstance(one, SamplingParams)]:
             raise ValueError(f"sampling_params are SamplingParams(temperature=0, ...), got {wrong[0]!r:.80}")
         if len(params) != len(many):
             raise ValueError(
                 f"{len(params)} sampling_params for {len(many)} prompts; give one for all, or one per prompt"
             )
-        groups = [self.requests(self.encode(prompt), own) for prompt, own in zip(many, params, strict=True)]
+        groups = [self.requests(self.encode(prompt), each) for prompt, each in zip(many, params, strict=True)]
         done = iter(self.scheduler.generate(itertools.chain.from_iterable(groups)))
         return [
             self._output(prompt, list(itertools.islice(done, len(group))))

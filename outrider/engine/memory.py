@@ -20,17 +20,17 @@ from outrider.models.nodes import Nodes
 class Memory:
     """The caches of a target and of its drafters, beside the prefix store's limit.
 
-    A cache grows for all its rows at once, to the longest text that stands in it. So what it can take in the end is rows
-    times the longest text there may be. With a limit that is compared beforehand, and taken at once: nothing grows or runs
+    A cache grows for all its slots at once, to the longest text in it. So what it can take in the end is the slots times
+    the longest text there may be. With a limit that is compared beforehand, and taken at once: nothing grows or runs
     out later.
     """
 
     def __init__(self, target: LanguageModel, cache: SlotCache, drafters: Iterable[Drafter]) -> None:
         models: dict[int, tuple[LanguageModel, SlotCache]] = {id(cache): (target, cache)}
         for drafter in drafters:
-            found = drafter.resources()
-            if found.cache is not None:
-                models[id(found.cache)] = (found.model, found.cache)
+            held = drafter.resources()
+            if held.cache is not None:
+                models[id(held.cache)] = (held.model, held.cache)
         self._models, self._cache = list(models.values()), cache
         self.limit: int | None = None
 
@@ -76,13 +76,14 @@ class Memory:
         if need <= limit:
             self._take()
             return
-        rows, length, states = self._cache.num_slots, self._cache.max_length, self._states
+        num_slots, length, states = self._cache.num_slots, self._cache.max_length, self._states
         fits = self.longest(limit - prefix_bytes)
-        fewer = (limit - prefix_bytes) * rows // max(self.most, 1)
+        fewer = (limit - prefix_bytes) * num_slots // max(self.most, 1)
         ways = [f"--max-model-len {fits}"] * (2 <= fits < length) + [f"--max-num-seqs {fewer}"] * (fewer >= 1)
         ways += [f"--kv-cache-memory-bytes {need}"]
         raise ValueError(
-            f"{rows} texts of {length} tokens may take {gib(self.most)} of keys and values ({sum(self._each)} bytes a token, "
+            f"{num_slots} texts of {length} tokens may take {gib(self.most)} of keys and values "
+            f"({sum(self._each)} bytes a token, "
             + (f"and {gib(states)} of states, " if states else "")
             + f"drafters included) and the prefix cache {gib(prefix_bytes)}, which is more than the {gib(limit)} allowed; "
             f"{', or '.join(ways)} would fit" + (", or a smaller --prefix-cache" if prefix_bytes else "")

@@ -19,14 +19,23 @@ from outrider.core.types import Commit, Guarantee
 class Request:
     """One text to write. Complete when it is made; it may be run more than once.
 
-    id: the caller's. prompt: token ids, not empty. bad_words: as token ids. prediction: tokens that the answer is expected to
-    repeat. mask: what a grammar allows. prefill_only: read the prompt and write nothing, for its log-probabilities.
-    client: sequences of different clients take turns in a queue. owner: slots are shared among owners; "" is none.
-    method: the drafter, None for the configured one, "none" for none. num_speculative_tokens: draft tokens per step, None for
-    the controller's choice. deadline: a `perf_counter` time.
-    sink: is called with every `Delta` by the thread that steps; None without a reader.
-    continued: tokens of the text that were written earlier, by a run that was cut off. The text goes on after them, and
-    limits, penalties and stop strings count them.
+    Args:
+        id: The caller's.
+        prompt: Token ids, not empty.
+        params: Sampling parameters.
+        seed: Of the noise.
+        bad_words: As token ids.
+        prediction: Tokens that the answer is expected to repeat.
+        mask: What a grammar allows.
+        prefill_only: Read the prompt and write nothing, for its log-probabilities.
+        client: Sequences of different clients take turns in a queue.
+        owner: Slots are shared among owners; "" is none.
+        method: The drafter, None for the configured one, "none" for none.
+        num_speculative_tokens: Draft tokens per step, None for the controller's choice.
+        deadline: A `perf_counter` time.
+        sink: The thread that steps calls it with every `Delta`; None without a reader.
+        continued: Tokens that an earlier run wrote, before it was cut off. The text continues after them, and limits,
+            penalties and stop strings count them.
     """
 
     id: int
@@ -58,16 +67,13 @@ def whose(owner: str, client: str) -> str:
 
 @dataclass
 class Clock:
-    """When things happened to a sequence, in `perf_counter` seconds.
-
-    first: its first token. last: its last step. between: seconds between its last two steps.
-    """
+    """When things happened to a sequence, in `perf_counter` seconds."""
 
     arrived: float = field(default_factory=perf_counter)
     admitted: float | None = None
-    first: float | None = None
-    last: float | None = None
-    between: float | None = None
+    first: float | None = None  # its first token
+    last: float | None = None  # its last step
+    between: float | None = None  # seconds between its last two steps
     done: float | None = None
 
     @property
@@ -88,19 +94,15 @@ class Clock:
 
 @dataclass
 class Counts:
-    """What a sequence took.
+    """What a sequence took."""
 
-    cached: prompt tokens that the prefix cache had. drafted, accepted: draft tokens of each step. method: the drafter; "none"
-    for none. depth: draft tokens per step at most. undrafted: why its drafter was taken away.
-    """
-
-    cached: int = 0
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
+    cached: int = 0  # prompt tokens that the prefix cache had
+    drafted: list[int] = field(default_factory=list)  # draft tokens of each step
+    accepted: list[int] = field(default_factory=list)  # of them
     preemptions: int = 0
-    method: str = "none"
-    depth: int = 0
-    undrafted: str | None = None
+    method: str = "none"  # the drafter; "none" for none
+    depth: int = 0  # draft tokens per step, at most
+    undrafted: str | None = None  # why its drafter was taken away
 
     @property
     def speculative(self) -> SpeculativeMetrics:
@@ -110,22 +112,26 @@ class Counts:
 
 @dataclass
 class Cursor:
-    """How much of a text was handed out. from_draft: the output tokens that drafts brought, by place. continued_text: the text
-    that the continued tokens had given out. ended: the last delta was handed out."""
+    """How much of a text was handed out."""
 
     tokens: int = 0
     characters: int = 0
     marks: int = 0
-    from_draft: set[int] = field(default_factory=set)
-    continued_text: str = ""
-    ended: bool = False
+    from_draft: set[int] = field(default_factory=set)  # places of the output tokens that drafts brought
+    continued_text: str = ""  # the text that the continued tokens had given out
+    ended: bool = False  # the last delta was handed out
 
 
 class Sequence:
     """One run of a request. `Decoder.sequence` makes it.
 
-    slot: of the cache; -1 without one. tokens: committed: prompt, then output. checker: decides where the text ends.
-    logprobs: of each written token. cancelled: its reader has left.
+    Attributes:
+        request: What is asked.
+        slot: Of the cache; -1 without one.
+        tokens: Committed ones: prompt, then output.
+        checker: Decides where the text ends.
+        logprobs: Of each written token.
+        cancelled: Its reader has left.
     """
 
     def __init__(
@@ -136,7 +142,14 @@ class Sequence:
         method: str = "none",
         depth: int = 0,
     ) -> None:
-        """checker: it has read the continued tokens. end_ids: tokens that would end the text. method, depth: as in `Counts`."""
+        """
+        Args:
+            request: What is asked.
+            checker: It has read the continued tokens.
+            end_ids: Tokens that would end the text.
+            method: As in `Counts`.
+            depth: As in `Counts`.
+        """
         self.request, self.checker, self.slot = request, checker, -1
         self.tokens, prompt = [*request.prompt, *request.continued], len(request.prompt)
         self.state = SequenceState(request.params, end_ids, request.bad_words, self.tokens, prompt, request.mask)
@@ -227,8 +240,8 @@ class Sequence:
     def recalled(self, before: int, done: int) -> None:
         """The prefix cache had the tokens between these two places. A sequence that is read again has counted them."""
         if not self.written:
-            known = self.counts.cached if before else 0
-            self.counts.cached = known + max(min(done, len(self.prompt)) - before, 0)
+            earlier = self.counts.cached if before else 0
+            self.counts.cached = earlier + max(min(done, len(self.prompt)) - before, 0)
 
     def read(self, logprobs: abc.Iterable[dict[int, float]]) -> None:
         """Take over the log-probabilities of tokens that were read. The first of a prompt has none: nothing predicts it."""

@@ -36,8 +36,8 @@ class Runtime:
         roster: The drafters under a planner, which chooses among them and says how long drafts are; None if nothing drafts.
         decoder: The loop, with the cache.
         prompts: From prompts to token ids.
-        files: What later processes find of starts of texts; None without a folder.
-        memory: Texts that later ones draft from.
+        files: Prefixes for later processes; None without a folder.
+        text_memory: Texts that later ones draft from.
     """
 
     loaded: Loaded
@@ -48,7 +48,7 @@ class Runtime:
     decoder: Decoder
     prompts: PromptEncoder
     files: PrefixFiles | None = None
-    memory: TextMemory | None = None
+    text_memory: TextMemory | None = None
 
 
 def build(
@@ -63,7 +63,7 @@ def build(
     calibrate: bool = False,
     warn: Callable[[str], None] | None = None,
     prefix_folder: ContentFolder | None = None,
-    memory: TextMemory | None = None,
+    text_memory: TextMemory | None = None,
     any_method: bool = False,
 ) -> Runtime:
     """Make the drafters, the planner, the cache and the decoder of a target.
@@ -78,8 +78,8 @@ def build(
         controller: Of your own, in place of the configured one.
         calibrate: Measure anew what steps cost.
         warn: Gets a message when a drafter fails, and the text goes on without it; None lets it raise.
-        prefix_folder: Where the starts of texts are kept for later processes.
-        memory: Texts of earlier requests.
+        prefix_folder: Where prefixes are kept for later processes.
+        text_memory: Texts of earlier requests.
         any_method: A request may choose one drafter of several, and lookups that are not configured, as on a server.
 
     Raises ValueError if a drafter cannot draft here.
@@ -87,10 +87,10 @@ def build(
     length = max_length or loaded.model.max_length
     foreign = frozenset(filter(offered, config.methods) if drafters is None else drafters)
     method = "+".join(config.methods if drafters is None else drafters) or NONE
-    setup = {"rows": num_slots, "max_length": length, "device": device, "memory": memory}
+    setup = {"num_slots": num_slots, "max_length": length, "device": device, "text_memory": text_memory}
     if drafters is None:
-        known = None if prefix_folder is None else partial(_known, prefix_folder)
-        drafters = make_drafters(config, loaded, **setup, known=known)
+        draft_prefixes = None if prefix_folder is None else partial(_draft_prefixes, prefix_folder)
+        drafters = make_drafters(config, loaded, **setup, prefixes=draft_prefixes)
     for name, drafter in drafters.items():
         accept(name, drafter)
     every = dict(drafters)
@@ -125,13 +125,21 @@ def build(
         end_ids=loaded.end_ids,
         tokenizer=loaded.tokenizer,
         prefixes=prefixes,
-        memory=memory,
+        text_memory=text_memory,
     )
     return Runtime(
-        loaded, config, drafters, method if drafters else NONE, roster, decoder, PromptEncoder(loaded), files, memory
+        loaded,
+        config,
+        drafters,
+        method if drafters else NONE,
+        roster,
+        decoder,
+        PromptEncoder(loaded),
+        files,
+        text_memory,
     )
 
 
-def _known(folder: ContentFolder, draft: Loaded) -> PrefixCache:
-    """The starts of texts that a draft model has read."""
+def _draft_prefixes(folder: ContentFolder, draft: Loaded) -> PrefixCache:
+    """The prefixes that a draft model has read."""
     return PrefixCache(0, PrefixFiles(folder, draft))

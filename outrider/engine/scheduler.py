@@ -45,11 +45,16 @@ class Observer(Protocol):
 class Scheduler:
     """Runs sequences on a decoder. `add` and `run` may be called by any thread, `step` by one.
 
-    roster: the decoder's drafter, where each sequence may choose a method and a draft length.
-    max_queue: sequences that may wait. kv_limit: committed tokens of all sequences together, None for what the slots hold.
-    When it runs short, the youngest sequences are preempted and read again later. prefill_chunk: prompt tokens per step while
-    others decode, None for the decoder's own. trace: where every step is written.
-    raises: an exception of the model or the drafter leaves `step`. Otherwise it ends the sequences that it concerns.
+    Args:
+        decoder: Runs the rounds.
+        roster: The decoder's drafter, where each sequence may choose a method and a draft length.
+        max_queue: Sequences that may wait.
+        kv_limit: Committed tokens of all sequences together, None for what the slots hold. When it runs short, the youngest
+            sequences are preempted and read again later.
+        prefill_chunk: Prompt tokens per step while others decode, None for the decoder's own.
+        observer: Counts steps and sequences.
+        trace: Where every step is written.
+        raises: An exception of the model or the drafter leaves `step`. Otherwise it ends the sequences that it concerns.
     """
 
     def __init__(
@@ -73,7 +78,8 @@ class Scheduler:
         self.queue = FairQueue[Sequence](max_queue)
         self.preemptions = self.accepted = 0
         self.lock = threading.RLock()  # of the queue
-        self._door, self._turn = threading.Lock(), threading.Lock()  # the thread at the door has the turn next
+        # two locks hand the turn on, so that waiting threads step in the order in which they came
+        self._next_in_line, self._stepping = threading.Lock(), threading.Lock()
         # When sequences that are left end with what they have, and why no more are taken from then on.
         self.stop_at, self.stopped = math.inf, CLOSING
         self._seconds = 1.0  # of a sequence, lately
@@ -156,25 +162,25 @@ class Scheduler:
         """
         try:
             while any(sequence.finish is None for sequence in mine):
-                with self._door:
-                    self._turn.acquire()
+                with self._next_in_line:
+                    self._stepping.acquire()
                 try:
                     moved = self.step()
                 finally:
-                    self._turn.release()
+                    self._stepping.release()
                 yield moved
-            with self._door, self._turn:
+            with self._next_in_line, self._stepping:
                 pass  # a step of another thread that ended the last one has told its reader, too
         finally:
             left = [sequence for sequence in mine if sequence.finish is None]
             for sequence in left:
                 sequence.cancel()  # ends it with the next step, if another thread is within one
-            if left and self._turn.acquire(blocking=False):
+            if left and self._stepping.acquire(blocking=False):
                 try:
                     for sequence in left:
                         self.finish(sequence, "abort", "cancelled")
                 finally:
-                    self._turn.release()
+                    self._stepping.release()
 
     def generate(self, requests: Iterable[Request]) -> list[Sequence]:
         """Run sequences of these requests to their ends; returns them in the same order."""
@@ -276,8 +282,8 @@ class Scheduler:
             sequence.counts.undrafted = self.roster.lost.get(slot, sequence.counts.undrafted)
         if sequence.finish and sequence.finish.finish != "error":  # a conversation may go on after the answer
             self.decoder.remember(sequence)
-            if self.decoder.memory is not None:
-                self.decoder.memory.keep(sequence.request.whose, sequence.tokens)
+            if self.decoder.text_memory is not None:
+                self.decoder.text_memory.keep(sequence.request.whose, sequence.tokens)
         self.decoder.release(slot)
         return sequence
 

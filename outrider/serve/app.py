@@ -212,7 +212,7 @@ def _state(app: FastAPI, pool: ModelPool) -> None:
             """Remove your texts from the memory that drafts come from: those with this user, or those without one."""
             owner = request.state.owner
             await pool.lend(None, request)
-            memories = [service.runtime.memory for service in pool.loaded]
+            memories = [service.runtime.text_memory for service in pool.loaded]
             for memory in filter(None, memories):
                 await anyio.to_thread.run_sync(memory.forget, whose(owner, user or owner))
             return json_response({"object": "memory.deleted"})

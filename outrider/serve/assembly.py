@@ -76,7 +76,7 @@ def assemble(
         kv_tokens=options.kv_tokens,
         prefix_bytes=prefix_bytes,
         prefill_chunk=options.prefill_chunk,
-        memory=options.kv_cache_memory_bytes,
+        memory_limit=options.kv_cache_memory_bytes,
         room=int(most) if fit else None,
         observer=metrics.of(options.model_name),
         trace=recorder,

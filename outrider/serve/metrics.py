@@ -146,7 +146,7 @@ class ModelMetrics:
             "kv_cache_usage_perc": ("Share of the KV cache in use; 1 is all of it.", stats.kv_tokens / stats.kv_limit),
             "kv_cache_bytes": ("Keys and values of texts, those of draft models too.", stats.kv_bytes),
             "prefix_cache_bytes": ("Keys and values of the prefix cache.", stats.prefix_bytes),
-            "prefix_cache_disk_bytes": ("Files of the prefix cache.", stats.prefix_files_bytes),
+            "prefix_cache_disk_bytes": ("Files of the prefix cache.", stats.prefix_file_bytes),
         }
         if stats.memory_limit is not None:
             gauges["kv_cache_limit_bytes"] = (
@@ -157,7 +157,7 @@ class ModelMetrics:
             "requests_accepted": ("Texts that were queued.", stats.accepted),
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.prefix_hits),
-            "prefix_cache_disk_hits": ("Tokens that the prefix cache read from files.", stats.prefix_files),
+            "prefix_cache_disk_hits": ("Tokens that the prefix cache read from files.", stats.prefix_file_tokens),
             "num_preemptions": ("Texts that lost their cache slot and were computed again.", stats.preemptions),
             "drafter_failures": ("Times that a drafter raised or broke its contract.", stats.drafter_failures),
         }

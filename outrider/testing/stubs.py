@@ -33,8 +33,8 @@ class Echo(BaseDrafter):
     def propose(self, context: DraftContext) -> Draft:
         proposals = []
         for tokens, n, budget in zip(context.tokens, context.prompt_lengths, context.budgets, strict=True):
-            known = self.texts.get(tuple(tokens[:n]), [])
-            proposals.append(known[len(tokens) : len(tokens) + budget.depth])
+            text = self.texts.get(tuple(tokens[:n]), [])
+            proposals.append(text[len(tokens) : len(tokens) + budget.depth])
         return chains(context, proposals)
 
 
@@ -89,9 +89,9 @@ class Noisy(_Wrapper):
         return Draft(torch.where(spoil, other.clamp_max(self.vocab_size - 1), draft.tokens), draft.parents)
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
-        own = [own_commit(c, self._proposals.get(slot)) for slot, c in zip(context.slots, commits, strict=True)]
+        renumbered = [own_commit(c, self._proposals.get(slot)) for slot, c in zip(context.slots, commits, strict=True)]
         self._proposals = {}
-        super().update(context, own, target)
+        super().update(context, renumbered, target)
 
 
 class Tapped(_Wrapper):
@@ -120,9 +120,9 @@ class Tapped(_Wrapper):
 
     def propose(self, context: DraftContext) -> Draft:
         for slot, tokens, prompt in zip(context.slots, context.tokens, context.prompt_lengths, strict=True):
-            known = self.seen.get(slot, 0)
-            assert known == len(tokens) - 1 or (not known and len(tokens) == prompt), (
-                f"slot {slot}: features up to position {known}, {len(tokens) - 1} are committed"
+            seen = self.seen.get(slot, 0)
+            assert seen == len(tokens) - 1 or (not seen and len(tokens) == prompt), (
+                f"slot {slot}: features up to position {seen}, {len(tokens) - 1} are committed"
             )
         return super().propose(context)
 
@@ -138,8 +138,8 @@ class Tapped(_Wrapper):
         super().release(slot)
 
     def _take(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
-        known = self.seen.get(slot, first)
-        assert first == known, f"slot {slot}: position {first} comes where {known} was next"
+        next_position = self.seen.get(slot, first)
+        assert first == next_position, f"slot {slot}: position {first} comes where {next_position} was next"
         self.seen[slot] = first + len(features)
         self.positions += len(features)
         if self.expected is not None:

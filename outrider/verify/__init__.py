@@ -76,16 +76,16 @@ class Reference(Protocol):
 class Verifier:
     """A verifier and its properties. Call it like its function.
 
-    name:         its name in `speculative_config` and in traces.
-    function:     the batched form: (target, draft, noise, position) -> Verdict.
-    reference:    the definition on one sequence. A replay runs it again to explain each decision.
-    guarantee:    what its output has in common with plain decoding.
-    draft_stream: the noise that a sampling drafter draws from. TOKEN is the target's own noise.
-    needs_probs:  whether a drafter that draws must return the distribution it drew from.
-    trees:        whether a node may have two children.
-    explains_by:  what a node's coin is compared with, in words, for `outrider replay`. None: there are no coins; a
-                  draft token is compared with the target's own sample.
-    help:         one line for command-line help.
+    Args:
+        name: In `speculative_config` and in traces.
+        function: The batched form, (target, draft, noise, position) -> Verdict.
+        reference: The definition on one sequence. A replay runs it again to explain each decision.
+        guarantee: What its output has in common with plain decoding.
+        draft_stream: Noise that a sampling drafter draws from. TOKEN is the target's own noise.
+        needs_probs: A drafter that draws must return the distribution it drew from.
+        trees: A node may have two children.
+        explains_by: What a node's coin is compared with, in words. None means no coins, but the target's own sample.
+        help: One line for command-line help.
     """
 
     name: str

@@ -172,15 +172,15 @@ def block(target: TargetDistribution, draft: Draft, noise: Noise, position: Tens
     The weight p~ is a float64 and not a logarithm. The clip at 1 prevents overflow. After an underflow (below 1e-308)
     the path would need an equally large ratio on tokens drawn from q; its probability is below 1e-308 (Markov).
     """
-    kept = torch.zeros_like(draft.tokens[:, 0])
-    p = target.probs(kept)
+    last_kept = torch.zeros_like(draft.tokens[:, 0])
+    p = target.probs(last_kept)
     check_probs(draft, "block", p)
     length, end = _chain_length(draft), draft.nodes - 1
     weight = torch.ones_like(p[:, 0], dtype=torch.float64)  # p~_n of the paper
     kept_weight, kept_p = weight, p
-    q = proposal(draft, (kept + 1).clamp_max(end), p)
+    q = proposal(draft, (last_kept + 1).clamp_max(end), p)
     for n in range(1, draft.nodes):
-        inside, x, node = length >= n, draft.tokens[:, n], torch.full_like(kept, n)
+        inside, x, node = length >= n, draft.tokens[:, n], torch.full_like(last_kept, n)
         weight = torch.where(inside, clipped_ratio(weight * mass(p, x), mass(q, x)), weight)
         p, q = target.probs(length.clamp_max(n)), proposal(draft, (node + 1).clamp_max(end), p)
         owed = total(leftover(weight[:, None], p, q))[:, 0]
@@ -188,13 +188,13 @@ def block(target: TargetDistribution, draft: Draft, noise: Noise, position: Tens
         part, whole = torch.where(last, weight, owed), torch.where(last, 1.0, owed + 1 - weight)
         says_yes = coin(noise, position + (n - 1), node, draft.nodes) * whole < part
         keeps = inside & (says_yes | (weight == 1))  # weight 1 means h = 1, also for 0/0
-        kept, kept_weight = torch.where(keeps, n, kept), torch.where(keeps, weight, kept_weight)
+        last_kept, kept_weight = torch.where(keeps, n, last_kept), torch.where(keeps, weight, kept_weight)
         kept_p = torch.where(keeps[:, None], p, kept_p)
-    probs = residual(kept_weight[:, None], kept_p, proposal(draft, (kept + 1).clamp_max(end), kept_p))
-    probs = torch.where((kept < length)[:, None], probs, kept_p.double())
-    index = torch.arange(draft.nodes, device=kept.device)
-    path = torch.where(index <= kept[:, None], index, -1)
-    return Verdict(path, kept, draw(probs, noise, Stream.RESIDUAL, position + kept))
+    probs = residual(kept_weight[:, None], kept_p, proposal(draft, (last_kept + 1).clamp_max(end), kept_p))
+    probs = torch.where((last_kept < length)[:, None], probs, kept_p.double())
+    index = torch.arange(draft.nodes, device=last_kept.device)
+    path = torch.where(index <= last_kept[:, None], index, -1)
+    return Verdict(path, last_kept, draw(probs, noise, Stream.RESIDUAL, position + last_kept))
 
 
 def traversal(target: TargetDistribution, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
@@ -268,7 +268,7 @@ def _judging_order(draft: Draft, width: int) -> Tensor:
 def _tour(draft: Draft) -> Tensor:
     """int64 [batch, event]: +n enters node n; -n leaves it after all nodes below it were rejected; 0 is the end."""
     rows = [tuple(row) for row in lists(draft.parents)]
-    known: dict[tuple[int, ...], list[int]] = {}
+    tour_of: dict[tuple[int, ...], list[int]] = {}
     for parents in set(rows):  # equal rows have equal tours
         children: list[list[int]] = [[] for _ in parents]
         for n, parent in enumerate(parents):
@@ -282,9 +282,9 @@ def _tour(draft: Draft) -> Tensor:
             tour.append(stack.pop())
             if tour[-1] > 0:
                 stack += [-tour[-1], *children[tour[-1]][::-1]]
-        known[parents] = tour
-    events = max(map(len, known.values()), default=0)
-    padded = {parents: tour + [0] * (events - len(tour)) for parents, tour in known.items()}
+        tour_of[parents] = tour
+    events = max(map(len, tour_of.values()), default=0)
+    padded = {parents: tour + [0] * (events - len(tour)) for parents, tour in tour_of.items()}
     tours = [padded[parents] for parents in rows]
     return torch.tensor(tours, dtype=torch.long, device=draft.tokens.device).reshape(len(rows), events)
 

@@ -102,7 +102,7 @@ def reference_block(
     `reference_rejection`, which has no weight.
     """
     last = len(tokens) - 1
-    kept, kept_weight, weight = 0, 1, 1
+    last_kept, kept_weight, weight = 0, 1, 1
     for n in range(1, last + 1):
         x = tokens[n]
         weight = clipped_ratio(weight * target(n - 1)[x], drafter(n - 1)[x])
@@ -113,9 +113,9 @@ def reference_block(
             part, whole = mass, mass + 1 - weight  # h_n = mass / (mass + 1 - p~_n)
         accepted = choose.coin(part, whole, depth=n, node=n)
         if accepted or weight == 1:  # h_n = 1, also for 0/0
-            kept, kept_weight = n, weight
-    probs = target(last) if kept == last else residual(kept_weight, target(kept), drafter(kept))
-    return list(range(kept + 1)), choose.token(probs, depth=kept + 1)
+            last_kept, kept_weight = n, weight
+    probs = target(last) if last_kept == last else residual(kept_weight, target(last_kept), drafter(last_kept))
+    return list(range(last_kept + 1)), choose.token(probs, depth=last_kept + 1)
 
 
 def reference_traversal(
@@ -137,9 +137,9 @@ def reference_traversal(
         p = target(node)
         for child, q in offers(node, tokens, parents, drafter, siblings, len(p)):
             x = tokens[child]
-            found = visit(child, depth + 1, clipped_ratio(weight * p[x], q[x]))
-            if found:
-                return [node, *found[0]], found[1]
+            outcome = visit(child, depth + 1, clipped_ratio(weight * p[x], q[x]))
+            if outcome:
+                return [node, *outcome[0]], outcome[1]
             rest = leftover(weight, p, q)
             mass = sum(rest)
             p = normalized(rest) if mass else p
@@ -148,9 +148,9 @@ def reference_traversal(
             return [node], choose.token(p, depth=depth + 1)
         return None
 
-    found = visit(0, 0, 1)
-    assert found is not None  # the root is committed
-    return found
+    outcome = visit(0, 0, 1)
+    assert outcome is not None  # the root is committed
+    return outcome
 
 
 def offers(

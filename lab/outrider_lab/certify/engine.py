@@ -156,7 +156,7 @@ class EngineSubject(Subject):
     @cached_property
     def drafters(self) -> dict[str, Drafter]:
         """The configured drafters, by name; none for plain decoding."""
-        return make_drafters(self.config, self.loaded, rows=self.slots, max_length=self.max_length, device="auto")
+        return make_drafters(self.config, self.loaded, num_slots=self.slots, max_length=self.max_length, device="auto")
 
     def _run(
         self,

@@ -83,7 +83,9 @@ class Forecasts:
             try:
                 checked = SpeculativeConfig.of(config)
                 length = self.racer.plain.decoder.max_length
-                own = make_drafters(checked, target, rows=TOGETHER, max_length=length, device=str(target.model.device))
+                own = make_drafters(
+                    checked, target, num_slots=TOGETHER, max_length=length, device=str(target.model.device)
+                )
             except (ValueError, OSError) as error:
                 self.problems[name] = " ".join(str(error).split())
                 continue

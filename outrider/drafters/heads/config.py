@@ -18,12 +18,16 @@ _LARGEST = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class HeadShape:
-    """What all heads with layers have. `FIELDS` says how a config.json names it.
+    """What all heads with layers have. `FIELDS` says how a config.json names it. Other fields are as in transformers 5.
 
-    hidden_size: width of the head. target_hidden_size: width of each feature. vocab_size: tokens of the target.
-    draft_vocab_size: tokens that the head proposes. taps: the target's layers that it reads, as `LanguageModel.forward` numbers
-    them. max_position_embeddings: tokens of the longest text that it drafts for. rope_parameters: as in transformers 5.
-    verifier: name of the target that it was trained for; a hint.
+    Args:
+        hidden_size: Width of the head.
+        target_hidden_size: Width of each feature.
+        vocab_size: Tokens of the target.
+        draft_vocab_size: Tokens that the head proposes.
+        taps: The target's layers that it reads, as `LanguageModel.forward` numbers them.
+        max_position_embeddings: Tokens of the longest text that it drafts for.
+        verifier: Name of the target that it was trained for; a hint.
     """
 
     hidden_size: int
@@ -93,25 +97,35 @@ class HeadShape:
     ) -> Self:
         """A head of a target's own shape.
 
-        target: its configuration of transformers. draft_vocab_size: None for all tokens. taps: None for `default_taps`.
-        settings: any other field.
+        Args:
+            target: Its configuration of transformers.
+            draft_vocab_size: None for all tokens.
+            taps: None for `default_taps`.
+            settings: Any other field.
         """
-        text, known = target.get_text_config(), {f.name for f in fields(cls)}
+        text, names = target.get_text_config(), {f.name for f in fields(cls)}
         # a head has its own activation
-        given = {f.name: getattr(text, f.name, None) for f in FIELDS if f.name != "hidden_act"}
-        given = {name: value for name, value in given.items() if value} | {"draft_vocab_size": draft_vocab_size or 0}
-        values = fields_of(given, FIELDS, {"head_dim": text.hidden_size // text.num_attention_heads})
+        shape = {f.name: getattr(text, f.name, None) for f in FIELDS if f.name != "hidden_act"}
+        shape = {name: value for name, value in shape.items() if value} | {"draft_vocab_size": draft_vocab_size or 0}
+        values = fields_of(shape, FIELDS, {"head_dim": text.hidden_size // text.num_attention_heads})
         values["taps"] = tuple(default_taps(text.num_hidden_layers) if taps is None else taps)
         values["rope_parameters"] = plain_rope(getattr(text, "rope_parameters", None))
         values["verifier"] = getattr(target, "_name_or_path", None) or None
-        if unknown := sorted(set(settings) - known):
-            raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
+        if unknown := sorted(set(settings) - names):
+            raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(sorted(names))}")
         return cls(**(values | settings))
 
 
 class Field(NamedTuple):
-    """A field of a head in its config.json. key: its name there. default: its value if it is not there, or the name of the field
-    that it then equals. layer: it stands in the configuration of the layers, where a layout has one."""
+    """A field of a head in its config.json.
+
+    Args:
+        name: Of the field.
+        kind: Makes the value of what is in the file.
+        default: Its value if it is not there, or the name of the field that it then equals.
+        key: Its name in the file, if that is another one.
+        layer: It is in the configuration of the layers, where a layout has one.
+    """
 
     name: str
     kind: Callable[[Any], Any]

@@ -24,8 +24,12 @@ text before them. To read 16 takes a third of a plain step."""
 
 
 class HeadOutput(NamedTuple):
-    """Of the pairs that were wanted. logits: float32 [batch, node, draft_vocab]. g: float32 [batch, node, hidden], what a head
-    reads in place of features at the children of each node."""
+    """Of the pairs that were wanted.
+
+    Args:
+        logits: float32 [batch, node, draft_vocab].
+        g: float32 [batch, node, hidden], what a head reads in place of features at the children of each node.
+    """
 
     logits: Tensor
     g: Tensor
@@ -34,8 +38,14 @@ class HeadOutput(NamedTuple):
 class PairModel:
     """What reads pairs of a token and a state: a head of the EAGLE family, or an MTP layer. Write `forward`.
 
-    taps: layers of the target whose states are read. subset: the tokens of the logits; None for all. weight_bytes: that a
-    forward of one pair reads. has_draft_chains: whether `draft_chains` can be called.
+    Attributes:
+        taps: Layers of the target whose states are read.
+        device: Of the logits.
+        vocab_size: Tokens of the target.
+        max_length: Tokens of the longest text.
+        weight_bytes: Bytes of weights that a forward of one pair reads.
+        subset: Tokens of the logits; None for all.
+        has_draft_chains: Whether `draft_chains` can be called.
     """
 
     taps: tuple[int, ...]
@@ -54,9 +64,13 @@ class PairModel:
     ) -> HeadOutput:
         """Read pairs. Each node's token comes with the target's features, or with what its parent fed back.
 
-        features: float [batch, node, taps * target_hidden]. g: float32 [batch, node, hidden]. Neither: 0, to see what a cache
-        takes. want: as for `LanguageModel.forward`, or so many of each sequence's last nodes. Of pairs without logits only keys
-        and values are computed.
+        Of pairs without logits only keys and values are computed.
+
+        Args:
+            nodes: Their tokens.
+            features: float [batch, node, taps * target_hidden]; with neither these nor g, zeros.
+            g: float32 [batch, node, hidden].
+            want: As for `LanguageModel.forward`, or so many of each sequence's last nodes.
         """
         raise NotImplementedError
 
@@ -82,14 +96,14 @@ class NativePairs(PairModel):
     def forward(
         self, nodes: Nodes, features: Tensor | None = None, *, g: Tensor | None = None, want: Want | int = "all"
     ) -> HeadOutput:
-        given = features if features is not None else g
-        given = torch.zeros(*nodes.tokens.shape, self._width) if given is None else given.float().contiguous()
+        states = features if features is not None else g
+        states = torch.zeros(*nodes.tokens.shape, self._width) if states is None else states.float().contiguous()
         shown: Want = "all" if isinstance(want, int) else want
-        logits, _, fed_back = self._step.forward(nodes, (), shown, given, features is None)
+        logits, _, fed_back = self._step.forward(nodes, (), shown, states, features is None)
         assert fed_back is not None
         if isinstance(want, int):
-            own = last_nodes(nodes, want)
-            return HeadOutput(logits[own], fed_back[own])
+            last = last_nodes(nodes, want)
+            return HeadOutput(logits[last], fed_back[last])
         return HeadOutput(logits, fed_back)
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:

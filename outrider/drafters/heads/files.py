@@ -66,17 +66,17 @@ class HeadFolder:
     @property
     def verifier(self) -> str | None:
         """The target's name, as far as the folder says; a hint only."""
-        given = self.settings.get("speculators_config", {}).get("verifier", {}).get("name_or_path")
-        return given or self.settings.get("base_model_name_or_path") or None
+        name = self.settings.get("speculators_config", {}).get("verifier", {}).get("name_or_path")
+        return name or self.settings.get("base_model_name_or_path") or None
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name, without the prefix `model.` that some trainers put before them. Raises ValueError for a damaged
         file."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for file in _files(self.path):
-            found |= _read(file)
-        return {_plain(name): t for name, t in found.items()}
+            tensors |= _read(file)
+        return {_plain(name): t for name, t in tensors.items()}
 
 
 _Given: TypeAlias = str | Path | HeadFolder
@@ -198,12 +198,12 @@ def _read(file: Path) -> dict[str, Tensor]:
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
-        found: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        tensors: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, SafetensorError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{file} cannot be read as weights ({error}); download it again") from error
-    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
         raise ValueError(f"{file} holds no tensors by name; a head's weights are a state_dict")
-    return found
+    return tensors
 
 
 def own_head(target: str) -> Path | None:

@@ -24,12 +24,14 @@ _SHORTLIST = 64  # tokens of a depth whose bias is computed
 class Lattice(Levels):
     """Levels of a head whose forward gives all depths of a draft. Write `logits`, and `after_token` for a first-order head.
 
+    A head that keeps something else than `features` writes `room`, `add`, `release` and `resources`.
+
     Attributes:
-        drafts: draft tokens in a row, at most.
-        model: the head, with `weight_bytes`.
-        features: what it holds of each text. One that keeps something else writes `room`, `add`, `release` and `resources`.
-        first_order: the logits of a level depend on the token before it.
-        subset: the tokens of the logits; None for all.
+        drafts: Draft tokens in a row, at most.
+        model: The head, with `weight_bytes`.
+        features: What it holds of each text.
+        first_order: The logits of a level depend on the token before it.
+        subset: Tokens of the logits; None for all.
     """
 
     first_order = False
@@ -59,10 +61,15 @@ class Lattice(Levels):
         raise NotImplementedError
 
     def after_token(self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None) -> Tensor:
-        """float32 [kept]: the logits of a level after `token`. logits: those of `self.logits`. places: int64, their columns if
-        they are some only.
+        """float32 [kept]: the logits of a level after `token`.
 
-        line: index in the slots of `self.logits`."""
+        Args:
+            line: Index in the slots of `self.logits`.
+            level: 0 after the root.
+            token: At the level before.
+            logits: Those of `self.logits`.
+            places: int64, the columns of the logits if they are some only.
+        """
         raise NotImplementedError
 
     def possible(self, logits: Tensor) -> Tensor | None:
@@ -89,8 +96,8 @@ class Lattice(Levels):
             rows = [
                 self.given_token(0, level, token, row, self.possible(row)) for level, (row, token) in enumerate(before)
             ]
-        found = [(int(row.argmax()), subset) for row, subset in rows]
-        return [at if subset is None else int(subset.ids[at]) for at, subset in found]
+        best = [(int(row.argmax()), subset) for row, subset in rows]
+        return [at if subset is None else int(subset.ids[at]) for at, subset in best]
 
     def open(self, context: DraftContext, grown: Mapping[int, Growth]) -> list[Level]:
         self._lines = {b: line for line, b in enumerate(grown)}
@@ -104,9 +111,9 @@ class Lattice(Levels):
         """Nodes of a level whose children are the same share one computation."""
         alike = dict[tuple[int, int], list[Node]]()
         for b, nodes in opened.items():
-            own = context.needs_probs or context.warp.active[b]  # draws, and parameters that read the path
+            alone = context.needs_probs or context.warp.active[b]  # draws, and parameters that read the path
             for n in nodes:
-                alike.setdefault((b, n if own else grown[b].tokens[n] if self.first_order else 0), []).append((b, n))
+                alike.setdefault((b, n if alone else grown[b].tokens[n] if self.first_order else 0), []).append((b, n))
         sharing = {nodes[0]: nodes for nodes in alike.values()}
         if self.first_order:
             return [self._after(context, grown, b, sharing, level) for b in dict.fromkeys(b for b, _ in sharing)]
@@ -117,12 +124,12 @@ class Lattice(Levels):
     ) -> Level:
         """After nodes of one entry of a first-order head, which has columns of its own."""
         line, nodes = self._lines[b], [node for node in sharing if node[0] == b]
-        own = self._levels[line, level]
-        places = self.possible(own)
+        logits = self._levels[line, level]
+        places = self.possible(logits)
         if places is None and not context.needs_probs and not context.warp.active[b]:
-            places = self._shortlist(context, b, level, own)
+            places = self._shortlist(context, b, level, logits)
         tokens = [grown[b].tokens[n] for _, n in nodes]
-        after = [self.given_token(line, level, token, own, places) for token in tokens]
+        after = [self.given_token(line, level, token, logits, places) for token in tokens]
         sure = {node: self.log_confidence(line, level, token) for node, token in zip(nodes, tokens, strict=True)}
         return Level(nodes, torch.stack([row for row, _ in after]), after[0][1], sharing, sure)
 

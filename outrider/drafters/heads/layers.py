@@ -33,12 +33,12 @@ class Linears:
     def __call__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = (None,)) -> Linear:
         """float32 [..., in] -> float32 [..., out] over matrices [out, in], one below the other."""
         weight = torch.cat([w.detach() for w in weights]) if len(weights) > 1 else weights[0].detach()
-        given = [b.detach() for b in biases if b is not None]
-        bias = torch.cat(given) if given else None
+        some = [b.detach() for b in biases if b is not None]
+        bias = torch.cat(some) if some else None
         if self.device.type == "cpu":
-            made = PackedLinear(weight, bias, self.precision)
-            self.bytes += made.bytes
-            return made
+            packed = PackedLinear(weight, bias, self.precision)
+            self.bytes += packed.bytes
+            return packed
         moved, added = weight.to(self.device), None if bias is None else bias.to(self.device, weight.dtype)
         self.bytes += moved.numel() * moved.element_size()
         return lambda x: F.linear(x.to(moved.dtype), moved, added).float()
@@ -49,10 +49,10 @@ class Linears:
 
     def norm(self, name: str) -> Linear:
         """x * weight / sqrt(mean(x^2) + eps), over the last dim. Without such a weight: x."""
-        given = self._tensors.get(f"{name}.weight")
-        if given is None:
+        stored = self._tensors.get(f"{name}.weight")
+        if stored is None:
             return lambda x: x
-        weight = given.detach().float().to(self.device)
+        weight = stored.detach().float().to(self.device)
         return lambda x: F.rms_norm(x, weight.shape, weight, self._eps)
 
 

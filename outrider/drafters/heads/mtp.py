@@ -55,15 +55,15 @@ class TorchMtp(PairModel):
         self.taps, self.device, self.vocab_size = (FINAL_NORM,), model.device, model.vocab_size
         self._join = _Join(raw, model)
         raw.set_input_embeddings(self._join)
-        own: Any = raw.lm_head
-        raw.lm_head = _TargetHead(model) if own is None else own  # pyright: ignore[reportAttributeAccessIssue]
+        head: Any = raw.lm_head
+        raw.lm_head = _TargetHead(model) if head is None else head  # pyright: ignore[reportAttributeAccessIssue]
         raw._is_stateful = False  # its layer is attention, also where the target has others
         raw.to(self.device)  # pyright: ignore[reportArgumentType]
-        given = target.weights if quantization in ("auto", "none") else quantization
-        self._model = HFModel(raw, weights=given if given in ("int8", "int4") else "auto", own=True)
+        weights = target.weights if quantization in ("auto", "none") else quantization
+        self._model = HFModel(raw, weights=weights if weights in ("int8", "int4") else "auto", own=True)
         self._fed_back = 0 if type(raw).__name__ in BEFORE_NORM else FINAL_NORM
         self.max_length = min(max_length, self._model.max_length, HELD)
-        self.weight_bytes = self._model.weight_bytes + (model.head_bytes if own is None else 0)
+        self.weight_bytes = self._model.weight_bytes + (model.head_bytes if head is None else 0)
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         return self._model.new_cache(num_slots, min(max_length, self.max_length))
@@ -121,4 +121,4 @@ def from_setup(setup: DrafterSetup) -> TreeDrafter[Pairs]:
             f'MTP layers are part of the target\'s own checkpoint, so leave out "model": "{setup.config.model}"'
         )
     model = mtp_model(setup.target, setup.max_length, setup.config.quantization)
-    return TreeDrafter(Pairs(model, setup.rows, setup.max_length))
+    return TreeDrafter(Pairs(model, setup.num_slots, setup.max_length))

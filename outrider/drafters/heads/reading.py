@@ -84,10 +84,11 @@ class HeadReader:
             raise ValueError(f"{path}: config.json does not say num_attention_heads")
         if any(kind != "full_attention" for kind in given.get("layer_types") or ()):
             raise ValueError(f"{path} has layers of sliding attention, which outrider's heads do not have")
-        known = {"hidden_size": hidden, "vocab_size": self.target.model.vocab_size, "head_dim": hidden // heads}
-        found = fields_of(given, (*FIELDS, *more), known | {"intermediate_size": inner}) | {"intermediate_size": inner}
-        self.check_target(found["vocab_size"], found["target_hidden_size"])
-        return found | {"rope_parameters": self._rope(given), "verifier": self.verifier}
+        implied = {"hidden_size": hidden, "vocab_size": self.target.model.vocab_size, "head_dim": hidden // heads}
+        implied["intermediate_size"] = inner
+        shape = fields_of(given, (*FIELDS, *more), implied) | {"intermediate_size": inner}
+        self.check_target(shape["vocab_size"], shape["target_hidden_size"])
+        return shape | {"rope_parameters": self._rope(given), "verifier": self.verifier}
 
     def taps(self, key: str, ids: Sequence[Any], wide: int) -> tuple[int, ...]:
         """The taps for the states before some layers. key: where config.json names them. wide: numbers in a hidden state."""
@@ -138,14 +139,14 @@ class HeadReader:
 
     def check_target(self, vocab_size: int, hidden_size: int) -> None:
         """The head must have been made for a target of this shape."""
-        for what, head, own in (
+        for what, head, wanted in (
             ("tokens in the vocabulary", vocab_size, self.target.model.vocab_size),
             ("numbers in a hidden state", hidden_size, self.target_width),
         ):
-            if head != own:
+            if head != wanted:
                 hint = f" (it names {self.verifier})" if self.verifier else ""
                 raise ValueError(
-                    f"{self.path} was trained for a target with {head} {what}{hint}, and {self.target.name} has {own}; a head "
+                    f"{self.path} was trained for a target with {head} {what}{hint}, and {self.target.name} has {wanted}; a head "
                     f"drafts only for the model that it was trained for. Train one: outrider train eagle3 -m {self.target.name} "
                     "-o NEW"
                 )
@@ -168,12 +169,12 @@ class HeadReader:
             assert with_row is not None
             ids = with_row
         else:
-            given = offsets.long()
-            ids = given + torch.arange(len(given))
-            if len(given) and bool((given.diff() > 0).all()) and int(given[-1]) < size <= int(ids.max()):
+            offset = offsets.long()
+            ids = offset + torch.arange(len(offset))
+            if len(offset) and bool((offset.diff() > 0).all()) and int(offset[-1]) < size <= int(ids.max()):
                 raise ValueError(
                     f"{path}: d2t holds token ids, and it must hold offsets: id - row. Write d2t - "
-                    f"torch.arange({len(given)})"
+                    f"torch.arange({len(offset)})"
                 )
         if len(ids) != rows:
             raise ValueError(
@@ -210,19 +211,19 @@ class HeadReader:
         """The embedding of the file by its name. Nothing if there is none, or if it is the target's up to rounding.
 
         trained: it is kept anyway."""
-        own, target = self.spare.get(EMBED), self.target
-        if own is None:
+        table, target = self.spare.get(EMBED), self.target
+        if table is None:
             return {}
         self._check_table(EMBED, (target.model.vocab_size, hidden))
         if not trained and hidden == self.target_width:
-            some = torch.linspace(0, len(own) - 1, min(_COMPARED, len(own))).long()
+            some = torch.linspace(0, len(table) - 1, min(_COMPARED, len(table))).long()
             theirs = target.model.embedding_rows(some).cpu()
-            gap = (own[some].float() - theirs).abs().amax(1) / theirs.abs().amax(1).clamp_min(1e-6)
+            gap = (table[some].float() - theirs).abs().amax(1) / theirs.abs().amax(1).clamp_min(1e-6)
             if float(gap.median()) < 0.1:
                 return {}
             said = "%s has an embedding of its own, not that of %s; it is used, and engines that ignore it draft badly"
             log.warning(said, self.path, target.name)
-        return {EMBED: own}
+        return {EMBED: table}
 
     @property
     def target_width(self) -> int:

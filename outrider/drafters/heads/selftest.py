@@ -46,19 +46,24 @@ Hits = Callable[[TreeDrafter[_Source], Sequence[int], Tensor, Sequence[int]], Dr
 
 @dataclass(frozen=True)
 class HeadReport:
-    """found: as the head was read. better: the misreading that mends it, in words, and what it gives; None if none does.
-    same: whether its folder names this model, or another; None if it says nothing."""
+    """What a head gets right.
 
-    found: DraftHits
+    Args:
+        hits: As the head was read.
+        better: The misreading that mends it, in words, and what it gives; None if none does.
+        same: Whether its folder names this model, or another; None if it says nothing.
+    """
+
+    hits: DraftHits
     better: tuple[str, DraftHits] | None = None
     same: bool | None = None
 
     def __str__(self) -> str:
-        said = f"{sum(self.found):.2f} of {DEPTH} draft tokens are right along a known text"
+        said = f"{sum(self.hits):.2f} of {DEPTH} draft tokens are right along a known text"
         if self.better is not None:
-            what, hits = self.better
-            return f"{said}. With {what} it is {sum(hits):.2f}: correct that in its config.json"
-        if sum(self.found) >= ENOUGH:
+            what, mended = self.better
+            return f"{said}. With {what} it is {sum(mended):.2f}: correct that in its config.json"
+        if sum(self.hits) >= ENOUGH:
             return said
         if self.same:
             return f"{said}; it was trained for this model, but is right rarely on this text. Train it longer, or on such text"
@@ -79,8 +84,8 @@ def head_drafter(
     head = read(path, target)
 
     def made(config: Config) -> TreeDrafter[_Source]:
-        given = replace(head, config=config)
-        return TreeDrafter(kind(given, target.model, setup.rows, setup.max_length, setup.config.quantization))
+        read_so, quantization = replace(head, config=config), setup.config.quantization
+        return TreeDrafter(kind(read_so, target.model, setup.num_slots, setup.max_length, quantization))
 
     drafter = made(head.config)
     wrong = misread(head.config, target.model.num_layers, flags)
@@ -100,10 +105,16 @@ def examine(
 ) -> HeadReport | None:
     """Draft along a text, and warn if almost nothing is right, with what mends it. Takes one forward of the target.
 
-    own: the head as it was read. others: known misreadings, which are tried only if almost nothing is right. hits: (drafter,
-    text, features, right) -> what it gets right. longest: tokens of the longest text that the head knows. path: names the head
-    in the warning. text: token ids, at least 8; the first hundred are read. Without one it is a sample, and the result is None
-    for a target without a tokenizer.
+    Args:
+        own: The head as it was read.
+        others: Known misreadings, which are tried only if almost nothing is right.
+        hits: (drafter, text, features, right) -> what it gets right.
+        target: Of the head.
+        longest: Tokens of the longest text that the head knows.
+        path: Names the head in the warning.
+        text: Token ids, at least 8; the first hundred are read. None for a sample.
+
+    Returns None for a target without a tokenizer, if there is no text.
     """
     if text is not None:
         ids = [*text]
@@ -112,7 +123,7 @@ def examine(
     else:
         return None
     ids = ids[: min(POSITIONS + DEPTH + 1, longest, target.model.max_length)]
-    taps = tuple(dict.fromkeys(t for some in (own.taps, *(own for _, own, _ in others)) for t in some))
+    taps = tuple(dict.fromkeys(t for some in (own.taps, *(taps for _, taps, _ in others)) for t in some))
     cache = target.model.new_cache(1, len(ids))
     out = target.model.forward(Nodes(torch.tensor([ids]), cache, [0]), taps=taps)
     assert out.features is not None
@@ -122,14 +133,14 @@ def examine(
     def tried(drafter: TreeDrafter[_Source], read: tuple[int, ...]) -> DraftHits:
         return hits(drafter, ids, columns[:, [taps.index(t) for t in read]].flatten(1), right)
 
-    found = tried(own, own.taps)
-    if sum(found) >= ENOUGH:
-        return HeadReport(found)
+    as_read = tried(own, own.taps)
+    if sum(as_read) >= ENOUGH:
+        return HeadReport(as_read)
     named = read_settings(Path(path) / "config.json").get(TARGET_DIGEST) if Path(path).is_dir() else None
     same = named == target_digest(target) if named else None
-    made = [(what, tried(make(), read)) for what, read, make in others if not same]
-    best = max(made, key=lambda pair: sum(pair[1]), default=None)
-    report = HeadReport(found, best if best is not None and sum(best[1]) > sum(found) + CLEAR else None, same)
+    mends = [(what, tried(make(), read)) for what, read, make in others if not same]
+    best = max(mends, key=lambda pair: sum(pair[1]), default=None)
+    report = HeadReport(as_read, best if best is not None and sum(best[1]) > sum(as_read) + CLEAR else None, same)
     log.warning("%s: %s", path, report)
     return report
 
@@ -145,10 +156,10 @@ def parallel_survival(
     some = range(0, count, max(1, count // SOME))
     hits, read = [0] * DEPTH, 0
     for t in some:
-        known = [*text[: t + 2]]
-        drafter.start(0, known, read, features[read : t + 1])
+        start = [*text[: t + 2]]
+        drafter.start(0, start, read, features[read : t + 1])
         read = t + 1
-        for depth, token in enumerate(drafter.levels.best(0, known, text[t + 2 : t + 1 + DEPTH])):
+        for depth, token in enumerate(drafter.levels.best(0, start, text[t + 2 : t + 1 + DEPTH])):
             if token != right[t + 1 + depth]:
                 break
             hits[depth] += 1
@@ -167,10 +178,10 @@ def misread(config: Config, num_layers: int, flags: Mapping[str, str]) -> Iterat
     for value in {10000.0, 500000.0, 1000000.0} - {theta}:
         rope = {**config.rope_parameters, "rope_theta": value}
         yield f"rope_theta {value:.0f}", replace(config, rope_parameters=rope)
-    own = config.layer_ids
+    read = config.layer_ids
     for step in (-1, 1):
-        ids = [i + step for i in own]
+        ids = [i + step for i in read]
         if all(0 <= i <= num_layers for i in ids):
-            yield f"the layers before {ids} in place of {own}", replace(config, taps=tuple(map(tap_of, ids)))
+            yield f"the layers before {ids} in place of {read}", replace(config, taps=tuple(map(tap_of, ids)))
     if config.taps[-1] == num_layers - 1:
         yield "the last layer after the final norm", replace(config, taps=(*config.taps[:-1], FINAL_NORM))

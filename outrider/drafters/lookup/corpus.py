@@ -163,13 +163,13 @@ class Corpus:
         """The longest ends of the text that were found in the two best segments, and ends half as long."""
         segments = self.segments
         best = sorted(((s.longest(tail), at) for at, s in enumerate(segments)), reverse=True)[:2]
-        found = []
+        contexts = []
         for length, at in best:
             while length and length >= best[0][0] // 2:
                 segment = segments[at]
-                found.append(Context(segment.source, segment.places(tail, length), float(length) ** 2, length))
+                contexts.append(Context(segment.source, segment.places(tail, length), float(length) ** 2, length))
                 length //= 2
-        return found
+        return contexts
 
     def save(self, path: str | Path) -> None:
         """Writes the corpus to one file, sorted, so that it loads quickly."""

@@ -59,7 +59,7 @@ def grow(root: int, contexts: Iterable[Context], budget: Budget, *, least: float
 
     def expand(node: int, level: int, members: Iterable[Context], scale: float) -> None:
         nonlocal order
-        found: dict[int, dict[tuple[int, Hashable], Context]] = {}
+        following: dict[int, dict[tuple[int, Hashable], Context]] = {}
         masses: dict[int, float] = {}
         for source, state, weight, length in members:
             n, options = source.following(state)
@@ -67,7 +67,7 @@ def grow(root: int, contexts: Iterable[Context], budget: Budget, *, least: float
             for token, count, child in options:
                 mass = share * count
                 masses[token] = masses.get(token, 0.0) + mass
-                into = found.setdefault(token, {})
+                into = following.setdefault(token, {})
                 # contexts that lead to one state are one context from there on
                 same = into.get((id(source), child))
                 longer = max(length + 1, same.length if same else 0)
@@ -75,7 +75,7 @@ def grow(root: int, contexts: Iterable[Context], budget: Budget, *, least: float
         for token, mass in nlargest(budget.width, masses.items(), key=lambda item: item[1]):
             if mass >= least:
                 order += 1
-                heappush(heap, (-mass, order, token, node, level + 1, list(found[token].values())))
+                heappush(heap, (-mass, order, token, node, level + 1, list(following[token].values())))
 
     expand(0, 0, members, 1 / total)
     while heap:

@@ -44,12 +44,12 @@ class NgramDrafter(BaseDrafter):
                 gram = tuple(tokens[end - n : end])
                 index[gram] = (end, *index.get(gram, ())[: _PLACES - 1])
         self._index[slot] = (max(read, len(tokens)), index)
-        found, source = [], TextSource(tokens)
+        contexts, source = [], TextSource(tokens)
         for n in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
             places = index.get(tuple(tokens[-n:]))
             if places:
-                found.append(Context(source, places, 100.0 ** -len(found), n))
-        return found
+                contexts.append(Context(source, places, 100.0 ** -len(contexts), n))
+        return contexts
 
 
 def from_setup(setup: DrafterSetup) -> NgramDrafter:

@@ -21,10 +21,14 @@ _SWAP = 8  # tokens of the longest replacement that is remembered
 class Alignment:
     """The place of an answer in its prediction, token by token: a function of the answer alone. A `ContextSource` of the mixture.
 
-    place: index of the predicted next token; None if the place is lost. run: matching tokens before it.
-    misses: recent wrong predictions. After a loss, at least this many tokens must match before the place counts as found. So a
-    prediction that has nothing to do with the answer is soon ignored, and one that fits again is found again.
-    swaps: replacements seen, by first token. A name that was changed once is expected to change again, until it does not.
+    Attributes:
+        text: The prediction.
+        answer: Its tokens so far.
+        place: Index of the predicted next token; None if the place is lost.
+        run: Matching tokens before the place.
+        misses: Recent wrong predictions. After a loss, so many tokens must match before the place counts as found. So a
+            prediction that does not fit is soon ignored, and one that fits again is found again.
+        swaps: Replacements seen, by first token. A name that changed once is expected to change again, until it does not.
     """
 
     def __init__(self, prediction: Sequence[int]) -> None:
@@ -113,14 +117,14 @@ class Alignment:
 
     def _longest(self, places: Sequence[int]) -> tuple[int, int]:
         """(matching tokens, place) of the first place with the most."""
-        best, found = 0, 0
+        best, best_place = 0, 0
         for place in places:
             reach, run = min(place, len(self.answer), _REACH), 0
             while run < reach and self.text[place - 1 - run] == self.answer[-1 - run]:
                 run += 1
             if run > best:
-                best, found = run, place
-        return best, found
+                best, best_place = run, place
+        return best, best_place
 
 
 class PredictionDrafter(BaseDrafter):
@@ -136,23 +140,23 @@ class PredictionDrafter(BaseDrafter):
 
     def __init__(self, prediction: Sequence[int] = (), *, least: float = 0.2) -> None:
         self.prediction, self.least = tuple(prediction), least
-        self._rows: dict[int, Alignment] = {}
+        self._alignments: dict[int, Alignment] = {}
 
     def release(self, slot: int) -> None:
-        self._rows.pop(slot, None)
+        self._alignments.pop(slot, None)
 
     def propose(self, context: DraftContext) -> Draft:
         trees = []
         predictions = context.predictions or [()] * len(context.slots)
-        for slot, tokens, n, given, budget in zip(
+        for slot, tokens, n, prediction, budget in zip(
             context.slots, context.tokens, context.prompt_lengths, predictions, context.budgets, strict=True
         ):
-            if not given and not self.prediction:  # there is nothing to look in
+            if not prediction and not self.prediction:  # there is nothing to look in
                 trees.append(grow(tokens[-1], (), budget))
                 continue
-            if slot not in self._rows:
-                self._rows[slot] = Alignment(given or self.prediction)
-            alignment = self._rows[slot]
+            if slot not in self._alignments:
+                self._alignments[slot] = Alignment(prediction or self.prediction)
+            alignment = self._alignments[slot]
             alignment.extend(tokens[n:])
             doubt = 0.5 * (1 + alignment.misses)
             trees.append(grow(tokens[-1], alignment.contexts(), budget, least=self.least, doubt=doubt))
@@ -161,14 +165,14 @@ class PredictionDrafter(BaseDrafter):
 
 def from_setup(setup: DrafterSetup) -> PredictionDrafter:
     """Raises ValueError for a text without a tokenizer, or tokens that the target does not have."""
-    given, target = setup.config.prediction, setup.target
-    if isinstance(given, str):
+    prediction, target = setup.config.prediction, setup.target
+    if isinstance(prediction, str):
         if target.tokenizer is None:
             raise ValueError(f"{target.name} has no tokenizer; give the prediction as token ids")
-        return PredictionDrafter(target.tokenizer(given, add_special_tokens=False)["input_ids"])
-    wrong = [token for token in given or () if not 0 <= token < target.model.vocab_size]
+        return PredictionDrafter(target.tokenizer(prediction, add_special_tokens=False)["input_ids"])
+    wrong = [token for token in prediction or () if not 0 <= token < target.model.vocab_size]
     if wrong:
         raise ValueError(
             f"the prediction contains token {wrong[0]}, outside {target.name}'s {target.model.vocab_size} tokens"
         )
-    return PredictionDrafter(given or ())
+    return PredictionDrafter(prediction or ())

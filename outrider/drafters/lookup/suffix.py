@@ -77,14 +77,14 @@ class SuffixAutomaton:
 
     def suffixes(self) -> list[tuple[int, int]]:
         """(state, length) of the longest end of the text that occurred before, then of ends at most half as long."""
-        found, at, longest = [], self.states[self.last].link, self.read
+        ends, at, longest = [], self.states[self.last].link, self.read
         while at > 0:
             state = self.states[at]
             if state.length <= longest:
-                found.append((at, state.length))
+                ends.append((at, state.length))
                 longest = state.length // 2
             at = state.link
-        return found
+        return ends
 
     def following(self, state: int) -> tuple[int, list[tuple[int, int, int]]]:
         options = [(token, self.states[child].count, child) for token, child in self.states[state].next.items()]
@@ -108,10 +108,8 @@ class TextEnds:
         """Read more of the text and propose what follows it. forced: what a grammar leaves no choice about."""
         segments = [corpus.segments for corpus in corpora]  # lists that do not change: another thread may give others
         if len(segments) != len(self._segments) or any(map(is_not, segments, self._segments)):
-            self._segments, self._sorted = (
-                segments,
-                SortedTexts([[(s.tokens, s.order) for s in own] for own in segments]),
-            )
+            self._sorted = SortedTexts([[(s.tokens, s.order) for s in some] for some in segments])
+            self._segments = segments
         return Offer(*self._lookup.offer(new, self._sorted, forced, budget.depth, budget.width, budget.max_nodes))
 
 
@@ -129,18 +127,22 @@ class PythonTextEnds:
     def offer(self, new: Sequence[int], corpora: Sequence[Corpus], forced: Sequence[int], budget: Budget) -> Offer:
         self._text += new
         self.automaton.extend(self._text)
-        found = [Context(self.automaton, state, float(n) ** 2, n) for state, n in self.automaton.suffixes()[:3]]
+        contexts = [Context(self.automaton, state, float(n) ** 2, n) for state, n in self.automaton.suffixes()[:3]]
         for corpus in corpora if budget.max_nodes else ():
-            found += corpus.contexts(self._text[-REACH:])
+            contexts += corpus.contexts(self._text[-REACH:])
         if forced and budget.max_nodes:
-            found.append(Context(TextSource(forced), (0,), _FORCED**2, _FORCED))
-        return grow(self._text[-1], found, budget, least=self.least, doubt=self.doubt)
+            contexts.append(Context(TextSource(forced), (0,), _FORCED**2, _FORCED))
+        return grow(self._text[-1], contexts, budget, least=self.least, doubt=self.doubt)
 
 
 class _Document:
     """The text of a sequence as a document has it, and what followed its ends.
 
-    tokens: as committed. head: the prompt in another order, where it has a gap. stored: how many are in the store.
+    Args:
+        tokens: As committed.
+        head: The prompt in another order, where it has a gap.
+        stored: How many tokens are in the store.
+        ends: What followed the ends of the text.
     """
 
     def __init__(self, tokens: list[int], head: list[int], stored: int, ends: TextEnds | PythonTextEnds) -> None:
@@ -159,12 +161,16 @@ class SuffixDrafter(BaseDrafter):
     finished (a store); and `corpus`, texts that the user gives. A grammar adds what it leaves no choice about, such as keys.
     `mixture` explains how counts become probabilities.
 
-    shared: most tokens in the store of other answers; the oldest go first; 0 for no store. memory: finished texts, in place of
-    the store. least: a path ends where its probability falls below this. doubt: match length, in tokens, at which a continuation
-    seen once has probability 1/2. gap: the marks of a gap. What fills it is drafted as what follows the text before it.
-
     Other requests change only how fast an answer comes, never its tokens under `match`. If users must not learn even that of
-    each other, set shared=0, or give a memory by client. Raises ValueError for values out of range.
+    each other, set shared=0, or give a text memory by client. Raises ValueError for values out of range.
+
+    Args:
+        corpus: Texts that the user gives.
+        shared: Most tokens in the store of other answers; the oldest go first; 0 for no store.
+        text_memory: Finished texts, in place of the store.
+        least: A path ends where its probability falls below this.
+        doubt: Match length, in tokens, at which a continuation seen once has probability 1/2.
+        gap: Marks of a gap. What fills it is drafted as what follows the text before it.
     """
 
     def __init__(
@@ -172,7 +178,7 @@ class SuffixDrafter(BaseDrafter):
         corpus: Corpus | None = None,
         shared: int = 2**18,
         *,
-        memory: TextMemory | None = None,
+        text_memory: TextMemory | None = None,
         least: float = 0.1,
         doubt: float = 2.0,
         gap: Marks | None = None,
@@ -180,8 +186,8 @@ class SuffixDrafter(BaseDrafter):
         if shared < 0 or not 0 <= least <= 1 or doubt < 0:
             raise ValueError(f"shared, doubt >= 0 and 0 <= least <= 1, got {shared}, {doubt} and {least}")
         self.corpora = [] if corpus is None else [corpus]
-        self.store = Corpus(shared) if shared and memory is None else None
-        self.memory = memory
+        self.store = Corpus(shared) if shared and text_memory is None else None
+        self.text_memory = text_memory
         if self.store is not None:
             self.corpora.append(self.store)
         self.least, self.doubt, self.gap = least, doubt, gap
@@ -210,9 +216,9 @@ class SuffixDrafter(BaseDrafter):
 
     def _corpora(self, context: DraftContext, b: int) -> list[Corpus]:
         """Where to look for an entry of the batch."""
-        if self.memory is None:
+        if self.text_memory is None:
             return self.corpora
-        return [*self.corpora, self.memory.corpus(context.clients[b] if context.clients else "")]
+        return [*self.corpora, self.text_memory.corpus(context.clients[b] if context.clients else "")]
 
     def _text(self, slot: int, tokens: list[int], prompt_length: int) -> _Document:
         """A text that begins."""
@@ -235,4 +241,4 @@ def from_setup(setup: DrafterSetup) -> SuffixDrafter:
     if config.corpus is not None:
         corpus = read_corpus(config.corpus, target.tokenizer, target.model.vocab_size, config.corpus_tokens)
     shared, least = config.suffix_shared_tokens, config.suffix_decoding_min_token_prob
-    return SuffixDrafter(corpus, shared, memory=setup.memory, least=least, gap=gap_marks(target.tokenizer))
+    return SuffixDrafter(corpus, shared, text_memory=setup.text_memory, least=least, gap=gap_marks(target.tokenizer))

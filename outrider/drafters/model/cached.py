@@ -29,11 +29,11 @@ class CachedLevels(Levels):
     """Write `room` and `unread`, and give it a cache.
 
     Attributes:
-        model: what gives the logits: a language model or a head.
-        cache: keys and values of what was read.
-        subset: the tokens of the logits; None for all.
-        ids: the model's own id of each token of a draft; None if they are the same.
-        places: by slot, the place in the scratch of each proposed node, -1 for one that was not forwarded.
+        model: Gives the logits: a language model or a head.
+        cache: Keys and values of what was read.
+        subset: Tokens of the logits; None for all.
+        ids: The model's own id of each token of a draft. None means that they are the same.
+        places: By slot, the place in the scratch of each proposed node, -1 for one that was not forwarded.
     """
 
     bare_siblings = True
@@ -63,7 +63,7 @@ class CachedLevels(Levels):
         """Read what is missing and the roots, which are then node 0 of the scratch. Returns logits, float32 [slot, vocab], after
         each root. feeds: of `unread`. forward: `self.forward`, or one with other logits."""
         tokens, parents = chain([ids for ids, _ in feeds])
-        features = [own for _, own in feeds if own is not None]
+        features = [some for _, some in feeds if some is not None]
         padded = pad_sequence(features, batch_first=True) if features else None
         logits = forward(Nodes(tokens, self.cache, slots, parents), padded, "last")[:, 0]
         for slot, (ids, _) in zip(slots, feeds, strict=True):

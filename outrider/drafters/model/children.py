@@ -26,9 +26,11 @@ _STEPS = 2**20  # the noise of a node is that of step `node * 2**20 + step`, whi
 class Children:
     """The children of some nodes, one node per row.
 
-    tokens: int64 [row, width], -1 where there are fewer. log_q: float32 [row, width], the log probability of each, -inf where
-    there is none. keys: float32 [row, width], what ordered them: log q with or without noise.
-    probs: float32 [row, vocab], exactly the distribution they were drawn from, for `Draft.probs`; None with `Siblings.POINT`.
+    Args:
+        tokens: int64 [row, width], -1 where there are fewer.
+        log_q: float32 [row, width], the log probability of each, -inf where there is none.
+        keys: float32 [row, width], what ordered them: log q with or without noise.
+        probs: float32 [row, vocab], exactly the distribution they were drawn from; None with `Siblings.POINT`.
     """
 
     tokens: Tensor
@@ -67,11 +69,17 @@ def children(
 ) -> Children:
     """Up to `width` children of each row's node.
 
-    scores: float32 [row, vocab], log probabilities up to a constant. noise: one seed and step per row. position: int64 [row],
-    the position of the children. node: int64 [row], the node's index in its draft, below 4096 (default 0). It makes two nodes
-    of a level draw independently. The TOKEN stream, which the target shares, ignores it.
-    greedy: rows that add no noise. subset: the tokens that the columns of `scores` stand for; None for the whole vocabulary.
-    Tokens and probs that are returned are of the whole vocabulary.
+    Args:
+        scores: float32 [row, vocab], log probabilities up to a constant.
+        width: Children of a node, at most.
+        kind: How they are chosen or drawn.
+        noise: One seed and step per row.
+        stream: Of the noise.
+        position: int64 [row], the position of the children.
+        node: int64 [row], the node's index in its draft, below 4096 (default 0). It makes two nodes of a level draw
+            independently. The TOKEN stream, which the target shares, ignores it.
+        greedy: Rows that add no noise.
+        subset: Tokens of the columns of `scores`; None for the whole vocabulary, of which the result always is.
 
     POINT: the largest of score + noise. With `Stream.TOKEN` this noise would make the target choose these tokens, if its
     distribution were the draft's. IID: `width` independent draws. WITHOUT_REPLACEMENT: draws in turn, by Gumbel-top-k (Kool et

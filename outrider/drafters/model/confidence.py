@@ -90,11 +90,11 @@ class LogitError:
         logits: float32 [row, vocab], or [row, kept] with a subset. noise_aware: False ranks by q alone, and gives log q.
         """
         quiet = [not noise_aware or greedy for greedy in warp.greedy]
-        made = children(child_scores(warp, logits, extra, subset), max(width, RIVALS), Siblings.POINT, noise, stream,
+        best = children(child_scores(warp, logits, extra, subset), max(width, RIVALS), Siblings.POINT, noise, stream,
                         position, greedy=quiet, subset=subset)  # fmt: skip
         temperatures = [h.params.temperature for h in warp.histories]
-        chances = self.log_chances(made.keys, temperatures) if noise_aware else made.log_q
-        return made.tokens.tolist(), chances.tolist()
+        chances = self.log_chances(best.keys, temperatures) if noise_aware else best.log_q
+        return best.tokens.tolist(), chances.tolist()
 
     def log_chances(self, keys: Tensor, temperature: Sequence[float]) -> Tensor:
         """float32 [node, candidate]: the log chance of each of the best candidates.

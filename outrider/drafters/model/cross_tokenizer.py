@@ -266,12 +266,12 @@ def paired(draft: Loaded, target: Loaded) -> Pairing | None:
 def from_setup(setup: DrafterSetup) -> ModelDrafter | CrossTokenizerDrafter:
     """Load the draft model that a configuration names, and make its drafter."""
     config, reduce = setup.config, DraftReduction.of(setup.config)
-    name, given = config.model or "builtin:code-draft", config.quantization
-    quantization = None if given in ("auto", "none") else given
+    name, asked = config.model or "builtin:code-draft", config.quantization
+    quantization = None if asked in ("auto", "none") else asked
     chosen = reduce if reduce.may_leave_out(name) else None
     draft = load(name, device=setup.device, quantization=quantization, reduce=chosen)
     pairing = paired(draft, setup.target)
-    origin: dict[str, Any] = {"reduction": reduce.note, "prefixes": setup.known and setup.known(draft)}
+    origin: dict[str, Any] = {"reduction": reduce.note, "prefixes": setup.prefixes and setup.prefixes(draft)}
     if pairing is None:
-        return ModelDrafter(draft.model, setup.rows, setup.max_length, **origin)
-    return CrossTokenizerDrafter(draft.model, pairing, setup.rows, **origin)
+        return ModelDrafter(draft.model, setup.num_slots, setup.max_length, **origin)
+    return CrossTokenizerDrafter(draft.model, pairing, setup.num_slots, **origin)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import Resources
-from outrider.drafters.config import KnownTexts, SpeculativeConfig
+from outrider.drafters.config import Prefixes, SpeculativeConfig
 from outrider.drafters.lookup.corpus import Entry, read_texts
 from outrider.drafters.model.cached import CachedLevels, Feed
 from outrider.drafters.model.grower import GrowthSettings, TreeDrafter
@@ -58,7 +58,7 @@ class OwnCache(CachedLevels):
         num_slots: int,
         max_length: int,
         reduction: str | None = None,
-        prefixes: KnownTexts | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         """The arguments are those of `ModelDrafter`."""
         super().__init__(model)
@@ -139,7 +139,7 @@ class ModelDrafter(TreeDrafter[OwnCache]):
         max_length: int,
         *,
         reduction: str | None = None,
-        prefixes: KnownTexts | None = None,
+        prefixes: Prefixes | None = None,
         **settings: Unpack[GrowthSettings],
     ) -> None:
         """
@@ -165,10 +165,12 @@ _ZIPF = 1000  # the prior probability of id n is proportional to 1 / (n + this);
 class DraftReduction:
     """Decides how a draft model is kept. For `load(reduce=...)`.
 
-    choose_quantization: int4 weights where they gain; False keeps what `load` was asked for. vocab: tokens of the output head,
-    0 for all; None: all without a corpus. corpus: texts to count tokens in. token_map: a file of the head's tokens, in place of
-    both.
-    note: what was left out, in words; None before the model is loaded, and if nothing was.
+    Args:
+        choose_quantization: int4 weights where they gain; False keeps what `load` was asked for.
+        vocab: Tokens of the output head, 0 for all. None means all without a corpus.
+        corpus: Texts to count tokens in.
+        token_map: A file of the head's tokens, in place of both.
+        note: What was left out, in words; None before the model is loaded, and if nothing was.
     """
 
     choose_quantization: bool = True
@@ -229,16 +231,15 @@ def draft_vocab(
     if tokenizer is not None:
         for counts in (token_counts(PROMPTS, tokenizer, vocab_size), token_counts(corpus, tokenizer, vocab_size)):
             score += counts / counts.sum().clamp_min(1)
-        known = Vocabulary(tokenizer, vocab_size)
-        none = [i for i, piece in enumerate(known.pieces) if piece is None]
+        words = Vocabulary(tokenizer, vocab_size)
+        none = [i for i, piece in enumerate(words.pieces) if piece is None]
         score[none] = -1.0  # unused ids; special tokens come back below
-        always += [i for i, piece in enumerate(known.pieces) if piece is not None and len(piece) == 1]
-        always += [*known.names.values(), *(i for i in tokenizer.added_tokens_decoder if i < vocab_size)]
+        always += [i for i, piece in enumerate(words.pieces) if piece is not None and len(piece) == 1]
+        always += [*words.names.values(), *(i for i in tokenizer.added_tokens_decoder if i < vocab_size)]
     elif corpus is not None:
         score += token_counts(corpus, None, vocab_size)
     score[always] = torch.inf
-    kept = max(size, len(set(always)))
-    return score.argsort(descending=True, stable=True)[:kept].sort().values
+    return score.argsort(descending=True, stable=True)[: max(size, len(set(always)))].sort().values
 
 
 def token_map(path: str | Path, vocab_size: int) -> Tensor:

@@ -36,9 +36,16 @@ Offspring = tuple[Node, list[int], list[float], Tensor | None]
 class Growth:
     """One sequence's tree while it is drafted. Node 0 is the root; parents precede children.
 
-    weights: the log probability that a node is accepted, by the draft's estimate. places: a node's index in the drafter's
-    scratch, -1 if it was not forwarded. roles: the node of the shape that each node fills. bare_siblings: nothing follows the
-    less likely children of a node.
+    Attributes:
+        budget: Of the tree.
+        shape: A fixed tree that it fills; None for the likeliest nodes.
+        bare_siblings: Nothing follows the less likely children of a node.
+        tokens: Of each node.
+        parents: Of each node.
+        levels: Of each node, 0 for the root.
+        weights: The log probability that each node is accepted, by the draft's estimate.
+        places: Index of each node in the drafter's scratch, -1 if it was not forwarded.
+        roles: The node of the shape that each node fills.
     """
 
     def __init__(self, root: int, budget: Budget, shape: Shape | None = None, bare_siblings: bool = False) -> None:
@@ -88,8 +95,8 @@ class Growth:
         if self.shape is not None:
             return [n for n, d in enumerate(self.levels) if d == level and self.width(n)]
         least = self.budget.min_probability
-        found = [n for n in self.kept() if self.levels[n] == level and exp(self.weights[n]) >= least]
-        return found[:1] if self.bare_siblings else found
+        likely = [n for n in self.kept() if self.levels[n] == level and exp(self.weights[n]) >= least]
+        return likely[:1] if self.bare_siblings else likely
 
 
 class GrowthSettings(TypedDict, total=False):
@@ -109,8 +116,12 @@ class GrowthSettings(TypedDict, total=False):
 class Level(NamedTuple):
     """The logits after some nodes of a level.
 
-    nodes: a row each. logits: float32 [node, vocab], or of the tokens of `subset`. alike: node -> nodes that have the same
-    children, itself among them; others stand for themselves. sure: node -> what is added to the log acceptance of its children.
+    Args:
+        nodes: A row each.
+        logits: float32 [node, vocab], or of the tokens of `subset`.
+        subset: Tokens of the logits; None for all.
+        alike: Node -> nodes that have the same children, itself among them. A node that is not here is alone.
+        sure: Node -> what is added to the log acceptance of its children.
     """
 
     nodes: list[Node]
@@ -124,14 +135,14 @@ class Levels:
     """What gives the logits along the paths of draft trees. Write `room`, `open` and `extend`.
 
     Attributes:
-        vocab_size: tokens of the drafts.
-        device: of the logits.
-        taps: layers of the target whose output it reads; see `Drafter`.
-        learns: its chances are those of its logits alone, so their error can be learned.
-        scale: of that error, before anything was observed.
-        bare_siblings: drafts that end at `Budget.min_probability` are chains whose tokens have siblings, `Budget.width` together,
+        vocab_size: Tokens of the drafts.
+        device: Of the logits.
+        taps: Layers of the target whose output it reads. See `Drafter`.
+        learns: Its chances are those of its logits alone, so their error can be learned.
+        scale: Of that error, before anything was observed.
+        bare_siblings: Drafts that end at `Budget.min_probability` are chains whose tokens have siblings, `Budget.width` together,
             and nothing follows those. They cost a draft nothing, because the logits of a level rank them already.
-        has_draft_chains: whether `draft_chains` can be called.
+        has_draft_chains: Whether `draft_chains` can be called.
     """
 
     vocab_size: int
@@ -293,11 +304,11 @@ class TreeDrafter(Generic[Source_co]):
 
     def _draft(self, context: DraftContext, grown: dict[int, Growth], drawn_from: dict[Node, Tensor]) -> Draft:
         """The grown trees, cut to their budgets and renumbered. drawn_from: see `_grow`."""
-        kept = {b: growth.kept() for b, growth in grown.items()}
+        within = {b: growth.kept() for b, growth in grown.items()}
         trees, confidence = [[(tokens[-1], -1)] for tokens in context.tokens], dict[int, list[float]]()
         # an only child is taken, and its probability is computed for a threshold alone
         judged = any(g.budget.width > 1 or g.budget.min_probability for g in grown.values()) and not context.needs_probs
-        for b, nodes in kept.items():
+        for b, nodes in within.items():
             growth, slot, new = grown[b], context.slots[b], {old: n for n, old in enumerate(nodes)}
             trees[b] += [(growth.tokens[n], new[growth.parents[n]]) for n in nodes[1:]]
             self.levels.proposed(slot, [growth.places[n] for n in nodes])
@@ -311,7 +322,7 @@ class TreeDrafter(Generic[Source_co]):
             return draft
         probs = torch.zeros(*draft.tokens.shape, self.levels.vocab_size, device=self.levels.device)
         for (b, node), distribution in drawn_from.items():
-            probs[b, kept[b].index(node)] = distribution
+            probs[b, within[b].index(node)] = distribution
         return replace(draft, probs=probs, siblings=self._siblings(grown))
 
     def _siblings(self, grown: dict[int, Growth]) -> Siblings:
@@ -352,10 +363,10 @@ class TreeDrafter(Generic[Source_co]):
             # one call for each width: some kinds draw the last child in another way
             for size in {grown[b].width(n) for b, n in at} - {0}:
                 lines = [i for i, (b, n) in enumerate(at) if grown[b].width(n) == size]
-                made = children(scores[lines], size, kind, noise.select(lines), context.stream, position[lines],
+                chosen = children(scores[lines], size, kind, noise.select(lines), context.stream, position[lines],
                                 node=node[lines], subset=subset)  # fmt: skip
-                assert made.probs is not None  # bit for bit what the tokens were drawn from
-                for i, tokens, distribution in zip(lines, made.tokens.tolist(), made.probs, strict=True):
+                assert chosen.probs is not None  # bit for bit what the tokens were drawn from
+                for i, tokens, distribution in zip(lines, chosen.tokens.tolist(), chosen.probs, strict=True):
                     yield at[i], tokens, [0.0] * size, distribution
             return
         judged = any(grown[b].budget.min_probability for b in entries)
@@ -364,8 +375,8 @@ class TreeDrafter(Generic[Source_co]):
             for key, token in zip(at, drawn, strict=True):
                 yield key, [token], [0.0], None
             return
-        found, weighed = self.error.likeliest(
+        best, weighed = self.error.likeliest(
             warp, logits, extra, width, noise, context.stream, position, subset, self.noise_aware
         )
-        for key, tokens, weights in zip(at, found, weighed, strict=True):
+        for key, tokens, weights in zip(at, best, weighed, strict=True):
             yield key, tokens[:width], weights, None

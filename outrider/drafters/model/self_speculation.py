@@ -139,7 +139,7 @@ def search_layers(
         a = agreement(left)
         # in turns, because machines drift and other programs run
         smaller, whole = zip(
-            *((clock(kept, 1), clock(target, 1)) for kept in 3 * [target.layer_subset(left)]), strict=True
+            *((clock(part, 1), clock(target, 1)) for part in 3 * [target.layer_subset(left)]), strict=True
         )
         cost = min(smaller) / min(whole)
         gains = [(speedup(geometric(a, k), k * cost, widths[k] / widths[0]), k) for k in range(1, max_depth + 1)]

@@ -24,9 +24,13 @@ _SHORT, _LONG = 48, 256  # least and most bytes of a segment
 class Vocabulary:
     """The tokens of a tokenizer as bytes.
 
-    pieces: id -> bytes of the token; None for special tokens and unused ids. ids: bytes -> id. names: name of a special token
-    -> id. begin: the token that the tokenizer puts before every text, or None. end: the token that ends a text, or None.
-    leads: whether the tokenizer puts a space before every text.
+    Attributes:
+        pieces: Bytes of each token by id; None for special tokens and unused ids.
+        ids: Bytes -> id.
+        names: Name of a special token -> id.
+        begin: Token that the tokenizer puts before every text, or None.
+        end: Token that ends a text, or None.
+        leads: Whether the tokenizer puts a space before every text.
     """
 
     def __init__(self, tokenizer: Any, size: int, end_ids: Sequence[int] = ()) -> None:
@@ -42,8 +46,8 @@ class Vocabulary:
         for token, i in plain.items():
             if lettered:
                 self.pieces[i] = bytes(BYTE_OF[c] for c in token) if set(token) <= BYTE_OF.keys() else token.encode()
-            elif spaced and (found := FALLBACK.fullmatch(token)):
-                self.pieces[i] = bytes([int(found[1], 16)])
+            elif spaced and (byte := FALLBACK.fullmatch(token)):
+                self.pieces[i] = bytes([int(byte[1], 16)])
             else:
                 self.pieces[i] = (token.replace("▁", " ") if spaced else token).encode("utf-8", "replace")
         for i, token in added.items():
@@ -75,13 +79,13 @@ class Vocabulary:
                 single = (self.ids.get(bytes([b])) for b in part.encode("utf-8", "surrogateescape"))
                 out += [i for i in single if i is not None]
             elif part:
-                found = self._encode(part)
-                out += found if begins and not out else self._unled(found, part)
+                ids = self._encode(part)
+                out += ids if begins and not out else self._unled(ids, part)
         return out
 
     def _encode(self, text: str) -> list[int]:
-        found = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return [i for i in found if i < self.size]
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return [i for i in ids if i < self.size]
 
     def _unled(self, found: list[int], text: str) -> list[int]:
         """The tokens without the space that the tokenizer puts before a text."""
@@ -172,9 +176,9 @@ class Spelling:
 
     def _add(self, token: int) -> None:
         """Translate one token. A token without a counterpart is left out."""
-        found = self.pairing.shared.get(token)
-        if found is not None and not (self._begins and self.ids == [found] == [self.pairing.draft.begin]):
-            self.ids.append(found)
+        draft_token = self.pairing.shared.get(token)
+        if draft_token is not None and not (self._begins and self.ids == [draft_token] == [self.pairing.draft.begin]):
+            self.ids.append(draft_token)
         self.sure = len(self.ids)
 
 
@@ -196,11 +200,11 @@ def continued(vocabulary: Vocabulary, committed: Sequence[int], text: bytes) -> 
     """
     before = list(itertools.takewhile(lambda i: vocabulary.pieces[i], reversed(committed[-_LOOK_BACK:])))[::-1]
     tail = vocabulary.decode(before)
-    found = vocabulary.encode(tail + text)
-    ends = itertools.accumulate((len(vocabulary.pieces[i] or b"") for i in found), initial=0)
+    ids = vocabulary.encode(tail + text)
+    ends = itertools.accumulate((len(vocabulary.pieces[i] or b"") for i in ids), initial=0)
     border = next((n for n, end in enumerate(ends) if end >= len(tail)), 0)
-    same = vocabulary.decode(found[:border]) == tail
-    return faithful(vocabulary, found[border:] if same else vocabulary.encode(text), text)
+    same = vocabulary.decode(ids[:border]) == tail
+    return faithful(vocabulary, ids[border:] if same else vocabulary.encode(text), text)
 
 
 def faithful(vocabulary: Vocabulary, ids: Sequence[int], text: bytes) -> list[int]:

@@ -53,9 +53,9 @@ class Recorder:
 
         with Recorder("run.jsonl", Detail.COUNTS) as trace:
             trace.begin(describe(...))
-            for step, rows in scheduler.run(scheduler.add(requests)):
+            for step, sequences in scheduler.run(scheduler.add(requests)):
                 if step is not None:
-                    trace.keep(step, rows)
+                    trace.keep(step, sequences)
     """
 
     def __init__(self, path: str | os.PathLike[str], detail: Detail | str = Detail.TOKENS) -> None:
@@ -80,37 +80,37 @@ class Recorder:
             raise ValueError(f"{self.path} already has a run, and a file has one run; give each run its own Recorder")
         self._write([header.model_copy(update={"detail": self.detail})])
 
-    def keep(self, step: Step, rows: abc.Sequence[Sequence]) -> None:
-        """Write a step. rows: its rows, in its order. It copies what it needs: the step's tensors may change later."""
+    def keep(self, step: Step, sequences: abc.Sequence[Sequence]) -> None:
+        """Write a step of these sequences. It copies what it needs: the step's tensors may change later."""
         if self._file is None:
             return
         try:
             lines = list[TraceLine]()
             read = [t.tolist() for t in (step.draft.tokens, step.draft.parents, step.verdict.path, step.verdict.token)]
-            for b, row in enumerate(rows):
+            for b, sequence in enumerate(sequences):
                 at = step.positions[b]
-                if row.id not in self._due and at == len(row.prompt) + len(row.request.continued):
-                    self._due[row.id] = at
-                    lines.append(request_record(row.request, self.detail is not Detail.COUNTS))
+                if sequence.id not in self._due and at == len(sequence.prompt) + len(sequence.request.continued):
+                    self._due[sequence.id] = at
+                    lines.append(request_record(sequence.request, self.detail is not Detail.COUNTS))
                 # Another place: the request started before the trace, or moved without this recorder.
-                if self._due.get(row.id) != at:
-                    if row.id in self._due:
-                        lines.append(self._end(row, "abort"))
+                if self._due.get(sequence.id) != at:
+                    if sequence.id in self._due:
+                        lines.append(self._end(sequence, "abort"))
                     continue
-                lines.append(self._step(step, b, row, *(rows_of[b] for rows_of in read)))
-                self._due[row.id] = at + len(step.commits[b].tokens)
-                if row.finish is not None:
-                    lines.append(self._end(row, row.finish.finish))
+                lines.append(self._step(step, b, sequence, *(rows_of[b] for rows_of in read)))
+                self._due[sequence.id] = at + len(step.commits[b].tokens)
+                if sequence.finish is not None:
+                    lines.append(self._end(sequence, sequence.finish.finish))
             self._round += 1
         except Exception as error:  # an error in a trace must not end a request
             self._fail(f"a step could not be written: {error!r}")
         else:
             self._write(lines)
 
-    def end(self, row: Sequence, finish: str) -> None:
+    def end(self, sequence: Sequence, finish: str) -> None:
         """Write the end of a request that did not end in a step: cancelled, late or failed. The second time does nothing."""
-        if row.id in self._due:
-            self._write([self._end(row, finish)])
+        if sequence.id in self._due:
+            self._write([self._end(sequence, finish)])
 
     def close(self) -> None:
         """Close the file. The second time does nothing."""
@@ -128,14 +128,14 @@ class Recorder:
     # -- lines ------------------------------------------------------------------------------------------------------
 
     def _step(
-        self, step: Step, b: int, row: Sequence, tokens: list[int], parents: list[int], path: list[int], token: int
+        self, step: Step, b: int, sequence: Sequence, tokens: list[int], parents: list[int], path: list[int], token: int
     ) -> TraceLine:
         commit, draft, nodes = step.commits[b], step.draft, sum(up >= -1 for up in parents)
         parents, path = parents[:nodes], [n for n in path if n >= 0]
         counts: dict[str, Any] = {
-            "request": row.id,
+            "request": sequence.id,
             "round": self._round,
-            "step": row.steps - 1,
+            "step": sequence.steps - 1,
             "position": step.positions[b],
             "drafted": nodes - 1,
             "depth": max(levels(parents)),
@@ -158,30 +158,30 @@ class Recorder:
             "note": str(draft.notes[b]) if draft.notes and draft.notes[b] is not None else None,
         }
         if self.detail is Detail.PROBS:
-            more |= self._probs(step, b, row, nodes)
+            more |= self._probs(step, b, sequence, nodes)
         return StepRecord(**counts, **more)
 
-    def _probs(self, step: Step, b: int, row: Sequence, nodes: int) -> dict[str, Any]:
+    def _probs(self, step: Step, b: int, sequence: Sequence, nodes: int) -> dict[str, Any]:
         draft, out = step.draft, dict[str, Any]()
         if draft.confidence is not None:
             out["confidence"] = draft.confidence[b, :nodes].tolist()
         if draft.probs is not None:
             out["draft_probs"] = [top(probs) for probs in draft.probs[b, :nodes]]
         if step.logits is not None:
-            target = target_distribution(step, b, row)
+            target = target_distribution(step, b, sequence)
             at = torch.arange(nodes, device=step.logits.device)[:, None]
             out["target_probs"] = [top(target.probs(node)[0]) for node in at]
         return out
 
-    def _end(self, row: Sequence, finish: str) -> TraceLine:
-        self._due.pop(row.id, None)
+    def _end(self, sequence: Sequence, finish: str) -> TraceLine:
+        self._due.pop(sequence.id, None)
         return EndRecord(
-            request=row.id,
+            request=sequence.id,
             finish=finish,
-            output_tokens=len(row.written),
-            steps=len(row.counts.drafted),
-            first=row.clock.time_to_first_token,
-            seconds=None if row.clock.done is None else row.clock.total,
+            output_tokens=len(sequence.written),
+            steps=len(sequence.counts.drafted),
+            first=sequence.clock.time_to_first_token,
+            seconds=None if sequence.clock.done is None else sequence.clock.total,
         )
 
     # -- the file ---------------------------------------------------------------------------------------------------
@@ -255,10 +255,10 @@ def request_record(asked: Request, tokens: bool) -> RequestRecord:
     )
 
 
-def target_distribution(step: Step, b: int, row: Sequence) -> LogitsDistribution:
+def target_distribution(step: Step, b: int, sequence: Sequence) -> LogitsDistribution:
     """The target's distribution at the nodes of a row's draft, after all sampling parameters. b: the row's place in the step."""
     assert step.logits is not None
-    old = row.state  # as it stood before the step
+    old = sequence.state  # as it stood before the step
     tokens = old.tokens[: step.positions[b]]
     before = SequenceState(old.params, old.end_ids, old.bad_words, tokens, old.prompt_length, old.mask)
     draft = Draft(step.draft.tokens[b : b + 1], step.draft.parents[b : b + 1])

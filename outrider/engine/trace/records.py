@@ -130,11 +130,11 @@ class RequestRecord(TraceLine):
     @property
     def sampling(self) -> SamplingParams:
         """The sampling parameters. Raises ValueError for values that they cannot have."""
-        given = dict(self.params)
+        fields = dict(self.params)
         try:
-            if given.get("logit_bias"):
-                given["logit_bias"] = {int(token): float(bias) for token, bias in given["logit_bias"].items()}
-            params = SamplingParams(**given)
+            if fields.get("logit_bias"):
+                fields["logit_bias"] = {int(token): float(bias) for token, bias in fields["logit_bias"].items()}
+            params = SamplingParams(**fields)
             params.check_vocab(2**63)
         except (TypeError, AttributeError) as error:
             raise ValueError(f"the sampling parameters cannot be read: {error}") from error
@@ -346,13 +346,13 @@ class Trace:
 
     def text(self, request: int | None = None) -> TracedText:
         """One request. None: the only one. Raises ValueError for an unknown id, and for None with several requests."""
-        known = ", ".join(map(str, list(self.texts)[:20])) + (", ..." if len(self.texts) > 20 else "")
+        names = ", ".join(map(str, list(self.texts)[:20])) + (", ..." if len(self.texts) > 20 else "")
         if request is None and len(self.texts) == 1:
             return next(iter(self.texts.values()))
         if request is None:
-            raise ValueError(f"{self.path} holds {len(self.texts)} requests; name one of them: {known or 'none'}")
+            raise ValueError(f"{self.path} holds {len(self.texts)} requests; name one of them: {names or 'none'}")
         if request not in self.texts:
-            raise ValueError(f"{self.path} has no request {request}; it has {known or 'none'}")
+            raise ValueError(f"{self.path} has no request {request}; it has {names or 'none'}")
         return self.texts[request]
 
 

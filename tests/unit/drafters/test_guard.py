@@ -57,10 +57,10 @@ WRONGS: dict[str, tuple[Callable[[DraftContext, Draft, int], Draft], str]] = {
     "raises": (_raises, "it raised KeyError: 'lost my table'"),
     "children first": (lambda _, d, b: _grown(d, b, [(1, 60), (1, 0)]), "a parent comes before its children"),
     "no such token": (lambda _, d, b: _grown(d, b, [(VOCAB + 3, 0)]), f"outside the target's {VOCAB} tokens"),
-    "too many nodes": (lambda _, d, b: _grown(d, b, [(1, 0)] * 9), "nodes where the row's budget allows 4"),
+    "too many nodes": (lambda _, d, b: _grown(d, b, [(1, 0)] * 9), "nodes where the sequence's budget allows 4"),
     "another root": (lambda _, d, b: Draft(d.tokens + 1 - (d.tokens == VOCAB - 1).long() * 2, d.parents), "node 0 is the last"),
     "too wide": (lambda _, d, b: _grown(Draft(d.tokens[:, :2], d.parents[:, :2]), b, [(1, 0)]), "2 children of a node"),
-    "too deep": (lambda _, d, b: _grown(d, b, [(1, n) for n in range(4, 9)]), "levels where the row's budget allows 4"),
+    "too deep": (lambda _, d, b: _grown(d, b, [(1, n) for n in range(4, 9)]), "levels where the sequence's budget allows 4"),
     "changes the text": (_changes, "committed tokens, which are read-only"),
     "not a draft": (lambda *_: None, "returned a NoneType, not a Draft"),  # pyright: ignore
     "too few rows": (lambda _, d, b: Draft(d.tokens[:0], d.parents[:0]), "drafts for"),

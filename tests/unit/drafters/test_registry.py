@@ -67,11 +67,11 @@ def test_every_way_writes_the_plain_text(config: dict[str, Any], plain: list[str
 
 
 def make(target: Loaded, **config: Any) -> Any:
-    return make_drafter(SpeculativeConfig.of(config), target, rows=1, max_length=256, device="cpu")
+    return make_drafter(SpeculativeConfig.of(config), target, num_slots=1, max_length=256, device="cpu")
 
 
 def test_auto_takes_what_there_is(code: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafters = make_drafters(SpeculativeConfig.of({"method": "auto"}), code, rows=1, max_length=256, device="cpu")
+    drafters = make_drafters(SpeculativeConfig.of({"method": "auto"}), code, num_slots=1, max_length=256, device="cpu")
     assert list(drafters) == ["prediction", "suffix", "draft_model"]
     assert lookup_names(drafters) == ["prediction", "suffix"]
     assert 0.05 < level_cost("draft_model", drafters["draft_model"], code.model) < 0.4
@@ -80,13 +80,13 @@ def test_auto_takes_what_there_is(code: Loaded, monkeypatch: pytest.MonkeyPatch)
         make(code, method="auto")
     unknown = Loaded(code.model, "some-model", code.tokenizer, code.end_ids, code.weights, code.source)
     ask = SpeculativeConfig.of({"method": "auto"})
-    made = make_drafters(ask, unknown, rows=1, max_length=256, device="cpu")
+    made = make_drafters(ask, unknown, num_slots=1, max_length=256, device="cpu")
     assert list(made) == ["prediction", "suffix", "quantized_self"]
     coarse = Loaded(code.model, "some-model", code.tokenizer, code.end_ids, "int4", code.source)
-    assert list(make_drafters(ask, coarse, rows=1, max_length=256, device="cpu")) == ["prediction", "suffix"]
+    assert list(make_drafters(ask, coarse, num_slots=1, max_length=256, device="cpu")) == ["prediction", "suffix"]
     monkeypatch.setattr(native, "available", lambda: False)
     monkeypatch.setattr(native, "why", lambda: "a test")
-    assert list(make_drafters(ask, unknown, rows=1, max_length=256, device="cpu")) == ["prediction", "suffix"]
+    assert list(make_drafters(ask, unknown, num_slots=1, max_length=256, device="cpu")) == ["prediction", "suffix"]
     with pytest.raises(ValueError, match="needs the native kernels: a test"):
         make(unknown, method="quantized_self")
 
@@ -189,7 +189,7 @@ def test_a_drafter_in_a_file(code: Loaded, plain: list[str], tmp_path: Path) -> 
         assert candidates(TuneInputs(code.weights), [config["method"]]) == [(config["method"], config)]
     assert make(code, method=f"{file}:make", options={"token": 7}).token == 7
     both = SpeculativeConfig.of({"method": [f"{file}:make", "suffix"]})
-    assert list(make_drafters(both, code, rows=1, max_length=256, device="cpu")) == both.methods
+    assert list(make_drafters(both, code, num_slots=1, max_length=256, device="cpu")) == both.methods
     for wrong, words in ((f"{file}:other", "no attribute 'other'"), (f"{tmp_path}/gone.py:make", "No such file")):
         with pytest.raises(ValueError, match=words):
             make(code, method=wrong)
@@ -218,7 +218,7 @@ def test_a_method_is_added_in_one_place(code: Loaded, plain: list[str], monkeypa
     assert texts({"method": "wrong"}) == plain
     assert SpeculativeConfig.of({"method": "wrong"}).budget == Budget(3)
     ask = SpeculativeConfig.of({"method": "auto"})
-    made = make_drafters(ask, code, rows=1, max_length=256, device="cpu")
+    made = make_drafters(ask, code, num_slots=1, max_length=256, device="cpu")
     assert list(made) == ["prediction", "suffix", "wrong", "draft_model"]
     setup = DrafterSetup(SpeculativeConfig(), code, 1, 64, "cpu")
     assert list(request_drafters(setup)) == ["prediction", "suffix", "ngram", "wrong"]
@@ -254,4 +254,4 @@ def test_a_package_can_offer_a_row(code: Loaded, monkeypatch: pytest.MonkeyPatch
     assert SpeculativeConfig.of({"method": "rowed"}).budget.depth == 7
     assert isinstance(make(code, method="rowed"), Wrong)
     both = SpeculativeConfig.of({"method": ["rowed", "suffix"]})
-    assert lookup_names(make_drafters(both, code, rows=1, max_length=256, device="cpu")) == ["rowed", "suffix"]
+    assert lookup_names(make_drafters(both, code, num_slots=1, max_length=256, device="cpu")) == ["rowed", "suffix"]

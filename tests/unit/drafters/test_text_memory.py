@@ -71,14 +71,14 @@ def process(folder: Path | None, shared: bool = False) -> Loop:
     own = None
     if folder is not None:
         own = TextMemory(ContentFolder(folder, ROOM, TEXTS), loaded.tokenizer, loaded.model.vocab_size, shared)
-    drafter = SuffixDrafter(memory=own, least=0.01)
-    return Loop(loaded.model, drafter, controller=Fixed(4), num_slots=2, max_length=200, memory=own)
+    drafter = SuffixDrafter(text_memory=own, least=0.01)
+    return Loop(loaded.model, drafter, controller=Fixed(4), num_slots=2, max_length=200, text_memory=own)
 
 
 def run(loop: Loop, requests: list[Request]) -> list[Sequence]:
     done = loop.generate(requests)
-    if loop.memory is not None:
-        loop.memory.folder.flush()
+    if loop.text_memory is not None:
+        loop.text_memory.folder.flush()
     return done
 
 
@@ -108,9 +108,9 @@ def test_the_next_process_drafts_what_the_first_one_wrote(tmp_path: Path) -> Non
     [first] = run(process(tmp_path), ask)
     [again] = run(process(tmp_path), ask)
     loop = process(tmp_path)
-    assert loop.memory is not None
-    loop.memory.corpus("\na")
-    loop.memory.folder.flush()
+    assert loop.text_memory is not None
+    loop.text_memory.corpus("\na")
+    loop.text_memory.folder.flush()
     [later] = run(loop, ask)
     assert first.output == again.output == later.output
     assert len(later.counts.accepted) == 12 < len(first.counts.accepted)  # five tokens a step
@@ -167,8 +167,8 @@ def test_no_draft_has_a_token_of_another_client(tmp_path: Path) -> None:
         held = memory(folder, shared=shared)
         assert (canary[0] in texts(held, "b")) == shared
         assert canary[0] in texts(held, "a")
-        drafter = SuffixDrafter(memory=held, least=0.0)
-        loop = Loop(model().model, drafter, controller=Fixed(4), num_slots=2, max_length=200, memory=held)
+        drafter = SuffixDrafter(text_memory=held, least=0.0)
+        loop = Loop(model().model, drafter, controller=Fixed(4), num_slots=2, max_length=200, text_memory=held)
         seen = set[int]()
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         for step, _ in loop.steps([request([1, 2, 3, 400, 401], params, client=client) for client in "bc"]):
@@ -436,8 +436,8 @@ def test_llm_takes_a_memory(tmp_path: Path) -> None:
     for _ in range(2):
         llm = LLM("builtin:code", speculative_config=config, memory_dir=tmp_path)
         assert llm.generate(ask, params)[0].outputs[0].token_ids == expected.token_ids
-        assert llm.runtime.memory is not None
-        llm.runtime.memory.folder.flush()
+        assert llm.runtime.text_memory is not None
+        llm.runtime.text_memory.folder.flush()
     assert held_in(tmp_path)
     assert (tmp_path.stat().st_mode & 0o777) == 0o700 or tmp_path.stat().st_uid == os.getuid()
 

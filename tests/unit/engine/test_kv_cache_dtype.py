@@ -79,11 +79,11 @@ def test_a_token_takes_a_quarter_of_the_memory_and_the_error_counts_it() -> None
     assert narrow.kv_cache_dtype == "int8"
     assert per_token(wide) * 36 == per_token(narrow) * 128  # a block of 32: 32 bytes and a scale, or 32 floats
     fits = per_token(narrow) * 8 * (400 + 64)
-    eng = Engine(LLM(small().loaded, max_model_len=400, any_method=True).runtime, prefix_bytes=0, memory=fits)
+    eng = Engine(LLM(small().loaded, max_model_len=400, any_method=True).runtime, prefix_bytes=0, memory_limit=fits)
     assert eng.stats.kv_bytes == fits
     settled(eng)
     with pytest.raises(ValueError, match=f"{per_token(wide)} bytes a token"):
-        Engine(LLM("builtin:code", max_model_len=400, any_method=True).runtime, prefix_bytes=0, memory=fits)
+        Engine(LLM("builtin:code", max_model_len=400, any_method=True).runtime, prefix_bytes=0, memory_limit=fits)
 
 
 def test_rounding_changes_the_logits_of_the_built_in_model_little() -> None:

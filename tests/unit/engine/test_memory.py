@@ -26,7 +26,7 @@ def need(target: ToyModel, drafter: ModelDrafter) -> int:
 
 def test_what_fits_is_taken_at_once_and_never_grows() -> None:
     target, drafter = models()
-    eng = engine(target, drafter, rows=3, memory=need(target, drafter) + 5000, prefix_bytes=5000)
+    eng = engine(target, drafter, rows=3, memory_limit=need(target, drafter) + 5000, prefix_bytes=5000)
     taken = eng.stats.kv_bytes
     assert taken == need(target, drafter) == eng.stats.memory_limit - 5000  # type: ignore[operator]
     run(eng, [read(request([1, 2, i + 1] * 20, LONG.with_(max_tokens=130), i)) for i in range(5)])
@@ -39,7 +39,7 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     target, drafter = models()
     bytes_needed = need(target, drafter)
     with pytest.raises(ValueError, match="3 texts of 200 tokens may take") as refused:
-        engine(target, drafter, rows=3, memory=bytes_needed // 2, prefix_bytes=0)
+        engine(target, drafter, rows=3, memory_limit=bytes_needed // 2, prefix_bytes=0)
     message = str(refused.value)
     assert f"--kv-cache-memory-bytes {bytes_needed} would fit" in message
     assert "--max-num-seqs 1" in message
@@ -53,7 +53,7 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
         else:
             memory.bound(bytes_needed // 2, 0)
     with pytest.raises(ValueError, match=r"or a smaller --prefix-cache") as refused:
-        engine(target, drafter, rows=3, memory=bytes_needed, prefix_bytes=bytes_needed * 2)
+        engine(target, drafter, rows=3, memory_limit=bytes_needed, prefix_bytes=bytes_needed * 2)
     assert "--max-model-len" not in str(refused.value)
 
 
@@ -93,7 +93,7 @@ def test_a_machine_without_the_memory_says_so_at_the_start() -> None:
             return super().forward(nodes, **options)
 
     with pytest.raises(ValueError, match="no memory for 3 texts of 200 tokens"):
-        engine(Short(VOCAB, seed=0, max_length=200), rows=3, memory=10**9)
+        engine(Short(VOCAB, seed=0, max_length=200), rows=3, memory_limit=10**9)
 
 
 def test_the_bytes_of_a_token_are_those_that_a_cache_grows_by() -> None:

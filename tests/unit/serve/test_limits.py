@@ -111,7 +111,7 @@ def test_a_stream_that_waits_says_so_in_comments(llm: LLM, monkeypatch: pytest.M
 
 def test_memory_is_bounded_and_shown() -> None:
     limit = 40 << 20
-    with serving(builtin(2, max_model_len=512), memory=limit, prefix_bytes=1 << 20) as live:
+    with serving(builtin(2, max_model_len=512), memory_limit=limit, prefix_bytes=1 << 20) as live:
         before = live.service.engine.stats.kv_bytes
         assert post(live, prompt=PROMPT * 20, max_tokens=100).status_code == 200
         read = live.registry.get_sample_value

@@ -126,13 +126,13 @@ class BlockModel:
         if not self.config.conv_kernel_size:
             return _bare, _bare
         names = [f"layers.{i}.{part}_conv" for part in ("attention", "mlp")]
-        made = [
+        convolutions = [
             partial(
                 around, linears.named(f"{n}.kernel_projection"), tensors[f"{n}.base_kernel"].float().to(self.device)
             )
             for n in names
         ]
-        return made[0], made[1]
+        return convolutions[0], convolutions[1]
 
     def logits(self, z: Tensor) -> Tensor:
         """float32 [..., kept]."""

@@ -50,22 +50,24 @@ def read_block(folder: str | Path | HeadFolder, target: Loaded) -> HeadWeights[B
 
 def _config(reader: HeadReader) -> BlockConfig:
     path, tensors = reader.path, reader.tensors
-    given = {"sample_from_anchor": reader.kind == DSPARK} | reader.given | (reader.given.get("dflash_config") or {})
+    settings = {"sample_from_anchor": reader.kind == DSPARK} | reader.given | (reader.given.get("dflash_config") or {})
     markov = tensors.get("markov_head.markov_w1.weight")
-    given["markov_rank"] = 0 if markov is None else markov.shape[1]
-    given["enable_confidence_head"] = "confidence_head.proj.weight" in tensors
-    shape = reader.shape(given, (*_BLOCK, *_MARKOV, *_SELECTOR)) | _convolutions(reader)
+    settings["markov_rank"] = 0 if markov is None else markov.shape[1]
+    settings["enable_confidence_head"] = "confidence_head.proj.weight" in tensors
+    shape = reader.shape(settings, (*_BLOCK, *_MARKOV, *_SELECTOR)) | _convolutions(reader)
     if reader.kind == DFLASH2:
         shape["selector_rank"] = reader.tensor("candidate_selector.successor_codebook").shape[1]
-    if given.get("markov_head_type", "vanilla") != "vanilla":
-        raise ValueError(f"{path} has a Markov head of the kind {given['markov_head_type']!r}; outrider runs 'vanilla'")
+    if settings.get("markov_head_type", "vanilla") != "vanilla":
+        raise ValueError(
+            f"{path} has a Markov head of the kind {settings['markov_head_type']!r}; outrider runs 'vanilla'"
+        )
     if shape["block_size"] < 2:
         raise ValueError(f"{path}: block_size is {shape['block_size']}; a block has two slots or more")
     layers = 1 + max(int(n.split(".")[1]) for n in tensors if n.startswith("layers."))
-    if int(given.get("num_hidden_layers", layers)) != layers:
-        raise ValueError(f"{path} has {layers} layers, and config.json says {given['num_hidden_layers']}")
-    taps = _taps(reader, given, shape["target_hidden_size"])
-    return reader.made(BlockConfig, **shape, taps=taps, num_layers=layers, mask_token_id=reader.mask(given))
+    if int(settings.get("num_hidden_layers", layers)) != layers:
+        raise ValueError(f"{path} has {layers} layers, and config.json says {settings['num_hidden_layers']}")
+    taps = _taps(reader, settings, shape["target_hidden_size"])
+    return reader.made(BlockConfig, **shape, taps=taps, num_layers=layers, mask_token_id=reader.mask(settings))
 
 
 def _convolutions(reader: HeadReader) -> dict[str, int]:

@@ -24,11 +24,17 @@ from outrider.drafters.heads.reading import EMBED, OUTPUT, HeadWeights
 class BlockConfig(HeadShape):
     """A block drafter: Qwen3-shaped layers over [root, mask, ...], which also attend to the projected features of the text.
 
-    block_size: slots of a block. mask_token_id: the token of all slots but the first. from_anchor: slot 0 drafts too (DSpark);
-    in DFlash slot k drafts the token at its own position. markov_rank: width of the bias by the token before; 0 without one.
-    confidence: whether it has a confidence head. confidence_markov: the confidence reads the token before, too. conv_kernel_size:
-    taps of the convolutions around attention and MLP (DFlash2); 0 without. conv_group_size: numbers that share a kernel.
-    selector_rank: width of DFlash2's choice among the selector_top_k likeliest tokens; 0 without.
+    Args:
+        block_size: Slots of a block.
+        mask_token_id: The token of all slots but the first.
+        from_anchor: Slot 0 drafts too (DSpark); in DFlash slot k drafts the token at its own position.
+        markov_rank: Width of the bias by the token before; 0 without one.
+        confidence: It has a confidence head.
+        confidence_markov: The confidence reads the token before, too.
+        conv_kernel_size: Taps of the convolutions around attention and MLP (DFlash2); 0 without.
+        conv_group_size: Numbers that share a kernel.
+        selector_rank: Width of DFlash2's choice among the likeliest tokens; 0 without.
+        selector_top_k: So many likeliest tokens.
     """
 
     block_size: int
@@ -61,8 +67,12 @@ class BlockAttention(HeadAttention):
     def forward(self, y: Tensor, context: Tensor, visible: Tensor, own_turn: Tensor, context_turn: Tensor) -> Tensor:
         """[batch, anchor, slot, hidden] of normed states y of that shape.
 
-        context: [batch, n, hidden], the projected features. visible: bool [batch, anchor, n]. own_turn, context_turn:
-        turns of the slots [batch, anchor, slot, 1, dim] and of the features [n, 1, dim].
+        Args:
+            y: See above.
+            context: [batch, n, hidden], the projected features.
+            visible: bool [batch, anchor, n].
+            own_turn: Turns of the slots, [batch, anchor, slot, 1, dim].
+            context_turn: Turns of the features, [n, 1, dim].
         """
         batch, anchors, slots, _ = y.shape
         d, kv = self.head_dim, self.kv_heads
@@ -164,12 +174,13 @@ class ConfidenceHead(nn.Module):
 
 
 class BlockModule(HeadModule):
-    """DFlash, DSpark with `markov_rank`, and DFlash2 with `selector_rank`.
+    """DFlash, DSpark with `markov_rank`, and DFlash2 with `selector_rank`. Embedding and output head are frozen.
 
-    Embedding and output head are frozen.
-
-    token_ids: see `HeadModule`. embedding: float [vocab, hidden]. output: float [draft_vocab, hidden], the rows of `token_ids`.
-    Without them the parameters are there, and hold anything.
+    Args:
+        config: Its settings.
+        token_ids: See `HeadModule`.
+        embedding: float [vocab, hidden]; None leaves the parameter unset.
+        output: float [draft_vocab, hidden], the rows of `token_ids`; None leaves the parameter unset.
     """
 
     config: BlockConfig
@@ -199,9 +210,9 @@ class BlockModule(HeadModule):
     def of(cls, given: HeadWeights[BlockConfig], embedding: Tensor, output: Tensor) -> BlockModule:
         """A drafter that was read. embedding, output: the target's, for what the drafter has not of its own."""
         tensors = {EMBED: embedding, OUTPUT: output} | given.tensors
-        made = cls(given.config, given.token_ids, tensors[EMBED], tensors[OUTPUT])
-        made.load_state_dict({n: t.float() for n, t in tensors.items()})
-        return made
+        module = cls(given.config, given.token_ids, tensors[EMBED], tensors[OUTPUT])
+        module.load_state_dict({n: t.float() for n, t in tensors.items()})
+        return module
 
     def initialise_(self) -> BlockModule:
         """Ready to be trained: the layers, the bias and the confidence add nothing yet."""
@@ -220,8 +231,10 @@ class BlockModule(HeadModule):
     def forward(self, roots: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
         """[batch, anchor, slot, hidden], after the final norm: the blocks after some positions of a text.
 
-        roots: int64 [batch, anchor], the token after each anchor. features: [batch, n, taps * target_hidden]. anchors: int64
-        [batch, anchor], the last position that a block sees.
+        Args:
+            roots: int64 [batch, anchor], the token after each anchor.
+            features: [batch, n, taps * target_hidden].
+            anchors: int64 [batch, anchor], the last position that a block sees.
         """
         c, device = self.config, roots.device
         context = self.hidden_norm(self.fc(features))
@@ -229,10 +242,10 @@ class BlockModule(HeadModule):
         ids = torch.where(slots == 0, roots[..., None], c.mask_token_id)
         s = self.embed_tokens(ids).to(context.dtype)
         visible = places <= anchors[..., None]
-        own, text = (self.turn(at)[..., None, :] for at in (anchors[..., None] + 1 + slots, places))  # for all heads
+        block, text = (self.turn(at)[..., None, :] for at in (anchors[..., None] + 1 + slots, places))  # for all heads
         layers: Any = self.layers
         for layer in layers:
-            s = layer(s, lambda attention, y: attention(y, context, visible, own, text))
+            s = layer(s, lambda attention, y: attention(y, context, visible, block, text))
         return self.norm(s)
 
     def drafts(self, tokens: Tensor, features: Tensor, anchors: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:

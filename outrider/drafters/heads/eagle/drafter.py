@@ -48,23 +48,27 @@ def eagle_model(
 ) -> PairModel:
     """A head that is ready to draft: by the native step on a CPU.
 
-    target: gives the embedding, unless the head has its own. quantization: "auto", "none", "int8" or "int4".
-    max_length: tokens of the longest text. plain: in torch also where the native step could run it; the reference.
+    Args:
+        head: As it was read.
+        target: Its embedding serves a head without one.
+        max_length: Tokens of the longest text.
+        quantization: "auto", "none", "int8" or "int4".
+        plain: In torch also where the native step could run it; the reference.
     """
     config, length = head.config, min(max_length, head.config.max_position_embeddings, HELD)
     precision = precision_of(quantization, [t for n, t in head.tensors.items() if "norm" not in n])
     runs = target.device.type == "cpu" and native.available()
     if runs and not plain and (table := _table(head, target)) is not None:
         program = _program(head, _EagleSource(head, precision, table))
-        made = NativePairs(program, config.taps, length, head.subset(target.device))
-        made.weight_bytes //= max(config.parallel_drafts, 1)
-        return made
+        pairs = NativePairs(program, config.taps, length, head.subset(target.device))
+        pairs.weight_bytes //= max(config.parallel_drafts, 1)
+        return pairs
     return TorchEagle(head, target, length, precision)
 
 
 def _table(head: HeadWeights[EagleConfig], target: LanguageModel) -> native.Packed | Tensor | None:
-    own = head.own_embedding
-    return target.embedding_table if own is None else own.contiguous()
+    table = head.own_embedding
+    return target.embedding_table if table is None else table.contiguous()
 
 
 class _EagleSource(StoredSource):
@@ -73,8 +77,8 @@ class _EagleSource(StoredSource):
     def __init__(self, head: HeadWeights[EagleConfig], precision: str, table: native.Packed | Tensor) -> None:
         tensors, ids = dict(head.tensors), head.token_ids.long().contiguous()
         names = [f"{n}.weight" for n in ("input_norm", *(f"fc_norm.{i}" for i in range(len(head.config.taps))))]
-        if found := [tensors[n] for n in names if n in tensors]:
-            tensors[f"{_FEATURE_NORM}.weight"] = torch.cat(found)
+        if norms := [tensors[n] for n in names if n in tensors]:
+            tensors[f"{_FEATURE_NORM}.weight"] = torch.cat(norms)
         super().__init__({}, tensors, head.config.vocab_size)
         self.head_ids = ids if len(ids) < self.vocab_size else None
         self._precision, self._embedding = precision, table
@@ -133,19 +137,19 @@ class TorchEagle(EagleEquations, PairModel):
         """precision: of the linears."""
         self.config = config = head.config
         self.taps, self.device, self.vocab_size = config.taps, target.device, config.vocab_size
-        self.max_length, self.subset, own = max_length, head.subset(target.device), head.own_embedding
+        self.max_length, self.subset = max_length, head.subset(target.device)
         self.embed_tokens = target.embedding_rows
-        if own is not None:
-            table = own.to(self.device)
+        if (stored := head.own_embedding) is not None:
+            table = stored.to(self.device)
             self.embed_tokens = lambda tokens: table[tokens].float()
-        made = Linears(self.device, precision, head.tensors, config.rms_norm_eps)
-        self.fc = made.named("fc")
-        fused = 0 if config.eagle1 else made.bytes
-        self.layers = [PackedLayer(made, i, "qkv") for i in range(config.num_layers)]
-        self._lm_head = made.named("lm_head")
-        self.weight_bytes = (made.bytes - fused) // max(config.parallel_drafts, 1)
-        self.input_norm, self._norm = made.norm("input_norm"), made.norm("norm")
-        self.fc_norm = [made.norm(f"fc_norm.{i}") for i in range(len(config.taps))]
+        linears = Linears(self.device, precision, head.tensors, config.rms_norm_eps)
+        self.fc = linears.named("fc")
+        fused = 0 if config.eagle1 else linears.bytes
+        self.layers = [PackedLayer(linears, i, "qkv") for i in range(config.num_layers)]
+        self._lm_head = linears.named("lm_head")
+        self.weight_bytes = (linears.bytes - fused) // max(config.parallel_drafts, 1)
+        self.input_norm, self._norm = linears.norm("input_norm"), linears.norm("norm")
+        self.fc_norm = [linears.norm(f"fc_norm.{i}") for i in range(len(config.taps))]
         self._rotary = Rotary(config, self.max_length + SCRATCH, self.device)
         self._scoring = Scoring(config.head_dim**-0.5)
 
@@ -153,11 +157,11 @@ class TorchEagle(EagleEquations, PairModel):
         self, nodes: Nodes, features: Tensor | None = None, *, g: Tensor | None = None, want: Want | int = "all"
     ) -> HeadOutput:
         zeros = torch.zeros(*nodes.tokens.shape, self.config.hidden_size, device=self.device)
-        given = (zeros if g is None else g) if features is None else self.fuse(features.float())
+        states = (zeros if g is None else g) if features is None else self.fuse(features.float())
         nodes = nodes.to(self.device)
         nodes.cache.reserve(nodes.slots, nodes.total)
         c, batch = self.config, len(nodes.slots)
-        x, residual = self.pairs(nodes.tokens, given)
+        x, residual = self.pairs(nodes.tokens, states)
         y = residual
         for i, layer in enumerate(self.layers):
             if i:
@@ -168,8 +172,8 @@ class TorchEagle(EagleEquations, PairModel):
                 return HeadOutput(x.new_empty(batch, 0, c.draft_vocab_size), x.new_empty(batch, 0, c.hidden_size))
             attended = attend(nodes, i, query.transpose(1, 2), self._scoring).flatten(2)
             if last and want != "all":
-                own = last_nodes(nodes, want if isinstance(want, int) else 1)
-                attended, residual = attended[own], residual[own]
+                last_ones = last_nodes(nodes, want if isinstance(want, int) else 1)
+                attended, residual = attended[last_ones], residual[last_ones]
             y = layer.after(residual, attended)
         z = self._norm(y)
         return HeadOutput(self._lm_head(z), z if c.norm_output else y)
@@ -226,9 +230,9 @@ class Pairs(CachedLevels):
             return logits
         assert nodes.parents is not None
         above = nodes.parents[:, nodes.held :].clamp_min(0).to(self.device)
-        known = [self._fed_back[slot] for slot in nodes.slots]
-        logits, g = self.model.forward(nodes, g=torch.stack([k[up] for k, up in zip(known, above, strict=True)]))
-        for slot, before, new in zip(nodes.slots, known, g, strict=True):
+        fed_back = [self._fed_back[slot] for slot in nodes.slots]
+        logits, g = self.model.forward(nodes, g=torch.stack([k[up] for k, up in zip(fed_back, above, strict=True)]))
+        for slot, before, new in zip(nodes.slots, fed_back, g, strict=True):
             self._fed_back[slot] = torch.cat([before, new])
         return logits
 
@@ -277,11 +281,11 @@ class MaskedPairs(Lattice):
         feeds = [[*self.features.pair_tokens(slot, t), *masked] for slot, t in zip(slots, texts, strict=True)]
         tokens, parents = chain(feeds)
         masks = self._mask_features.expand(depth - 1, -1)
-        features = pad_sequence([torch.cat([own, masks]) for own in waiting], batch_first=True)
+        features = pad_sequence([torch.cat([features_of, masks]) for features_of in waiting], batch_first=True)
         nodes = Nodes(tokens, self.cache, [*slots], parents)
         logits = self.model.forward(nodes, features, want=depth).logits
-        for slot, own in zip(slots, waiting, strict=True):
-            self.features.ingested(slot, len(own))
+        for slot, features_of in zip(slots, waiting, strict=True):
+            self.features.ingested(slot, len(features_of))
         return logits
 
 
@@ -291,7 +295,9 @@ def from_setup(setup: DrafterSetup) -> TreeDrafter[Pairs]:
     return head_drafter(
         setup,
         read_eagle,
-        lambda head, target, rows, length, precision: Pairs(eagle_model(head, target, length, precision), rows, length),
+        lambda head, target, slots, length, precision: Pairs(
+            eagle_model(head, target, length, precision), slots, length
+        ),
         flags,
         survival,
     )

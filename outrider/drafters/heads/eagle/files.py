@@ -48,18 +48,18 @@ def read_eagle(folder: str | Path | HeadFolder, target: Loaded) -> HeadWeights[E
 
 
 def _config(reader: HeadReader) -> EagleConfig:
-    path, given, tensors = reader.path, reader.given, reader.tensors
+    path, settings, tensors = reader.path, reader.given, reader.tensors
     eagle1, parallel = reader.kind == EAGLE1, reader.kind == PEAGLE
-    layers = int(given.get("num_hidden_layers", 1))
+    layers = int(settings.get("num_hidden_layers", 1))
     if layers != 1 and not parallel:
         raise ValueError(
             f"{path}: the head has {layers} layers; engines disagree about the norms of the second, so outrider runs EAGLE heads "
             "of one, and P-EAGLE heads of several"
         )
-    shape = reader.shape(given, (_OUTPUT, _RESIDUAL))
+    shape = reader.shape(settings, (_OUTPUT, _RESIDUAL))
     norms = {"fc_norm": "fc_norm.0.weight" in tensors, "norm_before_fc": "input_norm.weight" in tensors}
     for name, there in norms.items():
-        said = given.get(name, (given.get("eagle_config") or {}).get(name))
+        said = settings.get(name, (settings.get("eagle_config") or {}).get(name))
         if said is not None and bool(said) != there:
             raise ValueError(
                 f"{path}: config.json says {name} is {said}, and the file {'has' if there else 'lacks'} its tensors; one of the "
@@ -75,15 +75,15 @@ def _config(reader: HeadReader) -> EagleConfig:
         attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
         fc_bias="fc.bias" in tensors,
         qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
-        mask_token_id=reader.mask(given) if parallel else None,
+        mask_token_id=reader.mask(settings) if parallel else None,
         parallel_drafts=_parallel_drafts(reader) if parallel else 0,
     )
 
 
 def _taps(reader: HeadReader, wide: int) -> tuple[int, ...]:
     """The layers that the head reads, by the first list that the folder has; docs/guides/heads.md says how formats count."""
-    given, key = reader.given, _LAYER_IDS
-    ids, inner = given.get(key), (given.get("eagle_config") or {}).get(key)
+    folder, key = reader.given, _LAYER_IDS
+    ids, inner = folder.get(key), (folder.get("eagle_config") or {}).get(key)
     if ids is None and inner is not None:
         key = f"eagle_config.{key} (it counts outputs of layers, one less)"
         ids = [i + 1 for i in inner]  # SGLang's list
@@ -99,12 +99,12 @@ def _taps(reader: HeadReader, wide: int) -> tuple[int, ...]:
 def _parallel_drafts(reader: HeadReader) -> int:
     """Tokens that a P-EAGLE head was trained to draft at once: what its folder proposes."""
     methods = reader.given.get("speculators_config", {}).get("proposal_methods") or [{}]
-    found = int(methods[0].get("speculative_tokens") or 0)
-    if found < 1:
+    count = int(methods[0].get("speculative_tokens") or 0)
+    if count < 1:
         raise ValueError(
             f"{reader.path}: speculators_config names no speculative_tokens, the tokens that the head drafts"
         )
-    return found
+    return count
 
 
 def write_eagle(
@@ -131,13 +131,13 @@ def write_eagle(
         del tensors[EMBED]
     tensors |= vocabulary_maps(head.token_ids, config)
     settings = settings_of(config, (*_NORMS, _OUTPUT), layer=False)
-    own: dict[str, Any] = {"attention_bias": config.attention_bias, "mlp_bias": False, "model_type": "llama"}
+    layer: dict[str, Any] = {"attention_bias": config.attention_bias, "mlp_bias": False, "model_type": "llama"}
     if layout == "speculators":
-        settings |= speculators_settings(config, EAGLE3, DRAFTS, **own)
+        settings |= speculators_settings(config, EAGLE3, DRAFTS, **layer)
         settings |= {"architectures": ["Eagle3DraftModel"], _LAYER_IDS: config.layer_ids, "embed_requires_grad": False}
         settings |= settings_of(config, (_RESIDUAL,), layer=False) | {"dtype": dtype_name(dtype)}
     else:
-        settings = {n: said for n, said in settings.items() if said} | layer_settings(config, **own) | _flat(config)
+        settings = {n: said for n, said in settings.items() if said} | layer_settings(config, **layer) | _flat(config)
         settings["torch_dtype"] = dtype_name(dtype)
         tensors = {n.replace("layers.0.", "midlayer."): t for n, t in tensors.items()}
     return store_head(folder, settings, tensors, dtype)

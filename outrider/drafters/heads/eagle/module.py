@@ -23,12 +23,19 @@ from outrider.drafters.heads.reading import HeadWeights
 class EagleConfig(HeadShape):
     """An EAGLE-3 head (Li et al. 2025, arXiv 2503.01840) and its variants: a decoder layer over features and tokens.
 
-    norm_before_fc: one norm over all features side by side. fc_norm: a norm for each feature. norm_output: the output of the last
-    norm is what the head feeds back (EAGLE-3.1 has this and fc_norm). norm_before_residual: the normed feature is the residual.
-    eagle1: a head of EAGLE-1 (Li et al. 2024, 2401.15077). It reads the token and one feature, and predicts the next feature.
-    attention_bias, fc_bias: these linears have a bias. qk_norm: queries and keys are normed in each head, as in Qwen3.
-    num_layers: the layers after the first are ordinary. mask_token_id, parallel_drafts: a head of P-EAGLE drafts so many tokens
-    in one forward, and this token stands for those that are not known. None and 0 for all other heads.
+    Of several layers only the first one reads features.
+
+    Args:
+        norm_before_fc: One norm over all features side by side.
+        fc_norm: A norm for each feature.
+        norm_output: The output of the last norm is what the head feeds back (EAGLE-3.1 has this and fc_norm).
+        norm_before_residual: The normed feature is the residual.
+        eagle1: A head of EAGLE-1 (Li et al. 2024, 2401.15077). It reads the token and one feature, and predicts the next feature.
+        attention_bias: The linears of the attention have a bias.
+        fc_bias: The linear over the features has a bias.
+        qk_norm: Queries and keys are normed in each head, as in Qwen3.
+        mask_token_id: Token that stands for those that P-EAGLE does not know; None for other heads.
+        parallel_drafts: Tokens that P-EAGLE drafts in one forward; 0 for other heads.
     """
 
     norm_before_fc: bool = False
@@ -155,8 +162,8 @@ class Eagle(EagleEquations, HeadModule):
         if not given.config.one_plain_layer:
             raise ValueError("heads of P-EAGLE, and of Qwen3's layers, draft here and cannot be trained or written")
         head = cls(given.config, given.token_ids)
-        own = {n: t.float() for n, t in given.tensors.items()}
-        head.load_state_dict({"embed_tokens.weight": embedding.float()} | own)
+        tensors = {n: t.float() for n, t in given.tensors.items()}
+        head.load_state_dict({"embed_tokens.weight": embedding.float()} | tensors)
         return head
 
     @property

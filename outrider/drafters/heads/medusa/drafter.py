@@ -94,11 +94,11 @@ class MedusaModule(nn.Module):
 
     def weights(self) -> MedusaWeights:
         """The heads as they are now, float32."""
-        made = [
+        trained = [
             [(b.weight.detach().cpu(), None if b.bias is None else b.bias.detach().cpu()) for b in blocks]  # pyright: ignore
             for blocks in self.blocks  # pyright: ignore[reportGeneralTypeIssues]
         ]
-        return replace(self._given, blocks=made)
+        return replace(self._given, blocks=trained)
 
 
 def read_by(blocks: Sequence[Linear], hidden: Tensor) -> Tensor:
@@ -109,9 +109,9 @@ def read_by(blocks: Sequence[Linear], hidden: Tensor) -> Tensor:
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
-    made.load_state_dict({"weight": weight.float()} | ({} if bias is None else {"bias": bias.float()}))
-    return made
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    linear.load_state_dict({"weight": weight.float()} | ({} if bias is None else {"bias": bias.float()}))
+    return linear
 
 
 def from_setup(setup: DrafterSetup) -> TreeDrafter[MedusaLattice]:

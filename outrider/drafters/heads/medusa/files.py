@@ -23,9 +23,15 @@ _OWN = re.compile(r"lm_heads\.(\d+)\.weight|(\d+)\.(\d+)\.weight")
 
 @dataclass(frozen=True, eq=False)
 class MedusaWeights:
-    """blocks: for each head its blocks, as (A [hidden, hidden], b [hidden] or None). outputs: float [kept, hidden], one for each
-    head, or a single one for all; empty for the target's own. token_ids: int64 [kept], ascending; None for all tokens.
-    vocab_size: tokens of the target. logit_scale: factor of all logits."""
+    """Medusa heads as they were read.
+
+    Args:
+        blocks: For each head its blocks, as (A [hidden, hidden], b [hidden] or None).
+        outputs: float [kept, hidden], one for each head, or a single one for all; empty for the target's own.
+        token_ids: int64 [kept], ascending; None for all tokens.
+        vocab_size: Tokens of the target.
+        logit_scale: Factor of all logits.
+    """
 
     blocks: list[list[tuple[Tensor, Tensor | None]]]
     outputs: list[Tensor]
@@ -38,28 +44,28 @@ class MedusaWeights:
 def read_medusa(folder: str | Path | HeadFolder, target: Loaded) -> MedusaWeights:
     """Read the layout of FasterDecoding and TGI, or that of vLLM. Raises ValueError, naming both sides, for what does not fit."""
     reader = HeadReader(folder, target, MEDUSA)
-    path, given, shared = reader.path, reader.given, reader.spare.get(OUTPUT)
+    path, settings, shared = reader.path, reader.given, reader.spare.get(OUTPUT)
     tensors = {n.removeprefix("medusa_heads."): t for n, t in reader.tensors.items()}
-    vocab_size, mapped = int(given.get("vocab_size") or target.model.vocab_size), tensors.pop("token_map", None)
+    vocab_size, mapped = int(settings.get("vocab_size") or target.model.vocab_size), tensors.pop("token_map", None)
     blocks: dict[int, dict[int, dict[str, Tensor]]] = {}
     outputs: dict[int, Tensor] = {}
     for name, tensor in tensors.items():
-        if found := _BLOCK.fullmatch(name):
-            head, layer = (int(found[1]), int(found[2])) if found[1] else (int(found[3]), int(found[4]))
-            blocks.setdefault(head, {}).setdefault(layer, {})[found[5]] = tensor
-        elif found := _OWN.fullmatch(name):
-            outputs[int(found[1] or found[2])] = tensor
+        if match := _BLOCK.fullmatch(name):
+            head, layer = (int(match[1]), int(match[2])) if match[1] else (int(match[3]), int(match[4]))
+            blocks.setdefault(head, {}).setdefault(layer, {})[match[5]] = tensor
+        elif match := _OWN.fullmatch(name):
+            outputs[int(match[1] or match[2])] = tensor
         else:
             raise ValueError(f"{path} holds {name}, which no Medusa head has")
-    count = int(given.get("medusa_num_heads", given.get("num_heads", len(blocks))))
-    layers = int(given.get("medusa_num_layers", given.get("num_hidden_layers", 1)))
+    count = int(settings.get("medusa_num_heads", settings.get("num_heads", len(blocks))))
+    layers = int(settings.get("medusa_num_layers", settings.get("num_hidden_layers", 1)))
     if sorted(blocks) != list(range(count)) or any(sorted(b) != list(range(layers)) for b in blocks.values()):
         held = {len(b) for b in blocks.values()}
         raise ValueError(
             f"{path} holds {len(blocks)} heads of {' or '.join(map(str, sorted(held))) or 'no'} blocks, and config.json says "
             f"{count} heads of {layers}"
         )
-    if shared is None and given.get("original_lm_head"):
+    if shared is None and settings.get("original_lm_head"):
         shared = outputs.get(0)
     if shared is None and outputs and sorted(outputs) != list(range(count)):
         raise ValueError(
@@ -73,13 +79,13 @@ def read_medusa(folder: str | Path | HeadFolder, target: Loaded) -> MedusaWeight
     if wrong := [tuple(m.shape) for m in every if tuple(m.shape) != wanted]:
         raise ValueError(f"{path}: an output matrix is {wrong[0]}, and the settings say {wanted}")
     biased = any("bias" in w for b in blocks.values() for w in b.values())
-    if biased and given.get("medusa_fc_bias") is False:
+    if biased and settings.get("medusa_fc_bias") is False:
         log.warning("%s has biases and says medusa_fc_bias false; they are used here, and vLLM leaves them out", path)
-    made = [[(b[j]["weight"], b[j].get("bias")) for j in range(layers)] for _, b in sorted(blocks.items())]
+    heads = [[(b[j]["weight"], b[j].get("bias")) for j in range(layers)] for _, b in sorted(blocks.items())]
     if ids is not None:
         ids, order = ids.sort()
         every = [m[order] for m in every]
-    return MedusaWeights(made, every, ids, vocab_size, float(given.get("logit_scale") or 1.0))
+    return MedusaWeights(heads, every, ids, vocab_size, float(settings.get("logit_scale") or 1.0))
 
 
 def _ids(path: Path, mapped: Tensor | None, outputs: Sequence[Tensor], vocab_size: int) -> Tensor | None:

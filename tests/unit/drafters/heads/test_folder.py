@@ -31,7 +31,7 @@ HEAD = str(GOLDEN / "eagle31")
 
 
 def make(**config: Any) -> Any:
-    return make_drafter(SpeculativeConfig.of(config), TARGET, rows=2, max_length=128, device="cpu")
+    return make_drafter(SpeculativeConfig.of(config), TARGET, num_slots=2, max_length=128, device="cpu")
 
 
 def texts(config: dict[str, Any] | None) -> list[list[int]]:
@@ -60,7 +60,7 @@ def test_the_method_is_recognised() -> None:
     assert SpeculativeConfig.of({"model": HEAD}).method == "eagle"
     assert isinstance(make(model=HEAD).levels, Pairs)
     ask = SpeculativeConfig.of({"method": "auto", "model": HEAD})
-    auto = make_drafters(ask, TARGET, rows=1, max_length=64, device="cpu")
+    auto = make_drafters(ask, TARGET, num_slots=1, max_length=64, device="cpu")
     assert list(auto) == ["prediction", "suffix", "eagle"]
     assert 0 < level_cost("eagle", auto["eagle"], TARGET.model) < 0.5
     assert auto["eagle"].taps == (1, 3, 7)
@@ -97,22 +97,22 @@ def test_auto_uses_a_head_where_the_package_has_one(tmp_path: Path, monkeypatch:
     ask = SpeculativeConfig.of({"method": "auto"})
 
     def drafters() -> list[str]:
-        return list(make_drafters(ask, target, rows=1, max_length=64, device="cpu"))
+        return list(make_drafters(ask, target, num_slots=1, max_length=64, device="cpu"))
 
     assert "eagle" not in drafters()
     by_name = SpeculativeConfig.of({"method": "eagle"})
     with pytest.raises(ValueError, match="this package has none for builtin:small"):
-        make_drafters(by_name, target, rows=1, max_length=64, device="cpu")
+        make_drafters(by_name, target, num_slots=1, max_length=64, device="cpu")
     monkeypatch.setattr("outrider.models.builtin.shipped.data_folder", lambda: tmp_path)
     heads = tmp_path / "heads"
     heads.mkdir()
     copied("eagle31", heads).rename(heads / "small")
     assert "eagle" in drafters()
-    assert list(make_drafters(by_name, target, rows=1, max_length=64, device="cpu")) == ["eagle"]
+    assert list(make_drafters(by_name, target, num_slots=1, max_length=64, device="cpu")) == ["eagle"]
     with pytest.raises(
         ValueError, match='"medusa" needs the folder of a trained head'
     ):  # the package's is of another kind
-        make_drafters(SpeculativeConfig.of({"method": "medusa"}), target, rows=1, max_length=64, device="cpu")
+        make_drafters(SpeculativeConfig.of({"method": "medusa"}), target, num_slots=1, max_length=64, device="cpu")
     assert own_head("builtin:small") == heads / "small"
     assert own_head("builtin:other") is own_head("small") is own_head("builtin:") is None
 

@@ -195,7 +195,7 @@ def test_no_text_changes(kind: str, folders: dict[str, Path]) -> None:
     loaded = target(folders[kind], kind)
 
     def drafter() -> TreeDrafter[Pairs]:
-        made = make_drafter(SpeculativeConfig.of({"method": "mtp"}), loaded, rows=2, max_length=96, device="cpu")
+        made = make_drafter(SpeculativeConfig.of({"method": "mtp"}), loaded, num_slots=2, max_length=96, device="cpu")
         assert isinstance(made.levels, Pairs)
         return made
 
@@ -231,7 +231,7 @@ def test_gguf_files_and_packs(folders: dict[str, Path], gguf: Path, tmp_path: Pa
     pack(str(gguf), tmp_path / "pack")
     found = []
     for loaded in (file, load(str(tmp_path / "pack"), device="cpu")):
-        made = make_drafters(SpeculativeConfig.of({"method": "auto"}), loaded, rows=1, max_length=64, device="cpu")
+        made = make_drafters(SpeculativeConfig.of({"method": "auto"}), loaded, num_slots=1, max_length=64, device="cpu")
         assert list(made)[-1] == "mtp"
         model = mtp_model(loaded, 64)
         assert isinstance(model, NativePairs)
@@ -303,7 +303,9 @@ def test_a_target_with_recurrent_layers(tmp_path: Path) -> None:
     ]
     want = plain_texts(loaded.model, asked, end_ids=())
     for width, nodes in ((1, None), (2, 5)):
-        drafter = make_drafter(SpeculativeConfig.of({"method": "mtp"}), loaded, rows=2, max_length=96, device="cpu")
+        drafter = make_drafter(
+            SpeculativeConfig.of({"method": "mtp"}), loaded, num_slots=2, max_length=96, device="cpu"
+        )
         loop = Loop(loaded.model, drafter, controller=Fixed(3, width, nodes), num_slots=2, max_length=96)
         loop.chunk = 7
         rows = loop.generate(asked)
@@ -314,7 +316,7 @@ def test_a_target_with_recurrent_layers(tmp_path: Path) -> None:
 def test_it_is_found(folders: dict[str, Path]) -> None:
     loaded = target(folders["glm4_moe"], "glm4_moe")
     assert loaded.has_mtp
-    auto = make_drafters(SpeculativeConfig.of({"method": "auto"}), loaded, rows=1, max_length=64, device="cpu")
+    auto = make_drafters(SpeculativeConfig.of({"method": "auto"}), loaded, num_slots=1, max_length=64, device="cpu")
     assert list(auto)[-1] == "mtp"
     # the weights of a token, and two of four experts; the output head is the target's, and both read it
     read = {
@@ -345,7 +347,7 @@ def changed(folder: Path, into: Path, drop: str = "", **settings: Any) -> Loaded
 def test_what_cannot_be(folders: dict[str, Path], tmp_path: Path) -> None:
     def make(loaded: Loaded, **config: Any) -> Any:
         given = SpeculativeConfig.of({"method": "mtp", **config})
-        return make_drafter(given, loaded, rows=1, max_length=64, device="cpu")
+        return make_drafter(given, loaded, num_slots=1, max_length=64, device="cpu")
 
     folder, loaded = folders["glm4_moe"], target(folders["qwen3_next"], "qwen3_next")
     with pytest.raises(ValueError, match="part of the target's own checkpoint, so leave out"):

@@ -350,7 +350,7 @@ def test_a_draft_depends_on_the_text_alone(budget: Budget) -> None:
 
 
 def make(**config: Any) -> Any:
-    return make_drafter(SpeculativeConfig.of(config), TARGET, rows=2, max_length=128, device="cpu")
+    return make_drafter(SpeculativeConfig.of(config), TARGET, num_slots=2, max_length=128, device="cpu")
 
 
 def test_a_folder_is_enough(tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_a_folder_is_enough(tmp_path: Path) -> None:
     for path, name in ((folder, "medusa"), (GOLDEN / "dflash", "dflash"), (GOLDEN / "dspark", "dspark")):
         assert SpeculativeConfig.of({"model": str(path)}).method == name
         ask = SpeculativeConfig.of({"method": "auto", "model": str(path)})
-        assert list(make_drafters(ask, TARGET, rows=2, max_length=128, device="cpu"))[-1] == name
+        assert list(make_drafters(ask, TARGET, num_slots=2, max_length=128, device="cpu"))[-1] == name
         config = {"model": str(path), "tree_width": 2, "tree_nodes": 6}
         texts = [
             LLM(TARGET, speculative_config=c, max_model_len=128)

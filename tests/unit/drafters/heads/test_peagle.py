@@ -73,7 +73,7 @@ def test_rows_of_a_batch_are_those_alone(name: str) -> None:
 def test_the_folder_is_enough(name: str) -> None:
     config = SpeculativeConfig.of({"model": str(GOLDEN / name)})
     assert config.method == "peagle"
-    made = make_drafter(config, TARGET, rows=2, max_length=128, device="cpu")
+    made = make_drafter(config, TARGET, num_slots=2, max_length=128, device="cpu")
     assert isinstance(made.levels, MaskedPairs)
     found = {e.engine: e for e in exports({"model": str(GOLDEN / name)})}
     assert '"method": "eagle3"' in found["vLLM"].command

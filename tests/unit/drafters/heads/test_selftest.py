@@ -85,7 +85,7 @@ def target(name: str = GUESSED) -> Loaded:
 def test_a_good_head_passes(caplog: pytest.LogCaptureFixture) -> None:
     report = examine(drafter(model()), [], survival, target(), 256, "HEAD", TEXT)
     assert report is not None
-    assert report.found[0] == 1.0
+    assert report.hits[0] == 1.0
     assert report.better is None
     assert not caplog.records
     assert str(report).startswith("1.12 of 3 draft tokens are right")
@@ -189,7 +189,7 @@ def test_a_head_of_another_model_is_said(caplog: pytest.LogCaptureFixture) -> No
     tokenized = replace(TARGET, tokenizer=lambda text, **_: {"input_ids": TEXT})
     config = SpeculativeConfig.of({"model": str(GOLDEN / "eagle31")})
     with caplog.at_level(logging.WARNING, "outrider.heads"):
-        make_drafter(config, tokenized, rows=1, max_length=128, device="cpu")
+        make_drafter(config, tokenized, num_slots=1, max_length=128, device="cpu")
     assert "no known misreading mends that; it was trained for another model" in caplog.text
 
 
@@ -213,7 +213,7 @@ def test_a_head_that_names_its_model_is_compared_with_it_first(
         assert found is not None
         name_target(folder, digest.replace("that of the target", found))
     with caplog.at_level(logging.WARNING, "outrider.heads"):
-        make_drafter(SpeculativeConfig.of({"model": str(folder)}), loaded, rows=1, max_length=128, device="cpu")
+        make_drafter(SpeculativeConfig.of({"model": str(folder)}), loaded, num_slots=1, max_length=128, device="cpu")
     assert words in caplog.text
 
 
@@ -279,7 +279,7 @@ def medusa_folder(into: Path) -> Path:
 
 def tried(folder: Path, loaded: Loaded) -> None:
     config = SpeculativeConfig.of({"model": str(folder), "quantization": "none"})
-    make_drafter(config, loaded, rows=2, max_length=256, device="cpu")
+    make_drafter(config, loaded, num_slots=2, max_length=256, device="cpu")
 
 
 PARALLEL: dict[str, tuple[str, tuple[int, ...] | None, dict[str, Any], str]] = {

@@ -35,7 +35,7 @@ def newest(whole_texts: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made(name: str, max_length: int = 256) -> Any:
     config = SpeculativeConfig.of({"model": str(GOLDEN / name)})
-    return make_drafter(config, TARGET, rows=2, max_length=max_length, device="cpu")
+    return make_drafter(config, TARGET, num_slots=2, max_length=max_length, device="cpu")
 
 
 @pytest.mark.parametrize("name", KINDS)
