@@ -9,6 +9,7 @@ drew. It must not take a drawn token back.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -109,49 +110,28 @@ class TargetPass:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a drafter runs and holds beside the texts, for what counts memory and time.
+    """What a drafter runs and holds beside the texts, for what counts memory and time."""
 
-    Args:
-        model: what it runs, with `weight_bytes` that a draft token reads; None for a drafter without one.
-        cache: keys and values of its own; None if it has none, or works in the target's.
-        error: the `LogitError` that it learns; None if it learns none.
-        reduction: what was left out of the model to make it cheaper, in words; None if nothing was.
-        siblings: its drafts that end at a threshold have siblings, at no cost.
-    """
-
-    model: Any = None
-    cache: SlotCache | None = None
-    error: Any = None
-    reduction: str | None = None
-    siblings: bool = False
+    model: Any = None  # with `weight_bytes` that a draft token reads
+    cache: SlotCache | None = None  # of its own; None also for one that works in the target's
+    error: Any = None  # the `LogitError` that it learns
+    reduction: str | None = None  # what was left out of the model to make it cheaper, in words
+    siblings: bool = False  # its drafts that end at a threshold have siblings, at no cost
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes draft tokens. Derive from `BaseDrafter` and write `propose`; the rest has defaults.
+    """Proposes draft tokens. Derive from `BaseDrafter` and write `propose`; the rest does nothing until you write it.
 
-    taps: layers of the target whose output the drafter reads, as numbered by `LanguageModel.forward`. For a drafter with taps
-    the loop passes the features of positions that the target reads once, in order: those of prefill and of steps that may not
-    draft to `start`, those of other steps to `update`. Positions that the prefix cache held have none.
+    Attributes:
+        taps: Layers of the target whose output the drafter reads, as numbered by `LanguageModel.forward`. The loop passes the
+            features of positions that the target reads once, in order: those of prefill and of steps that may not draft to
+            `start`, those of other steps to `update`. Positions that the prefix cache held have none.
     """
 
     taps: tuple[int, ...]
 
-    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
-        """The target has read a chunk of a prompt, or a step that may not draft. Called for drafters with taps only.
-
-        The first token waits for it: keep the features, and compute in `propose`.
-
-        A sequence that was preempted is read again from its first token, after a `release`.
-
-        Args:
-            slot: Of the sequence.
-            tokens: All committed tokens of the sequence; at least one follows the chunk.
-            first: Position of the chunk's first token.
-            features: float [chunk, feature], the taps side by side.
-        """
-        ...
-
+    @abstractmethod
     def propose(self, context: DraftContext) -> Draft:
         """A draft for every sequence: a tree of one node where there is nothing to propose."""
         ...
@@ -164,57 +144,46 @@ class Drafter(Protocol):
             commits: One for each sequence. Their `nodes` are numbered as in this drafter's own proposal; empty without one.
             target: The target's forward over the draft.
         """
-        ...
+
+    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
+        """The target has read a chunk of a prompt, or a step that may not draft. Called for drafters with taps only.
+
+        The first token waits for it: keep the features, and compute in `propose`. A sequence that was preempted is read again
+        from its first token, after a `release`.
+
+        Args:
+            slot: Of the sequence.
+            tokens: All committed tokens of the sequence; at least one follows the chunk.
+            first: Position of the chunk's first token.
+            features: float [chunk, feature], the taps side by side.
+        """
 
     def release(self, slot: int) -> None:
         """The sequence in this slot has left. Another one may take the slot."""
-        ...
 
     def reset(self) -> None:
         """Forget the texts of earlier sequences, so that their tokens cannot be found again."""
-        ...
 
     def missing(self, slot: int, tokens: list[int]) -> int:
-        """How many committed tokens it must read before it can draft for a sequence, the root not counted. 0 for a drafter
-        that reads with the target, or that reads nothing."""
-        ...
+        """How many committed tokens it must read before it can draft for a sequence, the root not counted."""
+        return 0
 
     def read(self, slot: int, tokens: list[int], count: int) -> None:
         """Read the next `count` missing tokens, without a draft."""
-        ...
 
     def inner(self) -> Mapping[str, Drafter]:
-        """The drafters that this one asks, by name; empty for most."""
-        ...
-
-    def resources(self) -> Resources:
-        """What it runs and holds; nothing for most."""
-        ...
-
-
-class BaseDrafter:
-    """No state, no taps: a start for a drafter that only reads the committed tokens."""
-
-    taps: tuple[int, ...] = ()
-
-    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None: ...
-
-    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None: ...
-
-    def release(self, slot: int) -> None: ...
-
-    def reset(self) -> None: ...
-
-    def missing(self, slot: int, tokens: list[int]) -> int:
-        return 0
-
-    def read(self, slot: int, tokens: list[int], count: int) -> None: ...
-
-    def inner(self) -> Mapping[str, Drafter]:
+        """The drafters that this one asks, by name."""
         return {}
 
     def resources(self) -> Resources:
+        """What it runs and holds."""
         return Resources()
+
+
+class BaseDrafter(Drafter):
+    """No state, no taps: a start for a drafter that only reads the committed tokens."""
+
+    taps: tuple[int, ...] = ()
 
 
 def chains(context: DraftContext, proposals: Sequence[Sequence[int]]) -> Draft:

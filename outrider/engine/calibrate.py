@@ -249,12 +249,17 @@ def _token(place: int, vocab_size: int) -> int:
     return (7919 * place + 1) % vocab_size
 
 
-class Workbench:
-    """A decoder with one sequence. room: draft tokens that its text has room for."""
+class Workbench(Fixed):
+    """A decoder with one sequence, and its controller.
+
+    Attributes:
+        room: Draft tokens that the text has room for.
+    """
 
     def __init__(self, target: LanguageModel, drafter: Drafter) -> None:
-        self.asked, length = Fixed(0), min(4 * _PROMPT + 64, target.max_length)
-        self.decoder = Decoder(target, drafter, controller=self.asked, num_slots=1, max_length=length)
+        super().__init__(0)
+        length = min(4 * _PROMPT + 64, target.max_length)
+        self.decoder = Decoder(target, drafter, controller=self, num_slots=1, max_length=length)
         count = min(_PROMPT, length // 3)
         prompt = [_token(n, target.vocab_size) for n in range(max(count, 1))]
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
@@ -272,7 +277,7 @@ class Workbench:
 
     def seconds(self, nodes: int) -> tuple[float, float]:
         """Time a step over so many nodes: its draft, and the rest."""
-        self.asked.budget = Budget(nodes - 1)
+        self.budget = Budget(nodes - 1)
         began = perf_counter()
         step = self.decoder.round([self.sequence])
         taken, draft = perf_counter() - began, step.seconds["draft"]

@@ -19,13 +19,13 @@ from outrider.core.outputs import Delta
 from outrider.core.types import Step
 from outrider.drafters.combine.planned import PlannedDrafter
 from outrider.drafters.method import NONE
-from outrider.engine import policy
 from outrider.engine.decoder import Decoder
 from outrider.engine.queue import EngineStopped, FairQueue, QueueFull
 from outrider.engine.request import Request, Sequence
 from outrider.engine.trace import Recorder
 from outrider.models import precision_gate
 
+HEADROOM = 32  # tokens that a sequence with a slot must be able to grow by
 LATE, CLOSING = "the deadline of the request has passed", "the server is shutting down"
 log = logging.getLogger("outrider.engine")
 
@@ -99,6 +99,10 @@ class Scheduler:
         """Tokens that the seated sequences hold, or will hold once they are read."""
         return sum(len(sequence.tokens) for sequence in self.running.values())
 
+    def _fits(self, held: int, count: int) -> bool:
+        """Whether so many sequences, which hold so many tokens together, can all grow. One alone always can."""
+        return held + HEADROOM * count <= self.kv_limit
+
     def add(self, requests: Iterable[Request]) -> list[Sequence]:
         """Queue a sequence of each request, all or none. Raises ValueError, QueueFull or EngineStopped."""
         sequences, roster, drafts = list[Sequence](), self.roster, (NONE, 0)
@@ -111,9 +115,9 @@ class Scheduler:
                 raise EngineStopped(self.stopped)
             waiting, free, limit = len(self.queue), len(self.decoder.free), self.queue.limit
             owner, room = sequences[0].request.owner if sequences else "", limit + free - waiting
-            if owner:
+            if owner and limit < math.inf:  # a quarter of the places is for others
                 mine = sum(other.request.owner == owner for other in self.queue)
-                room = min(room, policy.share(limit) + free - mine)
+                room = min(room, limit - limit // 4 + free - mine)
             if len(sequences) > room:
                 slots = self.decoder.cache.num_slots
                 raise QueueFull(waiting, max(1, math.ceil(self._seconds * (waiting + 1) / slots)))
@@ -147,8 +151,7 @@ class Scheduler:
                 late = LATE if s.request.deadline <= now else CLOSING
                 self.finish(s, "abort", "cancelled" if s.cancelled else late)
             self._seat()
-            bounded = self.kv_limit < math.inf  # one alone always fits
-            while bounded and policy.must_preempt(len(self.running), self._held, self.kv_limit):
+            while len(self.running) > 1 and not self._fits(self._held, len(self.running)):
                 self._unseat(next(reversed(self.running)))  # the youngest
             if self.decoder.waiting:
                 self._read(self.decoder.waiting[0])
@@ -240,7 +243,8 @@ class Scheduler:
                 first = next(iter(self.queue), None)
                 if first is None:
                     return
-                if not policy.may_seat(len(self.running), self._held, len(first.tokens), self.kv_limit):
+                held = self._held + len(first.tokens)
+                if self.running and not self._fits(held, len(self.running) + 1):
                     return
                 self.queue.pop()
             self._admit(first)
@@ -279,7 +283,7 @@ class Scheduler:
         """Take a slot back from the sequence that has it, and keep why a drafter lost it."""
         sequence = self.running[slot]
         if self.roster is not None:
-            sequence.counts.undrafted = self.roster.lost.get(slot, sequence.counts.undrafted)
+            sequence.counts.lose(self.roster.lost.get(slot))
         if sequence.finish and sequence.finish.finish != "error":  # a conversation may go on after the answer
             self.decoder.remember(sequence)
             if self.decoder.text_memory is not None:
@@ -298,7 +302,7 @@ class Scheduler:
     def _read(self, sequence: Sequence) -> None:
         """Read a chunk of a sequence's tokens."""
         try:
-            self.decoder.prefill(sequence, policy.prefill_tokens(len(self.running), self._chunk, self._chunk_alone))
+            self.decoder.prefill(sequence, self._chunk if len(self.running) > 1 else self._chunk_alone)
         except Exception as error:
             self._fail(sequence, error)
         else:

@@ -142,6 +142,10 @@ class Corpus:
         if len(new):
             self._merge(new[-self.limit :], since, None)
 
+    def clear(self) -> None:
+        """Forget all documents."""
+        self.segments = []
+
     def take(self, index: Index) -> None:
         """Adds an index as it is, unless it is merged."""
         self._merge(index.tokens, index.since, index)

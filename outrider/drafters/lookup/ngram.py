@@ -31,10 +31,8 @@ class NgramDrafter(BaseDrafter):
         self._index.pop(slot, None)
 
     def propose(self, context: DraftContext) -> Draft:
-        trees = []
-        for slot, tokens, budget in zip(context.slots, context.tokens, context.budgets, strict=True):
-            trees.append(grow(tokens[-1], self._contexts(slot, tokens), budget))
-        return drafted(trees)
+        texts = zip(context.slots, context.tokens, context.budgets, strict=True)
+        return drafted([grow(tokens[-1], self._contexts(slot, tokens), budget) for slot, tokens, budget in texts])
 
     def _contexts(self, slot: int, tokens: list[int]) -> list[Context]:
         """The ends of the text that were found. Each has a hundred times the weight of the next shorter one."""

@@ -196,7 +196,7 @@ class SuffixDrafter(BaseDrafter):
     def reset(self) -> None:
         """Empty the store of other requests' answers."""
         if self.store is not None:
-            self.store.segments = []
+            self.store.clear()
 
     def release(self, slot: int) -> None:
         if (text := self._texts.pop(slot, None)) is not None:

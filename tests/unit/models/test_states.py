@@ -22,9 +22,8 @@ from outrider.drafters.base import Drafter
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.drafters.model.self_speculation import TargetCache
-from outrider.engine.policy import HEADROOM
 from outrider.engine.prefix_cache import PrefixCache
-from outrider.engine.scheduler import Scheduler
+from outrider.engine.scheduler import HEADROOM, Scheduler
 from outrider.kernels import cpu as native
 from outrider.models import states
 from outrider.models.base import LanguageModel, Output, Want

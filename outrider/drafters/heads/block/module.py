@@ -201,7 +201,7 @@ class BlockModule(HeadModule):
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False).requires_grad_(False)
         if output is not None:
-            self.lm_head.weight = nn.Parameter(output.float().clone(), requires_grad=False)
+            self.lm_head.weight.copy_(output)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
         self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
