@@ -13,13 +13,26 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outrider.drafters.heads.block.drafter import BlockLattice
+from outrider.drafters.heads.block.files import read_block
+from outrider.drafters.heads.eagle.drafter import MaskedPairs, Pairs, eagle_model
+from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.eagle.module import Eagle, KeysValues
+from outrider.drafters.heads.files import head_kind
+from outrider.drafters.heads.medusa.drafter import MedusaLattice
+from outrider.drafters.heads.medusa.files import read_medusa
+from outrider.drafters.model.grower import TreeDrafter
 from outrider.models.load import Loaded
 from outrider.models.native.model import NativeModel
+from outrider.models.nodes import Nodes
 
 VOCAB, WIDTH = 64, 64  # of `chain_model`
 GOLDEN = Path(__file__).parents[1] / "unit" / "drafters" / "heads" / "golden"
 EAGLE3 = ("eagle3", "eagle3_full_vocab", "eagle31", "eagle3_before_fc", "eagle3_before_residual")
+MEDUSA = ("vllm", "old", "shared", "target")
+KINDS = ("eagle31", "eagle3_full_vocab", "eagle1", "peagle", "peagle_qwen3", *(f"medusa-{layout}" for layout in MEDUSA),
+         "dflash", "dspark", "dspark-small", "dflash2")  # fmt: skip
+PROMPT = [(7 * i * i + 3 * i + 11) % 127 for i in range(60)]
 
 
 def small_config(vocab_size: int = 128, hidden_size: int = 32, layers: int = 8) -> LlamaConfig:
@@ -52,15 +65,62 @@ def small_target(vocab_size: int = 128, hidden_size: int = 32, layers: int = 8) 
     return Loaded(NativeModel(raw), "golden-target", None, (), "float32", raw, raw.config)
 
 
+def features(target: Loaded, tokens: list[int], taps: tuple[int, ...]) -> Tensor:
+    """float [position, feature]: what the target gives for a text."""
+    nodes = Nodes(torch.tensor([tokens]), target.model.new_cache(1, len(tokens)), [0])
+    out = target.model.forward(nodes, taps=taps, want="none").features
+    assert out is not None
+    return out[0]
+
+
+def head_folder(kind: str, into: Path) -> Path:
+    """A folder of one of KINDS."""
+    if kind == "eagle1":
+        return eagle1_folder(into)
+    if kind.startswith("medusa-"):
+        return medusa_folder(into, kind.removeprefix("medusa-"))
+    if kind == "dspark-small":
+        return copied("dspark", into, {"draft_vocab_size": 20}, **reduced("dspark", 20))
+    return GOLDEN / kind
+
+
+def drafter_of(folder: Path, target: Loaded, slots: int = 4, max_length: int = 256) -> TreeDrafter[Any]:
+    """The drafter of a head's folder, at the precision of its weights."""
+    kind, model = head_kind(folder), target.model
+    if kind == "medusa":
+        return TreeDrafter(MedusaLattice(read_medusa(folder, target), model, "none"))
+    if kind == "peagle":
+        return TreeDrafter(MaskedPairs(read_eagle(folder, target), model, slots, max_length, "none"))
+    if kind in ("eagle3", "eagle1"):
+        head = eagle_model(read_eagle(folder, target), model, max_length, "none")
+        return TreeDrafter(Pairs(head, slots, max_length))
+    return TreeDrafter(BlockLattice(read_block(folder, target), model, slots, max_length, "none"))
+
+
+def reduced(name: str, rows: int) -> dict[str, Tensor]:
+    """The tensors of a golden block head with a draft vocabulary."""
+    ids, has = torch.arange(128)[3::5][:rows], torch.zeros(128, dtype=torch.bool)
+    has[ids] = True
+    second = load_file(GOLDEN / name / "model.safetensors")["markov_head.markov_w2.weight"][ids]
+    output = load_file(GOLDEN / "target.safetensors")["lm_head"].float()[ids]
+    return {
+        "d2t": ids - torch.arange(rows),
+        "t2d": has,
+        "lm_head__weight": output,
+        "markov_head__markov_w2__weight": second,
+    }
+
+
 def golden(name: str) -> dict[str, Tensor]:
     """What speculators computed: tokens, features, logits..."""
     return load_file(GOLDEN / name / "expected.safetensors")
 
 
-def copied(name: str, into: Path, settings: dict[str, Any] | None = None, **tensors: Tensor | None) -> Path:
-    """A golden head with some settings and tensors changed; None leaves one out."""
-    out = into / name
-    shutil.copytree(GOLDEN / name, out)
+def copied(head: str | Path, into: Path, settings: dict[str, Any] | None = None, **tensors: Tensor | None) -> Path:
+    """A golden head, or one of a folder, with some settings and tensors changed; None leaves one out."""
+    source = GOLDEN / head if isinstance(head, str) else head
+    out = into / source.name
+    shutil.copytree(source, out)
     config = json.loads((out / "config.json").read_text())
     for key, value in (settings or {}).items():
         layers = config.get("transformer_layer_config", {})  # a flat folder has none

@@ -1,11 +1,11 @@
-"""Medusa, DFlash and DSpark: numbers, the lattice, and texts that do not change."""
+"""Medusa, DFlash and DSpark: numbers, the lattice, and folders."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,43 +13,26 @@ from typing import Any
 
 import pytest
 import torch
-from crossed import crossed
-from heads import GOLDEN, copied, golden, medusa_folder, small_target
-from helpers import Loop, plain_texts, request
-from safetensors.torch import load_file, save_file
+from heads import GOLDEN, MEDUSA, PROMPT, copied, features, golden, medusa_folder, reduced, small_target
+from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
-from outrider.control import Fixed
-from outrider.core.types import Budget, Draft
+from outrider.core.types import Budget
 from outrider.drafters import make_drafter, make_drafters
-from outrider.drafters.base import DraftContext
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.block.drafter import BlockLattice, BlockModel
 from outrider.drafters.heads.block.files import read_block, write_block
 from outrider.drafters.heads.block.module import BlockModule
-from outrider.drafters.heads.eagle.drafter import MaskedPairs
-from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.files import head_kind, open_head
 from outrider.drafters.heads.lattice import Lattice
 from outrider.drafters.heads.medusa.drafter import MedusaLattice, MedusaModule
 from outrider.drafters.heads.medusa.files import MedusaWeights, read_medusa, write_medusa
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.models.nodes import Nodes
-from outrider.testing.contract import GREEDY, HOT, check_drafter, context
+from outrider.testing.contract import GREEDY, HOT, context
 
 TARGET = small_target()
-PROMPT = [(7 * i * i + 3 * i + 11) % 127 for i in range(60)]
-
-
-def features(tokens: list[int], taps: tuple[int, ...]) -> Tensor:
-    cache = TARGET.model.new_cache(1, len(tokens))
-    out = TARGET.model.forward(Nodes(torch.tensor([tokens]), cache, [0]), taps=taps, want="none").features
-    assert out is not None
-    return out[0]
-
-
-MEDUSA = ("vllm", "old", "shared", "target")
 
 
 def medusa(folder: Path) -> TreeDrafter[MedusaLattice]:
@@ -62,52 +45,6 @@ def block(
     return TreeDrafter(
         BlockLattice(read_block(folder or GOLDEN / name, TARGET), TARGET.model, rows, max_length, "none")
     )
-
-
-def peagle(name: str) -> TreeDrafter[MaskedPairs]:
-    return TreeDrafter(MaskedPairs(read_eagle(GOLDEN / name, TARGET), TARGET.model, 4, 256, "none"))
-
-
-@pytest.fixture
-def makers(tmp_path: Path) -> dict[str, Callable[[], TreeDrafter[Any]]]:
-    folders = {layout: medusa_folder(tmp_path, layout) for layout in MEDUSA}
-    made: dict[str, Callable[[], TreeDrafter[Any]]] = {
-        f"medusa-{layout}": lambda f=folder: medusa(f) for layout, folder in folders.items()
-    }
-    small = copied("dspark", tmp_path, {"draft_vocab_size": 20}, **_reduced("dspark", 20))
-    return made | {
-        "dflash": lambda: block("dflash"),
-        "dspark": block,
-        "dflash2": lambda: block("dflash2"),
-        "dspark-small": lambda: block(folder=small),
-        "peagle": lambda: peagle("peagle"),
-        "peagle-qwen3": lambda: peagle("peagle_qwen3"),
-    }
-
-
-NAMES = (
-    *(f"medusa-{layout}" for layout in MEDUSA),
-    "dflash",
-    "dspark",
-    "dflash2",
-    "dspark-small",
-    "peagle",
-    "peagle-qwen3",
-)
-
-
-def _reduced(name: str, rows: int) -> dict[str, Tensor]:
-    """The tensors of a golden block head with a draft vocabulary."""
-    ids = torch.arange(128)[3::5][:rows]
-    has = torch.zeros(128, dtype=torch.bool)
-    has[ids] = True
-    second = load_file(GOLDEN / name / "model.safetensors")["markov_head.markov_w2.weight"][ids]
-    return {
-        "d2t": ids - torch.arange(rows),
-        "t2d": has,
-        "lm_head__weight": TARGET.model.head_rows(ids),
-        "markov_head__markov_w2__weight": second,
-    }
 
 
 # -- numbers --------------------------------------------------------------------------------------------------------------
@@ -148,7 +85,7 @@ def _chain_by_hand(name: str, tokens: list[int], depth: int) -> tuple[list[int],
     read = read_block(GOLDEN / name, TARGET)
     model, own = BlockModel(read, TARGET.model, 256, "none"), {n: t.float() for n, t in read.tensors.items()}
     cache = model.new_cache(1, 256)
-    model.read(cache, 0, features(tokens[:-1], read.config.taps))
+    model.read(cache, 0, features(TARGET, tokens[:-1], read.config.taps))
     z = model.block(cache, [0], [tokens[-1]])[0]
     out, sure, last = list[int](), list[float](), tokens[-1]
     for k in range(depth):
@@ -174,7 +111,7 @@ def _chain_by_hand(name: str, tokens: list[int], depth: int) -> tuple[list[int],
 def test_chains_follow_the_equations(name: str) -> None:
     for length in (2, 3, 30):
         tokens, made = PROMPT[:length], block(name)
-        made.start(0, tokens, 0, features(tokens[:-1], made.taps))
+        made.start(0, tokens, 0, features(TARGET, tokens[:-1], made.taps))
         draft = made.propose(context([0], [tokens], [Budget(4, min_probability=1e-30)], GREEDY))
         want, sure = _chain_by_hand(name, tokens, 4)
         assert [t for t, _ in draft.host[0][1:]] == want
@@ -189,7 +126,7 @@ def test_chains_follow_the_equations(name: str) -> None:
 def test_medusa_follows_its_equation(layout: str, tmp_path: Path) -> None:
     folder = medusa_folder(tmp_path, layout)
     made, read = medusa(folder), read_medusa(folder, TARGET)
-    h = features(PROMPT[:-1], (-1,))
+    h = features(TARGET, PROMPT[:-1], (-1,))
     made.start(0, PROMPT, 0, h)
     draft = made.propose(context([0], [PROMPT], [Budget(9)], GREEDY))
     want = []
@@ -263,87 +200,6 @@ def test_the_lattice_holds_the_likeliest_nodes(first_order: bool) -> None:
 
 
 # -- texts ----------------------------------------------------------------------------------------------------------------
-
-
-def requests(**params: Any) -> list:
-    return [
-        request(PROMPT[i : i + n], SamplingParams(max_tokens=14, seed=i, **({"temperature": i % 2} | params)), seed=i)
-        for i, n in enumerate((1, 2, 40, 9))
-    ]
-
-
-PARAMS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "filtered": {"temperature": 1, "top_k": 9, "top_p": 0.9},
-    "penalties": {"temperature": 0.7, "repetition_penalty": 1.4, "presence_penalty": 0.5},
-    "allowed": {"temperature": 1, "allowed_token_ids": [*range(5, 40)]},
-}
-
-
-@pytest.mark.parametrize(("name", "params"), crossed(NAMES, PARAMS, share=0.1))
-def test_no_text_changes(name: str, params: str, makers: dict[str, Callable[[], TreeDrafter[Any]]]) -> None:
-    for budget in (Budget(4), Budget(4, 3, 9)):
-        asked = requests(**PARAMS[params])
-        loop = Loop(
-            TARGET.model, makers[name](), controller=Fixed(4, budget.width, budget.nodes), num_slots=3, max_length=128
-        )
-        loop.chunk = 7
-        rows = loop.generate(asked)
-        assert [r.output for r in rows] == plain_texts(TARGET.model, asked, end_ids=())
-        assert sum(map(sum, (r.counts.drafted for r in rows))) > 20
-
-
-@pytest.mark.parametrize(("name", "verifier"), crossed(NAMES, ["rejection", "block", "traversal"], share=0.1))
-def test_other_verifiers_run(name: str, verifier: str, makers: dict[str, Callable[[], TreeDrafter[Any]]]) -> None:
-    for width in (1, 1 if verifier == "block" else 2):
-        loop = Loop(TARGET.model, makers[name](), verifier, controller=Fixed(3, width), num_slots=3, max_length=128)
-        rows = loop.generate(requests())
-        assert all(len(r.output) == 14 for r in rows)
-        assert sum(map(sum, (r.counts.drafted for r in rows))) > 20 * width
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_contract(name: str, makers: dict[str, Callable[[], TreeDrafter[Any]]]) -> None:
-    check_drafter(makers[name], 128, feature_size=32 * len(makers[name]().taps))
-
-
-class _CheckedBlock(TreeDrafter[BlockLattice]):
-    """Compares each draft with that of a new drafter that is told the whole text at once."""
-
-    compared = 0
-
-    def propose(self, context_: DraftContext) -> Draft:
-        draft = super().propose(context_)
-        for b, (slot, tokens) in enumerate(zip(context_.slots, context_.tokens, strict=True)):
-            if not context_.budgets[b].depth:
-                continue
-            new = block("dspark")
-            if len(tokens) > 1:
-                new.start(slot, tokens, 0, features(list(tokens[:-1]), self.taps))
-            one = replace(
-                context_,
-                slots=[slot],
-                tokens=[tokens],
-                budgets=[context_.budgets[b]],
-                warp=context_.warp.select([b]),
-                noise=context_.noise.select([b]),
-            )
-            assert new.propose(one).host[0] == draft.host[b]
-            self.compared += 1
-        return draft
-
-
-@pytest.mark.parametrize("budget", [Budget(4), Budget(3, 3, 8), Budget(0)], ids=str)
-def test_a_draft_depends_on_the_text_alone(budget: Budget) -> None:
-    made = _CheckedBlock(BlockLattice(read_block(GOLDEN / "dspark", TARGET), TARGET.model, 4, 128, "none"))
-    loop = Loop(
-        TARGET.model, made, controller=Fixed(budget.depth, budget.width, budget.nodes), num_slots=2, max_length=128
-    )
-    loop.chunk = 5
-    asked = requests()
-    assert [r.output for r in loop.generate(asked)] == plain_texts(TARGET.model, asked, end_ids=())
-    assert made.compared > 20 or not budget.depth
-    assert not made.levels.features.waiting
 
 
 # -- folders --------------------------------------------------------------------------------------------------------------
@@ -449,7 +305,7 @@ def test_what_a_medusa_layout_cannot_say(tmp_path: Path) -> None:
 def test_what_speculators_wrote_of_blocks_is_written_again(name: str, tmp_path: Path) -> None:
     folder = GOLDEN / name
     if name == "dspark-small":
-        folder = copied("dspark", tmp_path, {"draft_vocab_size": 20}, **_reduced("dspark", 20))
+        folder = copied("dspark", tmp_path, {"draft_vocab_size": 20}, **reduced("dspark", 20))
     first = read_block(folder, TARGET)
     out = write_block(tmp_path / "out", first)
     again = read_block(out, TARGET)
@@ -512,62 +368,10 @@ def test_a_medusa_module_is_its_slow_twin(layout: str, tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(_numbers(module.weights()), _numbers(read), strict=True))
 
 
-BROKEN = {
-    "a mask beyond the vocabulary": ({"mask_token_id": 128}, {}, "mask_token_id is 128"),
-    "no mask": ({"mask_token_id": None}, {}, "mask_token_id is None"),
-    "a block of one": ({"block_size": 1}, {}, "block_size is 1"),
-    "another width": ({"target_hidden_size": 48}, {}, "48 numbers in a hidden state .* has 32"),
-    "too many layers named": ({"aux_hidden_state_layer_ids": [1, 2, 3, 4]}, {}, "names? 4 layers|name 4 layers"),
-    "a layer that is not there": ({"aux_hidden_state_layer_ids": [1, 2, 9]}, {}, "has 8 layers"),
-    "sliding layers": ({"layer_types": ["sliding_attention", "full_attention"]}, {}, "sliding attention"),
-    "another Markov head": ({"markov_head_type": "rnn"}, {}, "kind 'rnn'"),
-    "a tensor left over": ({}, {"layers__0__mlp__extra__weight": torch.ones(1)}, "mlp.extra.weight"),
-    "a missing tensor": ({}, {"layers__1__mlp__up_proj__weight": None}, "lacks layers.1.mlp.up_proj.weight"),
-    "a wrong shape": ({}, {"norm__weight": torch.ones(31)}, r"norm.weight is \(31,\)"),
-    "another number of layers": ({"num_hidden_layers": 3}, {}, "has 2 layers, and config.json says 3"),
-}
-
-
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_bad_block_head_says_what_is_wrong(what: str, tmp_path: Path) -> None:
-    settings, tensors, message = BROKEN[what]
-    with pytest.raises(ValueError, match=message):
-        read_block(copied("dspark", tmp_path, settings, **tensors), TARGET)
-
-
-def test_bad_medusa_heads(tmp_path: Path) -> None:
-    folder = medusa_folder(tmp_path)
-
-    def broken(settings: dict[str, Any], **tensors: Tensor | None) -> Path:
-        config = json.loads((folder / "config.json").read_text()) | settings
-        weights = load_file(folder / "model.safetensors")
-        out = tmp_path / f"broken-{len(list(tmp_path.iterdir()))}"
-        out.mkdir()
-        (out / "config.json").write_text(json.dumps(config))
-        changed = {n.replace("__", "."): t for n, t in tensors.items()}
-        kept = {n: t for n, t in (weights | changed).items() if t is not None}
-        save_file(kept, out / "model.safetensors")
-        return out
-
-    some = torch.arange(40)
-    for settings, tensors, message in (
-        ({"num_heads": 4}, {}, "holds 3 heads of 2 blocks, and config.json says 4 heads of 2"),
-        ({"vocab_size": 99}, {}, "99 tokens in the vocabulary, and golden-target has 128"),
-        ({}, {"lm_heads__2__weight": None}, r"output matrices of the heads \[0, 1\]"),
-        ({}, {"what__is__this": torch.ones(1)}, "holds what.is.this"),
-        ({}, {"lm_heads__0__weight": torch.ones(40, 32)}, "40 rows for 128 tokens"),
-        ({}, {"token_map": some // 2, "lm_head__weight": torch.ones(40, 32)}, "token_map must hold different tokens"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            read_medusa(broken(settings, **tensors), TARGET)
-    with pytest.raises(ValueError, match="kind 'dspark'"):
-        read_medusa(open_head(GOLDEN / "dspark"), TARGET)
-
-
 def test_noise_is_that_of_the_target() -> None:
     """With the target's own distribution a draft is the target's choice, at any temperature."""
     made = block("dflash")
-    made.start(0, PROMPT, 0, features(PROMPT[:-1], made.taps))
+    made.start(0, PROMPT, 0, features(TARGET, PROMPT[:-1], made.taps))
     cache = TARGET.model.new_cache(1, 64)
     logits = TARGET.model.forward(Nodes(torch.tensor([PROMPT]), cache, [0]), want="last").logits[:, 0]
     made.levels.logits = lambda c, some, depth: logits[:, None].expand(-1, depth, -1)  # type: ignore[method-assign]

@@ -140,54 +140,6 @@ def test_a_pickle_that_runs_code_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-_WEIGHTS = load_file(GOLDEN / "eagle3" / "model.safetensors")
-_D2T = _WEIGHTS["d2t"]
-BROKEN = {
-    "three layers in the file, two in the settings": (
-        {"eagle_aux_hidden_state_layer_ids": [2, 4]},
-        {},
-        "96 numbers, which is 3 layers .* name\n?.*2 layers",
-    ),
-    "a layer that the target lacks": ({"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, {}, "layer 9 .* has 8 layers"),
-    "another hidden size": ({"hidden_size": 64}, {}, "32 rows, and config.json says hidden_size 64"),
-    "another head_dim": ({"head_dim": 16}, {}, r"q_proj.weight is \(32, 64\), and the settings say \(64, 64\)"),
-    "another vocabulary": ({"vocab_size": 200}, {}, "200 tokens in the vocabulary .* has 128"),
-    "another draft vocabulary": ({"draft_vocab_size": 40}, {}, "the map has 48 draft tokens, .* 40"),
-    "an index in place of offsets": ({}, {"d2t": _D2T + torch.arange(48), "t2d": None}, "holds token ids"),
-    "a map beyond the vocabulary": ({}, {"d2t": _D2T + 60, "t2d": None}, "they must ascend, from 0 to 127"),
-    "a map that descends": ({}, {"d2t": _D2T.flip(0), "t2d": None}, "they must ascend"),
-    "two maps": ({}, {"t2d": torch.arange(128) < 48}, "d2t and t2d name different tokens"),
-    "no map": ({}, {"d2t": None, "t2d": None}, "48 draft tokens of 128 and no map"),
-    "a missing tensor": ({}, {"norm__weight": None}, "lacks norm.weight"),
-    "a tensor left over": ({}, {"layers__1__mlp__up_proj__weight": torch.ones(2)}, "holds layers.1.mlp.up_proj.weight"),
-    "norms that the settings deny": ({"norm_before_fc": True}, {}, "norm_before_fc is True, and the file lacks"),
-    "two layers": ({"num_hidden_layers": 2}, {}, "the head has 2 layers"),
-    "a rotary embedding of another kind": (
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0, "factor": 2.0}},
-        {},
-        "'dynamic'",
-    ),
-    "a method by another name": ({"speculators_model_type": "newest"}, {}, "'newest', which outrider does not know"),
-    "mtp": ({"speculators_model_type": "mtp"}, {}, "kind 'mtp', which outrider does not run"),
-    "an output head of all tokens": ({}, {"lm_head__weight": torch.zeros(128, 32)}, "has a row for all 128 tokens"),
-}
-
-
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_bad_head_says_what_is_wrong(what: str, tmp_path: Path) -> None:
-    settings, tensors, message = BROKEN[what]
-    folder = copied("eagle3", tmp_path, settings, **tensors)
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        read_eagle(folder, TARGET)
-
-
-def test_a_head_of_another_target() -> None:
-    with pytest.raises(ValueError, match=r"32 numbers in a hidden state .* has 64"):
-        read_eagle(GOLDEN / "eagle3", small_target(hidden_size=64))
-    with pytest.raises(ValueError, match=r"128 tokens in the vocabulary .* has 130"):
-        read_eagle(GOLDEN / "eagle3", small_target(vocab_size=130))
-
-
 def test_an_embedding_of_its_own_is_used_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     same = read_eagle(GOLDEN / "eagle3", TARGET)
     assert same.own_embedding is None
