@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,17 +85,16 @@ def head_folder(kind: str, into: Path) -> Path:
     return GOLDEN / kind
 
 
-def drafter_of(folder: Path, target: Loaded, slots: int = 4, max_length: int = 256) -> TreeDrafter[Any]:
-    """The drafter of a head's folder, at the precision of its weights."""
+def drafter_of(folder: Path, target: Loaded, slots: int = 4, **settings: Any) -> TreeDrafter[Any]:
+    """The drafter of a head's folder, at the precision of its weights. settings: in place of its own."""
     kind, model = head_kind(folder), target.model
     if kind == "medusa":
-        return TreeDrafter(MedusaLattice(read_medusa(folder, target), model, "none"))
-    if kind == "peagle":
-        return TreeDrafter(MaskedPairs(read_eagle(folder, target), model, slots, max_length, "none"))
+        return TreeDrafter(MedusaLattice(replace(read_medusa(folder, target), **settings), model, "none"))
+    read: Any = (read_eagle if kind in ("peagle", "eagle3", "eagle1") else read_block)(folder, target)
+    head = replace(read, config=replace(read.config, **settings))
     if kind in ("eagle3", "eagle1"):
-        head = eagle_model(read_eagle(folder, target), model, max_length, "none")
-        return TreeDrafter(Pairs(head, slots, max_length))
-    return TreeDrafter(BlockLattice(read_block(folder, target), model, slots, max_length, "none"))
+        return TreeDrafter(Pairs(eagle_model(head, model, 256, "none"), slots, 256))
+    return TreeDrafter((MaskedPairs if kind == "peagle" else BlockLattice)(head, model, slots, 256, "none"))
 
 
 def reduced(name: str, rows: int) -> dict[str, Tensor]:

@@ -10,7 +10,6 @@ import torch
 from vocabularies import END, byte_level, sentencepiece
 
 from outrider import LLM, SamplingParams
-from outrider.core.outputs import RequestOutput
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.model.draft_model import DraftReduction, draft_vocab, token_counts, token_map
 from outrider.kernels import cpu as native
@@ -153,26 +152,6 @@ def test_the_configuration_reaches_the_draft_model(tmp_path: Path) -> None:
         sizes[name] = llm.drafters["draft_model"].resources().model.weight_bytes
     assert sizes["map"] < sizes["small"] < sizes["as it is"] == sizes["all"] > sizes["int8"]
     assert len(set(texts.values())) == 1
-
-
-@pytest.mark.parametrize("shape", [{"num_speculative_tokens": 4}, {"tree_width": 3, "num_speculative_tokens": 3}])
-@pytest.mark.parametrize("verifier", ["match", "rejection"])
-def test_a_head_without_any_token_that_may_come_drafts_nothing(
-    tmp_path: Path, verifier: str, shape: dict[str, int]
-) -> None:
-    torch.save([0, 1, 2, 300, 8000], tmp_path / "map.pt")
-    target, found = load("builtin:code"), list[RequestOutput]()
-    draft = {"model": "builtin:code-draft", "speculative_token_map": str(tmp_path / "map.pt"), "controller": "fixed"}
-    for config in ({"method": "none"}, {**draft, **shape, "verifier": verifier}):
-        llm = LLM(target, speculative_config=config, max_model_len=128)
-        params = SamplingParams(temperature=1, seed=3, max_tokens=12, allowed_token_ids=[40, 41, 42, 43])
-        found.append(llm.generate("def area(", params)[0])
-    plain, drafted = (output.outputs[0].token_ids for output in found)
-    assert plain == drafted or verifier != "match"  # another rule keeps the distribution, not the tokens
-    assert set(drafted) <= {40, 41, 42, 43}
-    counted = found[1].metrics.speculative_decoding
-    assert counted is not None
-    assert counted.num_draft_tokens == 0
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,23 @@ import itertools
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.core.types import Budget
+from outrider.core.tree import tree
+from outrider.core.types import Budget, Draft
+from outrider.drafters.base import draft_of
 from outrider.drafters.model.grower import Growth
-from outrider.drafters.shapes import BY_RANK, Shape, expected_accepted, optimal_shape
+from outrider.drafters.shapes import (
+    BY_RANK,
+    Shape,
+    expected_accepted,
+    expected_tokens,
+    geometric,
+    optimal_shape,
+    speedup,
+)
 
 
 def all_shapes(nodes: int, budget: Budget) -> list[Shape]:
@@ -19,17 +30,17 @@ def all_shapes(nodes: int, budget: Budget) -> list[Shape]:
     found = {((-1, 0),)}
     for _ in range(nodes):
         grown = set()
-        for tree in found:
+        for shape in found:
             levels = [0]
-            for parent, _ in tree[1:]:
+            for parent, _ in shape[1:]:
                 levels.append(levels[parent] + 1)
             for n, level in enumerate(levels):
-                ranks = {rank for parent, rank in tree[1:] if parent == n}
+                ranks = {rank for parent, rank in shape[1:] if parent == n}
                 rank = len(ranks)
                 if level < budget.depth and rank < budget.width:
-                    grown.add((*tree, (n, rank)))
+                    grown.add((*shape, (n, rank)))
         found = grown
-    return [Shape(*zip(*tree, strict=True)) for tree in found]  # pyright: ignore
+    return [Shape(*zip(*shape, strict=True)) for shape in found]  # pyright: ignore
 
 
 @pytest.mark.parametrize("budget", [Budget(3, 2, 5), Budget(2, 3, 4), Budget(5, 1, 4), Budget(1, 4, 3)])
@@ -55,6 +66,15 @@ def test_a_shape_stays_within_its_budget() -> None:
         assert len(shape.children) == len(shape.parents) - 1  # no child twice
     with pytest.raises(ValueError, match="must not increase"):
         optimal_shape(Budget(2, 2), (0.2, 0.5))
+
+
+@given(alpha=st.floats(0.01, 0.99), gamma=st.integers(0, 20), c=st.floats(0, 1))
+def test_what_chains_gain_is_leviathans(alpha: float, gamma: int, c: float) -> None:
+    tokens = (1 - alpha ** (gamma + 1)) / (1 - alpha)
+    assert expected_tokens(geometric(alpha, gamma)) == pytest.approx(tokens)
+    assert speedup(geometric(alpha, gamma), gamma * c) == pytest.approx(tokens / (gamma * c + 1))
+    with pytest.raises(ValueError, match=r"alpha is a probability, got 1\.5"):
+        geometric(1.5, 3)
 
 
 @given(st.integers(0, 4), st.integers(1, 3), st.integers(0, 9), st.randoms(use_true_random=False))
@@ -89,3 +109,24 @@ def test_a_shape_gives_every_node_its_role() -> None:
     assert growth.tokens == [0, 5, 6]
     assert growth.parents == [-1, 0, 1]
     assert growth.open(2) == []
+
+
+TREES = st.lists(st.lists(st.tuples(st.integers(0, 9), st.floats(0, 1, width=32)), max_size=6), min_size=1, max_size=4)
+
+
+@given(TREES, st.booleans(), st.randoms(use_true_random=False))
+def test_a_draft_of_lists_is_the_draft_of_its_tensors(
+    some: list[list[tuple[int, float]]], states: bool, draw: random.Random
+) -> None:
+    """Whichever is read first: lists, tensors, or a copy with notes."""
+    trees = [[(7, -1), *((token, draw.randrange(n)) for n, (token, _) in enumerate(nodes, 1))] for nodes in some]
+    chances = {b: [1.0, *(chance for _, chance in nodes)] for b, nodes in enumerate(some)} if states else None
+    listed = draft_of(trees, chances, ["a note"] * len(trees))
+    tokens, parents = tree(trees)
+    whole = Draft(tokens, parents, confidence=listed.confidence, notes=("a note",) * len(trees))
+    for draft in draw.sample([listed, draft_of(trees, chances).noted(whole.notes), listed.noted(whole.notes)], 3):
+        assert torch.equal(draft.tokens, tokens)
+        assert torch.equal(draft.parents, parents)
+        assert (draft.host, draft.stated, draft.notes) == (whole.host, whole.stated, whole.notes)
+        assert draft.nodes == tokens.shape[1]
+        assert draft.to(torch.device("cpu")) is draft

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,84 +13,85 @@ from helpers import VOCAB, decoder, plain_texts, planned, request
 
 from outrider import LLM, SamplingParams
 from outrider.core.types import Budget, Commit, Draft
-from outrider.drafters import BaseDrafter, Drafter
-from outrider.drafters.base import DraftContext, TargetPass
+from outrider.drafters import BaseDrafter, Drafter, NoDraft
+from outrider.drafters.base import DraftContext, TargetPass, draft_of
+from outrider.drafters.contract import Broken, check
+from outrider.testing.contract import context
 from outrider.testing.stubs import Echo, Wrong
 from outrider.testing.toy import ToyModel
 
 TARGET = ToyModel(VOCAB)
 
 
-class Bad(BaseDrafter):
-    """Right for every row but those that start with token 0; for these something is wrong."""
-
-    def __init__(self, wrong: Callable[[DraftContext, Draft, int], Draft], good: Drafter) -> None:
-        self.wrong, self.good = wrong, good
-
-    def propose(self, context: DraftContext) -> Draft:
-        draft = self.good.propose(context)
-        for b, tokens in enumerate(context.tokens):
-            if tokens[0] == 0 and len(tokens) > 6:
-                draft = self.wrong(context, draft, b)
-        return draft
-
-
-def _raises(context: DraftContext, draft: Draft, b: int) -> Draft:
-    raise KeyError("lost my table")
-
-
-def _changes(context: DraftContext, draft: Draft, b: int) -> Draft:
-    context.tokens[b][-1] = 1 - context.tokens[b][-1] % 2
-    context.tokens[b].append(2)
-    return draft
-
-
 def _grown(draft: Draft, b: int, extra: list[tuple[int, int]]) -> Draft:
-    tokens, parents = (
-        torch.nn.functional.pad(t, (0, len(extra)), value=v) for t, v in ((draft.tokens, 0), (draft.parents, -2))
-    )
-    at = int((draft.parents[b] >= -1).sum())
-    for n, (token, parent) in enumerate(extra):
-        tokens[b, at + n], parents[b, at + n] = token, parent
-    return Draft(tokens, parents)
+    """The draft with more nodes, (token, parent) of each, for one sequence."""
+    trees = [list(nodes) for nodes in draft.host]
+    trees[b] += extra
+    return draft_of(trees)
 
 
-WRONGS: dict[str, tuple[Callable[[DraftContext, Draft, int], Draft], str]] = {
-    "raises": (_raises, "it raised KeyError: 'lost my table'"),
-    "children first": (lambda _, d, b: _grown(d, b, [(1, 60), (1, 0)]), "a parent comes before its children"),
-    "no such token": (lambda _, d, b: _grown(d, b, [(VOCAB + 3, 0)]), f"outside the target's {VOCAB} tokens"),
-    "too many nodes": (lambda _, d, b: _grown(d, b, [(1, 0)] * 9), "nodes where the sequence's budget allows 4"),
-    "another root": (lambda _, d, b: Draft(d.tokens + 1 - (d.tokens == VOCAB - 1).long() * 2, d.parents), "node 0 is the last"),
-    "too wide": (lambda _, d, b: _grown(Draft(d.tokens[:, :2], d.parents[:, :2]), b, [(1, 0)]), "2 children of a node"),
-    "too deep": (lambda _, d, b: _grown(d, b, [(1, n) for n in range(4, 9)]), "levels where the sequence's budget allows 4"),
-    "changes the text": (_changes, "committed tokens, which are read-only"),
-    "not a draft": (lambda *_: None, "returned a NoneType, not a Draft"),  # pyright: ignore
-    "too few rows": (lambda _, d, b: Draft(d.tokens[:0], d.parents[:0]), "drafts for"),
+WRONGS: dict[str, tuple[Callable[[Draft], Any], str]] = {
+    "children first": (lambda d: _grown(d, 1, [(1, 60), (1, 0)]), "a parent comes before its children"),
+    "no such token": (lambda d: _grown(d, 1, [(VOCAB + 3, 0)]), f"outside the target's {VOCAB} tokens"),
+    "too many nodes": (lambda d: _grown(d, 1, [(1, 0)] * 9), "nodes where the sequence's budget allows 4"),
+    "another root": (lambda d: Draft((d.tokens + 1) % VOCAB, d.parents), "node 0 is the last"),
+    "too wide": (lambda d: _grown(d, 1, [(1, 0), (2, 0)]), "2 children of a node"),
+    "too deep": (lambda d: _grown(d, 1, [(1, 0), *((1, n) for n in range(1, 5))]), "levels where the sequence's budget allows 4"),
+    "not a draft": (lambda _: None, "returned a NoneType, not a Draft"),
+    "too few": (lambda d: Draft(d.tokens[:1], d.parents[:1]), "1 drafts for 2 sequences"),
+    "floats": (lambda d: Draft(d.tokens.float(), d.parents), "int64"),
+    "loops": (lambda d: Draft(d.tokens, d.parents.abs()), "-1"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRONGS)
-def test_the_row_is_lost_and_no_other(name: str) -> None:
-    wrong, words = WRONGS[name]
+@pytest.mark.parametrize("wrong", WRONGS)
+def test_a_draft_that_breaks_the_contract_is_named(wrong: str) -> None:
+    asked, (spoil, words) = context([0, 1], [[1, 2], [3]], [Budget(4)] * 2, SamplingParams()), WRONGS[wrong]
+    right = NoDraft().propose(asked)
+    check(right, asked, VOCAB)
+    with pytest.raises(Broken, match=words):
+        check(spoil(right), asked, VOCAB)
+
+
+class Bad(BaseDrafter):
+    """Right for every text but that which starts with token 0; there something is wrong."""
+
+    def __init__(self, changes: bool, good: Drafter) -> None:
+        self.changes, self.good = changes, good
+
+    def propose(self, context: DraftContext) -> Draft:
+        draft = self.good.propose(context)
+        for tokens in context.tokens:
+            if tokens[0] == 0 and len(tokens) > 6:
+                if not self.changes:
+                    raise KeyError("lost my table")
+                tokens[-1] = 1 - tokens[-1] % 2
+                tokens.append(2)
+        return draft
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [(False, "it raised KeyError: 'lost my table'"), (True, "committed tokens, which are read-only")],
+)
+def test_the_sequence_is_lost_and_no_other(changes: bool, words: str) -> None:
     params = SamplingParams(max_tokens=30, temperature=0.7, ignore_eos=True)
     requests = [request([first, 1, 2], params, seed=first) for first in (3, 0, 5)]
     plain = plain_texts(TARGET, requests)
     texts = {(r.prompt[0], 1, 2): [*r.prompt, *out] for r, out in zip(requests, plain, strict=True)}
     told: list[str] = []
-    roster = planned({"bad": Bad(wrong, Echo(texts))}, (), Budget(4), True, tell=told.append)
-    steps = []
+    roster = planned({"bad": Bad(changes, Echo(texts))}, (), Budget(4), True, tell=told.append)
     run = decoder(TARGET, roster, budget=Budget(4), rows=3)
-    rows = {row.request: row for step, moved in run.steps(requests) if steps.append(step) is None for row in moved}
+    steps = [(step, moved) for step, moved in run.steps(requests) if step is not None]
+    rows = {row.request: row for _, moved in steps for row in moved}
     assert [rows[r].output for r in requests] == plain
     assert len(told) == 1
     assert "the drafter 'bad' failed: " in told[0]
     assert words in told[0]
-    drafted = dict.fromkeys(range(3), 0)
-    for step in steps[3:]:
-        for row, count in zip(step.slots, step.draft.num_draft_tokens.tolist(), strict=True):
-            drafted[row] += count
-    guessed = [count > 0 for count in drafted.values()]
-    assert guessed.count(True) == 2, "the neighbours are drafted for as ever"
+    drafted = Counter[int]()
+    for step, _ in steps[3:]:
+        drafted.update(dict(zip(step.slots, step.draft.num_draft_tokens.tolist(), strict=True)))
+    assert sum(count > 0 for count in drafted.values()) == 2, "the neighbours are drafted for as ever"
 
 
 @pytest.mark.parametrize("method", ["update", "start"])

@@ -48,21 +48,16 @@ def texts(config: dict[str, Any] | None) -> list[str]:
     return [o.outputs[0].text for o in llm.generate([PROMPT] * 2, PARAMS)]
 
 
-CONFIGS = [
-    {"method": "auto"},
-    {"method": "auto", "tree_width": 3, "tree_nodes": 8},
-    {"method": ["suffix", "draft_model"], "model": "builtin:code-draft"},
-    {"method": "layer_skip", "layers": [0, 1]},
-    {"method": "layer_skip", "assistant_early_exit": 2},
-    {"method": "draft_model", "model": "builtin:code-draft", "tree_width": 4, "tree_nodes": 10},
-    {"method": "quantized_self", "tree_width": 2, "tree_nodes": 6},
-    {"method": "suffix", "tree_width": 3},
-    {"method": "token_recycling", "tree_width": 4, "tree_nodes": 12},
-]
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_every_way_writes_the_plain_text(config: dict[str, Any], plain: list[str]) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"method": "auto"},
+        {"method": "auto", "tree_width": 3, "tree_nodes": 8},
+        {"method": "layer_skip", "assistant_early_exit": 2},
+    ],
+    ids=str,
+)
+def test_what_the_recorded_texts_lack_writes_the_plain_text(config: dict[str, Any], plain: list[str]) -> None:
     assert texts(config) == plain
 
 

@@ -14,7 +14,6 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Guarantee
 from outrider.engine import EngineStopped, QueueFull
 from outrider.engine.prefix_cache import BLOCK, PrefixCache
-from outrider.engine.queue import FairQueue
 from outrider.engine.scheduler import Scheduler
 from outrider.models.cache import SlotCache
 from outrider.testing.toy import ToyModel
@@ -124,7 +123,7 @@ def test_the_prefix_store_gives_back_what_was_kept_within_its_limit(trial: int) 
     assert store.bytes == 0 == store.fetch(cache, 1, again)
 
 
-def test_a_full_queue_says_when_to_come_back_and_clients_take_turns() -> None:
+def test_a_full_queue_says_when_to_come_back() -> None:
     target = Gated()
     eng = engine(target, rows=1, max_queue=2)
     slow = [read(request([1], LONG, i)) for i in range(3)]
@@ -138,17 +137,6 @@ def test_a_full_queue_says_when_to_come_back_and_clients_take_turns() -> None:
     target.gate.set()
     assert [j.result().finish.finish for j in slow] == ["abort"] * 3
     settled(eng)
-    line = FairQueue(9)
-    for number, client in enumerate("aaabbc"):
-        line.put(eng.decoder.sequence(read(request([1], LONG, number), client=client).request))
-    assert [line.pop().seed for _ in range(2)] == [0, 3]
-    back = eng.decoder.sequence(read(request([1], LONG, 7), client="a").request)
-    line.put_back(back)
-    last = list(line)[-1]
-    line.remove(last)
-    assert len(line) == len(list(line)) == 4
-    line.put(last)
-    assert [line.pop().seed for _ in range(len(line))] == [7, 5, 4, 1, 2]
 
 
 def test_an_owner_of_all_slots_gives_one_to_another_who_waits_and_no_text_changes() -> None:

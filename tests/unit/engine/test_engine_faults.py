@@ -14,7 +14,6 @@ from helpers import VOCAB, plain_texts, request, toy_drafters
 from patience import PATIENCE
 
 from outrider.core.outputs import Delta
-from outrider.core.tree import chain
 from outrider.core.types import Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter
 from outrider.engine import EngineStopped
@@ -43,13 +42,7 @@ def _raise(batch: DraftContext, draft: Draft) -> Draft:
 
 NONSENSE = {
     "raises": _raise,
-    "nothing": lambda batch, draft: None,
-    "token outside": lambda batch, draft: Draft(torch.where(draft.parents >= 0, 10**6, draft.tokens), draft.parents),
-    "too deep": lambda batch, draft: Draft(*chain([[t[-1], *[1] * 98] for t in batch.tokens])),
     "wrong root": lambda batch, draft: Draft((draft.tokens + 1) % VOCAB, draft.parents),
-    "wrong rows": lambda batch, draft: Draft(draft.tokens.repeat(2, 1), draft.parents.repeat(2, 1)),
-    "loops": lambda batch, draft: Draft(draft.tokens, draft.parents.abs()),
-    "floats": lambda batch, draft: Draft(draft.tokens.float(), draft.parents),
 }  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from outrider import LLM, SamplingParams
 
@@ -12,12 +11,16 @@ PROMPT = "def quicksort(xs):\n"
 
 
 def test_a_draft_model_finds_what_an_earlier_process_has_read(tmp_path: Path) -> None:
-    for again in (False, True):
+    text, missing = "def f(a, b):\n    return a + b\n\n" * 40, list[int]()
+    for _ in range(2):
         llm = LLM("builtin:code", speculative_config=PAIR, prefix_dir=tmp_path)
-        llm.generate("def f(a, b):\n    return a + b\n\n" * 40, SamplingParams(max_tokens=8, temperature=0))
-        known: Any = llm.drafters["draft_model"].levels._prefixes  # type: ignore[attr-defined]
-        known.files.folder.flush()
-        assert (known.files.read > 0) == again
+        missing.append(llm.drafters["draft_model"].missing(0, llm.encode(text)))
+        llm.drafters["draft_model"].release(0)
+        llm.generate(text, SamplingParams(max_tokens=8, temperature=0))
+        assert llm.runtime.files is not None
+        llm.runtime.files.folder.flush()
+    assert missing[0] > 400
+    assert missing[1] < missing[0] - 200
 
 
 def test_a_stream_says_which_tokens_were_draft_tokens() -> None:

@@ -127,7 +127,7 @@ def target(folder: Path, kind: str) -> Loaded:
     if kind != "qwen3_next":
         return load(str(folder), device="cpu")
     raw: Any = AutoModelForCausalLM.from_pretrained(folder)
-    raw._is_stateful = False  # all its layers are attention
+    vars(raw)["_is_stateful"] = False  # transformers says so of the family; all layers here are attention
     return Loaded(HFModel(raw), str(folder), None, (), "float32", str(folder), raw.config)
 
 
@@ -161,7 +161,7 @@ def theirs(folder: Path, kind: str, tokens: Tensor, states: Tensor) -> Tensor:
         layer.mtp_block = loaded.model.layers[0]
         layer.eval()
     else:
-        raw._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2.*"]
+        vars(raw)["_keys_to_ignore_on_load_unexpected"] = [r"model\.layers\.2.*"]
         model = MtpModel.from_pretrained(raw).eval()
         layer = model.layers[0]
     embedded = raw.get_input_embeddings()(tokens)

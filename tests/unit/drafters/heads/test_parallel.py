@@ -9,19 +9,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from heads import GOLDEN, MEDUSA, PROMPT, copied, features, golden, medusa_folder, reduced, small_target
+from heads import GOLDEN, MEDUSA, PROMPT, copied, drafter_of, features, golden, medusa_folder, reduced, small_target
 from safetensors.torch import load_file
 from torch import Tensor
 
-from outrider import LLM, SamplingParams
 from outrider.core.types import Budget
-from outrider.drafters import make_drafter, make_drafters
-from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.heads.block.drafter import BlockLattice, BlockModel
+from outrider.drafters.heads.block.drafter import BlockModel
 from outrider.drafters.heads.block.files import read_block, write_block
 from outrider.drafters.heads.block.module import BlockModule
 from outrider.drafters.heads.files import head_kind, open_head
@@ -33,18 +29,6 @@ from outrider.models.nodes import Nodes
 from outrider.testing.contract import GREEDY, HOT, context
 
 TARGET = small_target()
-
-
-def medusa(folder: Path) -> TreeDrafter[MedusaLattice]:
-    return TreeDrafter(MedusaLattice(read_medusa(folder, TARGET), TARGET.model, "none"))
-
-
-def block(
-    name: str = "dspark", rows: int = 4, max_length: int = 256, folder: Path | None = None
-) -> TreeDrafter[BlockLattice]:
-    return TreeDrafter(
-        BlockLattice(read_block(folder or GOLDEN / name, TARGET), TARGET.model, rows, max_length, "none")
-    )
 
 
 # -- numbers --------------------------------------------------------------------------------------------------------------
@@ -63,7 +47,7 @@ def test_blocks_are_those_of_speculators(name: str) -> None:
 
 
 def test_candidates_are_those_of_speculators() -> None:
-    want, made = golden("dflash2"), block("dflash2")
+    want, made = golden("dflash2"), drafter_of(GOLDEN / "dflash2", TARGET)
     for at, hidden, logits, ids, scores in zip(
         *(want[n] for n in ("anchors", "hidden", "logits", "candidates", "scores")), strict=True
     ):
@@ -110,7 +94,7 @@ def _chain_by_hand(name: str, tokens: list[int], depth: int) -> tuple[list[int],
 @pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2"])
 def test_chains_follow_the_equations(name: str) -> None:
     for length in (2, 3, 30):
-        tokens, made = PROMPT[:length], block(name)
+        tokens, made = PROMPT[:length], drafter_of(GOLDEN / name, TARGET)
         made.start(0, tokens, 0, features(TARGET, tokens[:-1], made.taps))
         draft = made.propose(context([0], [tokens], [Budget(4, min_probability=1e-30)], GREEDY))
         want, sure = _chain_by_hand(name, tokens, 4)
@@ -125,7 +109,7 @@ def test_chains_follow_the_equations(name: str) -> None:
 @pytest.mark.parametrize("layout", MEDUSA)
 def test_medusa_follows_its_equation(layout: str, tmp_path: Path) -> None:
     folder = medusa_folder(tmp_path, layout)
-    made, read = medusa(folder), read_medusa(folder, TARGET)
+    made, read = drafter_of(folder, TARGET), read_medusa(folder, TARGET)
     h = features(TARGET, PROMPT[:-1], (-1,))
     made.start(0, PROMPT, 0, h)
     draft = made.propose(context([0], [PROMPT], [Budget(9)], GREEDY))
@@ -203,29 +187,6 @@ def test_the_lattice_holds_the_likeliest_nodes(first_order: bool) -> None:
 
 
 # -- folders --------------------------------------------------------------------------------------------------------------
-
-
-def make(**config: Any) -> Any:
-    return make_drafter(SpeculativeConfig.of(config), TARGET, num_slots=2, max_length=128, device="cpu")
-
-
-def test_a_folder_is_enough(tmp_path: Path) -> None:
-    folder = medusa_folder(tmp_path)
-    for path, name in ((folder, "medusa"), (GOLDEN / "dflash", "dflash"), (GOLDEN / "dspark", "dspark")):
-        assert SpeculativeConfig.of({"model": str(path)}).method == name
-        ask = SpeculativeConfig.of({"method": "auto", "model": str(path)})
-        assert list(make_drafters(ask, TARGET, num_slots=2, max_length=128, device="cpu"))[-1] == name
-        config = {"model": str(path), "tree_width": 2, "tree_nodes": 6}
-        texts = [
-            LLM(TARGET, speculative_config=c, max_model_len=128)
-            .generate([{"prompt_token_ids": PROMPT}], SamplingParams(max_tokens=20, temperature=1, seed=2))[0]
-            .outputs[0]
-            .token_ids
-            for c in (config, None)
-        ]
-        assert texts[0] == texts[1]
-    with pytest.raises(ValueError, match="is a head of the kind 'dspark'"):
-        make(method="dflash", model=str(GOLDEN / "dspark"))
 
 
 def test_other_layouts_of_blocks(tmp_path: Path) -> None:
@@ -342,7 +303,7 @@ def test_a_block_module_is_its_slow_twin(name: str) -> None:
         n: t.float().tolist() for n, t in read.tensors.items()
     }
     anchors = torch.tensor([[3, 9]])
-    made = block(name)
+    made = drafter_of(GOLDEN / name, TARGET)
     for k, (logits, sure) in enumerate(module.drafts(want["tokens"][None], want["features"][None], anchors)):
         for a, t in enumerate(anchors[0].tolist()):
             tokens = want["tokens"][: t + 2 + k].tolist()
@@ -370,7 +331,7 @@ def test_a_medusa_module_is_its_slow_twin(layout: str, tmp_path: Path) -> None:
 
 def test_noise_is_that_of_the_target() -> None:
     """With the target's own distribution a draft is the target's choice, at any temperature."""
-    made = block("dflash")
+    made = drafter_of(GOLDEN / "dflash", TARGET)
     made.start(0, PROMPT, 0, features(TARGET, PROMPT[:-1], made.taps))
     cache = TARGET.model.new_cache(1, 64)
     logits = TARGET.model.forward(Nodes(torch.tensor([PROMPT]), cache, [0]), want="last").logits[:, 0]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from heads import EAGLE3, GOLDEN, causal, copied, golden, small_target
+from heads import EAGLE3, GOLDEN, causal, copied, drafter_of, golden, small_target
 from safetensors.torch import load_file, save_file
 
 from outrider.drafters.heads.eagle.files import read_eagle, write_eagle
@@ -41,6 +41,20 @@ def test_numbers_are_those_of_speculators(name: str) -> None:
     head, want = module(read_eagle(GOLDEN / name, TARGET)), golden(name)["logits"]
     for t in range(1, 15):
         assert torch.allclose(unrolled(head, name, t, 4), want[:, t], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["peagle", "peagle_qwen3"])
+def test_parallel_numbers_are_those_of_speculators(name: str) -> None:
+    """The logits of every slot after every position, through the drafter's own calls."""
+    want, made = golden(name), drafter_of(GOLDEN / name, TARGET)
+    tokens, anchors, compared = want["tokens"].tolist(), want["anchors"].tolist(), 0
+    for t in range(1, len(tokens) - 1):
+        made.start(0, tokens[: t + 2], 0, want["features"][: t + 1])
+        got = made.levels.logits([0], [tokens[: t + 2]], 4)[0]
+        for n in (n for n, anchor in enumerate(anchors) if anchor == t):
+            assert torch.allclose(got[int(want["depths"][n])], want["logits"][n], atol=1e-4, rtol=0), (t, n)
+            compared += 1
+    assert compared > 50
 
 
 @pytest.mark.parametrize("layout", ["speculators", "flat"])
@@ -151,6 +165,18 @@ def test_an_embedding_of_its_own_is_used_and_said(tmp_path: Path, caplog: pytest
     assert torch.equal(module(own).embed_tokens.weight, own.own_embedding)
 
 
+def test_the_embedding_of_a_parallel_head_is_its_own_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "outrider.heads"):
+        assert read_eagle(GOLDEN / "peagle", TARGET).own_embedding is not None
+        without = copied("peagle", tmp_path, embed_tokens__weight=None)
+        assert read_eagle(without, TARGET).own_embedding is None  # engines take the target's
+    assert not caplog.records
+    with pytest.raises(ValueError, match="cannot be trained or written"):
+        Eagle.of(read_eagle(GOLDEN / "peagle", TARGET), TABLE)
+
+
 def test_missing_settings_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = copied("eagle3", tmp_path, {"rope_parameters": None, "eagle_aux_hidden_state_layer_ids": None})
     with caplog.at_level(logging.WARNING, "outrider.heads"):
@@ -166,5 +192,5 @@ def test_kinds(tmp_path: Path) -> None:
     assert kinds == {n: "eagle3" if n.startswith("e") else n.removesuffix("_qwen3") for n in kinds}
     assert head_kind(tmp_path) is None
     assert head_kind("no/such/folder") is None
-    for name, kind in (("eagle31", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark")):
+    for name, kind in (("eagle31", "eagle3"), ("peagle", "peagle"), ("dflash", "dflash"), ("dspark", "dspark")):
         assert head_kind(copied(name, tmp_path, {"speculators_model_type": None})) == kind  # by its tensors

@@ -13,21 +13,18 @@ from typing import Any, cast
 
 import pytest
 import torch
-from heads import GOLDEN, copied, small_target
+from heads import GOLDEN, copied, drafter_of, small_target
 from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.core.types import Budget
 from outrider.drafters import make_drafter
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.heads.block.drafter import BlockLattice
-from outrider.drafters.heads.block.files import read_block
-from outrider.drafters.heads.eagle.drafter import MaskedPairs, Pairs, eagle_model, survival
+from outrider.drafters.heads.eagle.drafter import Pairs, eagle_model, survival
 from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.eagle.module import EagleConfig
 from outrider.drafters.heads.features import PairModel
-from outrider.drafters.heads.files import head_kind, name_target, target_digest
-from outrider.drafters.heads.medusa.drafter import MedusaLattice
+from outrider.drafters.heads.files import name_target, target_digest
 from outrider.drafters.heads.medusa.files import read_medusa
 from outrider.drafters.heads.selftest import DEPTH, examine, misread, parallel_survival
 from outrider.drafters.model.grower import TreeDrafter
@@ -248,20 +245,7 @@ class ParallelFollower(Follower):
 
 def parallel(folder: Path, shown: tuple[int, ...] | None = None, **settings: Any) -> Loaded:
     """A target for a head that is read with other settings, or whose features are of other layers."""
-    made: Any
-    if head_kind(folder) == "medusa":
-        read = read_medusa(folder, TARGET)
-        made = TreeDrafter(MedusaLattice(replace(read, **settings), TARGET.model, "none"))
-    elif head_kind(folder) == "peagle":
-        eagle = read_eagle(folder, TARGET)
-        made = TreeDrafter(
-            MaskedPairs(replace(eagle, config=replace(eagle.config, **settings)), TARGET.model, 1, 256, "none")
-        )
-    else:
-        block = read_block(folder, TARGET)
-        made = TreeDrafter(
-            BlockLattice(replace(block, config=replace(block.config, **settings)), TARGET.model, 1, 256, "none")
-        )
+    made = drafter_of(folder, TARGET, 1, **settings)
     followed = cast("Any", ParallelFollower(made, shown or made.taps))
     return replace(TARGET, model=followed, tokenizer=lambda text, **_: {"input_ids": TEXT[:44]})
 
@@ -331,7 +315,7 @@ def test_a_medusa_head_one_position_off_is_named(caplog: pytest.LogCaptureFixtur
 
 def test_parallel_hits_are_what_drafts_give() -> None:
     """Against drafts along the text, by hand: the text's own tokens come before each guess."""
-    made = TreeDrafter(BlockLattice(read_block(GOLDEN / "dspark", TARGET), TARGET.model, 1, 256, "none"))
+    made = drafter_of(GOLDEN / "dspark", TARGET, 1)
     out = TARGET.model.forward(Nodes(torch.tensor([TEXT]), TARGET.model.new_cache(1, 256), [0]), taps=made.taps)
     assert out.features is not None
     right = [0] * len(TEXT)
