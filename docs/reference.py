@@ -160,7 +160,8 @@ def fields(node: ast.ClassDef) -> list[str]:
     for s in node.body:
         if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name) and not s.target.id.startswith("_"):
             value = default(s.value)
-            found.append(f"{s.target.id}: {ast.unparse(s.annotation)}{f' = {value}' if value else ''}")
+            about = f"  # {note}" if (note := getattr(s, "type_comment", "")) else ""
+            found.append(f"{s.target.id}: {ast.unparse(s.annotation)}{f' = {value}' if value else ''}{about}")
         elif isinstance(s, ast.Assign) and isinstance(s.targets[0], ast.Name) and s.targets[0].id.isupper():
             found.append(ast.unparse(s))
     return found
@@ -193,7 +194,11 @@ def render(page: str) -> str:
     about, modules = PAGES[page]
     parts = [f"# Reference: {page}", f"{about[0].upper()}{about[1:]}. [All pages](index.md)."]
     for module in modules:
-        tree = ast.parse(path_of(module).read_text(encoding="utf-8"))
+        text = path_of(module).read_text(encoding="utf-8")
+        tree, lines = ast.parse(text), text.splitlines()
+        for field in (node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)):
+            last, above = lines[(field.end_lineno or 1) - 1], lines[field.lineno - 2].strip()
+            field.type_comment = last.partition("  # ")[2] or above.removeprefix("# ") * above.startswith("# ")  # type: ignore[attr-defined]
         parts += [f"## {full_name(module)}", prose(ast.get_docstring(tree))]
         for node in tree.body:
             if not documented(node) or not ast.get_docstring(node):  # type: ignore[arg-type]

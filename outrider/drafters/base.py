@@ -27,37 +27,23 @@ from outrider.models.cache import SlotCache
 
 @dataclass(frozen=True, eq=False)
 class DraftContext:
-    """What a drafter sees of a step: one entry for each sequence. Everything is read-only.
+    """What a drafter sees of a step: one entry for each sequence. Everything is read-only."""
 
-    Args:
-        slots: Cache slot of each sequence. A drafter may keep state under a slot until `release`.
-        tokens: Committed tokens of each sequence, the prompt first. The last one is the root of the draft.
-        budgets: What the drafter may spend on each sequence. A depth of 0 asks for no draft.
-        warp: Sampling parameters.
-        noise: Randomness to draw from.
-        stream: Which stream of the noise to draw from.
-        needs_probs: The drafter must return the distributions that it drew from, as `Draft.probs`.
-        prompt_lengths: Tokens of each prompt.
-        predictions: Tokens that each user expects in the answer; may be empty.
-        cache: The target's. A drafter made of the target's layers may use the space behind the committed tokens.
-        left: Tokens that each sequence may still get; empty if that is not known.
-        clients: Client of each sequence; empty if that is not known.
-        waiting: Sequences whose prompts are not read yet.
-    """
-
-    slots: list[int]
+    slots: list[int]  # cache slot of each sequence. A drafter may keep state under a slot until `release`
+    # committed tokens of each sequence, the prompt first. The last one is the root of the draft
     tokens: list[list[int]]
-    budgets: list[Budget]
-    warp: LogitsWarper
-    noise: Noise
-    stream: Stream
-    needs_probs: bool
-    prompt_lengths: list[int]
-    predictions: Sequence[Sequence[int]] = ()
+    budgets: list[Budget]  # what the drafter may spend on each sequence. A depth of 0 asks for no draft
+    warp: LogitsWarper  # sampling parameters
+    noise: Noise  # randomness to draw from
+    stream: Stream  # which stream of the noise to draw from
+    needs_probs: bool  # the drafter must return the distributions that it drew from, as `Draft.probs`
+    prompt_lengths: list[int]  # tokens of each prompt
+    predictions: Sequence[Sequence[int]] = ()  # tokens that each user expects in the answer; may be empty
+    # the target's. A drafter of the target's own layers may use the space behind the committed tokens
     cache: SlotCache | None = None
-    left: Sequence[int] = ()
-    clients: Sequence[str] = ()
-    waiting: int = 0
+    left: Sequence[int] = ()  # tokens that each sequence may still get; empty if that is not known
+    clients: Sequence[str] = ()  # client of each sequence; empty if that is not known
+    waiting: int = 0  # sequences whose prompts are not read yet
 
     @property
     def positions(self) -> Tensor:
@@ -90,15 +76,10 @@ class DraftContext:
 
 @dataclass(frozen=True, eq=False)
 class TargetPass:
-    """The target's forward over a draft.
+    """The target's forward over a draft."""
 
-    Args:
-        draft: What the target judged. Several drafters may have contributed to it.
-        logits: float32 [batch, node, vocab], after each node, accepted or not. Padding holds anything.
-    """
-
-    draft: Draft
-    logits: Tensor
+    draft: Draft  # what the target judged. Several drafters may have contributed to it
+    logits: Tensor  # float32 [batch, node, vocab], after each node, accepted or not. Padding holds anything
 
     def select(self, entries: Sequence[int]) -> TargetPass:
         """Some entries of the batch."""

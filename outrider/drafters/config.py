@@ -230,24 +230,15 @@ class SpeculativeConfig(BaseModel):
 
 @dataclass(frozen=True)
 class DrafterSetup:
-    """What a drafter is made for.
+    """What a drafter is made for."""
 
-    Args:
-        config: What the user asks for.
-        target: The model that it drafts for.
-        num_slots: Sequences that decode concurrently, at most.
-        max_length: Tokens of a sequence, at most.
-        device: "cpu", "cuda" or "auto".
-        text_memory: Texts of earlier requests to draft from; None has none.
-        prefixes: Makes the store of prefixes that a draft model has read; None keeps none.
-    """
-
-    config: SpeculativeConfig
-    target: Loaded
-    num_slots: int
-    max_length: int
-    device: str
-    text_memory: TextMemory | None = None
+    config: SpeculativeConfig  # what the user asks for
+    target: Loaded  # the model that it drafts for
+    num_slots: int  # sequences that decode concurrently, at most
+    max_length: int  # tokens of a sequence, at most
+    device: str  # "cpu", "cuda" or "auto"
+    text_memory: TextMemory | None = None  # texts of earlier requests to draft from; None has none
+    # makes the store of prefixes that a draft model has read; None keeps none
     prefixes: Callable[[Loaded], Prefixes] | None = None
 
 

@@ -46,57 +46,37 @@ quantized copy. self: a forward pass through some of the target's own layers."""
 
 @dataclass(frozen=True)
 class TuneInputs:
-    """What `outrider tune` was given. It decides which methods can be tried.
+    """What `outrider tune` was given. It decides which methods can be tried."""
 
-    Args:
-        weights: Precision of the target's weights.
-        draft: Name of a draft model.
-        layers: File of `outrider layers`.
-        predictions: Whether a prompt brings a prediction.
-        mtp: Whether the target's checkpoint holds an MTP layer.
-    """
-
-    weights: str
-    draft: str | None = None
-    layers: str | None = None
-    predictions: bool = False
-    mtp: bool = False
+    weights: str  # precision of the target's weights
+    draft: str | None = None  # name of a draft model
+    layers: str | None = None  # file of `outrider layers`
+    predictions: bool = False  # whether a prompt brings a prediction
+    mtp: bool = False  # whether the target's checkpoint holds an MTP layer
 
 
 @dataclass(frozen=True)
 class DraftMethod:
-    """A drafting method: all that the other modules know about it.
+    """A drafting method: all that the other modules know about it."""
 
-    Args:
-        name: The value of `method` in a configuration.
-        help: One line for the list of methods.
-        make: Makes the drafter from a `DrafterSetup`. Raises ValueError if the method cannot draft for the target.
-        cost: What one level of a draft costs; None derives it from the drafter (`level_cost`).
-        default_depth: Draft tokens in a row where the user gives no number.
-        tune_depth: The most draft tokens in a row that `outrider tune` tries.
-        keys: Keys of `SpeculativeConfig` that only this method reads. A new method can read `options` and needs no key.
-        needs_model: The key `model` must name its draft model.
-        heads: Kinds of trained heads that it reads, by their names in `heads.files`. Then `model` is the folder of one.
-        per_request: A request to a server can choose it, whatever the server's own method is.
-        auto: Whether the method "auto" uses it for a setup; None if never.
-        candidates: Configurations that `outrider tune` tries, by name.
-        tune_hint: What `outrider tune` needs to try one.
-        requires: What must be there besides the model, in a few words; a draft model or a head need not be named.
-    """
-
-    name: str
-    help: str
+    name: str  # the value of `method` in a configuration
+    help: str  # one line for the list of methods
+    # makes the drafter from a `DrafterSetup`. Raises ValueError if the method cannot draft for the target
     make: Callable[[Any], Drafter]
-    cost: Cost | None = None
-    default_depth: int = 5
-    tune_depth: int = 8
+    cost: Cost | None = None  # what one level of a draft costs; None derives it from the drafter (`level_cost`)
+    default_depth: int = 5  # draft tokens in a row where the user gives no number
+    tune_depth: int = 8  # the most draft tokens in a row that `outrider tune` tries
+    # keys of `SpeculativeConfig` that only this method reads. A new method can read `options` and needs no key
     keys: tuple[str, ...] = ()
-    needs_model: bool = False
+    needs_model: bool = False  # the key `model` must name its draft model
+    # kinds of trained heads that it reads, by their names in `heads.files`. Then `model` is the folder of one
     heads: tuple[str, ...] = ()
-    per_request: bool = False
-    auto: Callable[[Any], bool] | None = None
+    per_request: bool = False  # a request to a server can choose it, whatever the server's own method is
+    auto: Callable[[Any], bool] | None = None  # whether the method "auto" uses it for a setup; None if never
+    # configurations that `outrider tune` tries, by name
     candidates: Callable[[TuneInputs], Mapping[str, dict[str, Any]]] | None = None
-    tune_hint: str = ""
+    tune_hint: str = ""  # what `outrider tune` needs to try one
+    # what must be there besides the model, in a few words; a draft model or a head need not be named
     requires: str = ""
 
     @property

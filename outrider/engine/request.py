@@ -17,41 +17,24 @@ from outrider.core.types import Commit, Guarantee
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One text to write. Complete when it is made; it may be run more than once.
+    """One text to write. Complete when it is made; it may be run more than once."""
 
-    Args:
-        id: The caller's.
-        prompt: Token ids, not empty.
-        params: Sampling parameters.
-        seed: Of the noise.
-        bad_words: As token ids.
-        prediction: Tokens that the answer is expected to repeat.
-        mask: What a grammar allows.
-        prefill_only: Read the prompt and write nothing, for its log-probabilities.
-        client: Sequences of different clients take turns in a queue.
-        owner: Slots are shared among owners; "" is none.
-        method: The drafter, None for the configured one, "none" for none.
-        num_speculative_tokens: Draft tokens per step, None for the controller's choice.
-        deadline: A `perf_counter` time.
-        sink: The thread that steps calls it with every `Delta`; None without a reader.
-        continued: Tokens that an earlier run wrote, before it was cut off. The text continues after them, and limits,
-            penalties and stop strings count them.
-    """
-
-    id: int
-    prompt: list[int]
-    params: SamplingParams
-    seed: int = 0
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    prediction: tuple[int, ...] = ()
-    mask: TokenMask | None = None
-    prefill_only: bool = False
-    client: str = ""
-    owner: str = ""
-    method: str | None = None
-    num_speculative_tokens: int | None = None
-    deadline: float = math.inf
+    id: int  # the caller's
+    prompt: list[int]  # token ids, not empty
+    params: SamplingParams  # sampling parameters
+    seed: int = 0  # of the noise
+    bad_words: tuple[tuple[int, ...], ...] = ()  # as token ids
+    prediction: tuple[int, ...] = ()  # tokens that the answer is expected to repeat
+    mask: TokenMask | None = None  # what a grammar allows
+    prefill_only: bool = False  # read the prompt and write nothing, for its log-probabilities
+    client: str = ""  # sequences of different clients take turns in a queue
+    owner: str = ""  # slots are shared among owners; "" is none
+    method: str | None = None  # the drafter, None for the configured one, "none" for none
+    num_speculative_tokens: int | None = None  # draft tokens per step, None for the controller's choice
+    deadline: float = math.inf  # a `perf_counter` time
+    # the thread that steps calls it with every `Delta`; None without a reader
     sink: Callable[[Delta], None] | None = None
+    # tokens that an earlier run wrote before it was cut off. Limits, penalties and stop strings count them
     continued: tuple[int, ...] = ()
 
     @property

@@ -26,29 +26,18 @@ from outrider.models.load import Loaded
 
 @dataclass(frozen=True)
 class Runtime:
-    """A target and what it decodes with.
+    """A target and what it decodes with."""
 
-    Attributes:
-        loaded: The target and its tokenizer.
-        config: How it drafts.
-        drafters: The configured ones, by name; none for plain decoding.
-        method: What all of them together are called, "none" without one.
-        roster: The drafters under a planner, which chooses among them and says how long drafts are; None if nothing drafts.
-        decoder: The loop, with the cache.
-        prompts: From prompts to token ids.
-        files: Prefixes for later processes; None without a folder.
-        text_memory: Texts that later ones draft from.
-    """
-
-    loaded: Loaded
-    config: SpeculativeConfig
-    drafters: Mapping[str, Drafter]
-    method: str
+    loaded: Loaded  # the target and its tokenizer
+    config: SpeculativeConfig  # how it drafts
+    drafters: Mapping[str, Drafter]  # the configured ones, by name; none for plain decoding
+    method: str  # what all of them together are called, "none" without one
+    # the drafters under a planner, which chooses among them and says how long drafts are; None if nothing drafts
     roster: PlannedDrafter | None
-    decoder: Decoder
-    prompts: PromptEncoder
-    files: PrefixFiles | None = None
-    text_memory: TextMemory | None = None
+    decoder: Decoder  # the loop, with the cache
+    prompts: PromptEncoder  # from prompts to token ids
+    files: PrefixFiles | None = None  # prefixes for later processes; None without a folder
+    text_memory: TextMemory | None = None  # texts that later ones draft from
 
 
 def build(

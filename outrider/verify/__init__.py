@@ -74,29 +74,19 @@ class Reference(Protocol):
 
 @dataclass(frozen=True)
 class Verifier:
-    """A verifier and its properties. Call it like its function.
+    """A verifier and its properties. Call it like its function."""
 
-    Args:
-        name: In `speculative_config` and in traces.
-        function: The batched form, (target, draft, noise, position) -> Verdict.
-        reference: The definition on one sequence. A replay runs it again to explain each decision.
-        guarantee: What its output has in common with plain decoding.
-        draft_stream: Noise that a sampling drafter draws from. TOKEN is the target's own noise.
-        needs_probs: A drafter that draws must return the distribution it drew from.
-        trees: A node may have two children.
-        explains_by: What a node's coin is compared with, in words. None means no coins, but the target's own sample.
-        help: One line for command-line help.
-    """
-
-    name: str
+    name: str  # in `speculative_config` and in traces
+    # the batched form, (target, draft, noise, position) -> Verdict
     function: Callable[[TargetDistribution, Draft, Noise, Tensor], Verdict]
-    reference: Reference
-    guarantee: Guarantee
-    draft_stream: Stream
-    needs_probs: bool
-    trees: bool
+    reference: Reference  # the definition on one sequence. A replay runs it again to explain each decision
+    guarantee: Guarantee  # what its output has in common with plain decoding
+    draft_stream: Stream  # noise that a sampling drafter draws from. TOKEN is the target's own noise
+    needs_probs: bool  # a drafter that draws must return the distribution it drew from
+    trees: bool  # a node may have two children
+    # what a node's coin is compared with, in words. None means no coins, but the target's own sample
     explains_by: str | None
-    help: str
+    help: str  # one line for command-line help
 
     def __call__(self, target: TargetDistribution, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
         return self.function(target, draft, noise, position)

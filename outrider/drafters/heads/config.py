@@ -18,33 +18,23 @@ _LARGEST = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class HeadShape:
-    """What all heads with layers have. `FIELDS` says how a config.json names it. Other fields are as in transformers 5.
+    """What all heads with layers have. `FIELDS` says how a config.json names it. Other fields are as in transformers 5."""
 
-    Args:
-        hidden_size: Width of the head.
-        target_hidden_size: Width of each feature.
-        vocab_size: Tokens of the target.
-        draft_vocab_size: Tokens that the head proposes.
-        taps: The target's layers that it reads, as `LanguageModel.forward` numbers them.
-        max_position_embeddings: Tokens of the longest text that it drafts for.
-        verifier: Name of the target that it was trained for; a hint.
-    """
-
-    hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    taps: tuple[int, ...]
+    hidden_size: int  # width of the head
+    vocab_size: int  # tokens of the target
+    draft_vocab_size: int  # tokens that the head proposes
+    taps: tuple[int, ...]  # the target's layers that it reads, as `LanguageModel.forward` numbers them
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    target_hidden_size: int
+    target_hidden_size: int  # width of each feature
     num_layers: int = 1
-    max_position_embeddings: int = 2048
+    max_position_embeddings: int = 2048  # tokens of the longest text that it drafts for
     rms_norm_eps: float = 1e-6
     rope_parameters: dict[str, Any] = field(default_factory=lambda: plain_rope(None))
     hidden_act: str = "silu"
-    verifier: str | None = None
+    verifier: str | None = None  # name of the target that it was trained for; a hint
 
     def __post_init__(self) -> None:
         """Raises ValueError for settings that exclude each other or that no head has."""
@@ -117,21 +107,13 @@ class HeadShape:
 
 
 class Field(NamedTuple):
-    """A field of a head in its config.json.
+    """A field of a head in its config.json."""
 
-    Args:
-        name: Of the field.
-        kind: Makes the value of what is in the file.
-        default: Its value if it is not there, or the name of the field that it then equals.
-        key: Its name in the file, if that is another one.
-        layer: It is in the configuration of the layers, where a layout has one.
-    """
-
-    name: str
-    kind: Callable[[Any], Any]
-    default: Any = None
-    key: str = ""
-    layer: bool = True
+    name: str  # of the field
+    kind: Callable[[Any], Any]  # makes the value of what is in the file
+    default: Any = None  # its value if it is not there, or the name of the field that it then equals
+    key: str = ""  # its name in the file, if that is another one
+    layer: bool = True  # it is in the configuration of the layers, where a layout has one
 
 
 # What a reader and a writer of config.json both walk. A field without a default is known from elsewhere, if it is not there.

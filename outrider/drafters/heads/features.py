@@ -24,37 +24,22 @@ text before them. To read 16 takes a third of a plain step."""
 
 
 class HeadOutput(NamedTuple):
-    """Of the pairs that were wanted.
+    """Of the pairs that were wanted."""
 
-    Args:
-        logits: float32 [batch, node, draft_vocab].
-        g: float32 [batch, node, hidden], what a head reads in place of features at the children of each node.
-    """
-
-    logits: Tensor
-    g: Tensor
+    logits: Tensor  # float32 [batch, node, draft_vocab]
+    g: Tensor  # float32 [batch, node, hidden], what a head reads in place of features at the children of each node
 
 
 class PairModel:
-    """What reads pairs of a token and a state: a head of the EAGLE family, or an MTP layer. Write `forward`.
+    """What reads pairs of a token and a state: a head of the EAGLE family, or an MTP layer. Write `forward`."""
 
-    Attributes:
-        taps: Layers of the target whose states are read.
-        device: Of the logits.
-        vocab_size: Tokens of the target.
-        max_length: Tokens of the longest text.
-        weight_bytes: Bytes of weights that a forward of one pair reads.
-        subset: Tokens of the logits; None for all.
-        has_draft_chains: Whether `draft_chains` can be called.
-    """
-
-    taps: tuple[int, ...]
-    device: torch.device
-    vocab_size: int
-    max_length: int
-    weight_bytes: int
-    subset: TokenSubset | None = None
-    has_draft_chains = False
+    taps: tuple[int, ...]  # layers of the target whose states are read
+    device: torch.device  # of the logits
+    vocab_size: int  # tokens of the target
+    max_length: int  # tokens of the longest text
+    weight_bytes: int  # bytes of weights that a forward of one pair reads
+    subset: TokenSubset | None = None  # tokens of the logits; None for all
+    has_draft_chains = False  # whether `draft_chains` can be called
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         return SlotCache(num_slots, min(max_length, self.max_length))

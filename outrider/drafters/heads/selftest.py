@@ -46,17 +46,12 @@ Hits = Callable[[TreeDrafter[_Source], Sequence[int], Tensor, Sequence[int]], Dr
 
 @dataclass(frozen=True)
 class HeadReport:
-    """What a head gets right.
+    """What a head gets right."""
 
-    Args:
-        hits: As the head was read.
-        better: The misreading that mends it, in words, and what it gives; None if none does.
-        same: Whether its folder names this model, or another; None if it says nothing.
-    """
-
-    hits: DraftHits
+    hits: DraftHits  # as the head was read
+    # the misreading that mends it, in words, and what it gives; None if none does
     better: tuple[str, DraftHits] | None = None
-    same: bool | None = None
+    same: bool | None = None  # whether its folder names this model, or another; None if it says nothing
 
     def __str__(self) -> str:
         said = f"{sum(self.hits):.2f} of {DEPTH} draft tokens are right along a known text"

@@ -24,18 +24,12 @@ _STEPS = 2**20  # the noise of a node is that of step `node * 2**20 + step`, whi
 
 @dataclass(frozen=True, eq=False)
 class Children:
-    """The children of some nodes, one node per row.
+    """The children of some nodes, one node per row."""
 
-    Args:
-        tokens: int64 [row, width], -1 where there are fewer.
-        log_q: float32 [row, width], the log probability of each, -inf where there is none.
-        keys: float32 [row, width], what ordered them: log q with or without noise.
-        probs: float32 [row, vocab], exactly the distribution they were drawn from; None with `Siblings.POINT`.
-    """
-
-    tokens: Tensor
-    log_q: Tensor
-    keys: Tensor
+    tokens: Tensor  # int64 [row, width], -1 where there are fewer
+    log_q: Tensor  # float32 [row, width], the log probability of each, -inf where there is none
+    keys: Tensor  # float32 [row, width], what ordered them: log q with or without noise
+    # float32 [row, vocab], exactly the distribution they were drawn from; None with `Siblings.POINT`
     probs: Tensor | None
 
 

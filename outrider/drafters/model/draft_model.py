@@ -163,21 +163,13 @@ _ZIPF = 1000  # the prior probability of id n is proportional to 1 / (n + this);
 
 @dataclass(eq=False)
 class DraftReduction:
-    """Decides how a draft model is kept. For `load(reduce=...)`.
+    """Decides how a draft model is kept. For `load(reduce=...)`."""
 
-    Args:
-        choose_quantization: int4 weights where they gain; False keeps what `load` was asked for.
-        vocab: Tokens of the output head, 0 for all. None means all without a corpus.
-        corpus: Texts to count tokens in.
-        token_map: A file of the head's tokens, in place of both.
-        note: What was left out, in words; None before the model is loaded, and if nothing was.
-    """
-
-    choose_quantization: bool = True
-    vocab: int | None = None
-    corpus: Any = None
-    token_map: str | None = None
-    note: str | None = None
+    choose_quantization: bool = True  # int4 weights where they gain; False keeps what `load` was asked for
+    vocab: int | None = None  # tokens of the output head, 0 for all. None means all without a corpus
+    corpus: Any = None  # texts to count tokens in
+    token_map: str | None = None  # a file of the head's tokens, in place of both
+    note: str | None = None  # what was left out, in words; None before the model is loaded, and if nothing was
 
     @classmethod
     def of(cls, config: SpeculativeConfig) -> DraftReduction:

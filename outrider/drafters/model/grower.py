@@ -114,44 +114,27 @@ class GrowthSettings(TypedDict, total=False):
 
 
 class Level(NamedTuple):
-    """The logits after some nodes of a level.
+    """The logits after some nodes of a level."""
 
-    Args:
-        nodes: A row each.
-        logits: float32 [node, vocab], or of the tokens of `subset`.
-        subset: Tokens of the logits; None for all.
-        alike: Node -> nodes that have the same children, itself among them. A node that is not here is alone.
-        sure: Node -> what is added to the log acceptance of its children.
-    """
-
-    nodes: list[Node]
-    logits: Tensor
-    subset: TokenSubset | None = None
+    nodes: list[Node]  # a row each
+    logits: Tensor  # float32 [node, vocab], or of the tokens of `subset`
+    subset: TokenSubset | None = None  # tokens of the logits; None for all
+    # node -> nodes that have the same children, itself among them. A node that is not here is alone
     alike: Mapping[Node, Sequence[Node]] = {}
-    sure: Mapping[Node, float] = {}
+    sure: Mapping[Node, float] = {}  # node -> what is added to the log acceptance of its children
 
 
 class Levels:
-    """What gives the logits along the paths of draft trees. Write `room`, `open` and `extend`.
+    """What gives the logits along the paths of draft trees. Write `room`, `open` and `extend`."""
 
-    Attributes:
-        vocab_size: Tokens of the drafts.
-        device: Of the logits.
-        taps: Layers of the target whose output it reads. See `Drafter`.
-        learns: Its chances are those of its logits alone, so their error can be learned.
-        scale: Of that error, before anything was observed.
-        bare_siblings: Drafts that end at `Budget.min_probability` are chains whose tokens have siblings, `Budget.width` together,
-            and nothing follows those. They cost a draft nothing, because the logits of a level rank them already.
-        has_draft_chains: Whether `draft_chains` can be called.
-    """
-
-    vocab_size: int
-    device: torch.device
-    taps: tuple[int, ...] = ()
-    learns = True
-    scale = START
+    vocab_size: int  # tokens of the drafts
+    device: torch.device  # of the logits
+    taps: tuple[int, ...] = ()  # layers of the target whose output it reads. See `Drafter`
+    learns = True  # its chances are those of its logits alone, so their error can be learned
+    scale = START  # of that error, before anything was observed
+    # drafts that end at `Budget.min_probability` are chains whose tokens have siblings, `Budget.width` together, and nothing follows those. They cost a draft nothing, because the logits of a level rank them already
     bare_siblings = False
-    has_draft_chains = False
+    has_draft_chains = False  # whether `draft_chains` can be called
 
     def begin(self, context: DraftContext) -> None:
         """A draft begins."""

@@ -22,31 +22,18 @@ from outrider.drafters.heads.reading import EMBED, OUTPUT, HeadWeights
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(HeadShape):
-    """A block drafter: Qwen3-shaped layers over [root, mask, ...], which also attend to the projected features of the text.
+    """A block drafter: Qwen3-shaped layers over [root, mask, ...], which also attend to the projected features of the text."""
 
-    Args:
-        block_size: Slots of a block.
-        mask_token_id: The token of all slots but the first.
-        from_anchor: Slot 0 drafts too (DSpark); in DFlash slot k drafts the token at its own position.
-        markov_rank: Width of the bias by the token before; 0 without one.
-        confidence: It has a confidence head.
-        confidence_markov: The confidence reads the token before, too.
-        conv_kernel_size: Taps of the convolutions around attention and MLP (DFlash2); 0 without.
-        conv_group_size: Numbers that share a kernel.
-        selector_rank: Width of DFlash2's choice among the likeliest tokens; 0 without.
-        selector_top_k: So many likeliest tokens.
-    """
-
-    block_size: int
-    mask_token_id: int
-    from_anchor: bool
-    markov_rank: int = 0
-    confidence: bool = False
-    confidence_markov: bool = False
-    conv_kernel_size: int = 0
-    conv_group_size: int = 16
-    selector_rank: int = 0
-    selector_top_k: int = 16
+    block_size: int  # slots of a block
+    mask_token_id: int  # the token of all slots but the first
+    from_anchor: bool  # slot 0 drafts too (DSpark); in DFlash slot k drafts the token at its own position
+    markov_rank: int = 0  # width of the bias by the token before; 0 without one
+    confidence: bool = False  # it has a confidence head
+    confidence_markov: bool = False  # the confidence reads the token before, too
+    conv_kernel_size: int = 0  # taps of the convolutions around attention and MLP (DFlash2); 0 without
+    conv_group_size: int = 16  # numbers that share a kernel
+    selector_rank: int = 0  # width of DFlash2's choice among the likeliest tokens; 0 without
+    selector_top_k: int = 16  # so many likeliest tokens
 
     @property
     def drafts(self) -> int:

@@ -24,30 +24,20 @@ class EagleConfig(HeadShape):
     """An EAGLE-3 head (Li et al. 2025, arXiv 2503.01840) and its variants: a decoder layer over features and tokens.
 
     Of several layers only the first one reads features.
-
-    Args:
-        norm_before_fc: One norm over all features side by side.
-        fc_norm: A norm for each feature.
-        norm_output: The output of the last norm is what the head feeds back (EAGLE-3.1 has this and fc_norm).
-        norm_before_residual: The normed feature is the residual.
-        eagle1: A head of EAGLE-1 (Li et al. 2024, 2401.15077). It reads the token and one feature, and predicts the next feature.
-        attention_bias: The linears of the attention have a bias.
-        fc_bias: The linear over the features has a bias.
-        qk_norm: Queries and keys are normed in each head, as in Qwen3.
-        mask_token_id: Token that stands for those that P-EAGLE does not know; None for other heads.
-        parallel_drafts: Tokens that P-EAGLE drafts in one forward; 0 for other heads.
     """
 
-    norm_before_fc: bool = False
-    fc_norm: bool = False
+    norm_before_fc: bool = False  # one norm over all features side by side
+    fc_norm: bool = False  # a norm for each feature
+    # the output of the last norm is what the head feeds back (EAGLE-3.1 has this and fc_norm)
     norm_output: bool = False
-    norm_before_residual: bool = False
+    norm_before_residual: bool = False  # the normed feature is the residual
+    # a head of EAGLE-1 (Li et al. 2024, 2401.15077). It reads the token and one feature, and predicts the next feature
     eagle1: bool = False
-    attention_bias: bool = False
-    fc_bias: bool = False
-    qk_norm: bool = False
-    mask_token_id: int | None = None
-    parallel_drafts: int = 0
+    attention_bias: bool = False  # the linears of the attention have a bias
+    fc_bias: bool = False  # the linear over the features has a bias
+    qk_norm: bool = False  # queries and keys are normed in each head, as in Qwen3
+    mask_token_id: int | None = None  # token that stands for those that P-EAGLE does not know; None for other heads
+    parallel_drafts: int = 0  # tokens that P-EAGLE drafts in one forward; 0 for other heads
 
     def __post_init__(self) -> None:
         if self.norm_before_fc and self.fc_norm:

@@ -23,21 +23,15 @@ _OWN = re.compile(r"lm_heads\.(\d+)\.weight|(\d+)\.(\d+)\.weight")
 
 @dataclass(frozen=True, eq=False)
 class MedusaWeights:
-    """Medusa heads as they were read.
+    """Medusa heads as they were read."""
 
-    Args:
-        blocks: For each head its blocks, as (A [hidden, hidden], b [hidden] or None).
-        outputs: float [kept, hidden], one for each head, or a single one for all; empty for the target's own.
-        token_ids: int64 [kept], ascending; None for all tokens.
-        vocab_size: Tokens of the target.
-        logit_scale: Factor of all logits.
-    """
-
+    # for each head its blocks, as (A [hidden, hidden], b [hidden] or None)
     blocks: list[list[tuple[Tensor, Tensor | None]]]
+    # float [kept, hidden], one for each head, or a single one for all; empty for the target's own
     outputs: list[Tensor]
-    token_ids: Tensor | None
-    vocab_size: int
-    logit_scale: float = 1.0
+    token_ids: Tensor | None  # int64 [kept], ascending; None for all tokens
+    vocab_size: int  # tokens of the target
+    logit_scale: float = 1.0  # factor of all logits
 
 
 @settings_named
