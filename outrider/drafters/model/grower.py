@@ -132,7 +132,8 @@ class Levels:
     taps: tuple[int, ...] = ()  # layers of the target whose output it reads. See `Drafter`
     learns = True  # its chances are those of its logits alone, so their error can be learned
     scale = START  # of that error, before anything was observed
-    # drafts that end at `Budget.min_probability` are chains whose tokens have siblings, `Budget.width` together, and nothing follows those. They cost a draft nothing, because the logits of a level rank them already
+    # drafts that end at `Budget.min_probability` are chains whose tokens have siblings, `Budget.width` together. Nothing
+    # follows those, and they cost nothing: the logits of a level rank them already
     bare_siblings = False
     has_draft_chains = False  # whether `draft_chains` can be called
 

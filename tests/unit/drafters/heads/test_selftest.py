@@ -13,20 +13,17 @@ from typing import Any, cast
 
 import pytest
 import torch
-from heads import GOLDEN, copied, drafter_of, small_target
+from heads import GOLDEN, copied, drafter_of, features, small_target
 from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.core.types import Budget
 from outrider.drafters import make_drafter
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.heads.eagle.drafter import Pairs, eagle_model, survival
-from outrider.drafters.heads.eagle.files import read_eagle
-from outrider.drafters.heads.eagle.module import EagleConfig
-from outrider.drafters.heads.features import PairModel
+from outrider.drafters.heads.eagle.drafter import survival
 from outrider.drafters.heads.files import name_target, target_digest
 from outrider.drafters.heads.medusa.files import read_medusa
-from outrider.drafters.heads.selftest import DEPTH, examine, misread, parallel_survival
+from outrider.drafters.heads.selftest import DEPTH, examine, parallel_survival
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.load import Loaded
@@ -35,24 +32,23 @@ from outrider.testing.contract import GREEDY, context
 
 TARGET = small_target()
 TEXT = [(7 * i * i + 3 * i + 11) % 127 for i in range(80)]
-GUESSED = "eagle31"
+HEAD = GOLDEN / "eagle31"
+KEY = "eagle_aux_hidden_state_layer_ids"
 
 
-def model(name: str = GUESSED, config: EagleConfig | None = None, **settings: Any) -> PairModel:
-    """A golden head, read with other settings than its own."""
-    read = read_eagle(GOLDEN / name, TARGET)
-    return eagle_model(replace(read, config=replace(config or read.config, **settings)), TARGET.model, 256, "none")
-
-
-def drafter(head: PairModel) -> TreeDrafter[Pairs]:
-    return TreeDrafter(Pairs(head, 1, 256))
+def first_token(head: TreeDrafter[Any], text: list[int]) -> int:
+    """What a head drafts after a text whose features it has."""
+    return head.propose(context([0], [text], [Budget(1)], GREEDY)).host[0][1][0]
 
 
 class Follower(LanguageModel):
-    """A target that writes what a head guesses: its logits are one where the head's first draft token is."""
+    """A target that writes what a head drafts: its logits are large where the head's first draft token is.
 
-    def __init__(self, head: PairModel) -> None:
-        self.inner, self.head = TARGET.model, head
+    shown: the taps by which the head reads it.
+    """
+
+    def __init__(self, head: TreeDrafter[Any], shown: tuple[int, ...]) -> None:
+        self.inner, self.head, self.shown = TARGET.model, head, shown
         self.vocab_size, self.max_length, self.device = 128, 256, TARGET.model.device
         self.num_layers, self.batch_invariant = TARGET.model.num_layers, True
 
@@ -62,25 +58,34 @@ class Follower(LanguageModel):
     def embedding_rows(self, tokens: Tensor) -> Tensor:
         return self.inner.embedding_rows(tokens)
 
+    def output_head(self, hidden: Tensor) -> Tensor:
+        return self.inner.output_head(hidden)
+
+    def head_rows(self, tokens: Tensor) -> Tensor:
+        return self.inner.head_rows(tokens)
+
     def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
-        out = self.inner.forward(nodes, taps=(*taps, *self.head.taps), want="all")
+        out = self.inner.forward(nodes, taps=(*taps, *self.shown), want="all")
         assert out.features is not None
-        parts = out.features.unflatten(-1, (len(taps) + len(self.head.taps), -1))
-        own, shown = parts[:, :, len(taps) :].flatten(2), parts[:, :, : len(taps)].flatten(2)
-        cache = self.head.new_cache(1, 256)
-        guess = self.head.forward(Nodes(nodes.tokens[:, 1:], cache, [0]), own[:, :-1]).logits[0].argmax(-1)
-        guess = guess if self.head.subset is None else self.head.subset.ids[guess]
+        parts = out.features[0].unflatten(-1, (len(taps) + len(self.shown), -1))
+        own, text = parts[:, len(taps) :].flatten(1), nodes.tokens[0].tolist()
         logits = torch.zeros_like(out.logits)
-        logits[0, torch.arange(1, nodes.count), guess] = 9.0
-        return Output(logits, shown)
+        for t in range(len(text) - 1):
+            self.head.start(0, text[: t + 2], t, own[t : t + 1])
+            logits[0, t + 1, first_token(self.head, text[: t + 2])] = 9.0
+        self.head.release(0)
+        return Output(logits, parts[:, : len(taps)].flatten(1)[None])
 
 
-def target(name: str = GUESSED) -> Loaded:
-    return replace(TARGET, model=cast("Any", Follower(model(name))))
+def followed(folder: Path, shown: tuple[int, ...] | None = None, **settings: Any) -> Loaded:
+    """A target for a head that is read with other settings, or whose features are of other layers."""
+    made = drafter_of(folder, TARGET, 1, **settings)
+    model, ids = cast("Any", Follower(made, shown or made.taps)), TEXT if "eagle3" in folder.name else TEXT[:44]
+    return replace(TARGET, model=model, tokenizer=lambda text, **_: {"input_ids": ids})
 
 
 def test_a_good_head_passes(caplog: pytest.LogCaptureFixture) -> None:
-    report = examine(drafter(model()), [], survival, target(), 256, "HEAD", TEXT)
+    report = examine(drafter_of(HEAD, TARGET), [], survival, followed(HEAD), 256, "HEAD", TEXT)
     assert report is not None
     assert report.hits[0] == 1.0
     assert report.better is None
@@ -90,30 +95,27 @@ def test_a_good_head_passes(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_survival_is_what_drafts_give() -> None:
     """Against the drafter itself, at every position, fed with what it drafts there."""
-    head = model()
-    out = TARGET.model.forward(Nodes(torch.tensor([TEXT]), TARGET.model.new_cache(1, 256), [0]), taps=head.taps)
-    assert out.features is not None
-    made, hits = TreeDrafter(Pairs(head, 1, 256)), torch.zeros(DEPTH)
-    right = [0] * len(TEXT)
+    made = drafter_of(HEAD, TARGET, 1)
+    states = features(TARGET, TEXT, made.taps)
+    hits, right = 0, [0] * len(TEXT)
     for t in range(len(TEXT) - 1 - DEPTH):  # what is right is set so that a third of all first tokens is
-        made.start(0, TEXT[: t + 2], 0, out.features[0, : t + 1])
-        first = made.propose(context([0], [TEXT[: t + 2]], [Budget(1)], GREEDY)).host[0][1][0]
+        made.start(0, TEXT[: t + 2], 0, states[: t + 1])
+        first = first_token(made, TEXT[: t + 2])
         right[t + 1] = first if t % 3 == 0 else (first + 1) % 128
-        hits[0] += t % 3 == 0
-    found = survival(drafter(head), TEXT, out.features[0], right)
-    assert found[0] == pytest.approx(float(hits[0]) / (len(TEXT) - 1 - DEPTH))
+        hits += t % 3 == 0
+    found = survival(made, TEXT, states, right)
+    assert found[0] == pytest.approx(hits / (len(TEXT) - 1 - DEPTH))
     assert found[0] >= found[1] >= found[2]
 
 
 def test_later_tokens_are_fed_back() -> None:
     """The second token of a draft follows the text's token and the head's own state, as in a draft."""
-    head = model()
-    out = TARGET.model.forward(Nodes(torch.tensor([TEXT]), TARGET.model.new_cache(1, 256), [0]), taps=head.taps)
-    assert out.features is not None
+    made = drafter_of(HEAD, TARGET, 1)
+    head, states = made.levels.model, features(TARGET, TEXT, made.taps)
     t, cache = 20, head.new_cache(1, 256)
-    head.forward(Nodes(torch.tensor([TEXT[1 : t + 1]]), cache, [0]), out.features[:, :t], want="none")
+    head.forward(Nodes(torch.tensor([TEXT[1 : t + 1]]), cache, [0]), states[None, :t], want="none")
     cache.commit([0], [range(t)])
-    logits, g = head.forward(Nodes(torch.tensor([TEXT[t + 1 : t + 2]]), cache, [0]), out.features[:, t : t + 1])
+    logits, g = head.forward(Nodes(torch.tensor([TEXT[t + 1 : t + 2]]), cache, [0]), states[None, t : t + 1])
     first = int(logits[0, 0].argmax())
     parents = torch.tensor([[-1, 0]])
     again = head.forward(Nodes(torch.tensor([TEXT[t + 2 : t + 3]]), cache, [0], parents), g=g)
@@ -123,71 +125,11 @@ def test_later_tokens_are_fed_back() -> None:
     for wrong in (False, True):
         right = [0] * len(TEXT)
         right[t + 1], right[t + 2] = ids[first], ids[second] if not wrong else (ids[second] + 1) % 128
-        one = survival(drafter(head), TEXT, out.features[0], right)[1] * (len(TEXT) - 1 - DEPTH)
+        one = survival(made, TEXT, states, right)[1] * (len(TEXT) - 1 - DEPTH)
         zero = [0] * len(TEXT)
         zero[t + 1] = ids[first]
-        base = survival(drafter(head), TEXT, out.features[0], zero)[1] * (len(TEXT) - 1 - DEPTH)
+        base = survival(made, TEXT, states, zero)[1] * (len(TEXT) - 1 - DEPTH)
         assert round(one - base) == (0 if wrong else 1)
-
-
-MISREADINGS = {
-    "norm_before_residual true": (
-        "eagle3_before_residual",
-        {"norm_before_residual": False},
-    ),
-    "rope_theta 500000": ("eagle31", {"rope_parameters": {"rope_type": "default", "rope_theta": 3.0}}),
-    "the layers before [2, 4, 8] in place of [1, 3, 7]": ("eagle31", {"taps": (0, 2, 6)}),
-    "the layers before [1, 3, 7] in place of [2, 4, 8]": ("lower", {}),
-    "the last layer after the final norm": ("post", {}),
-}
-
-
-@pytest.mark.parametrize("mends", MISREADINGS)
-def test_a_misreading_is_named(mends: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, settings = MISREADINGS[mends]
-    if name in ("lower", "post"):  # the head was made for other layers than its folder says
-        made = {"lower": (0, 2, 6), "post": (1, 3, -1)}[name]
-        loaded = replace(TARGET, model=cast("Any", Follower(model(taps=made))))
-        name, read = GUESSED, model()
-    else:
-        loaded, read = target(name), model(name, **settings)
-    own = replace(read_eagle(GOLDEN / name, TARGET).config, **settings)
-    monkeypatch.setattr("outrider.drafters.heads.selftest.ENOUGH", 0.99)  # random layers resemble their neighbours
-    monkeypatch.setattr("outrider.drafters.heads.selftest.CLEAR", 0.05)
-    with caplog.at_level(logging.WARNING, "outrider.heads"):
-        others = [
-            (what, config.taps, lambda config=config: drafter(model(name, config)))
-            for what, config in misread(own, 8, {n: n for n in ("norm_output", "norm_before_residual")})
-        ]
-        report = examine(drafter(read), others, survival, loaded, 256, "HEAD", TEXT)
-    assert report is not None
-    assert report.better is not None
-    assert report.better[0] == mends
-    assert report.better[1][0] == 1.0
-    assert "correct that in its config.json" in caplog.text
-
-
-def test_norm_output_shows_in_later_tokens() -> None:
-    """The first token does not depend on what is fed back, and the second does."""
-    read = model(norm_output=False)
-    other = model()
-    out = TARGET.model.forward(Nodes(torch.tensor([TEXT]), TARGET.model.new_cache(1, 256), [0]), taps=read.taps)
-    assert out.features is not None
-    first, second = (
-        head.forward(Nodes(torch.tensor([TEXT[1:5]]), head.new_cache(1, 9), [0]), out.features[:, :4])
-        for head in (read, other)
-    )
-    assert torch.equal(first.logits, second.logits)
-    assert not torch.allclose(first.g, second.g)
-
-
-def test_a_head_of_another_model_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """Random weights; the maker runs the test for a target with a tokenizer."""
-    tokenized = replace(TARGET, tokenizer=lambda text, **_: {"input_ids": TEXT})
-    config = SpeculativeConfig.of({"model": str(GOLDEN / "eagle31")})
-    with caplog.at_level(logging.WARNING, "outrider.heads"):
-        make_drafter(config, tokenized, num_slots=1, max_length=128, device="cpu")
-    assert "no known misreading mends that; it was trained for another model" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -214,42 +156,6 @@ def test_a_head_that_names_its_model_is_compared_with_it_first(
     assert words in caplog.text
 
 
-# -- heads of several positions -------------------------------------------------------------------------------------------
-
-
-class ParallelFollower(Follower):
-    """A target that writes what a head of several positions guesses first. shown: the taps by which the head reads it."""
-
-    def __init__(self, head: TreeDrafter[Any], shown: tuple[int, ...]) -> None:
-        super().__init__(cast("Any", head))
-        self.parallel, self.shown = head, shown
-
-    def output_head(self, hidden: Tensor) -> Tensor:
-        return self.inner.output_head(hidden)
-
-    def head_rows(self, tokens: Tensor) -> Tensor:
-        return self.inner.head_rows(tokens)
-
-    def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
-        out = self.inner.forward(nodes, taps=(*taps, *self.shown), want="all")
-        assert out.features is not None
-        parts = out.features[0].unflatten(-1, (len(taps) + len(self.shown), -1))
-        own, text = parts[:, len(taps) :].flatten(1), nodes.tokens[0].tolist()
-        logits = torch.zeros_like(out.logits)
-        for t in range(len(text) - 1):
-            self.parallel.start(0, text[: t + 2], t, own[t : t + 1])
-            logits[0, t + 1, self.parallel.levels.best(0, text[: t + 2], [])[0]] = 9.0
-        self.parallel.release(0)
-        return Output(logits, parts[:, : len(taps)].flatten(1)[None])
-
-
-def parallel(folder: Path, shown: tuple[int, ...] | None = None, **settings: Any) -> Loaded:
-    """A target for a head that is read with other settings, or whose features are of other layers."""
-    made = drafter_of(folder, TARGET, 1, **settings)
-    followed = cast("Any", ParallelFollower(made, shown or made.taps))
-    return replace(TARGET, model=followed, tokenizer=lambda text, **_: {"input_ids": TEXT[:44]})
-
-
 def medusa_folder(into: Path) -> Path:
     """Two random heads; the second is not like the first."""
     torch.manual_seed(2)
@@ -266,42 +172,42 @@ def tried(folder: Path, loaded: Loaded) -> None:
     make_drafter(config, loaded, num_slots=2, max_length=256, device="cpu")
 
 
-PARALLEL: dict[str, tuple[str, tuple[int, ...] | None, dict[str, Any], str]] = {
-    "dflash, slot": ("dflash", None, {"from_anchor": True}, "sample_from_anchor true"),
-    "dspark, slot": ("dspark", None, {"from_anchor": False}, "sample_from_anchor false"),
-    "dspark, layers": ("dspark", (0, 2, 6), {}, "the layers before [1, 3, 7] in place of [2, 4, 8]"),
-    "dflash, norm": ("dflash", (1, 3, -1), {}, "the last layer after the final norm"),
-    "peagle, residual": ("peagle", None, {"norm_before_residual": True}, "norm_before_residual true"),
-    "peagle, layers": ("peagle_qwen3", (0, 2, 6), {}, "the layers before [1, 3, 7] in place of [2, 4, 8]"),
-    "medusa, norm": ("medusa", (7,), {}, "the last layer before the final norm"),
+# head -> (other settings of its folder, taps by which it was trained, settings with which it was trained, what mends it)
+MISREADINGS: dict[str, tuple[str, dict[str, Any], tuple[int, ...] | None, dict[str, Any], str]] = {
+    "eagle, residual": ("eagle3_before_residual", {}, None, {"norm_before_residual": False}, "norm_before_residual false"),
+    "eagle, rope": ("eagle31", {"rope_parameters": {"rope_type": "default", "rope_theta": 3.0}}, None, {}, "rope_theta 500000"),
+    "eagle, layers above": ("eagle31", {}, (0, 2, 6), {}, "the layers before [1, 3, 7] in place of [2, 4, 8]"),
+    "eagle, layers below": ("eagle31", {KEY: [1, 3, 7]}, None, {}, "the layers before [2, 4, 8] in place of [1, 3, 7]"),
+    "eagle, norm": ("eagle31", {}, (1, 3, -1), {}, "the last layer after the final norm"),
+    "dflash, slot": ("dflash", {}, None, {"from_anchor": True}, "sample_from_anchor true"),
+    "dflash, rope": ("dflash", {"rope_parameters": {"rope_type": "default", "rope_theta": 3.0}}, None, {}, "rope_theta 500000"),
+    "dflash, norm": ("dflash", {}, (1, 3, -1), {}, "the last layer after the final norm"),
+    "dspark, slot": ("dspark", {}, None, {"from_anchor": False}, "sample_from_anchor false"),
+    "dspark, layers": ("dspark", {}, (0, 2, 6), {}, "the layers before [1, 3, 7] in place of [2, 4, 8]"),
+    "peagle, residual": ("peagle", {}, None, {"norm_before_residual": True}, "norm_before_residual true"),
+    "peagle, layers": ("peagle_qwen3", {}, (0, 2, 6), {}, "the layers before [1, 3, 7] in place of [2, 4, 8]"),
+    "medusa, norm": ("medusa", {}, (7,), {}, "the last layer before the final norm"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", PARALLEL)
-def test_a_misread_parallel_head_is_named(
+@pytest.mark.parametrize("what", MISREADINGS)
+def test_a_misreading_is_named(
     what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    name, shown, settings, mends = PARALLEL[what]
-    folder = medusa_folder(tmp_path) if name == "medusa" else GOLDEN / name
+    name, changed, shown, settings, mends = MISREADINGS[what]
+    right = medusa_folder(tmp_path) if name == "medusa" else GOLDEN / name
+    folder = copied(right, tmp_path / "read", changed) if changed else right
+    # random layers resemble their neighbours
     monkeypatch.setattr("outrider.drafters.heads.selftest.ENOUGH", 0.99)
     monkeypatch.setattr("outrider.drafters.heads.selftest.CLEAR", 0.02)
     with caplog.at_level(logging.WARNING, "outrider.heads"):
-        tried(folder, parallel(folder, shown, **settings))
+        tried(folder, followed(right, shown, **settings))
     assert f"With {mends} it is" in caplog.text
+    assert "correct that in its config.json" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, "outrider.heads"):
-        tried(folder, parallel(folder))
+        tried(folder, followed(folder))
     assert not caplog.records, "a head that is right passes in silence"
-
-
-def test_a_wrong_rotary_base_of_a_block_drafter_is_named(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("outrider.drafters.heads.selftest.ENOUGH", 0.99)
-    wrong = copied("dflash", tmp_path, {"rope_parameters": {"rope_type": "default", "rope_theta": 3.0}})
-    with caplog.at_level(logging.WARNING, "outrider.heads"):
-        tried(wrong, parallel(GOLDEN / "dflash"))
-    assert "With rope_theta 500000 it is" in caplog.text
 
 
 def test_a_medusa_head_one_position_off_is_named(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
@@ -309,22 +215,20 @@ def test_a_medusa_head_one_position_off_is_named(caplog: pytest.LogCaptureFixtur
     folder = medusa_folder(tmp_path)
     read = read_medusa(folder, TARGET)
     with caplog.at_level(logging.WARNING, "outrider.heads"):
-        tried(folder, parallel(folder, blocks=read.blocks[1:], outputs=read.outputs[1:]))
+        tried(folder, followed(folder, blocks=read.blocks[1:], outputs=read.outputs[1:]))
     assert "With the first head for the token that is known already it is" in caplog.text
 
 
 def test_parallel_hits_are_what_drafts_give() -> None:
     """Against drafts along the text, by hand: the text's own tokens come before each guess."""
     made = drafter_of(GOLDEN / "dspark", TARGET, 1)
-    out = TARGET.model.forward(Nodes(torch.tensor([TEXT]), TARGET.model.new_cache(1, 256), [0]), taps=made.taps)
-    assert out.features is not None
+    states = features(TARGET, TEXT, made.taps)
     right = [0] * len(TEXT)
     t = 3 * ((len(TEXT) - 1 - DEPTH) // 24)  # one of the positions that are tried
-    made.start(0, TEXT[: t + 2], 0, out.features[0, : t + 1])
+    made.start(0, TEXT[: t + 2], 0, states[: t + 1])
     right[t + 1 : t + 4] = made.levels.best(0, TEXT[: t + 2], TEXT[t + 2 : t + 4])
-    first = made.propose(context([0], [TEXT[: t + 2]], [Budget(1)], GREEDY)).host[0][1][0]
-    assert right[t + 1] == first
-    found = parallel_survival(made, TEXT, out.features[0], right)
+    assert right[t + 1] == first_token(made, TEXT[: t + 2])
+    found = parallel_survival(made, TEXT, states, right)
     assert all(h > 0 for h in found)
     right[t + 2] += 1
-    assert parallel_survival(made, TEXT, out.features[0], right)[1] < found[1]
+    assert parallel_survival(made, TEXT, states, right)[1] < found[1]
