@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.lookup.corpus import REACH, SAMPLE, Corpus, Index, bordered, fingerprint, read_corpus
 from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.load import load
@@ -187,13 +186,6 @@ def test_bad_corpora_are_refused_by_name(tmp_path) -> None:
             read_corpus(entries, Letters(), 128)
     with pytest.raises(ValueError, match="this model has no tokenizer; give token ids"):
         read_corpus({"text": "a"}, None, 128)
-
-
-def test_the_config_takes_a_corpus_for_suffix_alone() -> None:
-    with pytest.raises(ValueError, match='corpus is for the method "suffix", got "ngram"'):
-        SpeculativeConfig.of({"method": "ngram", "corpus": "x"})
-    with pytest.raises(ValueError, match='prediction is for the method "prediction", got "none"'):
-        SpeculativeConfig.of({"prediction": "x"})
 
 
 def test_the_built_in_tokenizer_has_a_lasting_name() -> None:

@@ -10,7 +10,6 @@ import torch
 from vocabularies import END, byte_level, sentencepiece
 
 from outrider import LLM, SamplingParams
-from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.model.draft_model import DraftReduction, draft_vocab, token_counts, token_map
 from outrider.kernels import cpu as native
 from outrider.models.load import Contents, load
@@ -152,22 +151,3 @@ def test_the_configuration_reaches_the_draft_model(tmp_path: Path) -> None:
         sizes[name] = llm.drafters["draft_model"].resources().model.weight_bytes
     assert sizes["map"] < sizes["small"] < sizes["as it is"] == sizes["all"] > sizes["int8"]
     assert len(set(texts.values())) == 1
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"method": "suffix", "draft_vocab": 5}, 'draft_vocab is for the method "draft_model"'),
-        ({"model": "m", "draft_vocab": -1}, "draft_vocab"),
-        ({"model": "m", "draft_vocab": 9, "speculative_token_map": "x"}, "give one"),
-        ({"model": "m", "draft_vocab": 0, "draft_vocab_corpus": "x"}, "keeps all tokens"),
-        ({"model": "m", "quantization": "int5"}, "'auto', 'none', 'int8' or 'int4'"),
-    ],
-)
-def test_contradictions(config: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        SpeculativeConfig.of(config)
-
-
-def test_no_quantization_was_once_written_null() -> None:
-    assert SpeculativeConfig.of({"method": "quantized_self", "quantization": None}).quantization == "auto"

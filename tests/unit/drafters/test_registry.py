@@ -98,11 +98,6 @@ def test_layers_are_searched_where_none_are_named(code: Loaded) -> None:
     assert 0 < drafter.levels.model.num_layers <= 8
 
 
-def test_a_tree_of_too_many_nodes_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"tree_nodes.*4095"):
-        SpeculativeConfig.of({"method": "suffix", "tree_nodes": 10_000})
-
-
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -110,12 +105,37 @@ def test_a_tree_of_too_many_nodes_is_refused() -> None:
         ({"method": ["suffix", "auto"]}, "a list of methods names drafters"),
         ({"method": []}, "a list of methods names drafters"),
         ({"method": ["suffix", "draft_model"]}, "needs a model"),
-        ({"method": "ngram", "corpus": "x"}, "corpus is for the method"),
+        ({"method": "suffix", "tree_nodes": 10_000}, r"tree_nodes.*4095"),
+        ({"method": "ngram", "corpus": "x"}, 'corpus is for the method "suffix", got "ngram"'),
+        ({"prediction": "x"}, 'prediction is for the method "prediction", got "none"'),
+        ({"method": "layer_skip", "layers": [0], "assistant_early_exit": 1}, "give one of them"),
+        ({"method": "suffix", "layers": [0]}, 'layers is for the method "layer_skip", got "suffix"'),
+        ({"num_speculative_token": 3}, "did you mean 'num_speculative_tokens'"),
+        ({"method": "ngrams"}, "did you mean 'ngram'"),
+        ({"method": "draft_model"}, "needs a model"),
+        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}, "prompt_lookup_min=5"),
+        ({"method": "ngram", "verifier": "matches"}, "unknown verifier 'matches'"),
+        ({"method": "ngram", "num_speculative_tokens": -1}, "num_speculative_tokens"),
+        ({"method": "suffix", "tree_width": 2, "verifier": "block"}, '"block" takes chains only.*"traversal"'),
+        ({"method": "suffix", "draft_vocab": 5}, 'draft_vocab is for the method "draft_model"'),
+        ({"model": "m", "draft_vocab": -1}, "draft_vocab"),
+        ({"model": "m", "draft_vocab": 9, "speculative_token_map": "x"}, "give one"),
+        ({"model": "m", "draft_vocab": 0, "draft_vocab_corpus": "x"}, "keeps all tokens"),
+        ({"model": "m", "quantization": "int5"}, "'auto', 'none', 'int8' or 'int4'"),
     ],
 )
-def test_what_cannot_be(config: dict[str, Any], words: str) -> None:
+def test_a_configuration_that_cannot_be_says_what_would_work(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SpeculativeConfig.of(config)
+
+
+def test_a_configuration_takes_vllms_names() -> None:
+    assert SpeculativeConfig.of({"model": "builtin:code-draft"}).method == "draft_model"
+    assert SpeculativeConfig.of({"method": "ngram", "rejection_sample_method": "standard"}).verifier == "rejection"
+    assert SpeculativeConfig.of({"method": "ngram", "rejection_sample_method": "block"}).verifier == "block"
+    assert (
+        SpeculativeConfig.of({"method": "quantized_self", "quantization": None}).quantization == "auto"
+    )  # as it once was
 
 
 class Stubborn(Wrong):
@@ -130,12 +150,16 @@ def not_a_drafter(setting: Any) -> object:
     return object()
 
 
+ROW = DraftMethod("rowed", "a row from another package", lambda setup: Wrong(2), default_depth=7, cost="lookup")
+
+
 @pytest.fixture
 def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     found = [
         EntryPoint("stubborn", f"{__name__}:Stubborn", "outrider.drafters"),
         EntryPoint("nothing", f"{__name__}:not_a_drafter", "outrider.drafters"),
         EntryPoint("gone", "no_such_package:Drafter", "outrider.drafters"),
+        EntryPoint("rowed", f"{__name__}:ROW", "outrider.drafters"),
     ]
     monkeypatch.setattr("outrider.drafters.method.entry_points", lambda group: [e for e in found if e.group == group])
     return
@@ -154,6 +178,12 @@ def test_a_drafter_of_ones_own(code: Loaded, plain: list[str]) -> None:
         make(code, method="nothing")
     with pytest.raises(ValueError, match=r"'gone'.*No module named"):
         make(code, method="gone")
+    both = SpeculativeConfig.of({"method": ["rowed", "suffix"]})
+    assert both.budget.depth == 16
+    assert SpeculativeConfig.of({"method": "rowed"}).budget.depth == 7
+    drafters = make_drafters(both, code, num_slots=1, max_length=256, device="cpu")
+    assert isinstance(drafters["rowed"], Wrong)
+    assert lookup_names(drafters) == ["rowed", "suffix"]
 
 
 OWN = """
@@ -238,15 +268,3 @@ def test_the_list_of_methods_has_each_row_and_needs_no_torch() -> None:
     text = " ".join(out.split())
     assert "mine nothing a method of this test" in text
     assert all(name in text and row.help in text for name, row in METHODS.items()), text
-
-
-ROW = DraftMethod("rowed", "a row from another package", lambda setup: Wrong(2), default_depth=7, cost="lookup")
-
-
-def test_a_package_can_offer_a_row(code: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = EntryPoint("rowed", f"{__name__}:ROW", "outrider.drafters")
-    monkeypatch.setattr("outrider.drafters.method.entry_points", lambda group: [found])
-    assert SpeculativeConfig.of({"method": "rowed"}).budget.depth == 7
-    assert isinstance(make(code, method="rowed"), Wrong)
-    both = SpeculativeConfig.of({"method": ["rowed", "suffix"]})
-    assert lookup_names(make_drafters(both, code, num_slots=1, max_length=256, device="cpu")) == ["rowed", "suffix"]

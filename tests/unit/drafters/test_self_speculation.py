@@ -107,8 +107,6 @@ def test_layers_out_of_range_are_refused(layers: list[int]) -> None:
     [
         ({"method": "layer_skip", "assistant_early_exit": 50}, "is 50, and builtin:code has 6 layers"),
         ({"method": "layer_skip", "layers": "/no/layers.json"}, "outrider layers -m MODEL --out /no/layers.json"),
-        ({"method": "layer_skip", "layers": [0], "assistant_early_exit": 1}, "give one of them"),
-        ({"method": "suffix", "layers": [0]}, 'layers is for the method "layer_skip", got "suffix"'),
     ],
 )
 def test_layers_that_cannot_draft_are_reported_in_words(config: dict[str, object], words: str) -> None:

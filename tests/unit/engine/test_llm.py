@@ -11,10 +11,9 @@ import torch
 from patience import PATIENCE
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
-from outrider import LLM, Delta, Guarantee, SamplingParams
+from outrider import LLM, Delta, SamplingParams
 from outrider.core.outputs import SpeculativeMetrics
 from outrider.drafters import BaseDrafter
-from outrider.drafters.config import SpeculativeConfig
 
 PAIR = {"method": "draft_model", "model": "builtin:code-draft", "num_speculative_tokens": 4}
 PROMPTS = [
@@ -28,16 +27,6 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def plain() -> LLM:
     return LLM("builtin:code")
-
-
-@pytest.mark.parametrize("verifier", ["rejection", "block"])
-def test_other_verifiers_run_and_say_what_they_promise(verifier: str) -> None:
-    llm = LLM("builtin:code", speculative_config={**PAIR, "verifier": verifier})
-    out = llm.generate(PROMPTS, SamplingParams(temperature=0.8, seed=1, max_tokens=30))
-    assert all(o.outputs[0].guarantee is Guarantee.EXACT_DISTRIBUTION and len(o.outputs[0].token_ids) > 0 for o in out)
-    greedy = SamplingParams(temperature=0, max_tokens=30)
-    expected = LLM("builtin:code").generate(PROMPTS, greedy)
-    assert [o.outputs[0].text for o in llm.generate(PROMPTS, greedy)] == [o.outputs[0].text for o in expected]
 
 
 def test_agrees_with_transformers(plain: LLM) -> None:
@@ -241,29 +230,6 @@ def test_prompts_of_every_kind(plain: LLM) -> None:
         plain.generate("", params)
     with pytest.raises(ValueError, match="max_tokens="):
         plain.generate(PROMPTS[0], params.with_(max_tokens=10**6))
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"num_speculative_token": 3}, "did you mean 'num_speculative_tokens'"),
-        ({"method": "ngrams"}, "did you mean 'ngram'"),
-        ({"method": "draft_model"}, "needs a model"),
-        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}, "prompt_lookup_min=5"),
-        ({"method": "ngram", "verifier": "matches"}, "unknown verifier 'matches'"),
-        ({"method": "ngram", "num_speculative_tokens": -1}, "num_speculative_tokens"),
-        ({"method": "suffix", "tree_width": 2, "verifier": "block"}, '"block" takes chains only.*"traversal"'),
-    ],
-)
-def test_bad_configurations_say_what_would_work(config: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        SpeculativeConfig.of(config)
-
-
-def test_configuration_takes_vllms_names() -> None:
-    assert SpeculativeConfig.of({"model": "builtin:code-draft"}).method == "draft_model"
-    assert SpeculativeConfig.of({"method": "ngram", "rejection_sample_method": "standard"}).verifier == "rejection"
-    assert SpeculativeConfig.of({"method": "ngram", "rejection_sample_method": "block"}).verifier == "block"
 
 
 def test_a_draft_with_another_vocabulary_is_refused_by_name() -> None:
