@@ -180,30 +180,6 @@ def test_a_text_that_depends_on_its_drafts_has_none() -> None:
         made(drafts, SAMPLED)
 
 
-def test_the_command_line_says_same_differs_or_refused(tmp_path: Path) -> None:
-    file = tmp_path / "f.json"
-    runner = CliRunner()
-    asked = ["generate", PROMPT, "-m", SMALL, "-n", "12", "--seed", "1", "-t", "0.8", "--fingerprint", str(file)]
-    assert runner.invoke(app, asked).exit_code == 0
-    again = ["replay", "--fingerprint", str(file)]
-    done = runner.invoke(app, again)
-    assert (done.exit_code, "the same 12 tokens" in done.output) == (0, True)
-    recorded = read_fingerprint(file)
-    other = [*recorded.tokens[:3], 7, *recorded.tokens[4:]]
-    recorded.model_copy(update={"tokens": other, "machine": {**recorded.machine, "cpu": "another"}}).sealed().write(
-        file
-    )
-    done = runner.invoke(app, again)
-    assert done.exit_code == 1
-    assert f"differs at token 3: recorded 7, here {recorded.tokens[3]}" in done.output
-    assert "cpu another, here" in done.output
-    refused = runner.invoke(app, [*again, "-m", "builtin:code"])
-    assert refused.exit_code == 2
-    assert "content of the model's files" in refused.output
-    assert runner.invoke(app, ["replay"]).exit_code == 2
-    assert runner.invoke(app, [*again, "--step", "1"]).exit_code == 2
-
-
 # -- the recorded ones --------------------------------------------------------------------------------------------------
 
 
