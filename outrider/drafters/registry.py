@@ -66,7 +66,7 @@ def make_drafter(config: SpeculativeConfig, target: Loaded, *, num_slots: int, m
     if config.budget.max_nodes and (len(config.methods) > 1 or config.method == AUTO):
         raise ValueError(f"{config.method!r} means several drafters: use make_drafters")
     drafters = make_drafters(config, target, num_slots=num_slots, max_length=max_length, device=device)
-    return next(iter(drafters.values()), None) or _nothing()
+    return next(iter(drafters.values())) if drafters else _nothing()
 
 
 def request_drafters(setup: DrafterSetup) -> dict[str, Drafter]:

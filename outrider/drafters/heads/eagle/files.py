@@ -82,8 +82,8 @@ def _config(reader: HeadReader) -> EagleConfig:
 
 def _taps(reader: HeadReader, wide: int) -> tuple[int, ...]:
     """The layers that the head reads, by the first list that the folder has; docs/guides/heads.md says how formats count."""
-    folder, key = reader.given, _LAYER_IDS
-    ids, inner = folder.get(key), (folder.get("eagle_config") or {}).get(key)
+    settings, key = reader.given, _LAYER_IDS
+    ids, inner = settings.get(key), (settings.get("eagle_config") or {}).get(key)
     if ids is None and inner is not None:
         key = f"eagle_config.{key} (it counts outputs of layers, one less)"
         ids = [i + 1 for i in inner]  # SGLang's list
