@@ -169,11 +169,11 @@ def empty_names(modules: Modules) -> list[str]:
 
 
 def told_attributes(modules: Modules) -> list[str]:
-    """Docstrings with a paragraph that explains four names or more, `Args:` not counted."""
-    names = re.compile(r"(?:^|[.;:] |\n)\s*((?:[a-z_]\w*(?:, )?)+): ")
+    """Docstrings with a paragraph that explains four names or more, `Args:` and `Attributes:` not counted."""
+    names = re.compile(r"(?:^|[.;:] |\n)\s*([a-z_]\w*(?:, [a-z_]\w*)*): ")
 
     def told(text: str) -> bool:
-        parts = [part for part in re.split(r"\n\s*\n", text) if not part.lstrip().startswith("Args:")]
+        parts = [part for part in re.split(r"\n\s*\n", text) if not part.lstrip().startswith(("Args:", "Attributes:"))]
         return any(sum(len(some.split(", ")) for some in names.findall(part)) > 3 for part in parts)
 
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
