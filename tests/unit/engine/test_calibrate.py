@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,39 @@ from outrider.testing.toy import ToyModel
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "outrider"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The only clock: it goes where the test says so."""
+    now = [1.0]
+    for timed in (module, decoder):
+        monkeypatch.setattr(timed, "perf_counter", lambda: now[0])
+    return now
+
+
+def timed(target: Any, clock: list[float], seconds: Callable[[Any], float]) -> Any:
+    """A target whose forward over some nodes takes so long."""
+    forward = target.forward
+
+    def slow(nodes: Any, **more: Any) -> Any:
+        clock[0] += seconds(nodes)
+        return forward(nodes, **more)
+
+    target.forward = slow
+    return target
+
+
+class Timed(Wrong):
+    """A drafter that takes so long for a draft token."""
+
+    def __init__(self, clock: list[float], seconds: Callable[[], float]) -> None:
+        super().__init__()
+        self.clock, self.seconds = clock, seconds
+
+    def propose(self, context: Any) -> Any:
+        self.clock[0] += self.seconds() * context.budgets[0].depth
+        return super().propose(context)
 
 
 def toy(length: int = 256) -> ToyModel:
@@ -71,60 +106,28 @@ def test_the_measured_nodes_are_different_tokens(monkeypatch: pytest.MonkeyPatch
     assert all(len({*draft}) == min(len(draft), target.vocab_size) for draft in drafts)
 
 
-def test_a_slow_draft_is_measured_as_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured is the drafter's own time, not that of the target. The clock goes only where the test says so."""
-    clock = [1.0]
-    for timed in (module, decoder):
-        monkeypatch.setattr(timed, "perf_counter", lambda: clock[0])
-
-    class Slow(Wrong):
-        def propose(self, context: Any) -> Any:
-            clock[0] += 0.002 * context.budgets[0].depth
-            return super().propose(context)
-
-    target = toy()
-    forward = target.forward
-
-    def slow(nodes: Any, **more: Any) -> Any:
-        clock[0] += 0.01 * nodes.tokens.shape[1]
-        return forward(nodes, **more)
-
-    monkeypatch.setattr(target, "forward", slow)
-    cost = measure(target, {"slow": Slow(), "quick": Wrong()}, {})
+def test_a_slow_draft_is_measured_as_slow(clock: list[float]) -> None:
+    """What is measured is the drafter's own time, not that of the target."""
+    target = timed(toy(), clock, lambda nodes: 0.01 * nodes.tokens.shape[1])
+    cost = measure(target, {"slow": Timed(clock, lambda: 0.002), "quick": Wrong()}, {})
     assert cost.drafters["slow"].level == pytest.approx(0.002)
     assert cost.drafters["quick"].level < 1e-6
 
 
 @pytest.mark.parametrize(("busy", "right"), [(9, (True, True)), (40, (False, True)), (999, (False, False))])
 def test_a_drafter_that_another_program_slows_is_measured_again(
-    monkeypatch: pytest.MonkeyPatch, busy: int, right: tuple[bool, bool]
+    clock: list[float], busy: int, right: tuple[bool, bool]
 ) -> None:
     """At this start or at the next one. No step corrects it: what looks too dear is never asked."""
-    clock, calls = [1.0], [0]
-    for timed in (module, decoder):
-        monkeypatch.setattr(timed, "perf_counter", lambda: clock[0])
-
-    class Head(Wrong):
-        def propose(self, context: Any) -> Any:
-            calls[0] += 1
-            clock[0] += (0.02 if calls[0] <= busy else 0.001) * context.budgets[0].depth
-            return super().propose(context)
-
-    target = loaded()
-    forward = target.model.forward
-
-    def timed_forward(nodes: Any, **more: Any) -> Any:
-        clock[0] += 0.01
-        return forward(nodes, **more)
-
-    monkeypatch.setattr(target.model, "forward", timed_forward)
-    config = SpeculativeConfig.model_validate({})
+    target, calls, config = loaded(), count(1), SpeculativeConfig.model_validate({})
+    timed(target.model, clock, lambda _: 0.01)
+    head = Timed(clock, lambda: 0.02 if next(calls) <= busy else 0.001)
     for well in right:
-        level = costs(config, target, {"head": Head()}).drafters["head"].level
-        assert level == pytest.approx(0.001 if well else 0.02), f"{calls[0]} drafts"
-    asked = calls[0]
-    costs(config, target, {"head": Head()})
-    assert (calls[0] > asked) is not right[1], "what is plausible is not measured again"
+        level = costs(config, target, {"head": head}).drafters["head"].level
+        assert level == pytest.approx(0.001 if well else 0.02)
+    asked = next(calls)
+    costs(config, target, {"head": head})
+    assert (next(calls) > asked + 1) is not right[1], "what is plausible is not measured again"
 
 
 def test_nothing_is_left_of_a_measurement_that_was_far_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,21 +144,10 @@ def test_nothing_is_left_of_a_measurement_that_was_far_too_slow(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("windows", "read"), [((0,), 2048), ((512, 512, 512, 0), 896), ((), 0)])
-def test_what_a_text_adds_to_a_node_is_measured(
-    monkeypatch: pytest.MonkeyPatch, windows: tuple[int, ...], read: int
-) -> None:
+def test_what_a_text_adds_to_a_node_is_measured(clock: list[float], windows: tuple[int, ...], read: int) -> None:
     """read: tokens of the 2,048 that a layer reads, in the mean."""
-    clock, target = [1.0], toy(6000)
+    target = timed(toy(6000), clock, lambda n: 0.01 + 1e-6 * n.tokens.shape[1] * n.lengths[0] * read / 2048)
     target.windows = windows
-    for timed in (module, decoder):
-        monkeypatch.setattr(timed, "perf_counter", lambda: clock[0])
-    forward = target.forward
-
-    def slow(nodes: Any, **more: Any) -> Any:
-        clock[0] += 0.01 + 1e-6 * nodes.tokens.shape[1] * nodes.lengths[0] * read / 2048
-        return forward(nodes, **more)
-
-    monkeypatch.setattr(target, "forward", slow)
     costs = measure(target, {}, {})
     assert costs.attention == pytest.approx(1e-6 if read else 0)
     assert costs.attention * tokens_read(costs.windows, 2048) == pytest.approx(1e-6 * read)
