@@ -1,4 +1,4 @@
-"""Finds and loads the shared library, and mirrors the structs of src/abi.hpp. Nothing here needs torch."""
+"""Finds and loads the shared library, and mirrors the structs and enumerations of src. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,32 @@ import ctypes
 import os
 import sys
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from enum import IntEnum, IntFlag
+from itertools import zip_longest
 from pathlib import Path
+
+# By the names of src/abi.hpp.
+Format = IntEnum(
+    "Format", "FLOAT32 BFLOAT16 FLOAT16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4", start=0
+)
+CacheFormat = IntEnum("CacheFormat", "CACHE_FLOAT32 CACHE_BFLOAT16 CACHE_INT8", start=0)
+Finish = IntEnum("Finish", "STORE ADD SWIGLU GEGLU CLAMPED", start=0)
+Recurrence = IntEnum("Recurrence", "DELTA_RULE SELECTIVE", start=0)
+# By the names of src/program.hpp, which says what each means.
+OpKind = IntEnum(
+    "OpKind",
+    "OP_EMBED OP_NORM OP_LINEAR OP_HEADS OP_ROPE OP_STORE OP_ATTEND OP_ROUTE OP_EXPERTS OP_GATE OP_MAP OP_CONV OP_SCAN "
+    "OP_ROWS OP_GIVEN OP_HEAD",
+    start=0,
+)
+OpFlag = IntFlag("OpFlag", "OP_ADD OP_PER_GROUP OP_INTERLEAVED OP_NORMALISED OP_TAP OP_FRESH OP_FED OP_SAME")
+Norm = IntEnum("Norm", "RMS_NORM LAYER_NORM", start=0)
+Activation = IntEnum("Activation", "IDENTITY SILU GELU GELU_TANH RELU RELU2 SIGMOID SWISH", start=0)
+Map = IntEnum("Map", "LINEAR_MAP SOFTPLUS EXP EXP_NEGATIVE SIGMOID_MAP SOFTCAP", start=0)
+Router = IntEnum("Router", "SOFTMAX_TOP TOP_SOFTMAX SIGMOID_TOP", start=0)
+ENUMERATIONS: list[type[IntEnum] | type[IntFlag]] = [
+    Format, CacheFormat, Finish, Recurrence, OpKind, OpFlag, Norm, Activation, Map, Router,
+]  # fmt: skip
 
 
 class RowsStruct(ctypes.Structure):
@@ -243,8 +268,14 @@ class Library:
 
 
 def layout() -> str:
-    """The structs as ctypes lays them out, a line each: name:0:bytes, and name:offset:bytes of each field."""
+    """What the library must print of itself, a line each: the enumerations, and the structs as ctypes lays them out.
+
+    Of an enumeration name:0:end, and name:value:0 of each value; of a struct name:0:bytes, and name:offset:bytes of each field.
+    """
     lines = list[str]()
+    for kind in ENUMERATIONS:
+        end = len(kind) if issubclass(kind, IntEnum) else 1 << len(kind)
+        lines.append(" ".join([f"{kind.__name__}:0:{end}", *(f"{value.name}:{value.value}:0" for value in kind)]))
     for name, struct in STRUCTS.items():
         places = [(field[0], getattr(struct, field[0])) for field in struct._fields_]  # pyright: ignore[reportPrivateUsage]
         lines.append(" ".join([f"{name}:0:{ctypes.sizeof(struct)}", *(f"{n}:{p.offset}:{p.size}" for n, p in places)]))
@@ -261,7 +292,8 @@ def load() -> tuple[Library | None, str | None]:
     except (OSError, AttributeError) as error:
         return None, f"{file.name} cannot be loaded ({error}); reinstall outrider on this machine"
     if (theirs := library.layout().decode()) != layout():
-        part = next(a.split(":")[0] for a, b in zip(theirs.splitlines(), layout().splitlines(), strict=False) if a != b)
+        lines = zip_longest(theirs.splitlines(), layout().splitlines(), fillvalue="end")
+        part = next(b.split(":")[0] for a, b in lines if a != b)
         return None, (
             f"{file.name} is from another version of outrider (its {part} differs); rebuild with "
             "`python setup.py build_ext --inplace`"

@@ -8,9 +8,15 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.attention import Scoring
-from outrider.kernels.cpu.library import AttentionStruct, PlanStruct
+from outrider.kernels.cpu.library import AttentionStruct, CacheFormat, PlanStruct
 from outrider.kernels.cpu.state import library
-from outrider.kernels.vectors import VECTOR_FORMATS, packed_width, vector_dim
+from outrider.kernels.vectors import packed_width, vector_dim
+
+VECTOR_FORMATS = {
+    torch.float32: CacheFormat.CACHE_FLOAT32,
+    torch.bfloat16: CacheFormat.CACHE_BFLOAT16,
+    torch.int8: CacheFormat.CACHE_INT8,
+}
 
 
 class AttentionPlan:

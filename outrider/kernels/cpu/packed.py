@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.blocks import Blocks
-from outrider.kernels.cpu.library import PackedStruct, RowsStruct
+from outrider.kernels.cpu.library import Format, PackedStruct, RowsStruct
 from outrider.kernels.cpu.state import library
 
 # How a matrix is kept. The names in capitals are ggml's; see src/quant.hpp.
-_NAMES = "float32 bfloat16 float16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4"
-FORMATS = {name: number for number, name in enumerate(_NAMES.split())}
+FORMATS = {f.name.lower() if f <= Format.FLOAT16 else f.name: f.value for f in Format}
 # What float weights may be rounded to, and how it is kept.
 _ROUNDED = {"int8": "Q8_0", "int4": "Q4_0"}
 KINDS = ("float32", "bfloat16", "float16", *_ROUNDED)
-_SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_SOURCES = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16, torch.float16: Format.FLOAT16}
 LANES = 16
 MOST = 2**31 - 1
 """Native code counts in 32 bits."""

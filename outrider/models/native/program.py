@@ -19,30 +19,41 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import cpu as native
-from outrider.kernels.cpu.library import AnglesStruct, OpStruct, ProgramStruct
+from outrider.kernels.cpu.library import (
+    Activation,
+    AnglesStruct,
+    Finish,
+    Map,
+    Norm,
+    OpFlag,
+    OpKind,
+    OpStruct,
+    ProgramStruct,
+    Recurrence,
+    Router,
+)
 from outrider.kernels.cpu.packed import LANES, MOST, rounded
 from outrider.models.base import FINAL_NORM
 from outrider.models.dtypes import dtype_name
 from outrider.models.native.weights import WeightSource
 from outrider.models.rotary import power
 
-# Numbers that src/abi.hpp and src/program.hpp have, in their order.
-_KINDS = (
-    "embed", "norm", "linear", "heads", "rope", "store", "attend", "route", "experts", "gate", "map", "conv", "scan", "rows",
-    "given", "head",
-)  # fmt: skip
 _KEEPERS = ("store", "conv", "scan")  # what they write, later nodes read
-_FLAG_NAMES = ("add", "per_group", "interleaved", "normalised", "tap", "fresh", "fed", "same")
-_FLAGS = {name: 1 << i for i, name in enumerate(_FLAG_NAMES)}
-_STORE, _ADD = 0, 1
-_GATES = {"silu": 2, "swish": 2, "gelu_pytorch_tanh": 3}  # finishes of a linear over gate and up
+# By the names that configurations and families have for them: the finish of a linear over gate and up, and so on.
+_GATES = {"silu": Finish.SWIGLU, "swish": Finish.SWIGLU, "gelu_pytorch_tanh": Finish.GEGLU}
 _ACTIVATIONS = {
-    "identity": 0, "silu": 1, "swish": 1, "gelu_new": 3, "gelu_pytorch_tanh": 3, "relu2": 5, "sigmoid": 6,
-}  # fmt: skip
-_MAPS = {"linear": 0, "softplus": 1, "exp": 2, "sigmoid": 4}
-_ROUTERS = ("softmax_top", "top_softmax", "sigmoid_top")
-# Activations of experts. Those with relu2 have no gate.
-_EXPERT_GATES = {"silu": 1, "swish": 1, "gelu_pytorch_tanh": 3, "relu2": 5, "scaled_swish": 7}
+    "identity": Activation.IDENTITY,
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "relu2": Activation.RELU2,
+    "sigmoid": Activation.SIGMOID,
+}
+_MAPS = {"linear": Map.LINEAR_MAP, "softplus": Map.SOFTPLUS, "exp": Map.EXP, "sigmoid": Map.SIGMOID_MAP}
+# Of experts. Those with relu2 have no gate.
+_EXPERT_GATES = {name: _ACTIVATIONS[name] for name in ("silu", "swish", "gelu_pytorch_tanh", "relu2")}
+_EXPERT_GATES["scaled_swish"] = Activation.SWISH
 _WHEN = {"always": (), "features": ("fresh",), "fed": ("fed",)}
 # Rotary types whose frequencies do not depend on the length of the text.
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn", "proportional")
@@ -89,7 +100,7 @@ class _Op:
 
     def __post_init__(self) -> None:
         """Native code believes these numbers. Raises ValueError for one that no model has."""
-        if not all(type(n) is int and -MOST <= n <= MOST for n in self.i) or not all(map(math.isfinite, self.f)):
+        if not all(_is_whole(n) and -MOST <= n <= MOST for n in self.i) or not all(map(math.isfinite, self.f)):
             raise ValueError(f"{self.kind} in layer {self.layer} has the numbers {self.i} and {self.f}")
 
     @property
@@ -193,7 +204,8 @@ class Program:
         places, widths = _places(ops, self.widths)
         structs, keep = (OpStruct * len(ops))(), list[Any]()
         for struct, op in zip(structs, ops, strict=True):
-            struct.kind, struct.flags = _KINDS.index(op.kind), sum(_FLAGS[flag] for flag in op.flags)
+            struct.kind = OpKind[f"OP_{op.kind.upper()}"]
+            struct.flags = sum(OpFlag[f"OP_{flag.upper()}"] for flag in op.flags)
             for name, value in (("in", op.in_), ("other", op.other), ("out", op.out)):
                 view = (0, 0, 0) if value is None else (places[value.register], value.offset, value.width)
                 setattr(struct, name, (ctypes.c_int32 * 3)(*view))
@@ -221,6 +233,10 @@ class Program:
             self.vocab_size,
         )
         return program, (structs, keep, tables, width)
+
+
+def _is_whole(n: object) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool)
 
 
 def address(t: Tensor | None) -> int | None:
@@ -322,13 +338,13 @@ class Builder:
         weight = weight + 1 if weight is not None and one_added else weight
         place = self._place(out, add_to, x.width)
         flags = (*_WHEN[when], *(("per_group",) if per_group else ()), *(("add",) if add_to else ()))
-        numbers = (("rms", "layer").index(kind), group)
+        numbers = (Norm[f"{kind.upper()}_NORM"], group)
         return self._add("norm", flags=flags, in_=x, out=place, p=weight, q=bias, i=numbers, f=(eps,))
 
     def l2_norm(self, x: Value, *, group: int, eps: float) -> None:
         """Each group of numbers of x over the root of its sum of squares and eps, in place."""
         weight = torch.full((group,), group**-0.5)  # a root mean square has the number of them in it
-        self._add("norm", in_=x, out=x, p=weight, i=(0, group), f=(eps / group,))
+        self._add("norm", in_=x, out=x, p=weight, i=(Norm.RMS_NORM, group), f=(eps / group,))
 
     def linear(
         self,
@@ -348,7 +364,7 @@ class Builder:
         matrix = self.source.matrix(*names, paired=gate is not None)
         width = width or matrix.n
         self._check_matrix(names[0], matrix, 2 * rounded(width) if gate else width, x.width)
-        finish = _GATES[gate] if gate else _STORE if add_to is None else _ADD
+        finish = _GATES[gate] if gate else Finish.STORE if add_to is None else Finish.ADD
         place = self._place(out, add_to, width)
         return self._add("linear", flags=_WHEN[when], in_=x, out=place, matrices=(matrix,), i=(finish,), f=(factor,))
 
@@ -478,7 +494,7 @@ class Builder:
         if not 0 < k <= logits.width or (groups and (logits.width % groups or not 0 < kept_groups <= groups)):
             raise ValueError(f"{k} of {logits.width} experts cannot be chosen from {kept_groups} of {groups} groups")
         p, q = (None if name is None else self.vector(name, logits.width) for name in (correction, factors))
-        numbers = (_ROUTERS.index(kind), k, groups, kept_groups)
+        numbers = (Router[kind.upper()], k, groups, kept_groups)
         flags = ("normalised",) if normalised else ()
         return self._add(
             "route", flags=flags, in_=logits, out=self.value(2 * k), p=p, q=q, i=numbers, f=(scaling, added)
@@ -585,7 +601,7 @@ class Builder:
             )
         if more.width != 2 * heads:
             raise ValueError(f"{more.width} numbers are not beta and decay of {heads} heads")
-        numbers = (self._state(), 0, heads, keys, width, groups, 0)
+        numbers = (self._state(), Recurrence.DELTA_RULE, heads, keys, width, groups, 0)
         return self._add("scan", in_=x, other=more, out=self.value(heads * width), i=numbers, f=(factor,))
 
     def selective(
@@ -597,7 +613,7 @@ class Builder:
             raise ValueError(f"{x.width} numbers are not {heads} heads of {channels} and {groups} groups of {width}")
         if not step.width == len(a) == len(through) == heads:
             raise ValueError(f"{heads} heads have {step.width} steps, {len(a)} decays and {len(through)} factors")
-        numbers = (self._state(), 1, heads, channels, width, groups, 0)
+        numbers = (self._state(), Recurrence.SELECTIVE, heads, channels, width, groups, 0)
         return self._add(
             "scan", in_=x, other=step, out=self.value(heads * channels), p=a, q=through, i=numbers, f=(1.0,)
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.kernels import cpu as native
 from outrider.kernels.cpu.library import ChainsStruct, ChainStruct, ForwardStruct
 from outrider.kernels.cpu.packed import MOST
-from outrider.kernels.vectors import VECTOR_FORMATS, packed_width
+from outrider.kernels.vectors import packed_width
 from outrider.models.base import Chain, DrawnChain, Want
 from outrider.models.cache import KV_CACHE_DTYPES, SlotCache
 from outrider.models.native.program import Program
@@ -256,7 +256,7 @@ def _cell_dtype(cache: SlotCache) -> torch.dtype:
 
 
 def _cell_format(cache: SlotCache) -> int:
-    return VECTOR_FORMATS[_cell_dtype(cache)]
+    return native.VECTOR_FORMATS[_cell_dtype(cache)]
 
 
 def _explained(error: int, tokens: Tensor, parents: Tensor | None, vocab: int) -> ValueError:
