@@ -82,8 +82,8 @@ class SlotCache:
             self.layers.append((nothing, nothing))
         new = [i for i in shapes if not self.layers[i][0].shape[1]]
         wanted = [(self.num_slots, h, self.capacity, packed_width(d, dtype)) for i in new for h, d in shapes[i]]
-        made = _zeros(wanted, dtype, like.device)
-        for i, keys, values in zip(new, made[::2], made[1::2], strict=True):
+        tensors = _zeros(wanted, dtype, like.device)
+        for i, keys, values in zip(new, tensors[::2], tensors[1::2], strict=True):
             self.layers[i] = keys, values
         if new:
             self._cells.clear()

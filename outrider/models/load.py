@@ -105,8 +105,8 @@ def modules(loaded: Loaded) -> PreTrainedModel:
     if isinstance(loaded.source, nn.Module):
         return loaded.source
     with precision_gate.making():
-        found, _ = _read(LoadRequest(str(loaded.source), tokenizer=False, cache=False, modules=True))
-    return cast("PreTrainedModel", found.model)
+        read, _ = _read(LoadRequest(str(loaded.source), tokenizer=False, cache=False, modules=True))
+    return cast("PreTrainedModel", read.model)
 
 
 class Contents(NamedTuple):
@@ -193,8 +193,8 @@ def _request(
     where = _device(device, model)
     if quantization and (missing := why_no_kernels(where)):
         raise ValueError(f"quantization={quantization!r} needs the native CPU kernels: {missing}; leave it out")
-    own = isinstance(model, nn.Module)
-    name = model.config._name_or_path or type(model).__name__ if own else str(model)
+    is_object = isinstance(model, nn.Module)
+    name = model.config._name_or_path or type(model).__name__ if is_object else str(model)
     return LoadRequest(name, kind, where, quantization, tokenizer is None, **more)
 
 
@@ -228,8 +228,8 @@ def _made(
         sizes = pretrained.multiplied(raw), vocabulary(raw)
         reduced, head_ids = reduce(Contents(request.name, weights, *sizes, ends, tokenizer, not why_no_kernels(where)))
         weights = request.quantization or reduced or weights
-    own = source is not raw
-    model = pretrained.runnable(raw, own, where, weights, _kept(kv_cache_dtype, weights, where), head_ids)
+    kv_cache_dtype = _kept(kv_cache_dtype, weights, where)
+    model = pretrained.runnable(raw, source is not raw, where, weights, kv_cache_dtype, head_ids)
     return Loaded(model, request.name, tokenizer, ends, weights, source, read.config)
 
 
@@ -251,8 +251,8 @@ def _read(request: LoadRequest) -> tuple[ReadModel, str | None]:
     repacked = bool(files) or (request.quantization is not None and Path(path).is_dir())
     if request.cache and repacked and not why_no_kernels(request.device) and store.limit() > 0:
         pack_name = store.name_of(files[0] if files else path, request)
-        if found := store.restored(pack_name, request):
-            return found, None
+        if restored := store.restored(pack_name, request):
+            return restored, None
     from outrider.models import pretrained
 
     read = pretrained.read_gguf(request, files) if files else pretrained.read_folder(request, path)
@@ -358,15 +358,15 @@ def pack(
                 f"{model} runs by the modelling code of transformers ({loaded.model.path}), and a pack holds the program of a "
                 f"native model; load it as it is: outrider serve {model}"
             )
-        made = _contents_of(loaded, loaded.program)
-    return made.write(out)
+        contents = _contents_of(loaded, loaded.program)
+    return contents.write(out)
 
 
 def _contents_of(loaded: Loaded, program: Program, beside: bool = False) -> packs.PackContents:
     path = Path(str(loaded.source)).expanduser()
     source = str(path.resolve()) if path.exists() else str(loaded.source)
-    given = ReadModel(program, loaded.tokenizer, loaded.weights, loaded.end_ids, loaded.config)
-    return packs.contents(given, program, loaded.weights, source, beside)
+    content = ReadModel(program, loaded.tokenizer, loaded.weights, loaded.end_ids, loaded.config)
+    return packs.contents(content, program, loaded.weights, source, beside)
 
 
 def _keep(name: str, loaded: Loaded, seconds: float) -> None:

@@ -114,8 +114,8 @@ def rows_of(matrix: Matrix, rows: Tensor) -> Tensor | Blocks:
 
 def float_rows(matrix: Matrix, rows: Tensor) -> Tensor:
     """float32 [*rows.shape, in]. rows: int64, of any shape."""
-    found = dense(rows_of(matrix, rows.flatten()), torch.float32).float()
-    return found.view(*rows.shape, matrix.shape[1])
+    out = dense(rows_of(matrix, rows.flatten()), torch.float32).float()
+    return out.view(*rows.shape, matrix.shape[1])
 
 
 def packed(

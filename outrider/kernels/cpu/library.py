@@ -300,9 +300,9 @@ def load() -> tuple[Library | None, str | None]:
         )
     isa = os.environ.get("OUTRIDER_ISA")  # for tests: a slower variant than the processor's best
     if isa:
-        known = library.isas().decode().split()
-        if isa not in known:
-            return None, f"OUTRIDER_ISA must be one of {', '.join(known)}, got {isa!r}"
+        names = library.isas().decode().split()
+        if isa not in names:
+            return None, f"OUTRIDER_ISA must be one of {', '.join(names)}, got {isa!r}"
         if not library.select_isa(isa.encode()):
             return None, f"OUTRIDER_ISA={isa} was asked for and this processor does not have it"
     return library, None

@@ -117,10 +117,10 @@ class Packed:
         library().complete(self.struct)
         parts = [p.state() for p in self.parts]
         settings = {"formats": [*self.formats], "n": self.n, "k": self.k, "paired": bool(self.struct.alternate)}
-        buffers = {f"{i}.{name}": t for i, (_, own) in enumerate(parts) for name, t in own.items()}
+        buffers = {f"{i}.{name}": t for i, (_, tensors) in enumerate(parts) for name, t in tensors.items()}
         buffers |= {} if parts else {"data": self._data}
         buffers |= {} if self._bias is None else {"bias": self._bias}
-        return settings | {"parts": [given for given, _ in parts]}, buffers
+        return settings | {"parts": [part for part, _ in parts]}, buffers
 
     @classmethod
     def from_state(cls, settings: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> Packed:
@@ -158,10 +158,10 @@ class Packed:
 
     def converted(self, kind: str) -> Packed:
         """The same outputs and biases, with weights that are kept as `kind`."""
-        made = Packed([self.dense()], kind)
-        made._bias = self._bias
-        made._point(False)
-        return made
+        out = Packed([self.dense()], kind)
+        out._bias = self._bias
+        out._point(False)
+        return out
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -169,8 +169,8 @@ class Packed:
 
     @property
     def bytes(self) -> int:
-        own = sum(t.numel() * t.element_size() for t in (self._data, self._bias) if t is not None)
-        return own + sum(p.bytes for p in self.parts)
+        here = sum(t.numel() * t.element_size() for t in (self._data, self._bias) if t is not None)
+        return here + sum(p.bytes for p in self.parts)
 
     def linear(self, x: Tensor) -> Tensor:
         """float32 [..., in] -> float32 [..., out]."""

@@ -59,20 +59,20 @@ def architecture_of(file: GGUFFile) -> Architecture:
         )
     if not file.tensors:
         raise UnsupportedModel(f"{path} has no tensors, only a vocabulary; give the file of the model itself")
-    found = ARCHITECTURES[name]
+    family = ARCHITECTURES[name]
     if name == "granitehybrid" and file.get("rope.scaling.finetuned"):
         return _BAMBA
     if not file.get("expert_count"):
-        return found
+        return family
     return replace(
-        found, model_type=found.mixture or found.model_type, joined={**found.joined, **found.joined_with_experts}
+        family, model_type=family.mixture or family.model_type, joined={**family.joined, **family.joined_with_experts}
     )
 
 
 def config_of(file: GGUFFile) -> PretrainedConfig:
     """The configuration that transformers builds the model from. Raises ValueError or UnsupportedModel with the reason."""
     family = architecture_of(file)
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "vocab_size": file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else None,
         "hidden_size": _number(file, "embedding_length"),
         "num_hidden_layers": _number(file, "block_count") - file.get("nextn_predict_layers", 0),
@@ -85,12 +85,12 @@ def config_of(file: GGUFFile) -> PretrainedConfig:
         "quantization_level": file.quantization_level,
     }
     if family.attends:
-        given |= _attention(file, family)
-    if given["vocab_size"] is None:
+        settings |= _attention(file, family)
+    if settings["vocab_size"] is None:
         raise ValueError(f"{file.paths[0]} has no token_embd.weight; the file is not a whole model")
     try:
-        given |= family.more(file)
-        return AutoConfig.for_model(given.pop("model_type", family.model_type), **given)
+        settings |= family.more(file)
+        return AutoConfig.for_model(settings.pop("model_type", family.model_type), **settings)
     except Exception as error:  # each architecture checks its settings in its own way
         raise ValueError(f"the configuration in {file.paths[0]} does not fit a {family.model_type}: {error}") from error
 
@@ -135,11 +135,11 @@ def _number(file: GGUFFile, key: str, default: int | None = None) -> int:
 def _rotary(file: GGUFFile, head_dim: int, interleaved: bool) -> dict[str, Any]:
     """transformers' rope_parameters. Frequency factors of a tensor (rope_freqs) are applied to the built model."""
     rotary = _number(file, "rope.dimension_count", head_dim)
-    found: dict[str, Any] = {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base", 10000.0))}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base", 10000.0))}
     if rotary != head_dim:
         if interleaved:
             raise UnsupportedModel(f"{file.paths[0]} rotates {rotary} of {head_dim} dimensions, in interleaved pairs")
-        found["partial_rotary_factor"] = rotary / head_dim
+        rope["partial_rotary_factor"] = rotary / head_dim
     kind, factor = (
         file.get("rope.scaling.type", "none"),
         file.get("rope.scaling.factor", file.get("rope.scale_linear", 0.0)),
@@ -148,7 +148,7 @@ def _rotary(file: GGUFFile, head_dim: int, interleaved: bool) -> dict[str, Any]:
         kind = "linear"
     if "rope_factors_long.weight" in file.tensors:
         first = _number(file, "rope.scaling.original_context_length", _number(file, "context_length"))
-        return found | {
+        return rope | {
             "rope_type": "longrope",
             "long_factor": file.floats("rope_factors_long.weight").tolist(),
             "short_factor": file.floats("rope_factors_short.weight").tolist(),
@@ -156,17 +156,17 @@ def _rotary(file: GGUFFile, head_dim: int, interleaved: bool) -> dict[str, Any]:
             "attention_factor": file.get("rope.scaling.attn_factor"),
         }
     if kind == "none" or not factor:
-        return found
+        return rope
     if kind == "linear":
-        return found | {"rope_type": "linear", "factor": float(factor)}
+        return rope | {"rope_type": "linear", "factor": float(factor)}
     if kind != "yarn":
         raise UnsupportedModel(f"{file.paths[0]} has rotary scaling {kind!r}; outrider knows linear, yarn and longrope")
     first = _number(file, "rope.scaling.original_context_length")
-    found |= {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": first}
+    rope |= {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": first}
     for key, name in _YARN.items():
         if (value := file.get(f"rope.scaling.{key}")) is not None:
-            found[name] = float(value)
-    return found
+            rope[name] = float(value)
+    return rope
 
 
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor"}
@@ -193,8 +193,8 @@ def _mistral3(file: GGUFFile) -> dict[str, Any]:
     if not (beta := file.get("attention.temperature_scale")):
         return _llama(file) | {"model_type": "mistral"}
     share = file.get("rope.scaling.yarn_log_multiplier", 0.0)
-    own = {"llama_4_scaling_beta": beta, "mscale": 1.0, "mscale_all_dim": share}
-    return {"rope_parameters": _rotary(file, _number(file, "attention.key_length"), False) | own}
+    scaling = {"llama_4_scaling_beta": beta, "mscale": 1.0, "mscale_all_dim": share}
+    return {"rope_parameters": _rotary(file, _number(file, "attention.key_length"), False) | scaling}
 
 
 def _local_experts(file: GGUFFile) -> dict[str, Any]:
@@ -442,8 +442,8 @@ def _olmo2(file: GGUFFile) -> dict[str, Any]:
     if not file.get("attention.sliding_window"):
         return {}
     plain = {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base", 10000.0))}
-    own = {"full_attention": _rotary(file, 1, False) | {"partial_rotary_factor": 1.0}, "sliding_attention": plain}
-    return _windows(file) | {"model_type": "olmo3", "rope_parameters": own}
+    ropes = {"full_attention": _rotary(file, 1, False) | {"partial_rotary_factor": 1.0}, "sliding_attention": plain}
+    return _windows(file) | {"model_type": "olmo3", "rope_parameters": ropes}
 
 
 def _olmo(file: GGUFFile) -> dict[str, Any]:

@@ -146,9 +146,9 @@ class HFModel(LanguageModel):
         nodes = nodes.to(self.device)
         nodes.cache.reserve(nodes.slots, nodes.total)
         arguments: dict[str, Any] = {}
-        kept = sorted(set(nodes.last)) if want == "last" else [0]
+        wanted = sorted(set(nodes.last)) if want == "last" else [0]
         if want != "all" and self._keeps:
-            arguments["logits_to_keep"] = torch.tensor(kept, device=self.device)
+            arguments["logits_to_keep"] = torch.tensor(wanted, device=self.device)
         self._scale_ropes(nodes.cache.max_length)
         self._call.nodes = nodes
         inner = self._route is AttentionRoute.INTERFACE
@@ -165,8 +165,10 @@ class HFModel(LanguageModel):
         if want == "none":
             logits = logits[:, :0]
         elif want == "last":
-            at = [kept.index(n) for n in nodes.last] if self._keeps else nodes.last
-            logits = logits[torch.arange(len(nodes.slots)), at][:, None] if len(kept) > 1 or not self._keeps else logits
+            at = [wanted.index(n) for n in nodes.last] if self._keeps else nodes.last
+            logits = (
+                logits[torch.arange(len(nodes.slots)), at][:, None] if len(wanted) > 1 or not self._keeps else logits
+            )
         return Output(logits, features)
 
     def _run(self, taps: tuple[int, ...], **arguments: Any) -> tuple[Tensor, Tensor | None]:
@@ -282,10 +284,10 @@ class HFModel(LanguageModel):
             with self._by_itself() as model:
                 options = {"use_cache": True} if self.recurrences.layers else {}
                 out = model(input_ids=torch.tensor([[a, b, c, d]], device=self.device), **options)
-                own, kept = out.logits[0].float(), getattr(out, self._cache_name, None)
+                expected, cache = out.logits[0].float(), getattr(out, self._cache_name, None)
         except Exception as error:
             raise UnsupportedModel(f"{type(self.model).__name__} does not run by itself: {error!r}") from error
-        self.recurrences.learn(kept)
+        self.recurrences.learn(cache)
         errors = list[Exception]()
         for route, by_node in self._routes():
             self._install(route)
@@ -294,11 +296,11 @@ class HFModel(LanguageModel):
             self._call.attended.clear()
             self.recurrences.scanned.clear()
             try:
-                equal = self._check(ids, own)
+                equal = self._check(ids, expected)
             except Exception as error:  # a model's code may raise anything for arguments that it does not know
                 errors.append(error)
                 continue
-            if self._call.attended | self.recurrences.scanned >= self._reading(kept):
+            if self._call.attended | self.recurrences.scanned >= self._reading(cache):
                 break
         else:
             said = (error for error in errors if isinstance(error, ValueError))
@@ -414,11 +416,11 @@ def _why_not_by_node(model: PreTrainedModel) -> str | None:
     recurrent = [module for module in model.modules() if stores_state(module)]
     if any(attends(module) for module in recurrent):
         return "it keeps a state within its attention"
-    known = not any("_attention" in kind and kind != "linear_attention" for kind in odd)
-    if not (recurrent and known) and (odd or getattr(model, "_is_stateful", False)):
+    plain = not any("_attention" in kind and kind != "linear_attention" for kind in odd)
+    if not (recurrent and plain) and (odd or getattr(model, "_is_stateful", False)):
         return f"it has {' and '.join(odd) or 'a recurrent state'}"
-    if (kept := getattr(text, "keep_window_size", None)) and kept < text.max_position_embeddings:
-        return f"it attends to {kept} tokens that it chooses by their values"
+    if (size := getattr(text, "keep_window_size", None)) and size < text.max_position_embeddings:
+        return f"it attends to {size} tokens that it chooses by their values"
     if getattr(text, "alibi", False) or text.model_type in ("bloom", "mpt"):
         return "it uses ALiBi biases"
     return None
@@ -453,8 +455,10 @@ def _keep_head_(model: PreTrainedModel, ids: Tensor) -> None:
 
 def _more_than_linear(module: nn.Module) -> bool:
     """Whether a module inherits from nn.Linear and changes its product (the routers of Phi-MoE and Llama 4)."""
-    own = type(module).forward
-    return isinstance(module, nn.Linear) and own is not nn.Linear.forward and type(module).__name__ != "FalconLinear"
+    forward = type(module).forward
+    return (
+        isinstance(module, nn.Linear) and forward is not nn.Linear.forward and type(module).__name__ != "FalconLinear"
+    )
 
 
 def _activations_float32_(model: nn.Module) -> None:
@@ -478,8 +482,8 @@ def _activations_float32_(model: nn.Module) -> None:
 
 def _configs(model: PreTrainedModel) -> list[Any]:
     """Every distinct config object in the model. Each module reads the attention implementation from its own."""
-    found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    return list(found.values())
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    return list(configs.values())
 
 
 __all__ = ["HFModel", "UnsupportedModel", "refuse", "shared_copy"]

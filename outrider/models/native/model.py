@@ -64,13 +64,13 @@ def build(kind: str, config: Any, source: ModuleSource | StoredSource) -> Progra
     if type(max_length) is not int or max_length < 1:
         raise ValueError(f"max_position_embeddings is {max_length!r}")
     family(builder, settings)
-    made, mtp = replace(builder.program(), max_length=max_length), None
+    program, mtp = replace(builder.program(), max_length=max_length), None
     if (part := source.part(MTP)) is not None:
         further = MtpBuilder(part, before_norm=kind in BEFORE_NORM)
         family(further, OneLayer(settings))
         mtp = replace(further.program(), max_length=max_length)
     facts = {"kind": kind, "config": settings.read, "numbers": source.facts, "vocab_size": source.vocab_size}
-    return replace(made, facts=facts, named=source.named, mtp=mtp)
+    return replace(program, facts=facts, named=source.named, mtp=mtp)
 
 
 def stored(facts: Mapping[str, Any], named: Mapping[str, Any]) -> Program:
@@ -93,11 +93,11 @@ def supports(model: PreTrainedModel) -> str | None:
         program = build(type(model).__name__, model.config, ShapeSource(model, "auto", False, None))
     except (ValueError, KeyError, AttributeError) as error:
         return str(error)
-    given, usual = model.config.to_dict(), type(model.config)().to_dict()
-    known = {*program.facts["config"], *_WITHOUT_EFFECT.split()}
+    settings, usual = model.config.to_dict(), type(model.config)().to_dict()
+    read = {*program.facts["config"], *_WITHOUT_EFFECT.split()}
     for name in usual:
-        if name not in known and name[0] != "_" and "dropout" not in name and given.get(name) != usual[name]:
-            return f"it does not know the setting {name} = {given.get(name)}"
+        if name not in read and name[0] != "_" and "dropout" not in name and settings.get(name) != usual[name]:
+            return f"it does not know the setting {name} = {settings.get(name)}"
     return None
 
 
@@ -173,9 +173,9 @@ class NativeModel(LanguageModel):
         return float_rows(self.program.table, tokens)
 
     def head_rows(self, tokens: Tensor) -> Tensor:
-        kept = self.program.head_ids
-        places = tokens if kept is None else torch.searchsorted(kept, tokens)
-        if kept is not None and not torch.equal(kept[places.clamp_max(len(kept) - 1)], tokens):
+        ids = self.program.head_ids
+        places = tokens if ids is None else torch.searchsorted(ids, tokens)
+        if ids is not None and not torch.equal(ids[places.clamp_max(len(ids) - 1)], tokens):
             raise ValueError(
                 "the output head of this model does not keep some of these tokens; load it without head_ids"
             )

@@ -40,8 +40,8 @@ class OneLayer:
         self._config, self._changes = config, changes(config)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._config, name)
-        return self._changes.get(name, found)
+        value = getattr(self._config, name)
+        return self._changes.get(name, value)
 
 
 @dataclass

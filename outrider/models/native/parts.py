@@ -48,9 +48,9 @@ def decoder(
         h = x
         for part, before, after in sublayers:
             h = b.norm(x, f"{layer}.{before}", **norm) if before else h
-            made = part(h, None if after else x, layer)
+            result = part(h, None if after else x, layer)
             if after:
-                b.norm(made, f"{layer}.{after}", **norm, add_to=x)
+                b.norm(result, f"{layer}.{after}", **norm, add_to=x)
     b.head(b.norm(x, last, **norm), factor=logits, softcap=softcap)
 
 
@@ -101,8 +101,8 @@ def residual_factor(c: Any) -> float:
 def angles(b: Builder, c: Any) -> Angles:
     """Of models with one table, with one for each type of layers, or with layers that rotate nothing."""
     if "full_attention" in c.rope_parameters:
-        made = {kind: b.rotary(c.rope_parameters[kind], kind) for kind in sorted({*c.layer_types})}
-        return lambda layer: made[c.layer_types[layer]]
+        tables = {kind: b.rotary(c.rope_parameters[kind], kind) for kind in sorted({*c.layer_types})}
+        return lambda layer: tables[c.layer_types[layer]]
     table, rotated = b.rotary(c.rope_parameters), getattr(c, "no_rope_layers", None)
     return lambda layer: table if rotated is None or rotated[layer] else None
 
@@ -110,8 +110,13 @@ def angles(b: Builder, c: Any) -> Angles:
 def attends(b: Builder, c: Any, tables: Angles | None, name: str = "self_attn", **settings: Any) -> Part:
     """`attention` as the configuration says it. tables: None if it rotates nothing. settings: others of `attention`."""
     dim = head_dim(c)
-    own = {"heads": c.num_attention_heads, "kv_heads": c.num_key_value_heads, "dim": dim, "factor": residual_factor(c)}
-    settings = {**own, "scale": float(getattr(c, "attention_multiplier", dim**-0.5)), **settings}
+    defaults = {
+        "heads": c.num_attention_heads,
+        "kv_heads": c.num_key_value_heads,
+        "dim": dim,
+        "factor": residual_factor(c),
+    }
+    settings = {**defaults, "scale": float(getattr(c, "attention_multiplier", dim**-0.5)), **settings}
 
     def part(h: Value, x: Any, layer: str) -> Value:
         table = None if tables is None else tables(b.layer)
@@ -159,8 +164,8 @@ def attention(
     for part, norm, turned in zip((query, key), norms, tables, strict=True):
         if b.has(f"{name}.{norm}"):
             group = 0 if whole else dim
-            own = f"{name}.{norm}"
-            b.norm(part, own, eps=eps, kind=kind, group=group, per_group=per_group, one_added=one_added, out=part)
+            place = f"{name}.{norm}"
+            b.norm(part, place, eps=eps, kind=kind, group=group, per_group=per_group, one_added=one_added, out=part)
         if turned is not None:
             b.rope(part, turned, dim, interleaved=interleaved)
     cache = b.store(key, value, kv_heads)
@@ -190,24 +195,24 @@ def mamba2(
     inner, shared = heads * channels, groups * width
 
     def part(h: Value, x: Any, layer: str) -> None:
-        own = f"{layer}.{name}"
-        made = b.linear(h, f"{own}.in_proj", width=2 * inner + 2 * shared + heads)
+        module = f"{layer}.{name}"
+        joint = b.linear(h, f"{module}.in_proj", width=2 * inner + 2 * shared + heads)
         if scale is not None:
-            b.map(made, "linear", scale=scale, out=made)
-        gate, mixed, step = made.split(inner, inner + 2 * shared, heads)
-        convolved = b.conv(mixed, f"{own}.conv1d", activation=activation)
-        step = b.map(step, "softplus", shift=b.vector(f"{own}.dt_bias", heads))
-        decay, through = -b.vector(f"{own}.A_log", heads).exp(), b.vector(f"{own}.D", heads)
+            b.map(joint, "linear", scale=scale, out=joint)
+        gate, mixed, step = joint.split(inner, inner + 2 * shared, heads)
+        convolved = b.conv(mixed, f"{module}.conv1d", activation=activation)
+        step = b.map(step, "softplus", shift=b.vector(f"{module}.dt_bias", heads))
+        decay, through = -b.vector(f"{module}.A_log", heads).exp(), b.vector(f"{module}.D", heads)
         y = b.selective(
             convolved, step, a=decay, through=through, heads=heads, channels=channels, width=width, groups=groups
         )
-        normed = b.has(f"{own}.norm")
+        normed = b.has(f"{module}.norm")
         if normed and norm_first:
-            b.norm(y, f"{own}.norm", eps=eps, group=norm_group, per_group=True, out=y)
+            b.norm(y, f"{module}.norm", eps=eps, group=norm_group, per_group=True, out=y)
         b.gate(gate, y, "silu", out=y)
         if normed and not norm_first:
-            b.norm(y, f"{own}.norm", eps=eps, group=norm_group, per_group=True, out=y)
-        b.linear(y, f"{own}.out_proj", width=x.width, factor=factor, add_to=x)
+            b.norm(y, f"{module}.norm", eps=eps, group=norm_group, per_group=True, out=y)
+        b.linear(y, f"{module}.out_proj", width=x.width, factor=factor, add_to=x)
 
     return part
 
@@ -282,14 +287,16 @@ def mixture(
     function, chosen, factor = activation or c.hidden_act, k or c.num_experts_per_tok, residual_factor(c)
 
     def part(h: Value, x: Any, layer: str) -> None:
-        own = f"{layer}.{name}"
-        added = None if correction is None else f"{own}.{correction}"
-        routed = b.route(b.linear(h, f"{own}.{router}", width=count), k=chosen, correction=added, **routing)
+        module = f"{layer}.{name}"
+        added = None if correction is None else f"{module}.{correction}"
+        routed = b.route(b.linear(h, f"{module}.{router}", width=count), k=chosen, correction=added, **routing)
         settings = {"count": count, "width": width, "activation": function, "factor": factor, **clamp}
         if not latent:
-            b.experts(h, routed, f"{own}.experts", add_to=x, **settings)
+            b.experts(h, routed, f"{module}.experts", add_to=x, **settings)
             return
-        made = b.experts(b.linear(h, f"{own}.fc1_latent_proj", width=latent), routed, f"{own}.experts", **settings)
-        b.linear(made, f"{own}.fc2_latent_proj", width=x.width, add_to=x)
+        result = b.experts(
+            b.linear(h, f"{module}.fc1_latent_proj", width=latent), routed, f"{module}.experts", **settings
+        )
+        b.linear(result, f"{module}.fc2_latent_proj", width=x.width, add_to=x)
 
     return part

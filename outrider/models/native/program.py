@@ -246,7 +246,7 @@ def address(t: Tensor | None) -> int | None:
 def _places(ops: Sequence[_Op], widths: Sequence[int]) -> tuple[dict[int, int], list[int]]:
     """A place for each register, and the widths of places. Registers of one width that live one after another share one."""
     lasts = {value.register: n for n, op in enumerate(ops) for value in op.values}
-    places, made, free = dict[int, int](), list[int](), dict[int, list[int]]()
+    places, sizes, free = dict[int, int](), list[int](), dict[int, list[int]]()
     for n, op in enumerate(ops):
         for value in op.values:
             register = value.register
@@ -256,11 +256,11 @@ def _places(ops: Sequence[_Op], widths: Sequence[int]) -> tuple[dict[int, int], 
             if free.get(width):
                 places[register] = free[width].pop()
             else:
-                places[register] = len(made)
-                made.append(width)
+                places[register] = len(sizes)
+                sizes.append(width)
         for register in {value.register for value in op.values if lasts[value.register] == n}:
             free.setdefault(widths[register], []).append(places[register])
-    return places, made
+    return places, sizes
 
 
 @dataclass
@@ -459,10 +459,10 @@ class Builder:
         """Attention over the keys and values of a layer of the cache. window: tokens that a node sees; 0: all. softcap: of the
         scores; 0: none. sinks: the name of the parameter [heads]. value_dim: numbers of a key that are its value, if the cache
         has no values."""
-        kv_heads, dim, own = self._cells[cache]
-        if not 0 < (own or value_dim) <= max(own, dim):
+        kv_heads, dim, width = self._cells[cache]
+        if not 0 < (width or value_dim) <= max(width, dim):
             raise ValueError(f"a value is {value_dim} of the {dim} numbers of a key")
-        flags, value_dim = () if own else ("same",), own or value_dim
+        flags, value_dim = () if width else ("same",), width or value_dim
         if heads % kv_heads:
             raise ValueError(f"{kv_heads} heads of keys do not divide {heads} heads")
         if query.width != heads * dim or window < 0:
@@ -676,12 +676,12 @@ class Builder:
 
     def vector(self, name: str, size: int = 0) -> Tensor:
         """A parameter of one dimension. size: its numbers; 0: as the weights have it. Raises ValueError if it is not there."""
-        found = self.source.tensor(name)
-        if found is None:
+        tensor = self.source.tensor(name)
+        if tensor is None:
             raise ValueError(f"{name} is not there")
-        if found.numel() != (size or found.numel()) or found.dtype != torch.float32:
-            raise ValueError(f"{name} is {found.dtype} {list(found.shape)}, and the settings say float32 [{size}]")
-        return found.flatten()
+        if tensor.numel() != (size or tensor.numel()) or tensor.dtype != torch.float32:
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, and the settings say float32 [{size}]")
+        return tensor.flatten()
 
     def _check_matrix(self, name: str, given: native.Packed, n: int, k: int) -> None:
         if (given.n, given.k) != (n, k):

@@ -58,8 +58,8 @@ class QuantisedWeight:
             return None
         scales = self.scales[:, group[:, 0]]
         values = self.values.view(rows, -1, _BLOCK)
-        if (found := _mxfp4(values, scales)) is not None:
-            return Blocks(found, "MXFP4", columns)
+        if (packed := _mxfp4(values, scales)) is not None:
+            return Blocks(packed, "MXFP4", columns)
         halves = scales.half()
         if not torch.equal(halves.float(), scales.float()):
             return None

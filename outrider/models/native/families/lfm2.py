@@ -23,8 +23,8 @@ def lfm2(b: Builder, c: Any) -> None:
     attention = attends(b, c, lambda layer: table, eps=eps, norms=names, out="out_proj")
 
     def convolution(h: Value, x: Any, layer: str) -> None:
-        made = b.linear(h, f"{layer}.conv.in_proj", width=3 * x.width)
-        before, after, read = made.split(x.width, x.width, x.width)
+        joint = b.linear(h, f"{layer}.conv.in_proj", width=3 * x.width)
+        before, after, read = joint.split(x.width, x.width, x.width)
         b.gate(before, read, "identity", out=read)
         convolved = b.conv(read, f"{layer}.conv.conv")
         b.gate(after, convolved, "identity", out=convolved)

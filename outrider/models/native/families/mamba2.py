@@ -140,8 +140,8 @@ def granite_hybrid(b: Builder, c: Any) -> None:
 @family("BambaForCausalLM")
 def bamba(b: Builder, c: Any) -> None:
     """norm, mixer or attention, residual, norm, gated MLP, residual."""
-    own = c.attn_layer_indices or ()
-    kinds = ["attention" if i in own else "mamba" for i in range(c.num_hidden_layers)]
+    attending = c.attn_layer_indices or ()
+    kinds = ["attention" if i in attending else "mamba" for i in range(c.num_hidden_layers)]
     part = by_kind(b, kinds, mamba=_mixer(b, c), attention=attends(b, c, angles(b, c)))
     first, second = Sublayer(part, "input_layernorm"), Sublayer(mlp(b, c, "feed_forward"), "pre_ff_layernorm")
     decoder(b, c, first, second, last="model.final_layernorm", eps=float(c.rms_norm_eps))
