@@ -12,8 +12,11 @@ from torch import Tensor
 class Blocks:
     """A matrix [out, in] in one of ggml's block formats.
 
-    data: uint8 [out, bytes of a row]; it may be a view of a mapped file. format: ggml's name of the format, such as "Q4_K".
-    columns: the `in` of the shape. order: int64 [out], row i of the matrix is row order[i] of `data`; None: as stored.
+    Args:
+        data: uint8 [out, bytes of a row]; it may be a view of a mapped file.
+        format: ggml's name of the format, such as "Q4_K".
+        columns: the `in` of the shape.
+        order: int64 [out], row i of the matrix is row order[i] of `data`; None: as stored.
     """
 
     data: Tensor

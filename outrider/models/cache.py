@@ -38,13 +38,14 @@ _LINE = 64  # bytes: a tensor begins at a multiple
 class SlotCache:
     """Keys and values of every layer, and the states of recurrent layers.
 
-    layers: (keys, values) of each layer, both [slot, kv_head, cell, head_dim]. They are made on first use; a layer without
-    keys has no kv_head. With another dtype than "auto" the last dim is that of `outrider.kernels.vectors`.
-    states: of recurrent layers, by a key that the model chooses. Empty without such layers.
-    dtype: how keys and values are kept, a name of KV_CACHE_DTYPES.
-    length: committed tokens of each slot. A committed token at position n is in cell n.
-    max_length: tokens that a slot may commit. The scratch of a step comes on top.
-    capacity: cells that each slot has now.
+    Args:
+        layers: (keys, values) of each layer, both [slot, kv_head, cell, head_dim]. They are made on first use; a layer without
+            keys has no kv_head. With another dtype than "auto" the last dim is that of `outrider.kernels.vectors`.
+        states: of recurrent layers, by a key that the model chooses. Empty without such layers.
+        dtype: how keys and values are kept, a name of KV_CACHE_DTYPES.
+        length: committed tokens of each slot. A committed token at position n is in cell n.
+        max_length: tokens that a slot may commit. The scratch of a step comes on top.
+        capacity: cells that each slot has now.
     """
 
     def __init__(

@@ -60,9 +60,14 @@ class StoredTensor(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """stored: the precision that most weights have, or "gguf" for blocks. matrices: number of weights that can be kept at
-    another precision. rest: bytes of the others (embeddings, norms), which stay as they are. blocks: bytes of the matrices as
-    blocks."""
+    """What a model needs of memory.
+
+    Args:
+        stored: the precision that most weights have, or "gguf" for blocks.
+        matrices: number of weights that can be kept at another precision.
+        rest: bytes of the others (embeddings, norms), which stay as they are.
+        blocks: bytes of the matrices as blocks.
+    """
 
     stored: str
     matrices: int

@@ -44,8 +44,14 @@ _READ_SPEED, _WORTH_SECONDS, _WORTH_BYTES = 1e9, 1.0, 50e6
 class Loaded:
     """A model that is ready to run.
 
-    name: as given to `load`. end_ids: the end tokens. weights: the precision of the weights. source: what `load` was given; a
-    second copy with another precision is loaded from it. config: the model's configuration of transformers.
+    Args:
+        model: what runs.
+        name: as given to `load`.
+        tokenizer: None if it has none.
+        end_ids: the end tokens.
+        weights: the precision of the weights.
+        source: what `load` was given; a second copy with another precision is loaded from it.
+        config: the model's configuration of transformers.
     """
 
     model: LanguageModel
@@ -112,9 +118,14 @@ def modules(loaded: Loaded) -> PreTrainedModel:
 class Contents(NamedTuple):
     """What is known of a model before its weights are packed.
 
-    name: as given to `load`. stored: the precision in which its weights would be kept. weights: numbers in the matrices that
-    a forward of one token multiplies with, all experts counted. quantizable: whether int8 and int4 weights can be used
-    here.
+    Args:
+        name: as given to `load`.
+        stored: the precision in which its weights would be kept.
+        weights: numbers in the matrices that a forward of one token multiplies with, all experts counted.
+        vocab_size: tokens of the output head.
+        end_ids: the end tokens.
+        tokenizer: None if it has none.
+        quantizable: whether int8 and int4 weights can be used here.
     """
 
     name: str
@@ -142,11 +153,15 @@ def load(
 ) -> Loaded:
     """Load a model.
 
-    model: a built-in name, a folder, a GGUF file, a hub name, `owner/name:file.gguf` on the hub, or a model object. tokenizer: an
-    object, or a name or path as for the model; None for the model's own. dtype: "auto" keeps the precision of the checkpoint.
-    quantization: "int8" or "int4" weights, on the CPU. kv_cache_dtype: "float32", "bfloat16" or "int8" keys and values;
-    "auto" is bfloat16 on the CPU, and float32 where the weights are, too.
-    reduce: decides what a draft model can do without, once its sizes are known. Its quantization counts if none is given here.
+    Args:
+        model: a built-in name, a folder, a GGUF file, a hub name, `owner/name:file.gguf` on the hub, or a model object.
+        tokenizer: an object, or a name or path as for the model; None for the model's own.
+        dtype: "auto" keeps the precision of the checkpoint.
+        device: "cpu" or "cuda"; "auto" is that of a model object, else a GPU if there is one.
+        quantization: "int8" or "int4" weights, on the CPU.
+        kv_cache_dtype: "float32", "bfloat16" or "int8" keys and values; "auto" is bfloat16 on the CPU, and float32 where the
+            weights are, too.
+        reduce: decides what a draft model can do without, once its sizes are known. Its quantization counts if none is given.
 
     Raises FileNotFoundError, ConnectionError, ValueError, MemoryError or UnsupportedModel. The message says what would work. It
     is raised before anything large is done.
@@ -342,8 +357,13 @@ def pack(
 ) -> int:
     """Save a model as the kernels keep it. `load(folder)` then starts without quantising. Returns the bytes of the folder.
 
-    model, dtype, quantization: as for `load`. folder: a new or empty folder, or an older pack, which is replaced. Raises
-    FileExistsError for another folder, and what `load` raises.
+    Args:
+        model: as for `load`.
+        folder: a new or empty folder, or an older pack, which is replaced.
+        dtype: as for `load`.
+        quantization: as for `load`.
+
+    Raises FileExistsError for another folder, and what `load` raises.
     """
     out = Path(folder).expanduser()
     if out.exists() and not (out.is_dir() and (packs.is_pack(out) or not any(out.iterdir()))):

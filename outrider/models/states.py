@@ -119,8 +119,14 @@ class LayerStates:
     ) -> Tensor:
         """Move the states on by the new nodes, each from the state after its parent. The nodes are in the scratch then.
 
-        slots, trees, count: `slots`, `parent_lists` and `count` of `Nodes`. inputs: what each node reads, [batch * node, ...]
-        each. Returns the outputs, [batch * node, ...]; zeros for padding.
+        Args:
+            slots: `slots` of `Nodes`.
+            trees: their `parent_lists`.
+            count: their `count`.
+            advance: moves states on along chains.
+            inputs: what each node reads, [batch * node, ...] each.
+
+        Returns the outputs, [batch * node, ...]; zeros for padding.
         """
         chains, row_of = list[_Growing](), dict[tuple[int, int], int]()
         # By slot and node: what chains begin with; None until it is known.

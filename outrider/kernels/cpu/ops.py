@@ -22,9 +22,14 @@ VECTOR_FORMATS = {
 class AttentionPlan:
     """The nodes of one forward: what each attends to, and where its keys are. Made once, used by every layer.
 
-    rows: cache slot of each batch entry. lengths: committed tokens of each. nodes: new nodes of each, padding included.
-    parents: int64 [batch, held + nodes] (root -1, padding -2), None for a full chain. held: nodes that the scratch holds
-    already. The new nodes come after them, and any of them may be a parent. Raises ValueError for parents that do not fit.
+    Args:
+        rows: cache slot of each batch entry.
+        lengths: committed tokens of each.
+        nodes: new nodes of each, padding included.
+        parents: int64 [batch, held + nodes], -1 for the root and -2 for padding; None for a full chain.
+        held: nodes that the scratch holds already. The new nodes come after them, and any of them may be a parent.
+
+    Raises ValueError for parents that do not fit.
     """
 
     def __init__(

@@ -29,15 +29,19 @@ _MIXED = -1
 class Packed:
     """y = x W^T + b for one or more weight matrices side by side. A row has the same bits for any number of rows.
 
-    weights: matrices [out, in] over the same inputs: float32, bfloat16 or float16 tensors of any strides (pass `w.T` of a
-    [in, out] one), or `Blocks`, which keep their own format. kind: how tensors are kept, one of KINDS. biases: one per matrix,
-    or None. paired: two matrices whose blocks of 16 outputs alternate (gate and up).
-
     int8 and int4 have one float16 scale per 32 inputs of an output. Quantised weights meet activations that are rounded in
-    blocks of 32: to 8 bits, or to 16 bits for weights of 8 bits. Raises ValueError for matrices that do not fit.
+    blocks of 32: to 8 bits, or to 16 bits for weights of 8 bits.
 
-    later: pack when a forward first needs the matrix, into memory of this reserve. The weights are then `Blocks` of mapped files,
-    as stored, whose pages are given back once they are packed.
+    Args:
+        weights: matrices [out, in] over the same inputs: float32, bfloat16 or float16 tensors of any strides (pass `w.T` of
+            a [in, out] one), or `Blocks`, which keep their own format.
+        kind: how tensors are kept, one of KINDS.
+        biases: one per matrix, or None.
+        paired: two matrices whose blocks of 16 outputs alternate (gate and up).
+        later: pack when a forward first needs the matrix, into memory of this reserve. The weights are then `Blocks` of
+            mapped files, as stored, whose pages are given back once they are packed.
+
+    Raises ValueError for matrices that do not fit.
     """
 
     def __init__(

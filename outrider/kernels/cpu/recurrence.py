@@ -24,9 +24,15 @@ def delta_rule(
 ) -> tuple[Tensor, list[list[Tensor | None]]]:
     """The gated delta rule (Yang et al. 2024, equation 10): S <- decay S; S <- S + key beta (value - key^T S)^T; out = query^T S.
 
-    query, key: float32 [row, head, key]. value: float32 [row, head, width]. decay: float32 [row, head], or [row, head, key] (Kimi
-    Linear). beta: float32 [row, head]. starts: float32 [head, key, width], the state before the first node of each chain.
-    chains: the rows of the nodes of each chain. wanted: whether the state after each of them is returned.
+    Args:
+        query: float32 [row, head, key].
+        key: float32 [row, head, key].
+        value: float32 [row, head, width].
+        decay: float32 [row, head], or [row, head, key] (Kimi Linear).
+        beta: float32 [row, head].
+        starts: float32 [head, key, width], the state before the first node of each chain.
+        chains: the rows of the nodes of each chain.
+        wanted: whether the state after each of them is returned.
 
     Returns float32 [row, head, width], zeros for rows of no chain, and the states. Nodes of a chain have the bits that they have
     one by one. Raises ValueError for tensors that do not fit.
@@ -58,8 +64,17 @@ def selective(
 ) -> tuple[Tensor, list[list[Tensor | None]]]:
     """The selective state space of Mamba (Gu and Dao 2023, algorithm 2). S <- exp(step a) S + (step b) x; out = S c.
 
-    x, step: float32 [row, channel]. a: float32 [channel], or [channel, width]. b, c: float32 [row, group, width]. starts: float32
-    [channel, width]. The others, what is returned, and the errors are as in `delta_rule`; the result is [row, channel].
+    Args:
+        x: float32 [row, channel].
+        step: float32 [row, channel].
+        a: float32 [channel], or [channel, width].
+        b: float32 [row, group, width].
+        c: float32 [row, group, width].
+        starts: float32 [channel, width], as in `delta_rule`.
+        chains: as in `delta_rule`.
+        wanted: as in `delta_rule`.
+
+    Returns what `delta_rule` returns, with a result [row, channel], and raises what it raises.
     """
     rows, channels = x.shape
     groups, width = b.shape[1:]

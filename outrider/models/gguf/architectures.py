@@ -23,12 +23,18 @@ from outrider.models.hf.hooks import UnsupportedModel
 class Architecture:
     """How a family of models is stored.
 
-    model_type: transformers' name. mixture: that of files with experts. interleaved: the rows of q and k are in the order of
-    interleaved rotary pairs. one_added: the norms are stored as w + 1. biases_by_tensor: a linear has a bias if the file has
-    one for it. more: settings of this family beside the common ones. attends: some layers have attention. joined: the end of a
-    module's name -> those of the modules that the gguf package knows in its place; of several, the rows follow one another.
-    joined_with_experts: others of files with experts.
-    order: of rows or numbers, see `hybrids`.
+    Args:
+        model_type: transformers' name.
+        mixture: that of files with experts.
+        interleaved: the rows of q and k are in the order of interleaved rotary pairs.
+        one_added: the norms are stored as w + 1.
+        biases_by_tensor: a linear has a bias if the file has one for it.
+        more: settings of this family beside the common ones.
+        attends: some layers have attention.
+        joined: the end of a module's name -> those of the modules that the gguf package knows in its place; of several, the
+            rows follow one another.
+        joined_with_experts: others of files with experts.
+        order: of rows or numbers, see `hybrids`.
     """
 
     model_type: str

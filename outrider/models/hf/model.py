@@ -66,13 +66,16 @@ _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 class HFModel(LanguageModel):
     """A `LanguageModel` around a transformers causal language model.
 
-    weights: the precision of the linear weights on the CPU: "auto" keeps the checkpoint's own, "int8" and "int4" quantise.
-    Activations are float32 on the CPU. On other devices the model stays as it is.
-    own: change `model` in place, which saves memory. Otherwise `model` stays as it was, and weights that are not repacked
-    are shared with it.
-    head_ids: int64 [n], ascending: the tokens that the output head keeps. All other logits are -inf. None keeps all.
-    kv_cache_dtype: how the caches of `new_cache` keep keys and values. A forward takes a cache of any dtype.
-    batch_invariant: found by a test forward when the model is made.
+    `batch_invariant` is found by a test forward when the model is made.
+
+    Args:
+        model: of transformers.
+        weights: the precision of the linear weights on the CPU: "auto" keeps the checkpoint's own, "int8" and "int4" quantise.
+            Activations are float32 on the CPU. On other devices the model stays as it is.
+        own: change `model` in place, which saves memory. Otherwise `model` stays as it was, and weights that are not repacked
+            are shared with it.
+        head_ids: int64 [n], ascending: the tokens that the output head keeps. All other logits are -inf. None keeps all.
+        kv_cache_dtype: how the caches of `new_cache` keep keys and values. A forward takes a cache of any dtype.
 
     Raises UnsupportedModel with the reason if the model cannot be run, and ValueError for head_ids that it does not have.
     """

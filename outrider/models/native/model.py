@@ -104,15 +104,17 @@ def supports(model: PreTrainedModel) -> str | None:
 class NativeModel(LanguageModel):
     """A model of a family in `families`, run by the native step.
 
-    model: of transformers, or its `Program`; then weights, own and head_ids are those that it was made with.
-    weights: the precision of the packed weights: float32, bfloat16, float16, int8, int4, or gguf for the blocks of a GGUF
-    file. "auto" keeps the checkpoint's own. With int4 weights the output head is int8, and so is an embedding that is tied
-    to it. A separate embedding of floats is not packed, because a forward reads only a few of its rows.
-    own: free the weights of `model` as they are packed. `model` cannot be used afterwards.
-    head_ids: int64 [n], ascending: the tokens that the output head keeps. All other logits are -inf, and their weights are
-    not read. None keeps all. A tied embedding is then kept as a table of its own, with every token.
-    kv_cache_dtype: how the caches of `new_cache` keep keys and values. A forward takes a cache of any dtype.
-    program: what it computes.
+    `program` is what it computes.
+
+    Args:
+        model: of transformers, or its `Program`; then weights, own and head_ids are those that it was made with.
+        weights: the precision of the packed weights: float32, bfloat16, float16, int8, int4, or gguf for the blocks of a GGUF
+            file. "auto" keeps the checkpoint's own. With int4 weights the output head is int8, and so is an embedding that is
+            tied to it. A separate embedding of floats is not packed, because a forward reads only a few of its rows.
+        own: free the weights of `model` as they are packed. `model` cannot be used afterwards.
+        head_ids: int64 [n], ascending: the tokens that the output head keeps. All other logits are -inf, and their weights are
+            not read. None keeps all. A tied embedding is then kept as a table of its own, with every token.
+        kv_cache_dtype: how the caches of `new_cache` keep keys and values. A forward takes a cache of any dtype.
 
     Raises ValueError if the native step cannot run the model (see `supports`), or for tokens that it does not have.
     """

@@ -42,7 +42,18 @@ def decoder(
 ) -> None:
     """A whole model: an embedding, layers of these sublayers, a norm and a head.
 
-    factor: of the embedding. logits: a factor of the logits. softcap: theirs, too. norm: of all norms, see `Builder.norm`."""
+    Args:
+        b: the builder.
+        c: a configuration.
+        sublayers: of each layer, in order.
+        embedding: the name of its module.
+        layers: the name of their module.
+        last: the name of the last norm.
+        factor: of the embedding.
+        logits: a factor of the logits.
+        softcap: of the logits; 0: none.
+        norm: settings of all norms, see `Builder.norm`.
+    """
     x = b.embed(embedding, factor)
     for layer in b.layers(x, c.num_hidden_layers, layers):
         h = x
@@ -152,11 +163,33 @@ def attention(
     out: str = "o_proj",
     sinks: bool = False,
 ) -> Value:
-    """x += factor * attention(h). dim: of a head. table: of the angles; None: no rotary embedding. queries: their table, if
-    it is another one. out: the last matrix.
+    """x += factor * attention(h).
 
-    norms: of queries and keys, if they are there. kind, per_group, one_added: as in `Builder.norm`. whole: they take all heads
-    together. joined: queries, keys and values are one linear. sinks: each head has one."""
+    Args:
+        b: the builder.
+        h: what the part reads.
+        x: the residual; None: a value of its own is made.
+        name: of the module.
+        heads: of queries.
+        kv_heads: of keys and values.
+        dim: numbers of a head.
+        table: of the angles; None: no rotary embedding.
+        queries: their table, if it is another one.
+        scale: of the scores.
+        eps: of the norms.
+        window: tokens that a node sees; 0: all.
+        softcap: of the scores; 0: none.
+        factor: of the result.
+        norms: of queries and keys, if they are there.
+        whole: the norms take all heads together.
+        kind: as in `Builder.norm`.
+        per_group: as in `Builder.norm`.
+        one_added: as in `Builder.norm`.
+        interleaved: as in `Builder.rope`.
+        joined: queries, keys and values are one linear.
+        out: the last matrix.
+        sinks: each head has one.
+    """
     width, kv_width = heads * dim, kv_heads * dim
     names = [f"{name}.qkv_proj"] if joined else [f"{name}.{n}_proj" for n in "qkv"]
     query, key, value = b.linear(h, *names, width=width + 2 * kv_width).split(width, kv_width, kv_width)
@@ -190,8 +223,22 @@ def mamba2(
     scale: Tensor | None = None,
     factor: float = 1.0,
 ) -> Part:
-    """x += factor * the mixer of Mamba 2 (Dao and Gu 2024). channels: of a head. width: of a channel's state. norm_group: numbers
-    that its gated norm takes together, 0 for all; norm_first: before the gate. scale: of what the first matrix gives."""
+    """x += factor * the mixer of Mamba 2 (Dao and Gu 2024).
+
+    Args:
+        b: the builder.
+        name: of the module.
+        heads: of the mixer.
+        channels: of a head.
+        width: of a channel's state.
+        groups: that share B and C.
+        activation: of the convolution.
+        eps: of the gated norm.
+        norm_group: numbers that its gated norm takes together; 0: all.
+        norm_first: the norm is before the gate.
+        scale: of what the first matrix gives.
+        factor: of the result.
+    """
     inner, shared = heads * channels, groups * width
 
     def part(h: Value, x: Any, layer: str) -> None:
@@ -281,9 +328,22 @@ def mixture(
     clamp: Mapping[str, float] = MappingProxyType({}),
     **routing: Any,
 ) -> Part:
-    """x += the experts that a router chooses. router: its name. count: of experts. k: of those that a node has, if the
-    configuration does not say it. latent: numbers that the experts read and give, if they are not the model's. correction,
-    routing: settings of `Builder.route`. clamp: those of `Builder.experts`."""
+    """x += the experts that a router chooses.
+
+    Args:
+        b: the builder.
+        c: a configuration.
+        name: of the module.
+        router: the name of its matrix.
+        count: of experts.
+        k: of those that a node has, if the configuration does not say it.
+        width: between the matrices of an expert.
+        activation: if it is not the configuration's.
+        correction: the name of a parameter, see `Builder.route`.
+        latent: numbers that the experts read and give, if they are not the model's.
+        clamp: settings of `Builder.experts`.
+        routing: settings of `Builder.route`.
+    """
     function, chosen, factor = activation or c.hidden_act, k or c.num_experts_per_tok, residual_factor(c)
 
     def part(h: Value, x: Any, layer: str) -> None:

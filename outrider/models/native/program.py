@@ -124,10 +124,23 @@ class _Angles:
 class Program:
     """What a `Builder` has built.
 
-    cells: (heads, numbers of a key, numbers of a value) of each layer of the cache. head: the output matrix. head_ids: its
-    tokens, int64 [n], ascending; None for all. table: the embedding. hidden: numbers that a tap of a layer shows. fed_back:
-    numbers that each node feeds back. max_length: tokens of the longest sequence. facts, named: for packs, the settings that it
-    was built from, and the weights by name. mtp: the program of the layer that predicts one token further; None if there is none.
+    Args:
+        ops: in order.
+        widths: of the registers.
+        angles: tables of rotary embeddings.
+        cells: (heads, numbers of a key, numbers of a value) of each layer of the cache.
+        head: the output matrix.
+        head_ids: its tokens, int64 [n], ascending; None for all.
+        table: the embedding.
+        embedding_factor: of its rows.
+        vocab_size: tokens of the model.
+        num_layers: of the model.
+        hidden: numbers that a tap of a layer shows.
+        fed_back: numbers that each node feeds back.
+        max_length: tokens of the longest sequence.
+        facts: for packs, the settings that it was built from.
+        named: for packs, the weights by name.
+        mtp: the program of the layer that predicts one token further; None if there is none.
     """
 
     ops: tuple[_Op, ...]
@@ -267,9 +280,12 @@ def _places(ops: Sequence[_Op], widths: Sequence[int]) -> tuple[dict[int, int], 
 class Builder:
     """Adds ops to a program.
 
-    x, a, b: values. add_to: the op adds to this value in place of making one. out: the op writes this value.
-    name, names: of modules. Widths are checked: what does not fit raises ValueError with both sizes.
-    layer: the one that is being built; -1 outside of layers.
+    In its methods x, a and b are values, and name and names are those of modules. Widths are checked: what does not fit raises
+    ValueError with both sizes. An op adds to `add_to`, or writes `out`, in place of making a value.
+
+    Args:
+        source: gives the weights.
+        layer: the one that is being built; -1 outside of layers.
     """
 
     source: WeightSource
@@ -330,8 +346,20 @@ class Builder:
         out: Value | None = None,
         when: str = "always",
     ) -> Value:
-        """norm(x) * weight + bias, if there is one. name: None for no weight. kind: "rms" or "layer". group: numbers that are
-        normed together, such as a head; 0 for all. per_group: groups have weights of their own. one_added: it is 1 + weight."""
+        """norm(x) * weight + bias, if there is one.
+
+        Args:
+            x: what is normed.
+            name: None for no weight.
+            eps: of the root.
+            kind: "rms" or "layer".
+            group: numbers that are normed together, such as a head; 0 for all.
+            per_group: groups have weights of their own.
+            one_added: it is 1 + weight.
+            add_to: see `Builder`.
+            out: see `Builder`.
+            when: see `given`.
+        """
         size = x.width if per_group else group or x.width
         weight = None if name is None else self.vector(f"{name}.weight", size)
         bias = None if self.source.tensor(f"{name}.bias") is None else self.vector(f"{name}.bias", size)
@@ -456,9 +484,18 @@ class Builder:
         sinks: str | None = None,
         value_dim: int = 0,
     ) -> Value:
-        """Attention over the keys and values of a layer of the cache. window: tokens that a node sees; 0: all. softcap: of the
-        scores; 0: none. sinks: the name of the parameter [heads]. value_dim: numbers of a key that are its value, if the cache
-        has no values."""
+        """Attention over the keys and values of a layer of the cache.
+
+        Args:
+            query: of all heads.
+            cache: the number that `store` gave.
+            heads: of queries.
+            scale: of the scores.
+            window: tokens that a node sees; 0: all.
+            softcap: of the scores; 0: none.
+            sinks: the name of the parameter [heads].
+            value_dim: numbers of a key that are its value, if the cache has no values.
+        """
         kv_heads, dim, width = self._cells[cache]
         if not 0 < (width or value_dim) <= max(width, dim):
             raise ValueError(f"a value is {value_dim} of the {dim} numbers of a key")
@@ -487,10 +524,20 @@ class Builder:
         groups: int = 0,
         kept_groups: int = 0,
     ) -> Value:
-        """The k experts of each node, and their weights. kind: "softmax_top", "top_softmax" or "sigmoid_top". correction: the
-        name of a parameter that is added to choose, and not to the weights. groups: only experts of the best `kept_groups` are
-        chosen. normalised: the weights are divided by their sum and `added`. scaling: of the weights. factors: the name of a
-        parameter with those of each expert."""
+        """The k experts of each node, and their weights.
+
+        Args:
+            logits: of the router.
+            k: experts of a node.
+            kind: "softmax_top", "top_softmax" or "sigmoid_top".
+            normalised: the weights are divided by their sum and `added`.
+            scaling: of the weights.
+            added: to their sum.
+            correction: the name of a parameter that is added to choose, and not to the weights.
+            factors: the name of a parameter with factors of the weights of each expert.
+            groups: only experts of the best `kept_groups` are chosen; 0: there are none.
+            kept_groups: how many are the best.
+        """
         if not 0 < k <= logits.width or (groups and (logits.width % groups or not 0 < kept_groups <= groups)):
             raise ValueError(f"{k} of {logits.width} experts cannot be chosen from {kept_groups} of {groups} groups")
         p, q = (None if name is None else self.vector(name, logits.width) for name in (correction, factors))
@@ -518,9 +565,19 @@ class Builder:
         """add_to += factor * the sum of weight * down(activation(gate(x)) * (up(x) + plus)) over a node's experts, or of weight *
         down(activation(up(x))) if they have no gate. It gives a value of its own without add_to.
 
-        routed: of `route`. name: of the module with the experts. count: of experts; 1: the module is an MLP. width: between gate
-        and down. limit: gate is at most this, and up is in +-limit; 0: none. alpha: of "scaled_swish", gate * sigmoid(alpha *
-        gate)."""
+        Args:
+            x: what the experts read.
+            routed: of `route`.
+            name: of the module with the experts.
+            count: of experts; 1: the module is an MLP.
+            width: between gate and down.
+            activation: a name of `_EXPERT_GATES`.
+            add_to: see `Builder`.
+            factor: of the sum.
+            limit: gate is at most this, and up is in +-limit; 0: none.
+            alpha: of "scaled_swish", gate * sigmoid(alpha * gate).
+            plus: is added to up.
+        """
         if activation not in _EXPERT_GATES or (limit > 0 and activation not in ("silu", "swish", "scaled_swish")):
             raise NotNative(f"its experts have the activation {activation}")
         matrices = self.source.experts(name) if count > 1 else self._one_expert(name)
@@ -607,8 +664,18 @@ class Builder:
     def selective(
         self, x: Value, step: Value, *, a: Tensor, through: Tensor, heads: int, channels: int, width: int, groups: int
     ) -> Value:
-        """The selective state space of Mamba 2. x: the channels of the heads, then B and C of the groups. step: of each head.
-        a, through: float32 [heads]: the decay, and how much of a channel goes to the result as it is."""
+        """The selective state space of Mamba 2.
+
+        Args:
+            x: the channels of the heads, then B and C of the groups.
+            step: of each head.
+            a: float32 [heads], the decay.
+            through: float32 [heads], how much of a channel goes to the result as it is.
+            heads: of the mixer.
+            channels: of a head.
+            width: of a channel's state.
+            groups: that share B and C.
+        """
         if not (groups > 0 and heads % groups == 0 and x.width == heads * channels + 2 * groups * width):
             raise ValueError(f"{x.width} numbers are not {heads} heads of {channels} and {groups} groups of {width}")
         if not step.width == len(a) == len(through) == heads:

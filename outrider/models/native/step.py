@@ -29,8 +29,13 @@ class NativeStates:
     Native code keeps them for all layers (`src/states.hpp`). The reference is `LayerStates`, one layer in
     Python.
 
-    ops: the address of the program's ops, and their number. keep: what they point to. layout: the numbers of its recurrent ops.
-    handle: what a forward is given.
+    Args:
+        ops: the address of the program's ops, and their number.
+        keep: what they point to.
+        layout: the numbers of its recurrent ops.
+        num_slots: of the cache.
+
+    `handle` is what a forward is given.
     """
 
     def __init__(self, ops: tuple[int, int], keep: object, layout: dict[int, object], num_slots: int) -> None:

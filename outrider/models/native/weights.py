@@ -95,8 +95,13 @@ class Facts:
 class ModuleSource:
     """The modules of a transformers model. Its matrices are packed when they are asked for.
 
-    packing: the precision. own: free the weights of the model as they are packed. The others are those of `NativeModel`.
-    facts: what was read of the modules' attributes. named: what was given, by the names that a `StoredSource` has for it.
+    Args:
+        model: of transformers.
+        packing: the precision.
+        own: free the weights of the model as they are packed.
+        head_ids: as for `NativeModel`.
+
+    `facts` is what was read of the modules' attributes. `named` is what was given, by the names that a `StoredSource` has for it.
     """
 
     def __init__(self, model: PreTrainedModel, packing: str, own: bool, head_ids: Tensor | None) -> None:

@@ -28,8 +28,11 @@ Tensors = Mapping[str, Tensor]
 class Format(NamedTuple):
     """One way to store a matrix.
 
-    read: from the tensors by suffix, the settings, and the name for errors. needed, optional: suffixes; before them is the
-    matrix's name without `weight`. The first one tells its size. drop: those that its values do not depend on.
+    Args:
+        read: the matrix, of the tensors by suffix, the settings, and the name for errors.
+        needed: suffixes; before them is the matrix's name without `weight`. The first one tells its size.
+        optional: suffixes of tensors that may be there.
+        drop: those that its values do not depend on.
     """
 
     read: Callable[[Tensors, Mapping[str, Any], str], QuantisedWeight]

@@ -53,8 +53,14 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 class Quantised:
     """The tensors of a quantised checkpoint; of its text model, if it also reads images or sound.
 
-    name: of the model, for errors. folder: with *.safetensors. method, settings: of its `quantization_config`. plain: tensors
-    that are stored as they are. matrices: the quantised ones, by the name of the tensor that they stand for.
+    Args:
+        name: of the model, for errors.
+        folder: with *.safetensors.
+        method: of its `quantization_config`.
+        settings: its `quantization_config`.
+
+    `plain` has the tensors that are stored as they are, `matrices` the quantised ones, by the name of the tensor that they stand
+    for.
     """
 
     def __init__(self, name: str, folder: Path, method: str, settings: Mapping[str, Any]) -> None:

@@ -19,9 +19,12 @@ _ROWS = 256  # of which `dense` has float32 values at a time
 class QuantisedWeight:
     """A matrix [out, in]: value[i, j] = values[i, j] * scales[i // tile, group[j]] (* factor).
 
-    values: [out, in], integers with the zero point subtracted, or small floats. scales: floats [tiles of rows, group].
-    group: int64 [in], the group of each column. tile: rows that share a scale; the last tile may be cut. factor: a second factor,
-    by which the library multiplies last.
+    Args:
+        values: [out, in], integers with the zero point subtracted, or small floats.
+        scales: floats [tiles of rows, group].
+        group: int64 [in], the group of each column.
+        tile: rows that share a scale; the last tile may be cut.
+        factor: a second factor, by which the library multiplies last.
     """
 
     values: Tensor
