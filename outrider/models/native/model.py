@@ -30,9 +30,10 @@ from outrider.models.base import (
 )
 from outrider.models.cache import SlotCache
 from outrider.models.matrix import float_rows
+from outrider.models.native.builder import Builder
 from outrider.models.native.families import family_of
 from outrider.models.native.mtp import BEFORE_NORM, MTP, MtpBuilder, OneLayer
-from outrider.models.native.program import Builder, NotNative, Program
+from outrider.models.native.program import NotNative, Program
 from outrider.models.native.step import NativeStep
 from outrider.models.native.weights import Facts, ModuleSource, ShapeSource, StoredSource
 from outrider.models.nodes import Nodes

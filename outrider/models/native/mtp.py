@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.models.native.program import Builder, Value
+from outrider.models.native.builder import Builder
+from outrider.models.native.program import Value
 
 MTP = "mtp"
 """The module of a model that has its MTP layer, as a model of one layer with `JOIN` beside it."""

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from outrider.models.native.program import Builder, NotNative, Value
+from outrider.models.native.builder import Builder
+from outrider.models.native.program import NotNative, Value
 
 Part = Callable[[Value, Any, str], Any]
 """x += part(h): (h, x, the name of the layer). If x is None, it returns a value of its own."""

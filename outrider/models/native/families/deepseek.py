@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from outrider.models.native.builder import Builder
 from outrider.models.native.families import family
 from outrider.models.native.families.dense import llama_layers
 from outrider.models.native.parts import Part, Sublayer, both, by_kind, decoder, mixture, mlp, unused
-from outrider.models.native.program import Builder, NotNative, Value
+from outrider.models.native.program import NotNative, Value
 
 _MIXTURE = (  # a model may have no layer with experts
     "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group",

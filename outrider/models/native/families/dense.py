@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.models.native.builder import Builder
 from outrider.models.native.families import family
 from outrider.models.native.parts import (
     Part,
@@ -16,7 +17,7 @@ from outrider.models.native.parts import (
     unused,
     window_of,
 )
-from outrider.models.native.program import Builder, NotNative
+from outrider.models.native.program import NotNative
 
 
 def llama_layers(b: Builder, c: Any, feed: Part | None = None, **settings: Any) -> None:

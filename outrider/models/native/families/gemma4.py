@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.models.native.builder import Builder
 from outrider.models.native.families import family
 from outrider.models.native.parts import Part, gated_mlp, unused, window_of
-from outrider.models.native.program import Builder, NotNative, Value
+from outrider.models.native.program import NotNative, Value
 
 
 @family("Gemma4ForCausalLM")

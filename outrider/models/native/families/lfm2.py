@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.models.native.builder import Builder
 from outrider.models.native.families import family
 from outrider.models.native.parts import Sublayer, attends, by_kind, decoder, mixture, unused
-from outrider.models.native.program import Builder, Value
+from outrider.models.native.program import Value
 
 
 @family("Lfm2ForCausalLM", "Lfm2MoeForCausalLM")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from outrider.models.native import parts
+from outrider.models.native.builder import Builder
 from outrider.models.native.families import family
 from outrider.models.native.families.deepseek import sigmoid_routing
 from outrider.models.native.families.mixtures import granite_mixture
@@ -22,7 +23,7 @@ from outrider.models.native.parts import (
     residual_factor,
     unused,
 )
-from outrider.models.native.program import Builder, NotNative, Value
+from outrider.models.native.program import NotNative, Value
 
 _FEEDS = (  # a model may have no layer of a kind
     "intermediate_size n_routed_experts n_shared_experts moe_intermediate_size moe_shared_expert_intermediate_size "

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.models.native.builder import Builder
 from outrider.models.native.families import family
 from outrider.models.native.families.mixtures import qwen_feed
 from outrider.models.native.parts import Sublayer, by_kind, decoder
-from outrider.models.native.program import Builder, Value
+from outrider.models.native.program import Value
 
 _TINY = 1e-6  # transformers' l2norm
 
