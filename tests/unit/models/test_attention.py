@@ -62,25 +62,6 @@ def states(batch: int, nodes: int, seed: int = 1) -> tuple[Tensor, Tensor, Tenso
     return tuple(torch.randn(batch, nodes, *s, generator=draw).transpose(1, 2) for s in shapes)  # pyright: ignore
 
 
-@pytest.mark.parametrize("dtype", list(KV_CACHE_DTYPES))
-def test_a_path_is_moved_together_also_after_the_cache_has_grown_or_got_a_layer(dtype: str) -> None:
-    cache, path = filled([20, 30], dtype=dtype), [0, 2, 3, 7]
-    for change in ("none", "grown", "a layer more", "grown again"):
-        if "grown" in change:
-            cache.reserve([1], 2 * cache.capacity)
-        if change == "a layer more":
-            cache.layer(1, (1, DIM), (1, VALUE_DIM), torch.empty(0))
-        start = cache.length[1]
-        for t in (t for pair in cache.layers for t in pair):
-            t[1, :, start : start + 8] = torch.arange(t[1, :, :8].numel()).view(t[1, :, :8].shape).to(t.dtype)
-        before = [t.clone() for pair in cache.layers for t in pair]
-        cache.commit([1], [path])
-        for old, new in zip(before, (t for pair in cache.layers for t in pair), strict=True):
-            assert torch.equal(new[1, :, start : start + 4], old[1][:, [start + n for n in path]]), change
-            assert torch.equal(new[0], old[0])
-            assert torch.equal(new[1, :, :start], old[1, :, :start])
-
-
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("form", [attend_masked, pytest.param(attend_native, marks=needs_native)])
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3], [2, 0, 3]])

@@ -1,234 +1,46 @@
-"""The fused Llama step: its rows have the bits of plain decoding, and it computes what transformers computes."""
+"""What a native step does beside a family's forward: rounding, memory, chains of drafts, heads of some tokens, and errors.
+
+`test_families.py` compares its logits and taps with transformers, and its rows with those of the text alone.
+"""
 
 from __future__ import annotations
 
-import itertools
 import os
-import random
 import time
-from typing import Any
 
 import pytest
 import torch
+from architectures import FAMILIES, ODD, VOCAB, tiny
 from patience import PATIENCE
-from torch import Tensor
-from transformers import (
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel
 
 from outrider.drafters.model.confidence import RIVALS, LogitError
 from outrider.kernels import cpu as native
 from outrider.kernels.vectors import unpack_vectors
-from outrider.models.base import EMBEDDING, FINAL_NORM, Chain
+from outrider.models.base import Chain
 from outrider.models.cache import KV_CACHE_DTYPES
 from outrider.models.hf.model import HFModel
-from outrider.models.native.model import NativeModel, supports
+from outrider.models.native.model import NativeModel
 from outrider.models.nodes import Nodes
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
 
-VOCAB = 37
-ODD = {  # no dimension is a multiple of the vector width
-    "vocab_size": VOCAB,
-    "hidden_size": 100,
-    "intermediate_size": 77,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.15,
+_GRANITE = ODD | {"hidden_size": 96, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0}
+MODELS = {
+    "llama": FAMILIES["llama-odd"],
+    "llama3": FAMILIES["llama3-odd"],
+    "qwen2": FAMILIES["qwen2-odd"],
+    "qwen3": FAMILIES["qwen3-odd"],
+    "granite": ("granite", _GRANITE),
 }
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
 
 
 def build(name: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    makers: dict[str, Any] = {
-        "llama": lambda: LlamaForCausalLM(LlamaConfig(**ODD, head_dim=20, tie_word_embeddings=True)),
-        "llama3": lambda: LlamaForCausalLM(
-            LlamaConfig(**ODD, head_dim=20, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3)
-        ),
-        "yarn": lambda: LlamaForCausalLM(LlamaConfig(**ODD, head_dim=20, rope_parameters=YARN)),
-        "mistral": lambda: MistralForCausalLM(MistralConfig(**ODD, head_dim=20, sliding_window=7)),
-        "qwen2": lambda: Qwen2ForCausalLM(
-            Qwen2Config(**ODD | {"hidden_size": 96}, use_sliding_window=True, sliding_window=9, max_window_layers=1)
-        ),
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**ODD, head_dim=20, hidden_act="gelu_pytorch_tanh")),
-        "granite": lambda: GraniteForCausalLM(
-            GraniteConfig(
-                **ODD | {"hidden_size": 96},
-                embedding_multiplier=3.0,
-                residual_multiplier=0.5,
-                attention_multiplier=0.2,
-                logits_scaling=4.0,
-            )
-        ),
-    }
-    model = makers[name]().eval()
-    for p in model.parameters():
-        if p.dim() == 1:  # norms and biases that do something
-            torch.nn.init.normal_(p, 1, 0.3)
-    return model
+    kind, changes = MODELS[name]
+    return tiny(kind, max_position_embeddings=512, **changes)
 
 
-NAMES = ("llama", "llama3", "yarn", "mistral", "qwen2", "qwen3", "granite")
 TEXT = torch.randint(0, VOCAB, (1, 120), generator=torch.Generator().manual_seed(3))
-
-
-def one_at_a_time(model: NativeModel, text: Tensor, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-    cache, logits, features = model.new_cache(1, 512), [], []
-    for i in range(text.shape[1]):
-        out = model.forward(Nodes(text[:, i : i + 1], cache, [0]), taps=taps)
-        cache.commit([0], [[0]])
-        logits.append(out.logits)
-        features.append(out.features)
-    return torch.cat(logits, 1), torch.cat(features, 1) if taps else None  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_close_to_transformers(name: str) -> None:
-    theirs = build(name)
-    assert supports(theirs) is None
-    ours = NativeModel(theirs)
-    with torch.no_grad():
-        expected = theirs(TEXT).logits
-    assert (ours.forward(Nodes(TEXT, ours.new_cache(1, 512), [0])).logits - expected).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_taps_are_those_of_transformers_modelling_code(name: str) -> None:
-    """The last layer too, whose output transformers itself replaces by that of the final norm."""
-    theirs, taps = build(name), (EMBEDDING, 0, 2, FINAL_NORM)
-    ours, reference = NativeModel(theirs), HFModel(theirs)
-    assert ours.num_layers == reference.num_layers == 3
-    tokens, parents = TEXT[:, :6], torch.tensor([[-1, 0, 0, 1, 3, -2]])
-    for tree in (None, parents):
-        got, expected = (m.forward(Nodes(tokens, m.new_cache(1, 512), [0], tree), taps=taps) for m in (ours, reference))
-        assert got.features is not None
-        assert expected.features is not None
-        real = slice(None) if tree is None else tree >= -1
-        torch.testing.assert_close(got.features[real], expected.features[real], atol=2e-4, rtol=1e-4)
-        last, norm = got.features.chunk(4, -1)[2:]
-        assert not torch.allclose(last, norm, atol=0.1)
-
-
-@pytest.mark.parametrize(
-    ("weights", "kv_cache_dtype"),
-    [*((w, "auto") for w in native.KINDS), ("float32", "bfloat16"), ("float32", "int8")],
-)
-@pytest.mark.parametrize("name", NAMES)
-def test_any_chunking_has_the_bits_of_one_at_a_time(name: str, weights: str, kv_cache_dtype: str) -> None:
-    rng = random.Random(name)
-    model = NativeModel(build(name), weights=weights, kv_cache_dtype=kv_cache_dtype)
-    ones, tapped = one_at_a_time(model, TEXT, taps=(0, -1))
-    whole = model.forward(Nodes(TEXT, model.new_cache(2, 512), [1]), taps=(0, -1))
-    assert torch.equal(whole.logits, ones)
-    assert tapped is not None
-    assert whole.features is not None
-    assert torch.equal(whole.features, tapped)
-    cache, i = model.new_cache(1, 512), 0
-    while i < TEXT.shape[1]:
-        n = min(rng.choice([1, 2, 3, 7, 40]), TEXT.shape[1] - i)
-        assert torch.equal(model.forward(Nodes(TEXT[:, i : i + n], cache, [0])).logits, ones[:, i : i + n])
-        cache.commit([0], [range(n)])
-        i += n
-
-
-@pytest.mark.parametrize("kv_cache_dtype", list(KV_CACHE_DTYPES))
-@pytest.mark.parametrize("name", NAMES)
-def test_trees_and_batches_have_the_bits_of_one_at_a_time(name: str, kv_cache_dtype: str) -> None:
-    rng = random.Random(name)
-    torch.manual_seed(1)
-    model = NativeModel(build(name), weights="bfloat16", kv_cache_dtype=kv_cache_dtype)
-    cache, lengths, rows, sizes = model.new_cache(3, 512), [10, 70, 0], [2, 0, 1], [12, 5, 9]
-    for row, n in enumerate(lengths):
-        if n:
-            model.forward(Nodes(TEXT[:, :n], cache, [row]), want="none")
-            cache.commit([row], [range(n)])
-    tokens, parents = torch.randint(0, VOCAB, (3, 12)), torch.full((3, 12), -2)
-    for b, size in enumerate(sizes):
-        parents[b, :size] = torch.tensor([-1, *(rng.randint(max(0, i - 3), i - 1) for i in range(1, size))])
-    out = model.forward(Nodes(tokens, cache, rows, parents), taps=(1,))
-    last = model.forward(Nodes(tokens, cache, rows, parents), want="last")
-    none = model.forward(Nodes(tokens, cache, rows, parents), want="none")
-    assert none.logits.shape == (3, 0, VOCAB)
-    assert last.logits.shape == (3, 1, VOCAB)
-    assert out.features is not None
-    for b, row in enumerate(rows):
-        assert not out.logits[b, sizes[b] :].any()
-        assert torch.equal(last.logits[b, 0], out.logits[b, sizes[b] - 1])
-        for n in range(sizes[b]):
-            path, at = [], n
-            while at >= 0:
-                path.append(at)
-                at = int(parents[b, at])
-            text = torch.cat([TEXT[0, : lengths[row]], tokens[b, path[::-1]]])[None]
-            logits, features = one_at_a_time(model, text, taps=(1,))
-            assert features is not None
-            assert torch.equal(out.logits[b, n], logits[0, -1])
-            assert torch.equal(out.features[b, n], features[0, -1])
-    path = path[::-1]  # of the last node of the last row: commit it and go on
-    cache.commit([rows[-1]], [path])
-    after = model.forward(Nodes(torch.tensor([[5]]), cache, [rows[-1]]))
-    text = torch.cat([text, torch.tensor([[5]])], 1)
-    assert torch.equal(after.logits[0, 0], one_at_a_time(model, text)[0][0, -1])
-
-
-@pytest.mark.parametrize(
-    ("weights", "kv_cache_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("int8", "auto"), ("float32", "int8")]
-)
-@pytest.mark.parametrize("seed", range(4))
-def test_a_forward_goes_on_from_nodes_in_the_scratch(weights: str, kv_cache_dtype: str, seed: int) -> None:
-    """Random trees and chains, padding anywhere, cut at random places: the bits of one forward over all nodes."""
-    rng, nodes = random.Random(f"{weights} {seed}"), 14
-    model = NativeModel(build(NAMES[seed % len(NAMES)]), weights=weights, kv_cache_dtype=kv_cache_dtype)
-    lengths, rows = [33, 0, 5], [2, 0, 1][: rng.randint(1, 3)]
-    parents = torch.full((len(rows), nodes), -2)
-    for b in range(len(rows)):
-        real = [n for n in range(nodes) if n == 0 or rng.random() < 0.8]
-        for i, n in enumerate(real):
-            parents[b, n] = real[rng.randint(max(0, i - 3), i - 1)] if i else -1
-    if seed == 0:
-        parents = torch.arange(-1, nodes - 1).repeat(len(rows), 1)
-    tokens, cache, twin = torch.randint(0, VOCAB, parents.shape), model.new_cache(3, 512), model.new_cache(3, 512)
-    for row in rows:
-        if lengths[row]:
-            for c in (cache, twin):
-                model.forward(Nodes(TEXT[:, : lengths[row]], c, [row]), want="none")
-                c.commit([row], [range(lengths[row])])
-    whole = model.forward(Nodes(tokens, twin, rows, parents), taps=(0, -1))
-    cuts = [0, *sorted(rng.sample(range(1, nodes), 4)), nodes]
-    for start, end in itertools.pairwise(cuts):
-        part = Nodes(tokens[:, start:end], cache, rows, parents[:, :end])
-        out = model.forward(part, taps=(0, -1))
-        last = model.forward(part, taps=(0, -1), want="last")
-        assert torch.equal(out.logits, whole.logits[:, start:end])
-        assert out.features is not None
-        assert whole.features is not None
-        assert torch.equal(out.features, whole.features[:, start:end])
-        for b in range(len(rows)):
-            real = [n for n in range(start, end) if parents[b, n] != -2]
-            assert torch.equal(last.logits[b, 0], whole.logits[b, real[-1]] if real else torch.zeros(VOCAB))
-    for mine, theirs in zip(cache.layers, twin.layers, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 def test_64_nodes_behind_32k_tokens_have_the_bits_of_one_at_a_time() -> None:
@@ -247,20 +59,6 @@ def test_64_nodes_behind_32k_tokens_have_the_bits_of_one_at_a_time() -> None:
     for n in (0, 1, 37, 63):
         cache.length[0] = length + n
         assert torch.equal(model.forward(Nodes(tokens[:, n : n + 1], cache, [0])).logits[0, 0], chain[0, n])
-
-
-@pytest.mark.parametrize("kv_cache_dtype", list(KV_CACHE_DTYPES))
-def test_the_cache_grows_under_way(kv_cache_dtype: str) -> None:
-    model = NativeModel(build("llama"), kv_cache_dtype=kv_cache_dtype)
-    text = TEXT.repeat(1, 4)[:, :400]
-    cache = model.new_cache(1, 500)
-    for i in range(0, 400, 50):
-        out = model.forward(Nodes(text[:, i : i + 50], cache, [0]))
-        cache.commit([0], [range(50)])
-    assert cache.capacity >= 400
-    whole = model.forward(Nodes(text, model.new_cache(1, 500), [0]), want="last")
-    assert torch.equal(out.logits[:, -1:], whole.logits)
-    assert len({t.untyped_storage().data_ptr() for pair in cache.layers for t in pair}) == 1
 
 
 def test_memory_in_large_pages_begins_with_one_and_holds_zeros() -> None:
@@ -289,7 +87,7 @@ def test_weights_are_close_to_what_they_round(weights: str) -> None:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODELS)
 def test_rounded_keys_and_values_are_close_and_the_same_as_on_the_general_path(name: str, kv_cache_dtype: str) -> None:
     theirs = build(name)
     exact, ours, general = (
@@ -425,7 +223,7 @@ def test_a_head_of_some_tokens(name: str, weights: str) -> None:
         logits = some.forward(Nodes(TEXT, some.new_cache(1, 512), [0]), want=want).logits  # type: ignore[arg-type]
         assert torch.equal(logits, {"all": masked, "last": masked[:, -1:], "none": masked[:, :0]}[want])
     assert some.vocab_size == VOCAB
-    assert whole.weight_bytes - some.weight_bytes == (3 - 2) * 16 * whole.program.hidden * (
+    assert whole.weight_bytes - some.weight_bytes == (7 - 2) * 16 * whole.program.hidden * (
         4 if weights == "float32" else 2
     )
 
@@ -454,7 +252,7 @@ def test_chains_from_a_head_of_some_tokens(weights: str) -> None:
 
 @pytest.mark.parametrize(
     ("ids", "words"),
-    [([], "at least one"), ([3, 3], "ascending"), ([4, 3], "ascending"), ([0, VOCAB], "0 to 36"), ([-1, 3], "0 to 36")],
+    [([], "at least one"), ([3, 3], "ascending"), ([4, 3], "ascending"), ([0, VOCAB], "0 to 96"), ([-1, 3], "0 to 96")],
 )
 def test_a_head_of_tokens_that_are_none(ids: list[int], words: str) -> None:
     for make in (NativeModel, HFModel):
@@ -462,21 +260,10 @@ def test_a_head_of_tokens_that_are_none(ids: list[int], words: str) -> None:
             make(build("llama"), head_ids=torch.tensor(ids, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("kv_cache_dtype", list(KV_CACHE_DTYPES))
-def test_every_instruction_set_gives_the_same_bits(kv_cache_dtype: str) -> None:
-    model = NativeModel(build("qwen3"), weights="int8", kv_cache_dtype=kv_cache_dtype)
-    before, out = native.isa(), []
-    for isa in native.isas():
-        if native.use_isa(isa):
-            out.append(model.forward(Nodes(TEXT[:, :30], model.new_cache(1, 64), [0])).logits)
-    native.use_isa(before)
-    assert all(torch.equal(out[0], o) for o in out)
-
-
 def test_errors_name_what_is_wrong() -> None:
     model = NativeModel(build("llama"))
     cache = model.new_cache(1, 64)
-    with pytest.raises(ValueError, match=r"token 99 .* vocabulary of 37"):
+    with pytest.raises(ValueError, match=r"token 99 .* vocabulary of 97"):
         model.forward(Nodes(torch.tensor([[1, 99]]), cache, [0]))
     with pytest.raises(ValueError, match="node 1 of entry 0 has parent 1"):
         model.forward(Nodes(torch.tensor([[1, 2]]), cache, [0], torch.tensor([[-1, 1]])))
@@ -502,13 +289,3 @@ def test_errors_name_what_is_wrong() -> None:
     NativeModel(build("qwen2")).forward(Nodes(torch.tensor([[1]]), other, [0]))
     with pytest.raises(ValueError, match="another model"):
         model.forward(Nodes(torch.tensor([[1]]), other, [0]))
-
-
-def test_what_it_cannot_run_it_says() -> None:
-    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    model = LlamaForCausalLM(LlamaConfig(**ODD, head_dim=20, rope_parameters=dynamic))
-    assert "rotary" in str(supports(model))
-    model = LlamaForCausalLM(LlamaConfig(**ODD, head_dim=20, hidden_act="relu"))
-    assert "relu" in str(supports(model))
-    with pytest.raises(ValueError, match="HFModel can"):
-        NativeModel(model)
