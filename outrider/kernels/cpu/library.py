@@ -29,9 +29,10 @@ Norm = IntEnum("Norm", "RMS_NORM LAYER_NORM", start=0)
 Activation = IntEnum("Activation", "IDENTITY SILU GELU GELU_TANH RELU RELU2 SIGMOID SWISH", start=0)
 Map = IntEnum("Map", "LINEAR_MAP SOFTPLUS EXP EXP_NEGATIVE SIGMOID_MAP SOFTCAP", start=0)
 Router = IntEnum("Router", "SOFTMAX_TOP TOP_SOFTMAX SIGMOID_TOP", start=0)
-ENUMERATIONS: list[type[IntEnum] | type[IntFlag]] = [
-    Format, CacheFormat, Finish, Recurrence, OpKind, OpFlag, Norm, Activation, Map, Router,
-]  # fmt: skip
+ENUMERATIONS: dict[str, type[IntEnum] | type[IntFlag]] = {
+    kind.__name__: kind
+    for kind in (Format, CacheFormat, Finish, Recurrence, OpKind, OpFlag, Norm, Activation, Map, Router)
+}
 
 
 class RowsStruct(ctypes.Structure):
@@ -273,9 +274,9 @@ def layout() -> str:
     Of an enumeration name:0:end, and name:value:0 of each value; of a struct name:0:bytes, and name:offset:bytes of each field.
     """
     lines = list[str]()
-    for kind in ENUMERATIONS:
+    for name, kind in ENUMERATIONS.items():
         end = len(kind) if issubclass(kind, IntEnum) else 1 << len(kind)
-        lines.append(" ".join([f"{kind.__name__}:0:{end}", *(f"{value.name}:{value.value}:0" for value in kind)]))
+        lines.append(" ".join([f"{name}:0:{end}", *(f"{value.name}:{value.value}:0" for value in kind)]))
     for name, struct in STRUCTS.items():
         places = [(field[0], getattr(struct, field[0])) for field in struct._fields_]  # pyright: ignore[reportPrivateUsage]
         lines.append(" ".join([f"{name}:0:{ctypes.sizeof(struct)}", *(f"{n}:{p.offset}:{p.size}" for n, p in places)]))

@@ -79,7 +79,7 @@ class Cached(RuleBasedStateMachine):
         self.cache.commit([slot], [path])
         text += [tokens[node] for node in path]
 
-    @precondition(lambda self: self.cache.capacity < 4 * MOST)
+    @precondition(lambda self: self.cache.capacity < MOST)
     @rule(slot=slots)
     def grow(self, slot: int) -> None:
         """A tree that needs more cells than there are."""
@@ -131,5 +131,5 @@ class Cached(RuleBasedStateMachine):
         assert self.cache.bytes_per_slot == 7 * self.recurrent
 
 
-Cached.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+Cached.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 test_the_cache = Cached.TestCase
