@@ -137,7 +137,7 @@ def packed(
 
 def joined(matrices: Sequence[Tensor | Blocks], order: Tensor | None = None) -> Tensor | Blocks:
     """Matrices below each other, then their rows in this order. Blocks of one format stay blocks; others become floats."""
-    blocks = [m for m in matrices if isinstance(m, Blocks)]
+    blocks = [m for m in matrices if not isinstance(m, Tensor)]
     if len(blocks) == len(matrices) and len({b.format for b in blocks}) == 1:
         return replace(blocks[0], data=torch.cat([b.data for b in blocks]), order=order)
     rows = torch.cat([dense(m, torch.float32) for m in matrices])

@@ -241,7 +241,7 @@ def _untouched(count: int, begin: int = 64) -> Tensor:
 
 def _format_of(w: Tensor | Blocks, k: int, kind: str) -> str:
     """The name in FORMATS by which a matrix is kept. Raises ValueError for one that does not fit."""
-    if isinstance(w, Blocks):
+    if not isinstance(w, Tensor):
         if w.shape[1] != k or w.format not in FORMATS:
             raise ValueError(f"expected blocks [out, {k}] of {', '.join(FORMATS)}, got {w.format} {w.shape}")
         return w.format
@@ -253,12 +253,12 @@ def _format_of(w: Tensor | Blocks, k: int, kind: str) -> str:
 
 
 def _fill(to: PackedStruct, w: Tensor | Blocks, first: int, paired: bool) -> None:
-    if isinstance(w, Blocks):
-        rows, order = w.data.contiguous(), None if w.order is None else w.order.contiguous()
-        library().pack_rows(to, rows.data_ptr(), rows.shape[1], w.shape[0], _pointer(order), first, int(paired))
-    else:
+    if isinstance(w, Tensor):
         strides = w.stride(0), w.stride(1)
         library().pack(to, w.data_ptr(), _SOURCES[w.dtype], len(w), *strides, first, int(paired))
+    else:
+        rows, order = w.data.contiguous(), None if w.order is None else w.order.contiguous()
+        library().pack_rows(to, rows.data_ptr(), rows.shape[1], w.shape[0], _pointer(order), first, int(paired))
 
 
 def rounded(n: int) -> int:

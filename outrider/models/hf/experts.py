@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from outrider.kernels.blocks import Blocks
-from outrider.models.hf.linear import PackedEmbedding, PackedLinear
+from outrider.models.hf.linear import PackedLinear
 from outrider.models.matrix import EXPERTS, STORED, dense, joined
 
 NAME = "outrider"
@@ -159,5 +159,5 @@ def weight_bytes(model: nn.Module) -> int:
         return whole * min(chosen, experts) // experts  # all are of one size
     if isinstance(model, PackedLinear):
         return model.bytes
-    parameters = () if isinstance(model, (nn.Embedding, PackedEmbedding)) else model._parameters.values()
+    parameters = () if isinstance(model, nn.Embedding) else model._parameters.values()
     return sum(p.nbytes for p in parameters if p is not None) + sum(map(weight_bytes, model.children()))

@@ -299,7 +299,7 @@ class HFModel(LanguageModel):
             self._call.attended.clear()
             self.recurrences.scanned.clear()
             try:
-                equal = self._check(ids, expected)
+                equal = self.compare(ids, expected)
             except Exception as error:  # a model's code may raise anything for arguments that it does not know
                 errors.append(error)
                 continue
@@ -345,7 +345,7 @@ class HFModel(LanguageModel):
                 if route is AttentionRoute.METHOD:
                     module._attn = partial(method, module)  # pyright: ignore[reportArgumentType]
 
-    def _check(self, ids: list[int], own: Tensor) -> bool:
+    def compare(self, ids: list[int], own: Tensor) -> bool:
         """Compare a ragged batch of trees with `own`, float32 [4, vocab], the logits of the model's own attention.
 
         ids 0, 1, 2 and 4 are the paths of the trees; the others are side branches. Returns whether a node of a tree has the
@@ -360,11 +360,12 @@ class HFModel(LanguageModel):
         alone = self.forward(Nodes(torch.tensor([[c]]), cache, [0])).logits[0, 0]
         ours = torch.stack([tree[1, 0], tree[1, 1], tree[0, 0], tree[0, 2]])
         gap = float((ours - own).abs().max() / own.abs().max().clamp_min(1e-6))
-        if bool(own.isfinite().all()) and not gap < self._tolerance():
+        if bool(own.isfinite().all()) and not gap < self.tolerance:
             raise ValueError(f"it gives other logits than by itself, by {gap:.2g} of the largest")
         return torch.equal(tree[0, 0], alone)
 
-    def _tolerance(self) -> float:
+    @property
+    def tolerance(self) -> float:
         """How far logits may be from those of the model's own attention, relative to the largest.
 
         A rounding of the attention changes how the activations of later layers are rounded to integers. Each such change is

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -253,8 +253,8 @@ class NativeStep:
         """The handle of a cache's states. Raises ValueError for a cache of another model."""
         if not self._recurrent:
             return None
-        states = cache.states.get(_STATES)
-        if not isinstance(states, NativeStates) or not self._recurrent.items() <= states.layout.items():
+        states = cast("NativeStates | None", cache.states.get(_STATES))  # no other model has this key
+        if states is None or not self._recurrent.items() <= states.layout.items():
             raise ValueError("this cache belongs to another model; use one made by new_cache of this one")
         return states.handle
 

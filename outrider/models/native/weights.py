@@ -200,7 +200,7 @@ class ModuleSource:
         table = _table(head if tied else embedding)
         if self._own:
             free_matrix_(outputs)
-            if isinstance(table, Packed):
+            if not isinstance(table, Tensor):
                 free_matrix_(inputs)
         return head, table
 

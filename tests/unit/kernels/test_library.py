@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
-import time
 from enum import IntEnum
 from pathlib import Path
 
@@ -129,18 +129,16 @@ def test_works_after_fork() -> None:
     packed = native.Packed([torch.randn(1600, 512)], "float32")
     x = torch.randn(3, 512)
     expected = packed.linear(x)
-    child = os.fork()
-    if child == 0:
-        same = all(torch.equal(packed.linear(x), expected) for _ in range(5))
-        os._exit(0 if same else 1)
-    deadline = time.monotonic() + PATIENCE
-    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    if done == (0, 0):
-        os.kill(child, 9)
-    assert done[0] == child
-    assert os.waitstatus_to_exitcode(done[1]) == 0
-    assert torch.equal(packed.linear(x), expected)
+
+    def check() -> None:
+        assert all(torch.equal(packed.linear(x), expected) for _ in range(5))
+
+    child = multiprocessing.get_context("fork").Process(target=check)
+    child.start()
+    child.join(PATIENCE)
+    code, _ = child.exitcode, child.kill()
+    assert code == 0
+    check()
 
 
 def test_several_matrices_side_by_side() -> None:

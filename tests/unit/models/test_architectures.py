@@ -230,16 +230,16 @@ def test_taps_are_hidden_states(subject: Subject) -> None:
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_neo"])
 def test_the_callers_model_is_left_alone(name: str) -> None:
     raw = tiny(name).bfloat16()
-    raw.config._attn_implementation = "sdpa" if name != "gpt_neo" else "eager"
+    raw.set_attn_implementation("sdpa" if name != "gpt_neo" else "eager")
     before = {n: (p.data_ptr(), p.dtype, p.clone()) for n, p in raw.named_parameters()}
     kinds = [type(m) for m in raw.modules()]
-    settings = raw.config._attn_implementation, raw.config._experts_implementation
+    settings = dict(vars(raw.config))
     ids = torch.tensor(prompts(7))
     text = raw.generate(ids, do_sample=False, max_new_tokens=6)
     model = HFModel(raw)
     model.forward(Nodes(ids, model.new_cache(1, 64), [0]))
     assert [type(m) for m in raw.modules()] == kinds
-    assert (raw.config._attn_implementation, raw.config._experts_implementation) == settings
+    assert vars(raw.config) == settings
     for n, p in raw.named_parameters():
         pointer, dtype, value = before[n]
         assert (p.data_ptr(), p.dtype) == (pointer, dtype)

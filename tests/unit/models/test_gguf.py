@@ -278,7 +278,7 @@ def test_rounded_activations_are_not_taken_for_another_attention(tmp_path: Path)
     rounded, plain = load(file).model, load(file, dtype="float32").model
     assert isinstance(rounded, HFModel)
     assert isinstance(plain, HFModel)
-    assert (rounded._tolerance(), plain._tolerance()) == (0.25, 5e-4)
+    assert (rounded.tolerance, plain.tolerance) == (0.25, 5e-4)
 
 
 @pytest.mark.parametrize("key", ["block_count", "embedding_length", "attention.head_count", "attention.key_length"])

@@ -5,13 +5,9 @@
 
 from __future__ import annotations
 
-import os
-import time
-
 import pytest
 import torch
 from architectures import FAMILIES, ODD, VOCAB, tiny
-from patience import PATIENCE
 from transformers import PreTrainedModel
 
 from outrider.drafters.model.confidence import RIVALS, LogitError
@@ -116,23 +112,6 @@ def test_own_frees_the_originals(tied: bool) -> None:
     ours = NativeModel(theirs, own=True)
     assert sum(m.weight.numel() for m in theirs.modules() if isinstance(m, torch.nn.Linear)) == 0
     assert torch.equal(ours.forward(Nodes(TEXT, ours.new_cache(1, 512), [0])).logits, kept)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_process_goes_on() -> None:
-    model = NativeModel(build("llama"))
-    expected = model.forward(Nodes(TEXT, model.new_cache(1, 512), [0])).logits
-    child = os.fork()
-    if child == 0:
-        same = torch.equal(model.forward(Nodes(TEXT, model.new_cache(1, 512), [0])).logits, expected)
-        os._exit(0 if same else 1)
-    deadline = time.monotonic() + PATIENCE
-    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    if done == (0, 0):
-        os.kill(child, 9)
-    assert done[0] == child
-    assert os.waitstatus_to_exitcode(done[1]) == 0
 
 
 @pytest.mark.parametrize("kv_cache_dtype", list(KV_CACHE_DTYPES))
