@@ -77,42 +77,6 @@ def test_forms_agree_on_trees(form, options: dict, rows: list[int], dtype: str) 
     torch.testing.assert_close(got[real], expected[real], atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.parametrize("form", [attend_masked, pytest.param(attend_native, marks=needs_native)])
-def test_forms_agree_on_chains(form, options: dict) -> None:
-    query, key, value = states(2, 33)
-    nodes = batch(filled([0, 40]), [1, 0], 33, None)
-    write(nodes, 0, key, value)
-    expected, got = (f(nodes, 0, query, Scoring(0.3, **options)) for f in (attend_reference, form))
-    torch.testing.assert_close(got, expected, atol=2e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_bits_of_a_node_do_not_depend_on_its_neighbours(options: dict) -> None:
-    """Every node of a batch of trees against its own path, committed and then decoded alone in another cache."""
-    lengths, rows = [3, 62, 0], [2, 0, 1]
-    parents = random_parents([9, 14, 6], seed=5)
-    query, key, value = states(3, parents.shape[1])
-    cache = filled(lengths)
-    nodes = batch(cache, rows, parents.shape[1], parents)
-    write(nodes, 0, key, value)
-    together = attend(nodes, 0, query, Scoring(0.3, **options))
-    keys, values = cache.layers[0]
-    for b, row in enumerate(rows):
-        for n in range(int((parents[b] >= -1).sum())):
-            path = [n]
-            while parents[b, path[0]] >= 0:
-                path.insert(0, int(parents[b, path[0]]))
-            alone = filled([0] * 5, seed=9)
-            length = alone.length[4] = lengths[row] + len(path) - 1
-            slots = [*range(lengths[row]), *(lengths[row] + p for p in path)]
-            alone.layers[0][0][4, :, : length + 1] = keys[row, :, slots]
-            alone.layers[0][1][4, :, : length + 1] = values[row, :, slots]
-            one = batch(alone, [4], 1, None)
-            got = attend(one, 0, query[b : b + 1, :, n : n + 1], Scoring(0.3, **options))
-            assert torch.equal(got[0, 0], together[b, n]), (b, n)
-
-
 def test_a_window_counts_positions_not_slots() -> None:
     """Two siblings lie between a node and its parent in the scratch, and not between them in the text."""
     cache = filled([4])

