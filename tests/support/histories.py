@@ -69,7 +69,8 @@ def check_histories(model: LanguageModel, rounds: int, seed: int = 0, samples: i
             prefixes.keep(cache, slot, texts[slot])
             cache.release(slot)
             found = prefixes.fetch(cache, slot, texts[slot])
-            assert found == len(texts[slot])
+            assert found == len(texts[slot]) or not cache.states, "without states whole blocks are kept"
+            texts[slot] = texts[slot][:found]
         elif draw.random() < 0.05:
             cache.release(slot)
             texts[slot] = []
