@@ -60,19 +60,12 @@ class StoredTensor(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What a model needs of memory.
+    """What a model needs of memory."""
 
-    Args:
-        stored: the precision that most weights have, or "gguf" for blocks.
-        matrices: number of weights that can be kept at another precision.
-        rest: bytes of the others (embeddings, norms), which stay as they are.
-        blocks: bytes of the matrices as blocks.
-    """
-
-    stored: str
-    matrices: int
-    rest: int
-    blocks: int = 0
+    stored: str  # the precision that most weights have, or "gguf" for blocks
+    matrices: int  # number of weights that can be kept at another precision
+    rest: int  # bytes of the others (embeddings, norms), which stay as they are
+    blocks: int = 0  # bytes of the matrices as blocks
 
     def bytes(self, weights: str) -> float:
         return self.rest + (self.blocks if weights == "gguf" else self.matrices * WEIGHT_FORMATS[weights].bytes)

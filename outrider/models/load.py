@@ -42,25 +42,16 @@ _READ_SPEED, _WORTH_SECONDS, _WORTH_BYTES = 1e9, 1.0, 50e6
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that is ready to run.
+    """A model that is ready to run."""
 
-    Args:
-        model: what runs.
-        name: as given to `load`.
-        tokenizer: None if it has none.
-        end_ids: the end tokens.
-        weights: the precision of the weights.
-        source: what `load` was given; a second copy with another precision is loaded from it.
-        config: the model's configuration of transformers.
-    """
-
-    model: LanguageModel
-    name: str
-    tokenizer: Any | None
-    end_ids: tuple[int, ...]
-    weights: str
+    model: LanguageModel  # what runs
+    name: str  # as given to `load`
+    tokenizer: Any | None  # None if it has none
+    end_ids: tuple[int, ...]  # the end tokens
+    weights: str  # the precision of the weights
+    # what `load` was given; a second copy with another precision is loaded from it.
     source: str | Path | PreTrainedModel
-    config: Any = None
+    config: Any = None  # the model's configuration of transformers
 
     @property
     def is_packed(self) -> bool:
@@ -116,25 +107,15 @@ def modules(loaded: Loaded) -> PreTrainedModel:
 
 
 class Contents(NamedTuple):
-    """What is known of a model before its weights are packed.
+    """What is known of a model before its weights are packed."""
 
-    Args:
-        name: as given to `load`.
-        stored: the precision in which its weights would be kept.
-        weights: numbers in the matrices that a forward of one token multiplies with, all experts counted.
-        vocab_size: tokens of the output head.
-        end_ids: the end tokens.
-        tokenizer: None if it has none.
-        quantizable: whether int8 and int4 weights can be used here.
-    """
-
-    name: str
-    stored: str
-    weights: int
-    vocab_size: int
-    end_ids: tuple[int, ...]
-    tokenizer: Any | None
-    quantizable: bool
+    name: str  # as given to `load`
+    stored: str  # the precision in which its weights would be kept
+    weights: int  # numbers in the matrices that a forward of one token multiplies with, all experts counted
+    vocab_size: int  # tokens of the output head
+    end_ids: tuple[int, ...]  # the end tokens
+    tokenizer: Any | None  # None if it has none
+    quantizable: bool  # whether int8 and int4 weights can be used here
 
 
 # How the weights of a model are to be kept: (quantization, head_ids), see `load` and `NativeModel`.

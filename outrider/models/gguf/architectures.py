@@ -21,31 +21,20 @@ from outrider.models.hf.hooks import UnsupportedModel
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a family of models is stored.
+    """How a family of models is stored."""
 
-    Args:
-        model_type: transformers' name.
-        mixture: that of files with experts.
-        interleaved: the rows of q and k are in the order of interleaved rotary pairs.
-        one_added: the norms are stored as w + 1.
-        biases_by_tensor: a linear has a bias if the file has one for it.
-        more: settings of this family beside the common ones.
-        attends: some layers have attention.
-        joined: the end of a module's name -> those of the modules that the gguf package knows in its place; of several, the
-            rows follow one another.
-        joined_with_experts: others of files with experts.
-        order: of rows or numbers, see `hybrids`.
-    """
-
-    model_type: str
-    mixture: str | None = None
-    interleaved: bool = False
-    one_added: bool = False
-    biases_by_tensor: bool = False
-    more: Callable[[GGUFFile], dict[str, Any]] = lambda file: {}
-    attends: bool = True
+    model_type: str  # transformers' name
+    mixture: str | None = None  # that of files with experts
+    interleaved: bool = False  # the rows of q and k are in the order of interleaved rotary pairs
+    one_added: bool = False  # the norms are stored as w + 1
+    biases_by_tensor: bool = False  # a linear has a bias if the file has one for it
+    more: Callable[[GGUFFile], dict[str, Any]] = lambda file: {}  # settings of this family beside the common ones
+    attends: bool = True  # some layers have attention
+    # the end of a module's name -> those of the modules that the gguf package knows in its place; of several, the rows
+    # follow one another.
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    joined_with_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    joined_with_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # others of files with experts
+    # of rows or numbers, see `hybrids`.
     order: Callable[[str, PretrainedConfig], Tensor | None] = lambda name, config: None
 
 

@@ -79,43 +79,24 @@ class AngleTable:
 
 @dataclass(frozen=True)
 class Program:
-    """What a `Builder` has built.
+    """What a `Builder` has built."""
 
-    Args:
-        ops: in order.
-        widths: of the registers.
-        angles: tables of rotary embeddings.
-        cells: (heads, numbers of a key, numbers of a value) of each layer of the cache.
-        head: the output matrix.
-        head_ids: its tokens, int64 [n], ascending; None for all.
-        table: the embedding.
-        embedding_factor: of its rows.
-        vocab_size: tokens of the model.
-        num_layers: of the model.
-        hidden: numbers that a tap of a layer shows.
-        fed_back: numbers that each node feeds back.
-        max_length: tokens of the longest sequence.
-        facts: for packs, the settings that it was built from.
-        named: for packs, the weights by name.
-        mtp: the program of the layer that predicts one token further; None if there is none.
-    """
-
-    ops: tuple[Op, ...]
-    widths: tuple[int, ...]
-    angles: tuple[AngleTable, ...]
-    cells: dict[int, tuple[int, int, int]]
-    head: native.Packed
-    head_ids: Tensor | None
-    table: native.Packed | Tensor
-    embedding_factor: float
-    vocab_size: int
-    num_layers: int
-    hidden: int
-    fed_back: int
-    max_length: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)
-    named: Mapping[str, Any] = field(default_factory=dict)
-    mtp: Program | None = None
+    ops: tuple[Op, ...]  # in order
+    widths: tuple[int, ...]  # of the registers
+    angles: tuple[AngleTable, ...]  # tables of rotary embeddings
+    cells: dict[int, tuple[int, int, int]]  # (heads, numbers of a key, numbers of a value) of each layer of the cache
+    head: native.Packed  # the output matrix
+    head_ids: Tensor | None  # its tokens, int64 [n], ascending; None for all
+    table: native.Packed | Tensor  # the embedding
+    embedding_factor: float  # of its rows
+    vocab_size: int  # tokens of the model
+    num_layers: int  # of the model
+    hidden: int  # numbers that a tap of a layer shows
+    fed_back: int  # numbers that each node feeds back
+    max_length: int = 0  # tokens of the longest sequence
+    facts: dict[str, Any] = field(default_factory=dict)  # for packs, the settings that it was built from
+    named: Mapping[str, Any] = field(default_factory=dict)  # for packs, the weights by name
+    mtp: Program | None = None  # the program of the layer that predicts one token further; None if there is none
 
     def subset(self, layers: Sequence[int]) -> Program:
         """With these layers only, over the same cache."""

@@ -26,19 +26,14 @@ Tensors = Mapping[str, Tensor]
 
 
 class Format(NamedTuple):
-    """One way to store a matrix.
+    """One way to store a matrix."""
 
-    Args:
-        read: the matrix, of the tensors by suffix, the settings, and the name for errors.
-        needed: suffixes; before them is the matrix's name without `weight`. The first one tells its size.
-        optional: suffixes of tensors that may be there.
-        drop: those that its values do not depend on.
-    """
-
+    # the matrix, of the tensors by suffix, the settings, and the name for errors.
     read: Callable[[Tensors, Mapping[str, Any], str], QuantisedWeight]
+    # suffixes; before them is the matrix's name without `weight`. The first one tells its size.
     needed: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-    drop: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()  # suffixes of tensors that may be there
+    drop: tuple[str, ...] = ()  # those that its values do not depend on
 
     @property
     def suffix(self) -> str:
