@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from outrider.core.params import SamplingParams
 from outrider.core.tree import tree
-from outrider.core.types import PADDING, Budget
+from outrider.core.types import Budget
 from outrider.drafters.base import Drafter
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.grower import TreeDrafter
@@ -73,20 +73,6 @@ def test_after_any_history_the_state_is_that_of_the_tokens(
     check_histories(model_of(name)[1], 10)
 
 
-def _last_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state of the last node is kept, not that of the accepted one."""
-
-    def commit(self: LayerStates, slot: int, path: list[int]) -> None:
-        if len(path):
-            scratch = self._scratch[slot]
-            last = max(n for n, parent in enumerate(scratch.parents) if parent != PADDING)
-            for old, new in zip(self.committed, self.after(slot, last), strict=True):
-                old[slot] = new[0]
-            del self._scratch[slot]
-
-    monkeypatch.setattr(LayerStates, "commit", commit)
-
-
 def _shared_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     after = LayerStates.after
     monkeypatch.setattr(LayerStates, "after", lambda self, slot, node: after(self, slot if node >= 0 else 0, node))
@@ -118,7 +104,7 @@ def _changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LayerStates, "scan", changed)
 
 
-@pytest.mark.parametrize("fault", [_last_node, _shared_rows, _no_states_in_prefixes, _changed_in_place])
+@pytest.mark.parametrize("fault", [_shared_rows, _no_states_in_prefixes, _changed_in_place])
 def test_planted_faults_are_found(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("falcon_h1")[1]
     with monkeypatch.context() as planted, pytest.raises(AssertionError, match="slot"):
