@@ -252,7 +252,7 @@ def _format_of(w: Tensor | Blocks, k: int, kind: str) -> str:
     return _ROUNDED.get(kind, kind)
 
 
-def _fill(to: PackedStruct, w: Tensor | Blocks, first: int, paired: bool) -> None:
+def _fill(to: ctypes.Structure, w: Tensor | Blocks, first: int, paired: bool) -> None:
     if isinstance(w, Tensor):
         strides = w.stride(0), w.stride(1)
         library().pack(to, w.data_ptr(), _SOURCES[w.dtype], len(w), *strides, first, int(paired))

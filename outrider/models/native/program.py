@@ -147,7 +147,7 @@ class Program:
         chosen = (a.long if a.long is not None and length > a.first else a.inv_freq for a in self.angles)
         return replace(self, angles=tuple(replace(a, inv_freq=f) for f, a in zip(chosen, self.angles, strict=True)))
 
-    def compiled(self) -> tuple[ProgramStruct, object]:
+    def compiled(self) -> tuple[ctypes.Structure, object]:
         """The struct for native code, and what it points to besides the program."""
         last = max((op.layer for op in self.ops if op.kind in _KEEPERS), default=-1)
         later = {-1, *range(last, self.num_layers)}  # where no other node reads what a node has left
@@ -167,7 +167,7 @@ class Program:
         return program, (structs, keep, tables, width)
 
 
-def _struct(op: Op, places: Mapping[int, int], keep: list[Any]) -> OpStruct:
+def _struct(op: Op, places: Mapping[int, int], keep: list[Any]) -> ctypes.Structure:
     """places: of registers. keep: gets what the struct points to."""
     views = ((0, 0, 0) if v is None else (places[v.register], v.offset, v.width) for v in (op.in_, op.other, op.out))
     pointers = (ctypes.c_void_p * len(op.matrices))(*(ctypes.addressof(m.struct) for m in op.matrices))

@@ -106,7 +106,7 @@ class _ChainBuffers:
         self._tokens = (ctypes.c_int64 * (len(chain.tokens) + depth))(*chain.tokens)
         self._chances, self._siblings = (ctypes.c_float * (depth * width))(), (ctypes.c_int64 * (depth * (width - 1)))()
 
-    def struct(self, length: int) -> ChainStruct:
+    def struct(self, length: int) -> ctypes.Structure:
         """length: committed tokens of its slot."""
         chain, count, tokens = self.chain, len(self.chain.tokens), ctypes.addressof(self._tokens)
         seed, stream, step, position = chain.noise  # ctypes keeps the lower bits
