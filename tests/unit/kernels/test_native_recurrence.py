@@ -98,6 +98,8 @@ def test_a_node_has_the_same_bits_in_any_chain(scan: Scan, definition: Any, give
         *inputs, [states[0][2], start], [[*range(3, rows)], [2, 0]], [[True] * (rows - 3), [False, False]]
     )
     assert torch.equal(rest[3:], whole[3:])
+    beside, _ = scan(*inputs, [start], [[2, 0]], [[False, False]])
+    assert torch.equal(rest[[2, 0]], beside[[2, 0]])
     assert torch.equal(ends[0][-1], state)  # pyright: ignore[reportArgumentType]
     assert torch.equal(start, before), "a start is left as it was"
 
