@@ -9,13 +9,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """scaling: factor of query times key. window: tokens that a node attends to, itself counted; None: all.
-    softcap: scores become cap * tanh(score / cap). sinks: float [head], one more score in each softmax, without a value.
-    chunk: positions form chunks of so many, and a node attends within its own; None: no chunks. The kernels do not read it.
-    """
+    """How the scores of a node are made."""
 
-    scaling: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
+    scaling: float  # factor of query times key
+    window: int | None = None  # tokens that a node attends to, itself counted; None: all
+    softcap: float | None = None  # scores become cap * tanh(score / cap); None: they stay
+    sinks: Tensor | None = None  # float [head], one more score in each softmax, without a value
+    # positions form chunks of so many, and a node attends within its own; None: no chunks. Kernels do not read it.
     chunk: int | None = None

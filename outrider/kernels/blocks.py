@@ -10,16 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Blocks:
-    """A matrix [out, in] in one of ggml's block formats.
+    """A matrix [out, in] in one of ggml's block formats."""
 
-    data: uint8 [out, bytes of a row]; it may be a view of a mapped file. format: ggml's name of the format, such as "Q4_K".
-    columns: the `in` of the shape. order: int64 [out], row i of the matrix is row order[i] of `data`; None: as stored.
-    """
-
-    data: Tensor
-    format: str
-    columns: int
-    order: Tensor | None = None
+    data: Tensor  # uint8 [out, bytes of a row]; it may be a view of a mapped file
+    format: str  # ggml's name of the format, such as "Q4_K"
+    columns: int  # the `in` of the shape
+    order: Tensor | None = None  # int64 [out], row i of the matrix is row order[i] of `data`; None: as stored
 
     @property
     def shape(self) -> tuple[int, int]:

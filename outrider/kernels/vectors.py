@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 BLOCK = 32
-# What `outrider_pack_vectors` and `outrider_attention` call a format.
-VECTOR_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 def packed_width(dim: int, dtype: torch.dtype) -> int:

@@ -36,24 +36,20 @@ class Output(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """One chain for `LanguageModel.draft_chains` to draft.
+    """One chain for `LanguageModel.draft_chains` to draft."""
 
-    slot: cache slot; each chain has its own. tokens: tokens to read first, at least one. depth: tokens to draft.
-    temperature: 0 drafts the most likely token. noise: (seed, stream, step, position) of the first drafted token, as
-    `Noise.keys` gives them. error: scale of the logits' errors (`drafters.model.confidence`), which gives each token a chance
-    to be accepted; 0 computes none. min_probability: the chain ends after a token whose chance, times those before it, is
-    lower. features: float32 [token, feature], contiguous, of the target; for trained heads. width: tokens of a level, 8 at most;
-    nothing follows those beside the drafted one. More than 1 need `error`.
-    """
-
-    slot: int
-    tokens: Sequence[int]
-    depth: int
-    temperature: float = 0.0
+    slot: int  # cache slot; each chain has its own
+    tokens: Sequence[int]  # tokens to read first, at least one
+    depth: int  # tokens to draft
+    temperature: float = 0.0  # 0 drafts the most likely token
+    # (seed, stream, step, position) of the first drafted token, as `Noise.keys` gives them.
     noise: tuple[int, int, int, int] = (0, 0, 0, 0)
+    # scale of the logits' errors (`drafters.model.confidence`), which gives each token a chance to be accepted; 0 computes
+    # none.
     error: float = 0.0
-    min_probability: float = 0.0
-    features: Tensor | None = None
+    min_probability: float = 0.0  # the chain ends after a token whose chance, times those before it, is lower
+    features: Tensor | None = None  # float32 [token, feature], contiguous, of the target; for trained heads
+    # tokens of a level, 8 at most; nothing follows those beside the drafted one. More than 1 need `error`.
     width: int = 1
 
 

@@ -38,13 +38,14 @@ _LINE = 64  # bytes: a tensor begins at a multiple
 class SlotCache:
     """Keys and values of every layer, and the states of recurrent layers.
 
-    layers: (keys, values) of each layer, both [slot, kv_head, cell, head_dim]. They are made on first use; a layer without
-    keys has no kv_head. With another dtype than "auto" the last dim is that of `outrider.kernels.vectors`.
-    states: of recurrent layers, by a key that the model chooses. Empty without such layers.
-    dtype: how keys and values are kept, a name of KV_CACHE_DTYPES.
-    length: committed tokens of each slot. A committed token at position n is in cell n.
-    max_length: tokens that a slot may commit. The scratch of a step comes on top.
-    capacity: cells that each slot has now.
+    Args:
+        layers: (keys, values) of each layer, both [slot, kv_head, cell, head_dim]. They are made on first use; a layer without
+            keys has no kv_head. With another dtype than "auto" the last dim is that of `outrider.kernels.vectors`.
+        states: of recurrent layers, by a key that the model chooses. Empty without such layers.
+        dtype: how keys and values are kept, a name of KV_CACHE_DTYPES.
+        length: committed tokens of each slot. A committed token at position n is in cell n.
+        max_length: tokens that a slot may commit. The scratch of a step comes on top.
+        capacity: cells that each slot has now.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class SlotCache:
             self.layers.append((nothing, nothing))
         new = [i for i in shapes if not self.layers[i][0].shape[1]]
         wanted = [(self.num_slots, h, self.capacity, packed_width(d, dtype)) for i in new for h, d in shapes[i]]
-        made = _zeros(wanted, dtype, like.device)
-        for i, keys, values in zip(new, made[::2], made[1::2], strict=True):
+        tensors = _zeros(wanted, dtype, like.device)
+        for i, keys, values in zip(new, tensors[::2], tensors[1::2], strict=True):
             self.layers[i] = keys, values
         if new:
             self._cells.clear()

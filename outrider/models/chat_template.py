@@ -57,34 +57,34 @@ def chat_prompt(
     if not messages:
         raise ValueError("there are no messages; send at least one")
     tokenizer, tools = complete(tokenizer), [_described(tool) for tool in tools or ()] or None
-    made = [_normal(message, f"messages.{number}") for number, message in enumerate(messages)]
-    if continued and made[-1].get("tool_calls"):
+    chat = [_normal(message, f"messages.{number}") for number, message in enumerate(messages)]
+    if continued and chat[-1].get("tool_calls"):
         raise ValueError(
             "the last message has tool_calls, after which no text goes on; leave out continue_final_message"
         )
-    own = getattr(type(tokenizer), "apply_chat_template", None)
-    if getattr(own, "__module__", "transformers.tokenization_utils_base") != "transformers.tokenization_utils_base":
-        made = [_with_calls(message, lambda call: _loaded(call, check)) for message in made]
+    method = getattr(type(tokenizer), "apply_chat_template", None)
+    if getattr(method, "__module__", "transformers.tokenization_utils_base") != "transformers.tokenization_utils_base":
+        chat = [_with_calls(message, lambda call: _loaded(call, check)) for message in chat]
         ids = _tried(
             lambda: tokenizer.apply_chat_template(
-                made, tools=tools, tokenize=True, return_dict=True, continue_final_message=continued, **variables
+                chat, tools=tools, tokenize=True, return_dict=True, continue_final_message=continued, **variables
             )
         )
         return list(ids["input_ids"])
     source = source_of(tokenizer, bool(tools), "documents" in variables)
-    known = getattr(tokenizer, "special_tokens_map", None) or {}
-    special = {"bos_token": "", "eos_token": ""} | {k: v for k, v in known.items() if v is not None}
+    tokens = getattr(tokenizer, "special_tokens_map", None) or {}
+    special = {"bos_token": "", "eos_token": ""} | {k: v for k, v in tokens.items() if v is not None}
     named = tuple((k, tuple(map(str, v)) if isinstance(v, list) else str(v)) for k, v in special.items())
-    return _template(source, named).prompt(made, tools, continued, check, variables)
+    return _template(source, named).prompt(chat, tools, continued, check, variables)
 
 
 def source_of(tokenizer: Any, tools: bool = False, documents: bool = False) -> str:
     """The text of the chat template for a chat with or without tools and documents. A tokenizer may have one for each."""
-    given = tokenizer.chat_template
-    if not isinstance(given, Mapping):
-        return given
-    names = ["tool_use"] * tools + ["rag"] * documents + ["default", *given]
-    return next(given[name] for name in names if name in given)
+    templates = tokenizer.chat_template
+    if not isinstance(templates, Mapping):
+        return templates
+    names = ["tool_use"] * tools + ["rag"] * documents + ["default", *templates]
+    return next(templates[name] for name in names if name in templates)
 
 
 def text_of(content: Any, where: str, kind: str = "text") -> str:
@@ -96,10 +96,10 @@ def text_of(content: Any, where: str, kind: str = "text") -> str:
         raise ValueError(f"{where} is a string or a list of {form}; this model reads text only")
     texts = list[str]()
     for number, part in enumerate(content):
-        given = part.get("type", "text") if isinstance(part, dict) else None
-        text = part.get(_TEXTS.get(given, "")) if isinstance(given, str) else None
+        type_ = part.get("type", "text") if isinstance(part, dict) else None
+        text = part.get(_TEXTS.get(type_, "")) if isinstance(type_, str) else None
         if not isinstance(text, str):
-            got = f", got type {given!r:.40}" if given not in (None, kind) else ""
+            got = f", got type {type_!r:.40}" if type_ not in (None, kind) else ""
             raise ValueError(f"{where}.{number} is {form}{got}; this model reads text only")
         texts.append(text)
     return "".join(texts)
@@ -163,8 +163,8 @@ class ChatTemplate:
         out, forms with the same texts are tried."""
         chat = self._readable(messages, check)
         # a text of blanks, and what stands beside calls, may go
-        kept = {n for n, m in enumerate(chat) if m["content"].strip() and "tool_calls" not in m}
-        marked = [{**m, "content": m["content"] + f"{_MARK}{n}x" * (n in kept)} for n, m in enumerate(chat)]
+        needed = {n for n, m in enumerate(chat) if m["content"].strip() and "tool_calls" not in m}
+        marked = [{**m, "content": m["content"] + f"{_MARK}{n}x" * (n in needed)} for n, m in enumerate(chat)]
         first: ValueError | None = None
         for form in (list if self.developer else _without_developer, _one_system, _without_thoughts, _system_to_user):
             if first is not None and form(chat) == chat:
@@ -178,10 +178,10 @@ class ChatTemplate:
                 first = first or error
                 continue
             shown = self._trial(marked, tools, variables)
-            seen = kept if shown is None else set(map(int, re.findall(_MARK + "([0-9]+)x", shown)))
-            if kept <= seen:
+            seen = needed if shown is None else set(map(int, re.findall(_MARK + "([0-9]+)x", shown)))
+            if needed <= seen:
                 return text
-            lost = min(kept - seen)
+            lost = min(needed - seen)
             role, said = messages[lost]["role"], messages[lost]["content"]
             first = first or LostMessage(
                 f"the model's chat template shows nothing of messages.{lost} ({role}: {said!r:.40}); send it in another role, "
@@ -260,27 +260,27 @@ def _normal(given: Mapping[str, Any], where: str) -> Message:
     """A message in one form: its content a string, and no field that is null. Raises ValueError."""
     role = given.get("role")
     check_role(role, where)
-    made: Message = {name: value for name, value in given.items() if value is not None}
-    if unread := next((name for name in ("audio", "images") if made.get(name)), None):
+    message: Message = {name: value for name, value in given.items() if value is not None}
+    if unread := next((name for name in ("audio", "images") if message.get(name)), None):
         raise ValueError(f"{where} has {unread}; this model reads text only")
-    content, refusal = made.get("content"), made.pop("refusal", None)
-    thoughts = [made.pop(name, None) for name in THOUGHTS]
+    content, refusal = message.get("content"), message.pop("refusal", None)
+    thoughts = [message.pop(name, None) for name in THOUGHTS]
     if isinstance(content, list) and role == "assistant":  # a thought may be a part
         parts = [p for p in content if isinstance(p, dict) and p.get("type") in ("thinking", "reasoning")]
         thoughts += ["".join(str(p.get("thinking") or p.get("text") or "") for p in parts)]
         content = [p for p in content if p not in parts]
     if content is None and role in ("user", "system", "developer"):
         raise ValueError(f"{where} has no content; send a text")
-    made["content"] = text_of((refusal or "") if content is None else content, f"{where}.content")
+    message["content"] = text_of((refusal or "") if content is None else content, f"{where}.content")
     if thought := next((x for x in thoughts if isinstance(x, str) and x), None):
-        made["reasoning_content"] = thought
-    calls, older = made.pop("tool_calls", None) or [], made.pop("function_call", None)
+        message["reasoning_content"] = thought
+    calls, older = message.pop("tool_calls", None) or [], message.pop("function_call", None)
     if not isinstance(calls, list):
         raise ValueError(f"{where}.tool_calls is a list of calls")
     if calls := [*calls, *([{"function": older}] if older else [])]:
-        made["tool_calls"] = [_normal_call(call, f"{where}.tool_calls.{n}") for n, call in enumerate(calls)]
-    made["role"] = "tool" if role == "function" else role
-    return made
+        message["tool_calls"] = [_normal_call(call, f"{where}.tool_calls.{n}") for n, call in enumerate(calls)]
+    message["role"] = "tool" if role == "function" else role
+    return message
 
 
 def _normal_call(given: Any, where: str) -> Message:
@@ -295,10 +295,10 @@ def _normal_call(given: Any, where: str) -> Message:
 
 def _described(tool: Mapping[str, Any]) -> Message:
     """A tool without the fields that are null."""
-    made = {name: value for name, value in tool.items() if value is not None}
-    if isinstance(function := made.get("function"), Mapping):
-        made["function"] = {name: value for name, value in function.items() if value is not None}
-    return made
+    out = {name: value for name, value in tool.items() if value is not None}
+    if isinstance(function := out.get("function"), Mapping):
+        out["function"] = {name: value for name, value in function.items() if value is not None}
+    return out
 
 
 def _paired(messages: Sequence[Message], ids: bool, short: bool) -> list[Message]:
@@ -311,25 +311,25 @@ def _paired(messages: Sequence[Message], ids: bool, short: bool) -> list[Message
         return name if fits else hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()[:9]
 
     for message in messages:
-        made = dict(message)
-        if "tool_calls" in made:
-            made["tool_calls"] = calls = [dict(call) for call in made["tool_calls"]]
+        entry = dict(message)
+        if "tool_calls" in entry:
+            entry["tool_calls"] = calls = [dict(call) for call in entry["tool_calls"]]
             for call in calls:
                 if ids:
                     call["id"] = shortened(call.get("id", f"call{next(numbers):05}"))
                 names[call.get("id", "")] = name = call["function"]["name"]
                 waiting[name].append(call)
                 waiting[""].append(call)
-        if made["role"] == "tool":
-            own, name = made.get("tool_call_id"), made.get("name")
-            if isinstance(own, str):
-                own = shortened(own)
-                name = names.get(own)
-            elif found := waiting[name if isinstance(name, str) else ""]:
-                call = found.popleft()
-                own, name = call.get("id"), call["function"]["name"]
-            made = ({"name": name} if name else {}) | made | ({"tool_call_id": own} if ids and own else {})
-        out.append(made)
+        if entry["role"] == "tool":
+            call_id, name = entry.get("tool_call_id"), entry.get("name")
+            if isinstance(call_id, str):
+                call_id = shortened(call_id)
+                name = names.get(call_id)
+            elif calls_left := waiting[name if isinstance(name, str) else ""]:
+                call = calls_left.popleft()
+                call_id, name = call.get("id"), call["function"]["name"]
+            entry = ({"name": name} if name else {}) | entry | ({"tool_call_id": call_id} if ids and call_id else {})
+        out.append(entry)
     return out
 
 

@@ -42,41 +42,41 @@ def differs(model: PreTrainedModel) -> str | None:
     file = cache_folder() / "checked" / key
     with suppress(OSError):
         return file.read_text(encoding="utf-8") or None
-    found = _difference(config)
+    reason = _difference(config)
     with suppress(OSError):
-        write_whole(file, found or "")
-    return found
+        write_whole(file, reason or "")
+    return reason
 
 
 def smaller(config: Any) -> Any:
     """The configuration of the small model: as many layers as it takes to have one of each kind, and two at least."""
-    made, layers = copy.deepcopy(config), config.num_hidden_layers
-    if getattr(made, "first_k_dense_replace", 0) > 1:
-        made.first_k_dense_replace = 1
-    if getattr(made, "kv_lora_rank", None):
-        made.num_attention_heads = made.num_key_value_heads = min(_HEADS, made.num_attention_heads)
-    groups, kept = _count(made, "n_group") or 1, _count(made, "topk_group") or 1
-    few = groups * max(2, -(-2 * max(_count(made, name) for name in _CHOSEN) // min(kept, groups)))
+    small, layers = copy.deepcopy(config), config.num_hidden_layers
+    if getattr(small, "first_k_dense_replace", 0) > 1:
+        small.first_k_dense_replace = 1
+    if getattr(small, "kv_lora_rank", None):
+        small.num_attention_heads = small.num_key_value_heads = min(_HEADS, small.num_attention_heads)
+    groups, top = _count(small, "n_group") or 1, _count(small, "topk_group") or 1
+    few = groups * max(2, -(-2 * max(_count(small, name) for name in _CHOSEN) // min(top, groups)))
     for name in _EXPERTS:  # in as many groups, twice those that a token has
-        if _count(made, name) > few:
-            setattr(made, name, few)
-    lists = {n: v for n, v in made.to_dict().items() if isinstance(v, list) and len(v) == layers}
+        if _count(small, name) > few:
+            setattr(small, name, few)
+    lists = {n: v for n, v in small.to_dict().items() if isinstance(v, list) and len(v) == layers}
     firsts = [v.index(kind) + 1 for v in lists.values() for kind in v]
-    count = min(layers, max(2, getattr(made, "first_k_dense_replace", 0) + 1, *firsts, 0))
-    if _count(made, "num_kv_shared_layers"):  # as many again, which read keys and values of the first ones
-        made.num_kv_shared_layers, count = min(count, layers - count), min(layers, 2 * count)
+    count = min(layers, max(2, getattr(small, "first_k_dense_replace", 0) + 1, *firsts, 0))
+    if _count(small, "num_kv_shared_layers"):  # as many again, which read keys and values of the first ones
+        small.num_kv_shared_layers, count = min(count, layers - count), min(layers, 2 * count)
     for name, values in lists.items():
-        setattr(made, name, values[:count])
-    made.num_hidden_layers, made.pad_token_id = count, None
+        setattr(small, name, values[:count])
+    small.num_hidden_layers, small.pad_token_id = count, None
     for name, size in _SMALLER.items():
-        if isinstance(value := getattr(made, name, None), int) and value > size:
-            setattr(made, name, size)
-    return made
+        if isinstance(value := getattr(small, name, None), int) and value > size:
+            setattr(small, name, size)
+    return small
 
 
 def _count(config: Any, name: str) -> int:
-    found = getattr(config, name, 0)
-    return found if isinstance(found, int) else 0
+    value = getattr(config, name, 0)
+    return value if isinstance(value, int) else 0
 
 
 def _difference(config: Any) -> str | None:
@@ -111,12 +111,12 @@ def _random(config: Any) -> PreTrainedModel | None:
 
 def _shown(model: LanguageModel) -> torch.Tensor:
     """Logits and states of a text, and of two trees of four nodes after it."""
-    cache, found = model.new_cache(2, 64), []
+    cache, parts = model.new_cache(2, 64), []
     text = torch.arange(2 * _TEXT).view(2, _TEXT) * 7 % model.vocab_size
     trees = tree([[(5, -1), (9, 0), (11, 0), (3, 2)], [(2, -1), (13, 0), (8, 1), (1, 2)]])
     for tokens, parents in ((text, None), trees):
         out = model.forward(Nodes(tokens, cache, [0, 1], parents), taps=(0, model.num_layers - 1, FINAL_NORM))
         assert out.features is not None
-        found += [out.logits.flatten(), out.features.flatten()]
+        parts += [out.logits.flatten(), out.features.flatten()]
         cache.commit([0, 1], [range(_TEXT)] * 2 if parents is None else [[0]] * 2)
-    return torch.cat(found)
+    return torch.cat(parts)

@@ -60,14 +60,12 @@ class StoredTensor(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """stored: the precision that most weights have, or "gguf" for blocks. matrices: number of weights that can be kept at
-    another precision. rest: bytes of the others (embeddings, norms), which stay as they are. blocks: bytes of the matrices as
-    blocks."""
+    """What a model needs of memory."""
 
-    stored: str
-    matrices: int
-    rest: int
-    blocks: int = 0
+    stored: str  # the precision that most weights have, or "gguf" for blocks
+    matrices: int  # number of weights that can be kept at another precision
+    rest: int  # bytes of the others (embeddings, norms), which stay as they are
+    blocks: int = 0  # bytes of the matrices as blocks
 
     def bytes(self, weights: str) -> float:
         return self.rest + (self.blocks if weights == "gguf" else self.matrices * WEIGHT_FORMATS[weights].bytes)
@@ -105,14 +103,14 @@ def sizes(name: str, folder: Path) -> Sizes | None:
 
 def tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
     """The tensors of safetensors files, by name. Raises ValueError as `header` does."""
-    found: dict[str, StoredTensor] = {}
+    out: dict[str, StoredTensor] = {}
     for file in files:
         table, start = header(file)
         for name, entry in table.items():
             if name != "__metadata__":
                 first, end = entry["data_offsets"]
-                found[name] = StoredTensor(file, start + first, end - first, tuple(entry["shape"]), entry["dtype"])
-    return found
+                out[name] = StoredTensor(file, start + first, end - first, tuple(entry["shape"]), entry["dtype"])
+    return out
 
 
 def text_names(names: Collection[str]) -> dict[str, str]:
@@ -120,14 +118,14 @@ def text_names(names: Collection[str]) -> dict[str, str]:
 
     names: of all tensors. They are their own where there is no part for images or sound.
     """
-    found = dict[str, str]()
+    out = dict[str, str]()
     for name in names:
-        own = next((re.sub(there, here, name) for there, here in TEXT_NAMES.items() if re.match(there, name)), name)
-        if own != name or name.startswith("lm_head."):
-            found[own] = name
-    if all(own == name for own, name in found.items()):  # Qwen2-VL names its text model as others do
+        short = next((re.sub(there, here, name) for there, here in TEXT_NAMES.items() if re.match(there, name)), name)
+        if short != name or name.startswith("lm_head."):
+            out[short] = name
+    if all(short == name for short, name in out.items()):  # Qwen2-VL names its text model as others do
         return {name: name for name in names if not name.startswith("visual.")}
-    return found
+    return out
 
 
 def indexed(index: Path) -> dict[str, Path]:
@@ -155,7 +153,7 @@ def check_numbers(file: Path, given: Mapping[str, Any], shapes: Mapping[str, Seq
 
     file: for the message. given: the configuration, or a `part` of it. shapes: of the tensors, by name; empty if unknown.
     """
-    numbered = [int(found[1]) + 1 for name in shapes if (found := re.search(r"\.(\d+)\.", name))]
+    numbered = [int(match[1]) + 1 for name in shapes if (match := re.search(r"\.(\d+)\.", name))]
     widest, deepest = max((max(s, default=1) for s in shapes.values()), default=2**31), max(numbered, default=1)
     for key, value in given.items():
         if isinstance(value, dict) and part.count(".") < 4:

@@ -18,8 +18,8 @@ def weight_files(model: str) -> list[Path]:
 
     Raises what `outrider.models.load.load` raises for a GGUF file that cannot be had.
     """
-    if found := gguf_files(model):
-        return list(found)
+    if files := gguf_files(model):
+        return list(files)
     path = builtin_folder(model) if model.startswith("builtin:") else Path(model).expanduser()
     return sorted(path.glob("*.safetensors"))
 
@@ -50,9 +50,9 @@ def content(model: Any) -> str:
     states = [(str(f.resolve()), (s := f.stat()).st_size, s.st_mtime_ns, s.st_ctime_ns) for f in files]
     noted = cache_folder() / "contents" / hashlib.sha256(repr(states).encode()).hexdigest()
     with suppress(OSError, ValueError):
-        if len(found := noted.read_text(encoding="utf-8")) == 64:
-            return found
-    found = sha256(files)
+        if len(digest := noted.read_text(encoding="utf-8")) == 64:
+            return digest
+    digest = sha256(files)
     with suppress(OSError):
-        write_whole(noted, found)
-    return found
+        write_whole(noted, digest)
+    return digest

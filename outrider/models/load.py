@@ -42,19 +42,16 @@ _READ_SPEED, _WORTH_SECONDS, _WORTH_BYTES = 1e9, 1.0, 50e6
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that is ready to run.
+    """A model that is ready to run."""
 
-    name: as given to `load`. end_ids: the end tokens. weights: the precision of the weights. source: what `load` was given; a
-    second copy with another precision is loaded from it. config: the model's configuration of transformers.
-    """
-
-    model: LanguageModel
-    name: str
-    tokenizer: Any | None
-    end_ids: tuple[int, ...]
-    weights: str
+    model: LanguageModel  # what runs
+    name: str  # as given to `load`
+    tokenizer: Any | None  # None if it has none
+    end_ids: tuple[int, ...]  # the end tokens
+    weights: str  # the precision of the weights
+    # what `load` was given; a second copy with another precision is loaded from it.
     source: str | Path | PreTrainedModel
-    config: Any = None
+    config: Any = None  # the model's configuration of transformers
 
     @property
     def is_packed(self) -> bool:
@@ -105,25 +102,20 @@ def modules(loaded: Loaded) -> PreTrainedModel:
     if isinstance(loaded.source, nn.Module):
         return loaded.source
     with precision_gate.making():
-        found, _ = _read(LoadRequest(str(loaded.source), tokenizer=False, cache=False, modules=True))
-    return cast("PreTrainedModel", found.model)
+        read, _ = _read(LoadRequest(str(loaded.source), tokenizer=False, cache=False, modules=True))
+    return cast("PreTrainedModel", read.model)
 
 
 class Contents(NamedTuple):
-    """What is known of a model before its weights are packed.
+    """What is known of a model before its weights are packed."""
 
-    name: as given to `load`. stored: the precision in which its weights would be kept. weights: numbers in the matrices that
-    a forward of one token multiplies with, all experts counted. quantizable: whether int8 and int4 weights can be used
-    here.
-    """
-
-    name: str
-    stored: str
-    weights: int
-    vocab_size: int
-    end_ids: tuple[int, ...]
-    tokenizer: Any | None
-    quantizable: bool
+    name: str  # as given to `load`
+    stored: str  # the precision in which its weights would be kept
+    weights: int  # numbers in the matrices that a forward of one token multiplies with, all experts counted
+    vocab_size: int  # tokens of the output head
+    end_ids: tuple[int, ...]  # the end tokens
+    tokenizer: Any | None  # None if it has none
+    quantizable: bool  # whether int8 and int4 weights can be used here
 
 
 # How the weights of a model are to be kept: (quantization, head_ids), see `load` and `NativeModel`.
@@ -142,11 +134,15 @@ def load(
 ) -> Loaded:
     """Load a model.
 
-    model: a built-in name, a folder, a GGUF file, a hub name, `owner/name:file.gguf` on the hub, or a model object. tokenizer: an
-    object, or a name or path as for the model; None for the model's own. dtype: "auto" keeps the precision of the checkpoint.
-    quantization: "int8" or "int4" weights, on the CPU. kv_cache_dtype: "float32", "bfloat16" or "int8" keys and values;
-    "auto" is bfloat16 on the CPU, and float32 where the weights are, too.
-    reduce: decides what a draft model can do without, once its sizes are known. Its quantization counts if none is given here.
+    Args:
+        model: a built-in name, a folder, a GGUF file, a hub name, `owner/name:file.gguf` on the hub, or a model object.
+        tokenizer: an object, or a name or path as for the model; None for the model's own.
+        dtype: "auto" keeps the precision of the checkpoint.
+        device: "cpu" or "cuda"; "auto" is that of a model object, else a GPU if there is one.
+        quantization: "int8" or "int4" weights, on the CPU.
+        kv_cache_dtype: "float32", "bfloat16" or "int8" keys and values; "auto" is bfloat16 on the CPU, and float32 where the
+            weights are, too.
+        reduce: decides what a draft model can do without, once its sizes are known. Its quantization counts if none is given.
 
     Raises FileNotFoundError, ConnectionError, ValueError, MemoryError or UnsupportedModel. The message says what would work. It
     is raised before anything large is done.
@@ -193,8 +189,8 @@ def _request(
     where = _device(device, model)
     if quantization and (missing := why_no_kernels(where)):
         raise ValueError(f"quantization={quantization!r} needs the native CPU kernels: {missing}; leave it out")
-    own = isinstance(model, nn.Module)
-    name = model.config._name_or_path or type(model).__name__ if own else str(model)
+    is_object = isinstance(model, nn.Module)
+    name = model.config._name_or_path or type(model).__name__ if is_object else str(model)
     return LoadRequest(name, kind, where, quantization, tokenizer is None, **more)
 
 
@@ -228,8 +224,8 @@ def _made(
         sizes = pretrained.multiplied(raw), vocabulary(raw)
         reduced, head_ids = reduce(Contents(request.name, weights, *sizes, ends, tokenizer, not why_no_kernels(where)))
         weights = request.quantization or reduced or weights
-    own = source is not raw
-    model = pretrained.runnable(raw, own, where, weights, _kept(kv_cache_dtype, weights, where), head_ids)
+    kv_cache_dtype = _kept(kv_cache_dtype, weights, where)
+    model = pretrained.runnable(raw, source is not raw, where, weights, kv_cache_dtype, head_ids)
     return Loaded(model, request.name, tokenizer, ends, weights, source, read.config)
 
 
@@ -251,8 +247,8 @@ def _read(request: LoadRequest) -> tuple[ReadModel, str | None]:
     repacked = bool(files) or (request.quantization is not None and Path(path).is_dir())
     if request.cache and repacked and not why_no_kernels(request.device) and store.limit() > 0:
         pack_name = store.name_of(files[0] if files else path, request)
-        if found := store.restored(pack_name, request):
-            return found, None
+        if restored := store.restored(pack_name, request):
+            return restored, None
     from outrider.models import pretrained
 
     read = pretrained.read_gguf(request, files) if files else pretrained.read_folder(request, path)
@@ -342,8 +338,13 @@ def pack(
 ) -> int:
     """Save a model as the kernels keep it. `load(folder)` then starts without quantising. Returns the bytes of the folder.
 
-    model, dtype, quantization: as for `load`. folder: a new or empty folder, or an older pack, which is replaced. Raises
-    FileExistsError for another folder, and what `load` raises.
+    Args:
+        model: as for `load`.
+        folder: a new or empty folder, or an older pack, which is replaced.
+        dtype: as for `load`.
+        quantization: as for `load`.
+
+    Raises FileExistsError for another folder, and what `load` raises.
     """
     out = Path(folder).expanduser()
     if out.exists() and not (out.is_dir() and (packs.is_pack(out) or not any(out.iterdir()))):
@@ -358,15 +359,15 @@ def pack(
                 f"{model} runs by the modelling code of transformers ({loaded.model.path}), and a pack holds the program of a "
                 f"native model; load it as it is: outrider serve {model}"
             )
-        made = _contents_of(loaded, loaded.program)
-    return made.write(out)
+        contents = _contents_of(loaded, loaded.program)
+    return contents.write(out)
 
 
 def _contents_of(loaded: Loaded, program: Program, beside: bool = False) -> packs.PackContents:
     path = Path(str(loaded.source)).expanduser()
     source = str(path.resolve()) if path.exists() else str(loaded.source)
-    given = ReadModel(program, loaded.tokenizer, loaded.weights, loaded.end_ids, loaded.config)
-    return packs.contents(given, program, loaded.weights, source, beside)
+    content = ReadModel(program, loaded.tokenizer, loaded.weights, loaded.end_ids, loaded.config)
+    return packs.contents(content, program, loaded.weights, source, beside)
 
 
 def _keep(name: str, loaded: Loaded, seconds: float) -> None:

@@ -114,8 +114,8 @@ def rows_of(matrix: Matrix, rows: Tensor) -> Tensor | Blocks:
 
 def float_rows(matrix: Matrix, rows: Tensor) -> Tensor:
     """float32 [*rows.shape, in]. rows: int64, of any shape."""
-    found = dense(rows_of(matrix, rows.flatten()), torch.float32).float()
-    return found.view(*rows.shape, matrix.shape[1])
+    out = dense(rows_of(matrix, rows.flatten()), torch.float32).float()
+    return out.view(*rows.shape, matrix.shape[1])
 
 
 def packed(
@@ -137,7 +137,7 @@ def packed(
 
 def joined(matrices: Sequence[Tensor | Blocks], order: Tensor | None = None) -> Tensor | Blocks:
     """Matrices below each other, then their rows in this order. Blocks of one format stay blocks; others become floats."""
-    blocks = [m for m in matrices if isinstance(m, Blocks)]
+    blocks = [m for m in matrices if not isinstance(m, Tensor)]
     if len(blocks) == len(matrices) and len({b.format for b in blocks}) == 1:
         return replace(blocks[0], data=torch.cat([b.data for b in blocks]), order=order)
     rows = torch.cat([dense(m, torch.float32) for m in matrices])

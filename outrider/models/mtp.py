@@ -69,18 +69,18 @@ def of_folder(name: str, config: Any) -> PreTrainedModel | None:
 
     name: the folder, or its name on the hub. Raises ValueError for a layer of a kind that is not known, or not whole."""
     text = config.get_text_config()
-    if not (found := tensors_of(name, config)):
+    if not (places := tensors_of(name, config)):
         return None
     if getattr(text, "mtp_hidden_states_first", False):
         raise ValueError(f"that of a {text.model_type} reads the state before the token, which outrider does not")
-    names = _APART if any(n.startswith("fc.") for n in found) else _BEHIND
+    names = _APART if any(n.startswith("fc.") for n in places) else _BEHIND
     join, layer = dict[str, Tensor](), dict[str, Tensor]()
-    for short, tensor in _tensors(found).items():
-        stem, own = short.rsplit(".", 1)[0], short.removeprefix("layers.0.")
+    for short, tensor in _tensors(places).items():
+        stem, inner = short.rsplit(".", 1)[0], short.removeprefix("layers.0.")
         if stem in names:
             join[names[stem]] = tensor
-        elif short not in _UNREAD and (names is _BEHIND or own != short):
-            layer[own] = tensor
+        elif short not in _UNREAD and (names is _BEHIND or inner != short):
+            layer[inner] = tensor
     lacking = [theirs for theirs, ours in names.items() if ours not in {*join, "lm_head"}]
     if lacking:
         raise ValueError(
@@ -89,20 +89,20 @@ def of_folder(name: str, config: Any) -> PreTrainedModel | None:
         )
     state = {f"model.layers.0.{n}": t for n, t in layer.items()} | {"model.norm.weight": join["norm"]}
     model = _of_tensors(config, state, join["fc"].dtype)
-    made = joined_(model, own_head="lm_head" in join)
-    for name, module in made.named_children():
+    whole = joined_(model, own_head="lm_head" in join)
+    for name, module in whole.named_children():
         if name in join:
             cast("Any", module).weight = nn.Parameter(join[name], requires_grad=False)
-    return made
+    return whole
 
 
 def one_layer(config: Any) -> Any:
     """The configuration of a model whose only layer is the MTP layer."""
-    made = copy.deepcopy(config.get_text_config())
-    for name, value in changes(made).items():
-        setattr(made, name, value)
-    made.tie_word_embeddings, made.pad_token_id = False, None
-    return made
+    small = copy.deepcopy(config.get_text_config())
+    for name, value in changes(small).items():
+        setattr(small, name, value)
+    small.tie_word_embeddings, small.pad_token_id = False, None
+    return small
 
 
 def joined_(model: PreTrainedModel, own_head: bool) -> PreTrainedModel:
@@ -139,30 +139,30 @@ def _names(folder: Path, layers: int) -> dict[str, tuple[Path, str]]:
 
 
 def _tensors(names: Mapping[str, tuple[Path, str]]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in sorted({file for file, _ in names.values()}):
         if not file.is_file():
             raise ValueError(f"{file} is not there, and it holds MTP layers; the download is incomplete")
         with safe_open(file, framework="pt") as opened:
-            found |= {short: opened.get_tensor(name) for short, (own, name) in names.items() if own == file}
-    return found
+            tensors |= {short: opened.get_tensor(name) for short, (path, name) in names.items() if path == file}
+    return tensors
 
 
 def _of_tensors(config: Any, state: dict[str, Tensor], dtype: torch.dtype) -> PreTrainedModel:
     """A model of the target's class with one layer, of these tensors."""
-    small, known = one_layer(config), cast("Any", AutoModelForCausalLM)._model_mapping
+    small, classes = one_layer(config), cast("Any", AutoModelForCausalLM)._model_mapping
     small.vocab_size, vocab = 1, small.vocab_size
     state |= {f"{n}.weight": torch.zeros(1, small.hidden_size) for n in ("model.embed_tokens", "lm_head")}
     fits = "is that of another model, or not whole"
     try:
-        model, info = known[type(small)].from_pretrained(
+        model, info = classes[type(small)].from_pretrained(
             None, config=small, state_dict=state, dtype=dtype, output_loading_info=True
         )
     except (RuntimeError, ValueError, KeyError) as error:
         raise ValueError(f"it {fits}: {error}") from error
     for what, names in (("lacks", info["missing_keys"]), ("also holds", info["unexpected_keys"])):
         if wrong := sorted(names):
-            own = wrong[0].removeprefix("model.layers.0.")
-            raise ValueError(f"it {what} {own}; it {fits}")
+            short = wrong[0].removeprefix("model.layers.0.")
+            raise ValueError(f"it {what} {short}; it {fits}")
     small.vocab_size = vocab
     return model

@@ -121,15 +121,15 @@ class Nodes:
     def visible(self) -> Tensor:
         """bool [batch, node, cell]: what a node attends to, committed cells and its ancestors."""
         offset = self._offset[:, None].expand(-1, self.count, -1)
-        own = ancestor_mask(self.tree)[:, self.held :].gather(2, offset.clamp(0, self.total - 1))
-        return ((offset < 0) | (own & (offset < self.total))).to(self.device)
+        ancestor = ancestor_mask(self.tree)[:, self.held :].gather(2, offset.clamp(0, self.total - 1))
+        return ((offset < 0) | (ancestor & (offset < self.total))).to(self.device)
 
     @cached_property
     def distance(self) -> Tensor:
         """int64 [batch, node, cell]: how many positions back the token of a cell is."""
         offset, here = self._offset, self._positions
-        own = here.expand(len(self.slots), -1).gather(1, offset.clamp(0, self.total - 1))
-        where = torch.where((offset >= 0) & (offset < self.total), own, torch.arange(self.span))
+        scratch = here.expand(len(self.slots), -1).gather(1, offset.clamp(0, self.total - 1))
+        where = torch.where((offset >= 0) & (offset < self.total), scratch, torch.arange(self.span))
         return (here[:, self.held :, None] - where[:, None, :]).to(self.device)
 
     @cached_property

@@ -223,13 +223,13 @@ def read_config(name: str, path: str) -> Any:
     """
     stored = Path(path) if Path(path).is_file() else Path(path, "config.json")
     if stored.exists():
-        given = read_settings(stored)
-        kind = given.get("model_type")
+        settings = read_settings(stored)
+        kind = settings.get("model_type")
         if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-            own = ", and its own code (trust_remote_code) is not run here" if "auto_map" in given else ""
+            code = ", and its own code (trust_remote_code) is not run here" if "auto_map" in settings else ""
             raise ValueError(
                 f"{name} has model_type {kind!r} in its config.json, which transformers {transformers.__version__} does "
-                f"not know{own}{did_you_mean(str(kind), list(CONFIG_MAPPING))}. A newer transformers may, or load the model "
+                f"not know{code}{did_you_mean(str(kind), list(CONFIG_MAPPING))}. A newer transformers may, or load the model "
                 "yourself and give the object: LLM(model)"
             )
         checkpoint.check_folder(stored.parent)
@@ -250,9 +250,9 @@ def _text(config: Any) -> Any:
     """The text model's configuration, if transformers has a class for it alone; else the one that is given."""
     text = config.get_text_config()
     if kind := _SAME_AS.get(text.model_type):
-        given, known = text.to_dict() | {"model_type": kind}, CONFIG_MAPPING[kind]().to_dict()
-        given["rope_parameters"] = {k: v for k, v in given["rope_parameters"].items() if not k.startswith("mrope")}
-        text = CONFIG_MAPPING[kind].from_dict({k: given[k] for k in known if k in given})
+        values, names = text.to_dict() | {"model_type": kind}, CONFIG_MAPPING[kind]().to_dict()
+        values["rope_parameters"] = {k: v for k, v in values["rope_parameters"].items() if not k.startswith("mrope")}
+        text = CONFIG_MAPPING[kind].from_dict({k: values[k] for k in names if k in values})
     if type(text) is type(config) or type(text) not in AutoModelForCausalLM._model_mapping:  # pyright: ignore[reportOperatorIssue]
         return config
     text._name_or_path, text.dtype = config._name_or_path, text.dtype or config.dtype

@@ -119,8 +119,14 @@ class LayerStates:
     ) -> Tensor:
         """Move the states on by the new nodes, each from the state after its parent. The nodes are in the scratch then.
 
-        slots, trees, count: `slots`, `parent_lists` and `count` of `Nodes`. inputs: what each node reads, [batch * node, ...]
-        each. Returns the outputs, [batch * node, ...]; zeros for padding.
+        Args:
+            slots: `slots` of `Nodes`.
+            trees: their `parent_lists`.
+            count: their `count`.
+            advance: moves states on along chains.
+            inputs: what each node reads, [batch * node, ...] each.
+
+        Returns the outputs, [batch * node, ...]; zeros for padding.
         """
         chains, row_of = list[_Growing](), dict[tuple[int, int], int]()
         # By slot and node: what chains begin with; None until it is known.
@@ -154,15 +160,15 @@ class LayerStates:
             else:
                 rows = [row_of[chain.slot, node] for chain in group for node in chain.nodes]
                 out[rows] = outputs[rows]
-            for chain, found in zip(group, states, strict=True):
-                kept, after = self._scratch[chain.slot].states, iter(found)
+            for chain, wanted in zip(group, states, strict=True):
+                latest, after = self._scratch[chain.slot].states, iter(wanted)
                 for node in chain.nodes:
                     at = chain.slot, node
-                    if not (node in kept or at in starts):
+                    if not (node in latest or at in starts):
                         continue
                     state = next(after)
-                    if node in kept:
-                        kept[node] = state
+                    if node in latest:
+                        latest[node] = state
                     if at in starts:
                         starts[at] = state
         assert out is not None
@@ -171,10 +177,10 @@ class LayerStates:
     def _chain(
         self, chain: _Growing, starts: dict[tuple[int, int], State | None], row_of: dict[tuple[int, int], int]
     ) -> NodeChain:
-        kept, start = self._scratch[chain.slot].states, starts[chain.slot, chain.first]
+        latest, start = self._scratch[chain.slot].states, starts[chain.slot, chain.first]
         at = [(chain.slot, node) for node in chain.nodes]
         assert start is not None  # an earlier wave, or an earlier forward, has it
-        return NodeChain(start, [row_of[n] for n in at], [n in starts or n[1] in kept for n in at])
+        return NodeChain(start, [row_of[n] for n in at], [n in starts or n[1] in latest for n in at])
 
     def after(self, slot: int, node: int) -> State:
         """The state after a node of the scratch; -1: after the committed tokens. It must not be changed.
@@ -208,15 +214,15 @@ class LayerStates:
         assert scratch is not None
         if [scratch.parents[node] for node in path] != [-1, *path[:-1]]:
             raise ValueError(f"{[*path]} is no path from the root; the parents are {scratch.parents}")
-        for kept, new in zip(self.committed, state, strict=True):
-            kept[slot] = new[0]
+        for old, new in zip(self.committed, state, strict=True):
+            old[slot] = new[0]
         self._renumber(slot, scratch, len(path), path[-1])
 
     def reset(self, slot: int) -> None:
         """Forget the tokens of a slot."""
         self._scratch.pop(slot, None)
-        for kept, start in zip(self.committed, self._start, strict=True):
-            kept[slot] = start[0]
+        for old, start in zip(self.committed, self._start, strict=True):
+            old[slot] = start[0]
 
     def snapshot(self, slot: int) -> list[Tensor]:
         """A copy of the committed state of a slot."""
@@ -225,8 +231,8 @@ class LayerStates:
     def restore(self, slot: int, state: Sequence[Tensor]) -> None:
         """Give a slot the committed state that `snapshot` returned."""
         self._scratch.pop(slot, None)
-        for kept, old in zip(self.committed, state, strict=True):
-            kept[slot] = old
+        for old, new in zip(self.committed, state, strict=True):
+            old[slot] = new
 
     @property
     def bytes(self) -> int:
@@ -244,8 +250,8 @@ class LayerStates:
 
     def _expect(self, scratch: _Scratch, new: Iterable[int]) -> None:
         """Make room for the states after new nodes, and forget those of the earliest."""
-        kept = sorted({*scratch.states, *new})[-KEPT:]
-        scratch.states = {node: scratch.states.get(node, ()) for node in kept}
+        latest = sorted({*scratch.states, *new})[-KEPT:]
+        scratch.states = {node: scratch.states.get(node, ()) for node in latest}
 
     def _cut(self, slot: int, nodes: int) -> None:
         """Drop the scratch from this node on: a forward writes it again."""

@@ -36,9 +36,9 @@ def of_folder(path: str) -> Any:
     check_ids(Path(path) / FILE)
     named = Path(path) / "tokenizer_config.json"
     try:
-        made = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        made(_TRIAL)
-        return made
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer(_TRIAL)
+        return tokenizer
     except (OSError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # its readers check their files in their own ways; a panic of Rust is no Exception
@@ -55,13 +55,13 @@ def of_folder(path: str) -> Any:
 def tokenizer_of(path: str) -> Any | None:
     """The tokenizer, or None: a model without one can still continue token ids. Raises OwnCode for one that is code."""
     try:
-        found = of_folder(path)
+        tokenizer = of_folder(path)
     except OwnCode:
         raise
     except (OSError, ValueError):
         return None
     # for a folder without tokenizer files, transformers makes an empty tokenizer that encodes every text as no token
-    return found if len(found) > len(found.all_special_ids) else None
+    return tokenizer if len(tokenizer) > len(tokenizer.all_special_ids) else None
 
 
 def check_ids(file: Path) -> None:

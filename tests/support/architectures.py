@@ -184,6 +184,75 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "minimax": {**_BASE, **_LOCAL, "layer_types": ["linear_attention", "full_attention"], "block_size": 8},
 }  # fmt: skip
 
+# No number is a multiple of the width of a vector.
+ODD: dict[str, Any] = {"hidden_size": 100, "intermediate_size": 77, "num_hidden_layers": 3, "head_dim": 20}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+_LONG = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+MUP: dict[str, Any] = {
+    "ssm_multipliers": [0.5, 0.7, 0.9, 1.1, 1.3], "ssm_in_multiplier": 1.2, "key_multiplier": 0.6, "attention_in_multiplier": 0.9,
+    "attention_out_multiplier": 1.1, "ssm_out_multiplier": 0.8, "lm_head_multiplier": 0.5, "embedding_multiplier": 2.0,
+    "mlp_multipliers": [0.9, 1.4],
+}  # fmt: skip
+
+
+def _yarn(*shares: float) -> dict[str, Any]:
+    """As the published DeepSeek models have it: shares are mscale and mscale_all_dim."""
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "beta_fast": 32, "beta_slow": 1}
+    names = ("mscale", "mscale_all_dim")
+    return {"rope_parameters": rope | dict(zip(names, shares, strict=False)) | {"original_max_position_embeddings": 16}}
+
+
+# Families that the native step runs: name -> (model type, changes of the tiny model).
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        name: (name, {})
+        for name in (
+            "llama", "mistral", "qwen2", "qwen3", "granite", "smollm3", "seed_oss", "ernie4_5", "phi3", "gemma", "gemma2",
+            "gemma3_text", "olmo2", "olmo3", "exaone4", "glm", "glm4", "cohere", "cohere2", "stablelm",
+            "starcoder2", "nemotron", "arcee", "phi", "ministral3",
+            "mixtral", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4_moe",
+            "dots1", "qwen2_moe", "ernie4_5_moe", "bamba", "lfm2_moe", "mamba2",
+        )
+    },
+    "llama-odd": ("llama", ODD | {"tie_word_embeddings": True}),
+    "llama3-odd": ("llama", ODD | {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
+    "yarn-odd": ("llama", ODD | _yarn()),
+    "qwen2-odd": ("qwen2", ODD | {"hidden_size": 96, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3-odd": ("qwen3", ODD | {"hidden_act": "gelu_pytorch_tanh"}),
+    "phi3-long": ("phi3", {"original_max_position_embeddings": 16, "rope_parameters": _LONG}),
+    "phi-norms": ("phi", {"qk_layernorm": True, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh"}),
+    "cohere-norms": ("cohere", {"use_qk_norm": True}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
+    "exaone4-whole": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "gemma4": ("gemma4_text", {"global_head_dim": 16, "use_double_wide_mlp": True, "final_logit_softcapping": 4.0}),
+    "gemma4-equal": ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0}),
+    "gemma4-experts": ("gemma4_text", {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 3,
+        "moe_intermediate_size": 20, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
+    "gemma3-odd": ("gemma3_text", {"hidden_size": 36, "head_dim": 10, "final_logit_softcapping": 4.0}),
+    "qwen3_moe-dense": ("qwen3_moe", {"mlp_only_layers": [1]}),
+    **{f"deepseek_v2-yarn-{n}": ("deepseek_v2", _yarn(*n)) for n in ((1.0, 1.0), (0.7, 1.0))},
+    **{f"deepseek_v3-yarn-{n}": ("deepseek_v3", _yarn(*n)) for n in ((0.7, 1.0), (1.0, 0.0))},
+    "glm4_moe_lite-yarn": ("glm4_moe_lite", _yarn(0.7, 1.0)),
+    "falcon_h1": ("falcon_h1", MUP),
+    "lfm2": ("lfm2", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
+    "granite_hybrid": ("granitemoehybrid", {"num_local_experts": 0, "attention_multiplier": 0.3, "logits_scaling": 2.0,
+        "residual_multiplier": 0.7, "embedding_multiplier": 3.0}),
+    "granite_hybrid-moe": ("granitemoehybrid", {"residual_multiplier": 0.7, "attention_multiplier": 0.3}),
+    "nemotron_h": ("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp"], "head_dim": 8}),
+    "nemotron_h-moe": ("nemotron_h", {"head_dim": 8, "routed_scaling_factor": 2.5}),
+    "nemotron_h-latent": ("nemotron_h", {"head_dim": 8, "moe_latent_size": 16, "n_group": 2, "topk_group": 1}),
+    "qwen3_5": ("qwen3_5_text", {"linear_num_value_heads": 6}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}),
+    "qwen3_next": ("qwen3_next", {"linear_num_value_heads": 6}),
+}  # fmt: skip
+
 # Their attention is their own and goes through no hook: correct, and rounded otherwise in a batch than alone.
 NOT_BIT_EQUAL = {"xglm"}
 

@@ -33,7 +33,7 @@ NEW = 24  # tokens of an answer; with the longer prompt, four windows of a tiny 
 _PROMPTS = (3, 13)
 _CHUNK = 5  # prompt tokens per forward
 _SEEDS = range(12)
-_LONG, _LONG_NEW = range(2, 10), 200  # prompt tokens of longer texts, and tokens that are written
+LONG, LONG_NEW = range(2, 10), 200  # prompt tokens of longer texts, and tokens that are written
 _NEAR_TIE = 2e-4  # relative to the largest; two logits so close may be in the other order after rounding
 _ROUNDING = 1e-3  # of the largest logit
 # Median cosine of the logits of int8 weights with those of floats. With random weights a state or a router amplifies rounding.
@@ -207,7 +207,7 @@ def _checked(known: ClassReport, raw: PreTrainedModel, texts: list[list[int]]) -
         checks["sampled"] = lambda: _sampled_alike(model, prompts)
         checks["batch invariant"] = lambda: _same_bits(model, texts)
     else:
-        known = replace(known, differing=_differing(model), of=len(_LONG))
+        known = replace(known, differing=differing(model), of=len(LONG))
     checks["int8"] = lambda: _int8(raw, model, texts)
     done = {what: check() for what, check in checks.items()}
     failed = [what for what, held in done.items() if not held]
@@ -268,13 +268,13 @@ def _sampled_alike(model: LanguageModel, prompts: list[list[int]]) -> bool:
     return _written(model, prompts, SideBranches(known, model.vocab_size), temperature=0.7) == plain
 
 
-def _differing(model: LanguageModel) -> int:
+def differing(model: LanguageModel) -> int:
     """How many sampled texts with trees, many at a time, are not those of plain decoding, one at a time."""
     draw = torch.Generator().manual_seed(2)
-    prompts = [torch.randint(2, model.vocab_size, (n,), generator=draw).tolist() for n in _LONG]
-    plain = _written(model, prompts, temperature=0.7, rows=1, new=_LONG_NEW)
+    prompts = [torch.randint(2, model.vocab_size, (n,), generator=draw).tolist() for n in LONG]
+    plain = _written(model, prompts, temperature=0.7, rows=1, new=LONG_NEW)
     known = [[*prompt, *answer] for prompt, answer in zip(prompts, plain, strict=True)]
-    drafted = _written(model, prompts, SideBranches(known, model.vocab_size), temperature=0.7, rows=4, new=_LONG_NEW)
+    drafted = _written(model, prompts, SideBranches(known, model.vocab_size), temperature=0.7, rows=4, new=LONG_NEW)
     return sum(a != b for a, b in zip(plain, drafted, strict=True))
 
 

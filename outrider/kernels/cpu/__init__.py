@@ -6,6 +6,7 @@ for any instruction set. Imports torch only.
 """
 
 from outrider.kernels.cpu.ops import (
+    VECTOR_FORMATS,
     AttentionPlan,
     argmax,
     argmax_gumbel,
@@ -35,6 +36,7 @@ from outrider.kernels.cpu.state import (
 __all__ = [
     "FORMATS",
     "KINDS",
+    "VECTOR_FORMATS",
     "AttentionPlan",
     "Packed",
     "Reserve",

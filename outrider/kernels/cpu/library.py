@@ -1,4 +1,4 @@
-"""Finds and loads the shared library, and mirrors the structs of src/abi.hpp. Nothing here needs torch."""
+"""Finds and loads the shared library, and mirrors the structs and enumerations of src. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -6,176 +6,91 @@ import ctypes
 import os
 import sys
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from enum import IntEnum, IntFlag
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
-
-class RowsStruct(ctypes.Structure):
-    _fields_ = [("from", c_void_p), ("row_bytes", c_int64), ("n", c_int64)]
-
-
-class PackedStruct(ctypes.Structure):
-    _fields_ = [
-        ("data", c_void_p),
-        ("bias", c_void_p),
-        ("n", c_int64),
-        ("k", c_int64),
-        ("panel_bytes", c_int64),
-        ("format", c_int32),
-        ("panels", c_int32),
-        ("parts", c_void_p),
-        ("count", c_int32),
-        ("alternate", c_int32),
-        ("unread", c_void_p),
-        ("unread_count", c_int64),
-    ]
-
-
-class PlanStruct(ctypes.Structure):
-    _fields_ = [(name, c_void_p) for name in ("index", "segment", "chain", "position", "slot", "parent")]
-
-
-class AttentionStruct(ctypes.Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("q", "k", "v", "out", "segment", "row", "length", "chain")),
-        *((name, c_void_p) for name in ("position", "slot", "parent", "index", "sinks")),
-        *((name, c_int64) for name in ("segments", "heads", "kv_heads", "dim", "value_dim", "capacity", "ldq", "ldo")),
-        ("window", c_int64),
-        ("scale", c_float),
-        ("softcap", c_float),
-        ("begin", c_void_p),
-        ("chunk", c_int64),
-        ("share", c_int64),
-        ("task_segment", c_void_p),
-        ("task_first", c_void_p),
-        ("format", c_int32),
-        ("parts", c_void_p),
-        *((name, c_int64) for name in ("chunks", "slice", "slices")),
-    ]
-
-
-class OpStruct(ctypes.Structure):
-    _fields_ = [
-        ("kind", c_int32),
-        ("flags", c_int32),
-        *((name, c_int32 * 3) for name in ("in", "other", "out")),
-        ("count", c_int32),
-        *((name, c_void_p) for name in ("w", "p", "q")),
-        ("i", c_int32 * 8),
-        ("f", c_float * 6),
-    ]
-
-
-class AnglesStruct(ctypes.Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("inv_freq", "factor")),
-        *((name, c_int32) for name in ("half", "every", "factors")),
-    ]
-
-
-class ProgramStruct(ctypes.Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("ops", "width", "angles", "head_ids")),
-        *((name, c_int64) for name in ("count", "registers", "tables", "vocab")),
-    ]
-
-
-class ForwardStruct(ctypes.Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("tokens", "parents", "rows", "lengths", "cache", "logits", "features", "taps")),
-        *((name, c_int64) for name in ("batch", "held", "nodes", "capacity", "taps_count")),
-        ("want", c_int32),
-        ("cache_format", c_int32),
-        *((name, c_void_p) for name in ("given", "fed_back")),
-        ("fused", c_int32),
-        ("states", c_void_p),
-    ]
-
-
-class ChainStruct(ctypes.Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("tokens", "features", "drafted")),
-        *((name, c_int64) for name in ("count", "depth")),
-        *((name, c_void_p) for name in ("chances", "siblings")),
-        *((name, c_int64) for name in ("width", "made")),
-        ("seed", c_uint64),
-        *((name, c_int32) for name in ("row", "length")),
-        *((name, c_uint32) for name in ("stream", "step", "position")),
-        *((name, c_float) for name in ("temperature", "error", "min_probability", "alive")),
-    ]
-
-
-class ChainsStruct(ctypes.Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("chains", "cache")),
-        *((name, c_int64) for name in ("count", "capacity")),
-        ("cache_format", c_int32),
-    ]
-
-
-class ScanStruct(ctypes.Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("records", "out", "states", "starts", "chains", "a", "through")),
-        *((name, c_int64) for name in ("count", "heads", "keys", "width", "groups")),
-        *((name, c_int64) for name in ("query", "key", "value", "step", "decay")),
-        ("factor", c_float),
-        *((name, c_int32) for name in ("kind", "per_column")),
-    ]
-
-
-class RouteStruct(ctypes.Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("logits", "out", "correction", "scale")),
-        *((name, c_int64) for name in ("rows", "ldx", "ldo", "experts", "k", "groups", "kept")),
-        *((name, c_int32) for name in ("kind", "normalised")),
-        *((name, c_float) for name in ("factor", "added")),
-    ]
-
-
-class ExpertsStruct(ctypes.Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("w", "x", "routed", "out")),
-        *((name, c_int64) for name in ("rows", "ldx", "ldr", "ldo", "experts", "k")),
-        *((name, c_int32) for name in ("finish", "add")),
-        *((name, c_float) for name in ("factor", "limit", "slope", "plus")),
-    ]
-
-
-class SegmentStruct(ctypes.Structure):
-    _fields_ = [("tokens", c_void_p), ("order", c_void_p), ("count", c_int64)]
-
-
-class SegmentsStruct(ctypes.Structure):
-    _fields_ = [("segments", c_void_p), ("count", c_int64)]
-
-
-class LookupStruct(ctypes.Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("unread", "corpora", "forced")),
-        *((name, c_int64) for name in ("unread_count", "corpora_count", "forced_count", "depth", "width", "nodes")),
-        *((name, c_double) for name in ("least", "doubt")),
-        *((name, c_void_p) for name in ("tokens", "parents", "masses")),
-        *((name, c_int64) for name in ("made", "match")),
-    ]
-
-
-STRUCTS: dict[str, type[ctypes.Structure]] = {  # by the names of src/abi.hpp
-    "Rows": RowsStruct,
-    "Packed": PackedStruct,
-    "Plan": PlanStruct,
-    "AttentionJob": AttentionStruct,
-    "Op": OpStruct,
-    "Angles": AnglesStruct,
-    "Program": ProgramStruct,
-    "ForwardJob": ForwardStruct,
-    "ChainJob": ChainStruct,
-    "ChainsJob": ChainsStruct,
-    "ScanJob": ScanStruct,
-    "RouteJob": RouteStruct,
-    "ExpertsJob": ExpertsStruct,
-    "Segment": SegmentStruct,
-    "Segments": SegmentsStruct,
-    "LookupJob": LookupStruct,
+# By the names of src/abi.hpp.
+Format = IntEnum(
+    "Format", "FLOAT32 BFLOAT16 FLOAT16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4", start=0
+)
+CacheFormat = IntEnum("CacheFormat", "CACHE_FLOAT32 CACHE_BFLOAT16 CACHE_INT8", start=0)
+Finish = IntEnum("Finish", "STORE ADD SWIGLU GEGLU CLAMPED", start=0)
+Recurrence = IntEnum("Recurrence", "DELTA_RULE SELECTIVE", start=0)
+# By the names of src/program.hpp, which says what each means.
+OpKind = IntEnum(
+    "OpKind",
+    "OP_EMBED OP_NORM OP_LINEAR OP_HEADS OP_ROPE OP_STORE OP_ATTEND OP_ROUTE OP_EXPERTS OP_GATE OP_MAP OP_CONV OP_SCAN "
+    "OP_ROWS OP_GIVEN OP_HEAD",
+    start=0,
+)
+OpFlag = IntFlag("OpFlag", "OP_ADD OP_PER_GROUP OP_INTERLEAVED OP_NORMALISED OP_TAP OP_FRESH OP_FED OP_SAME")
+Norm = IntEnum("Norm", "RMS_NORM LAYER_NORM", start=0)
+Activation = IntEnum("Activation", "IDENTITY SILU GELU GELU_TANH RELU RELU2 SIGMOID SWISH", start=0)
+Map = IntEnum("Map", "LINEAR_MAP SOFTPLUS EXP EXP_NEGATIVE SIGMOID_MAP SOFTCAP", start=0)
+Router = IntEnum("Router", "SOFTMAX_TOP TOP_SOFTMAX SIGMOID_TOP", start=0)
+ENUMERATIONS: dict[str, type[IntEnum] | type[IntFlag]] = {
+    kind.__name__: kind
+    for kind in (Format, CacheFormat, Finish, Recurrence, OpKind, OpFlag, Norm, Activation, Map, Router)
 }
+
+
+# The structs of src/abi.hpp by their names there, with the types and names of their fields.
+_TYPES = {"p": c_void_p, "i": c_int32, "q": c_int64, "I": c_uint32, "Q": c_uint64, "f": c_float, "d": c_double}
+_FIELDS = {
+    "Rows": "p from; q row_bytes n",
+    "Packed": "p data bias; q n k panel_bytes; i format panels; p parts; i count alternate; p unread; q unread_count",
+    "Plan": "p index segment chain position slot parent",
+    "AttentionJob": "p q k v out segment row length chain position slot parent index sinks; q segments heads kv_heads dim "
+    "value_dim capacity ldq ldo window; f scale softcap; p begin; q chunk share; p task_segment task_first; i "
+    "format; p parts; q chunks slice slices",
+    "Op": "i kind flags; i3 in other out; i count; p w p q; i8 i; f6 f",
+    "Angles": "p inv_freq factor; i half every factors",
+    "Program": "p ops width angles head_ids; q count registers tables vocab",
+    "ForwardJob": "p tokens parents rows lengths cache logits features taps; q batch held nodes capacity taps_count; i want "
+    "cache_format; p given fed_back; i fused; p states",
+    "ChainJob": "p tokens features drafted; q count depth; p chances siblings; q width made; Q seed; i row length; I "
+    "stream step position; f temperature error min_probability alive",
+    "ChainsJob": "p chains cache; q count capacity; i cache_format",
+    "ScanJob": "p records out states starts chains a through; q count heads keys width groups query key value step "
+    "decay; f factor; i kind per_column",
+    "RouteJob": "p logits out correction scale; q rows ldx ldo experts k groups kept; i kind normalised; f factor added",
+    "ExpertsJob": "p w x routed out; q rows ldx ldr ldo experts k; i finish add; f factor limit slope plus",
+    "Segment": "p tokens order; q count",
+    "Segments": "p segments; q count",
+    "LookupJob": "p unread corpora forced; q unread_count corpora_count forced_count depth width nodes; d least doubt; p "
+    "tokens parents masses; q made match",
+}  # fmt: skip
+
+
+def _struct(name: str, fields: str) -> type[ctypes.Structure]:
+    """fields: "TYPE NAME ...; TYPE NAME ...". A type is one of `_TYPES`, and a number after it makes it an array."""
+    places = list[tuple[str, type]]()
+    for part in fields.split("; "):
+        code, *names = part.split()
+        kind: Any = _TYPES[code[0]]
+        places += [(each, kind * int(code[1:]) if code[1:] else kind) for each in names]
+    return type(name, (ctypes.Structure,), {"_fields_": places})
+
+
+STRUCTS = {name: _struct(name, fields) for name, fields in _FIELDS.items()}
+RowsStruct = STRUCTS["Rows"]
+PackedStruct = STRUCTS["Packed"]
+PlanStruct = STRUCTS["Plan"]
+AttentionStruct = STRUCTS["AttentionJob"]
+OpStruct = STRUCTS["Op"]
+AnglesStruct = STRUCTS["Angles"]
+ProgramStruct = STRUCTS["Program"]
+ForwardStruct = STRUCTS["ForwardJob"]
+ChainStruct = STRUCTS["ChainJob"]
+ChainsStruct = STRUCTS["ChainsJob"]
+ScanStruct = STRUCTS["ScanJob"]
+RouteStruct = STRUCTS["RouteJob"]
+ExpertsStruct = STRUCTS["ExpertsJob"]
+SegmentStruct = STRUCTS["Segment"]
+SegmentsStruct = STRUCTS["Segments"]
+LookupStruct = STRUCTS["LookupJob"]
 _NOISE = (c_uint64, c_uint32, c_uint32, c_uint32)  # seed, stream, step, position
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "layout": (c_char_p, ()),
@@ -243,8 +158,14 @@ class Library:
 
 
 def layout() -> str:
-    """The structs as ctypes lays them out, a line each: name:0:bytes, and name:offset:bytes of each field."""
+    """What the library must print of itself, a line each: the enumerations, and the structs as ctypes lays them out.
+
+    Of an enumeration name:0:end, and name:value:0 of each value; of a struct name:0:bytes, and name:offset:bytes of each field.
+    """
     lines = list[str]()
+    for name, kind in ENUMERATIONS.items():
+        end = len(kind) if issubclass(kind, IntEnum) else 1 << len(kind)
+        lines.append(" ".join([f"{name}:0:{end}", *(f"{value.name}:{value.value}:0" for value in kind)]))
     for name, struct in STRUCTS.items():
         places = [(field[0], getattr(struct, field[0])) for field in struct._fields_]  # pyright: ignore[reportPrivateUsage]
         lines.append(" ".join([f"{name}:0:{ctypes.sizeof(struct)}", *(f"{n}:{p.offset}:{p.size}" for n, p in places)]))
@@ -261,16 +182,17 @@ def load() -> tuple[Library | None, str | None]:
     except (OSError, AttributeError) as error:
         return None, f"{file.name} cannot be loaded ({error}); reinstall outrider on this machine"
     if (theirs := library.layout().decode()) != layout():
-        part = next(a.split(":")[0] for a, b in zip(theirs.splitlines(), layout().splitlines(), strict=False) if a != b)
+        lines = zip_longest(theirs.splitlines(), layout().splitlines(), fillvalue="end")
+        part = next(b.split(":")[0] for a, b in lines if a != b)
         return None, (
             f"{file.name} is from another version of outrider (its {part} differs); rebuild with "
             "`python setup.py build_ext --inplace`"
         )
     isa = os.environ.get("OUTRIDER_ISA")  # for tests: a slower variant than the processor's best
     if isa:
-        known = library.isas().decode().split()
-        if isa not in known:
-            return None, f"OUTRIDER_ISA must be one of {', '.join(known)}, got {isa!r}"
+        names = library.isas().decode().split()
+        if isa not in names:
+            return None, f"OUTRIDER_ISA must be one of {', '.join(names)}, got {isa!r}"
         if not library.select_isa(isa.encode()):
             return None, f"OUTRIDER_ISA={isa} was asked for and this processor does not have it"
     return library, None

@@ -27,9 +27,9 @@ class SortedTexts:
             (SegmentStruct * len(texts))(*((t.ctypes.data, order.ctypes.data, len(t)) for t, order in texts))
             for texts in self._texts
         ]
-        given = [(ctypes.addressof(made), len(made)) for made in self._segments]
-        self._made, self.count = (SegmentsStruct * len(given))(*given), len(given)
-        self.address = ctypes.addressof(self._made)
+        places = [(ctypes.addressof(segments), len(segments)) for segments in self._segments]
+        self._structs, self.count = (SegmentsStruct * len(places))(*places), len(places)
+        self.address = ctypes.addressof(self._structs)
 
 
 class Lookup:
@@ -58,13 +58,13 @@ class Lookup:
             job.tokens, job.parents, job.masses = map(ctypes.addressof, self._out)
         if self._texts is not texts:
             self._texts, job.corpora, job.corpora_count = texts, texts.address, texts.count
-        own = array("i", [*new, *forced])
-        job.unread, _ = own.buffer_info()
+        ids = array("i", [*new, *forced])
+        job.unread, _ = ids.buffer_info()
         job.unread_count, job.forced_count = len(new), len(forced)
         if forced:
             job.forced = job.unread + 4 * len(new)
         self._call(self._handle, job)
         self.read += len(new)
         tokens, parents, masses = self._out
-        made = job.made
-        return list(zip(tokens[:made], parents[:made], strict=True)), masses[:made], job.match
+        count = job.made
+        return list(zip(tokens[:count], parents[:count], strict=True)), masses[:count], job.match

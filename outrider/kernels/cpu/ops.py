@@ -8,17 +8,28 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.attention import Scoring
-from outrider.kernels.cpu.library import AttentionStruct, PlanStruct
+from outrider.kernels.cpu.library import AttentionStruct, CacheFormat, PlanStruct
 from outrider.kernels.cpu.state import library
-from outrider.kernels.vectors import VECTOR_FORMATS, packed_width, vector_dim
+from outrider.kernels.vectors import packed_width, vector_dim
+
+VECTOR_FORMATS = {
+    torch.float32: CacheFormat.CACHE_FLOAT32,
+    torch.bfloat16: CacheFormat.CACHE_BFLOAT16,
+    torch.int8: CacheFormat.CACHE_INT8,
+}
 
 
 class AttentionPlan:
     """The nodes of one forward: what each attends to, and where its keys are. Made once, used by every layer.
 
-    rows: cache slot of each batch entry. lengths: committed tokens of each. nodes: new nodes of each, padding included.
-    parents: int64 [batch, held + nodes] (root -1, padding -2), None for a full chain. held: nodes that the scratch holds
-    already. The new nodes come after them, and any of them may be a parent. Raises ValueError for parents that do not fit.
+    Args:
+        rows: cache slot of each batch entry.
+        lengths: committed tokens of each.
+        nodes: new nodes of each, padding included.
+        parents: int64 [batch, held + nodes], -1 for the root and -2 for padding; None for a full chain.
+        held: nodes that the scratch holds already. The new nodes come after them, and any of them may be a parent.
+
+    Raises ValueError for parents that do not fit.
     """
 
     def __init__(

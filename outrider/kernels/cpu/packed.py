@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.blocks import Blocks
-from outrider.kernels.cpu.library import PackedStruct, RowsStruct
+from outrider.kernels.cpu.library import Format, PackedStruct, RowsStruct
 from outrider.kernels.cpu.state import library
 
 # How a matrix is kept. The names in capitals are ggml's; see src/quant.hpp.
-_NAMES = "float32 bfloat16 float16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4"
-FORMATS = {name: number for number, name in enumerate(_NAMES.split())}
+FORMATS = {f.name.lower() if f <= Format.FLOAT16 else f.name: f.value for f in Format}
 # What float weights may be rounded to, and how it is kept.
 _ROUNDED = {"int8": "Q8_0", "int4": "Q4_0"}
 KINDS = ("float32", "bfloat16", "float16", *_ROUNDED)
-_SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_SOURCES = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16, torch.float16: Format.FLOAT16}
 LANES = 16
 MOST = 2**31 - 1
 """Native code counts in 32 bits."""
@@ -30,15 +29,19 @@ _MIXED = -1
 class Packed:
     """y = x W^T + b for one or more weight matrices side by side. A row has the same bits for any number of rows.
 
-    weights: matrices [out, in] over the same inputs: float32, bfloat16 or float16 tensors of any strides (pass `w.T` of a
-    [in, out] one), or `Blocks`, which keep their own format. kind: how tensors are kept, one of KINDS. biases: one per matrix,
-    or None. paired: two matrices whose blocks of 16 outputs alternate (gate and up).
-
     int8 and int4 have one float16 scale per 32 inputs of an output. Quantised weights meet activations that are rounded in
-    blocks of 32: to 8 bits, or to 16 bits for weights of 8 bits. Raises ValueError for matrices that do not fit.
+    blocks of 32: to 8 bits, or to 16 bits for weights of 8 bits.
 
-    later: pack when a forward first needs the matrix, into memory of this reserve. The weights are then `Blocks` of mapped files,
-    as stored, whose pages are given back once they are packed.
+    Args:
+        weights: matrices [out, in] over the same inputs: float32, bfloat16 or float16 tensors of any strides (pass `w.T` of
+            a [in, out] one), or `Blocks`, which keep their own format.
+        kind: how tensors are kept, one of KINDS.
+        biases: one per matrix, or None.
+        paired: two matrices whose blocks of 16 outputs alternate (gate and up).
+        later: pack when a forward first needs the matrix, into memory of this reserve. The weights are then `Blocks` of
+            mapped files, as stored, whose pages are given back once they are packed.
+
+    Raises ValueError for matrices that do not fit.
     """
 
     def __init__(
@@ -118,10 +121,10 @@ class Packed:
         library().complete(self.struct)
         parts = [p.state() for p in self.parts]
         settings = {"formats": [*self.formats], "n": self.n, "k": self.k, "paired": bool(self.struct.alternate)}
-        buffers = {f"{i}.{name}": t for i, (_, own) in enumerate(parts) for name, t in own.items()}
+        buffers = {f"{i}.{name}": t for i, (_, tensors) in enumerate(parts) for name, t in tensors.items()}
         buffers |= {} if parts else {"data": self._data}
         buffers |= {} if self._bias is None else {"bias": self._bias}
-        return settings | {"parts": [given for given, _ in parts]}, buffers
+        return settings | {"parts": [part for part, _ in parts]}, buffers
 
     @classmethod
     def from_state(cls, settings: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> Packed:
@@ -159,10 +162,10 @@ class Packed:
 
     def converted(self, kind: str) -> Packed:
         """The same outputs and biases, with weights that are kept as `kind`."""
-        made = Packed([self.dense()], kind)
-        made._bias = self._bias
-        made._point(False)
-        return made
+        out = Packed([self.dense()], kind)
+        out._bias = self._bias
+        out._point(False)
+        return out
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -170,8 +173,8 @@ class Packed:
 
     @property
     def bytes(self) -> int:
-        own = sum(t.numel() * t.element_size() for t in (self._data, self._bias) if t is not None)
-        return own + sum(p.bytes for p in self.parts)
+        here = sum(t.numel() * t.element_size() for t in (self._data, self._bias) if t is not None)
+        return here + sum(p.bytes for p in self.parts)
 
     def linear(self, x: Tensor) -> Tensor:
         """float32 [..., in] -> float32 [..., out]."""
@@ -238,7 +241,7 @@ def _untouched(count: int, begin: int = 64) -> Tensor:
 
 def _format_of(w: Tensor | Blocks, k: int, kind: str) -> str:
     """The name in FORMATS by which a matrix is kept. Raises ValueError for one that does not fit."""
-    if isinstance(w, Blocks):
+    if not isinstance(w, Tensor):
         if w.shape[1] != k or w.format not in FORMATS:
             raise ValueError(f"expected blocks [out, {k}] of {', '.join(FORMATS)}, got {w.format} {w.shape}")
         return w.format
@@ -249,13 +252,13 @@ def _format_of(w: Tensor | Blocks, k: int, kind: str) -> str:
     return _ROUNDED.get(kind, kind)
 
 
-def _fill(to: PackedStruct, w: Tensor | Blocks, first: int, paired: bool) -> None:
-    if isinstance(w, Blocks):
-        rows, order = w.data.contiguous(), None if w.order is None else w.order.contiguous()
-        library().pack_rows(to, rows.data_ptr(), rows.shape[1], w.shape[0], _pointer(order), first, int(paired))
-    else:
+def _fill(to: ctypes.Structure, w: Tensor | Blocks, first: int, paired: bool) -> None:
+    if isinstance(w, Tensor):
         strides = w.stride(0), w.stride(1)
         library().pack(to, w.data_ptr(), _SOURCES[w.dtype], len(w), *strides, first, int(paired))
+    else:
+        rows, order = w.data.contiguous(), None if w.order is None else w.order.contiguous()
+        library().pack_rows(to, rows.data_ptr(), rows.shape[1], w.shape[0], _pointer(order), first, int(paired))
 
 
 def rounded(n: int) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from outrider.kernels.cpu.library import ScanStruct
+from outrider.kernels.cpu.library import Recurrence, ScanStruct
 from outrider.kernels.cpu.state import library
 
 
@@ -23,9 +24,15 @@ def delta_rule(
 ) -> tuple[Tensor, list[list[Tensor | None]]]:
     """The gated delta rule (Yang et al. 2024, equation 10): S <- decay S; S <- S + key beta (value - key^T S)^T; out = query^T S.
 
-    query, key: float32 [row, head, key]. value: float32 [row, head, width]. decay: float32 [row, head], or [row, head, key] (Kimi
-    Linear). beta: float32 [row, head]. starts: float32 [head, key, width], the state before the first node of each chain.
-    chains: the rows of the nodes of each chain. wanted: whether the state after each of them is returned.
+    Args:
+        query: float32 [row, head, key].
+        key: float32 [row, head, key].
+        value: float32 [row, head, width].
+        decay: float32 [row, head], or [row, head, key] (Kimi Linear).
+        beta: float32 [row, head].
+        starts: float32 [head, key, width], the state before the first node of each chain.
+        chains: the rows of the nodes of each chain.
+        wanted: whether the state after each of them is returned.
 
     Returns float32 [row, head, width], zeros for rows of no chain, and the states. Nodes of a chain have the bits that they have
     one by one. Raises ValueError for tensors that do not fit.
@@ -40,9 +47,9 @@ def delta_rule(
         *(("a state", start, [(heads, keys, width)]) for start in starts),
     ):
         _check(name, tensor, shapes)
-    job = ScanStruct(heads=heads, keys=keys, width=width, groups=heads, factor=1.0, kind=0, per_column=decay.dim() == 3)
+    sizes = {"heads": heads, "keys": keys, "width": width, "groups": heads, "per_column": decay.dim() == 3}
     parts = {"query": query, "key": key, "value": value, "step": beta, "decay": decay}
-    return _run(job, parts, value.shape, starts, chains, wanted)
+    return _run(Recurrence.DELTA_RULE, sizes, parts, value.shape, starts, chains, wanted)
 
 
 def selective(
@@ -57,8 +64,17 @@ def selective(
 ) -> tuple[Tensor, list[list[Tensor | None]]]:
     """The selective state space of Mamba (Gu and Dao 2023, algorithm 2). S <- exp(step a) S + (step b) x; out = S c.
 
-    x, step: float32 [row, channel]. a: float32 [channel], or [channel, width]. b, c: float32 [row, group, width]. starts: float32
-    [channel, width]. The others, what is returned, and the errors are as in `delta_rule`; the result is [row, channel].
+    Args:
+        x: float32 [row, channel].
+        step: float32 [row, channel].
+        a: float32 [channel], or [channel, width].
+        b: float32 [row, group, width].
+        c: float32 [row, group, width].
+        starts: float32 [channel, width], as in `delta_rule`.
+        chains: as in `delta_rule`.
+        wanted: as in `delta_rule`.
+
+    Returns what `delta_rule` returns, with a result [row, channel], and raises what it raises.
     """
     rows, channels = x.shape
     groups, width = b.shape[1:]
@@ -73,10 +89,16 @@ def selective(
     ):
         _check(name, tensor, shapes)
     a = a.contiguous()
-    job = ScanStruct(
-        heads=channels, keys=1, width=width, groups=groups, kind=1, per_column=a.dim() == 2, a=a.data_ptr()
-    )
-    return _run(job, {"value": x, "key": b, "query": c, "step": step}, x.shape, starts, chains, wanted)
+    sizes = {
+        "heads": channels,
+        "keys": 1,
+        "width": width,
+        "groups": groups,
+        "per_column": a.dim() == 2,
+        "a": a.data_ptr(),
+    }
+    parts = {"value": x, "key": b, "query": c, "step": step}
+    return _run(Recurrence.SELECTIVE, sizes, parts, x.shape, starts, chains, wanted)
 
 
 def _check(name: str, tensor: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -87,33 +109,34 @@ def _check(name: str, tensor: Tensor, shapes: Sequence[tuple[int, ...]]) -> None
 
 
 def _run(
-    job: ScanStruct,
+    kind: Recurrence,
+    sizes: Mapping[str, int],
     parts: Mapping[str, Tensor],
     shape: Sequence[int],
     starts: Sequence[Tensor],
     chains: Sequence[Sequence[int]],
     wanted: Sequence[Sequence[bool]],
 ) -> tuple[Tensor, list[list[Tensor | None]]]:
-    """parts: what each node reads, by the names of ScanJob. shape: of the output."""
+    """sizes: fields of ScanJob. parts: what each node reads, by the names of ScanJob. shape: of the output."""
     _check("the rows", parts["value"], [tuple(parts["value"].shape)])
     count = shape[0]
     if any(not 0 <= row < count for chain in chains for row in chain):
         raise ValueError(f"a chain has a row beyond the {count} that are given")
     records = torch.cat([t.reshape(count, -1) for t in parts.values()], 1)
-    width = 0
-    for name, part in parts.items():
-        setattr(job, name, width)
-        width += part[0].numel()
+    ends = [0, *accumulate(t[0].numel() for t in parts.values())]
     begins = [t.contiguous() for t in starts]
     work = [torch.empty(start.shape) for start in begins]  # the states that are not returned
     states = [[torch.empty(start.shape) if w else None for w in ws] for start, ws in zip(begins, wanted, strict=True)]
-    out, flat = torch.zeros(*shape), [row for chain in chains for row in chain]
-    ends = torch.tensor([0, *map(len, chains)]).cumsum(0)
-    rows = torch.tensor(flat, dtype=torch.int64)
-    pointers = [records.data_ptr() + rows * (4 * width), out.data_ptr() + rows * (4 * out[0].numel())]
+    out = torch.zeros(*shape)
+    rows = torch.tensor([row for chain in chains for row in chain], dtype=torch.int64)
     to = [(room if s is None else s).data_ptr() for each, room in zip(states, work, strict=True) for s in each]
-    pointers += [torch.tensor(to), torch.tensor([t.data_ptr() for t in begins]), ends]
-    job.records, job.out, job.states, job.starts, job.chains = (t.data_ptr() for t in pointers)
-    job.count = len(begins)
-    library().scan(job)
+    pointers = {
+        "records": records.data_ptr() + rows * (4 * ends[-1]),
+        "out": out.data_ptr() + rows * (4 * out[0].numel()),
+        "states": torch.tensor(to),
+        "starts": torch.tensor([t.data_ptr() for t in begins]),
+        "chains": torch.tensor([0, *accumulate(map(len, chains))]),
+    }
+    places = {name: t.data_ptr() for name, t in pointers.items()} | dict(zip(parts, ends, strict=False))
+    library().scan(ScanStruct(count=len(begins), factor=1.0, kind=kind, **sizes, **places))
     return out, states

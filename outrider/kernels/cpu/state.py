@@ -17,18 +17,18 @@ from outrider.kernels.cpu.library import Library, load
 
 @cache
 def _loaded() -> tuple[Library | None, str | None]:
-    found, why = load()
-    if found is not None:
+    lib, why = load()
+    if lib is not None:
         places = _places()
-        found.set_cores((ctypes.c_int32 * len(places))(*places), len(places))
-        found.set_threads(default_threads())
-    return found, why
+        lib.set_cores((ctypes.c_int32 * len(places))(*places), len(places))
+        lib.set_threads(default_threads())
+    return lib, why
 
 
 def default_threads() -> int:
     """The number of processors that this process may use, and at most the number of torch's threads."""
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(len(_places()) or own, torch.get_num_threads()))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(len(_places()) or cores, torch.get_num_threads()))
 
 
 def _places() -> list[int]:
@@ -39,14 +39,14 @@ def _places() -> list[int]:
     """
     try:
         openmp = ctypes.CDLL(None)
-        found: list[int] = []
+        processors: list[int] = []
         for place in range(openmp.omp_get_num_places()):
             ids = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
             openmp.omp_get_place_proc_ids(place, ids)
-            found += ids
+            processors += ids
     except (AttributeError, OSError, TypeError):  # no OpenMP is loaded; Windows has no CDLL(None)
         return []
-    return sorted(set(found))
+    return sorted(set(processors))
 
 
 def available() -> bool:
@@ -61,10 +61,10 @@ def why() -> str | None:
 
 def library() -> Library:
     """The loaded library. Raises RuntimeError with the reason if there is none."""
-    found, reason = _loaded()
-    if found is None:
+    lib, reason = _loaded()
+    if lib is None:
         raise RuntimeError(f"outrider's native kernels are not available: {reason}")
-    return found
+    return lib
 
 
 def build() -> str:

@@ -18,28 +18,28 @@ from outrider.models.gguf import hybrids
 from outrider.models.gguf.reader import GGUFFile
 from outrider.models.hf.hooks import UnsupportedModel
 
+Keys = Mapping[str, str | tuple[str, Any]]
+"""Settings of transformers -> keys of the architecture: of a positive number that must be there, or with a default."""
+
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a family of models is stored.
+    """How a family of models is stored."""
 
-    model_type: transformers' name. mixture: that of files with experts. interleaved: the rows of q and k are in the order of
-    interleaved rotary pairs. one_added: the norms are stored as w + 1. biases_by_tensor: a linear has a bias if the file has
-    one for it. more: settings of this family beside the common ones. attends: some layers have attention. joined: the end of a
-    module's name -> those of the modules that the gguf package knows in its place; of several, the rows follow one another.
-    joined_with_experts: others of files with experts.
-    order: of rows or numbers, see `hybrids`.
-    """
-
-    model_type: str
-    mixture: str | None = None
-    interleaved: bool = False
-    one_added: bool = False
-    biases_by_tensor: bool = False
-    more: Callable[[GGUFFile], dict[str, Any]] = lambda file: {}
-    attends: bool = True
+    model_type: str  # transformers' name
+    mixture: str | None = None  # that of files with experts
+    interleaved: bool = False  # the rows of q and k are in the order of interleaved rotary pairs
+    one_added: bool = False  # the norms are stored as w + 1
+    biases_by_tensor: bool = False  # a linear has a bias if the file has one for it
+    keys: Keys = field(default_factory=dict)  # settings of this family beside the common ones
+    constants: Mapping[str, Any] = field(default_factory=dict)  # settings that all its files have alike
+    more: Callable[[GGUFFile], dict[str, Any]] = lambda file: {}  # settings that come of several keys, or of tensors
+    attends: bool = True  # some layers have attention
+    # the end of a module's name -> those of the modules that the gguf package knows in its place; of several, the rows
+    # follow one another.
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    joined_with_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    joined_with_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # others of files with experts
+    # of rows or numbers, see `hybrids`.
     order: Callable[[str, PretrainedConfig], Tensor | None] = lambda name, config: None
 
 
@@ -59,20 +59,20 @@ def architecture_of(file: GGUFFile) -> Architecture:
         )
     if not file.tensors:
         raise UnsupportedModel(f"{path} has no tensors, only a vocabulary; give the file of the model itself")
-    found = ARCHITECTURES[name]
+    family = ARCHITECTURES[name]
     if name == "granitehybrid" and file.get("rope.scaling.finetuned"):
         return _BAMBA
     if not file.get("expert_count"):
-        return found
+        return family
     return replace(
-        found, model_type=found.mixture or found.model_type, joined={**found.joined, **found.joined_with_experts}
+        family, model_type=family.mixture or family.model_type, joined={**family.joined, **family.joined_with_experts}
     )
 
 
 def config_of(file: GGUFFile) -> PretrainedConfig:
     """The configuration that transformers builds the model from. Raises ValueError or UnsupportedModel with the reason."""
     family = architecture_of(file)
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "vocab_size": file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else None,
         "hidden_size": _number(file, "embedding_length"),
         "num_hidden_layers": _number(file, "block_count") - file.get("nextn_predict_layers", 0),
@@ -85,14 +85,19 @@ def config_of(file: GGUFFile) -> PretrainedConfig:
         "quantization_level": file.quantization_level,
     }
     if family.attends:
-        given |= _attention(file, family)
-    if given["vocab_size"] is None:
+        settings |= _attention(file, family)
+    if settings["vocab_size"] is None:
         raise ValueError(f"{file.paths[0]} has no token_embd.weight; the file is not a whole model")
     try:
-        given |= family.more(file)
-        return AutoConfig.for_model(given.pop("model_type", family.model_type), **given)
+        settings |= read_keys(file, family.keys) | family.constants | family.more(file)
+        return AutoConfig.for_model(settings.pop("model_type", family.model_type), **settings)
     except Exception as error:  # each architecture checks its settings in its own way
         raise ValueError(f"the configuration in {file.paths[0]} does not fit a {family.model_type}: {error}") from error
+
+
+def read_keys(file: GGUFFile, keys: Keys) -> dict[str, Any]:
+    """Settings by their keys. Raises ValueError for a number that is not there."""
+    return {name: _number(file, key) if isinstance(key, str) else file.get(*key) for name, key in keys.items()}
 
 
 def _attention(file: GGUFFile, family: Architecture) -> dict[str, Any]:
@@ -135,11 +140,11 @@ def _number(file: GGUFFile, key: str, default: int | None = None) -> int:
 def _rotary(file: GGUFFile, head_dim: int, interleaved: bool) -> dict[str, Any]:
     """transformers' rope_parameters. Frequency factors of a tensor (rope_freqs) are applied to the built model."""
     rotary = _number(file, "rope.dimension_count", head_dim)
-    found: dict[str, Any] = {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base", 10000.0))}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base", 10000.0))}
     if rotary != head_dim:
         if interleaved:
             raise UnsupportedModel(f"{file.paths[0]} rotates {rotary} of {head_dim} dimensions, in interleaved pairs")
-        found["partial_rotary_factor"] = rotary / head_dim
+        rope["partial_rotary_factor"] = rotary / head_dim
     kind, factor = (
         file.get("rope.scaling.type", "none"),
         file.get("rope.scaling.factor", file.get("rope.scale_linear", 0.0)),
@@ -148,7 +153,7 @@ def _rotary(file: GGUFFile, head_dim: int, interleaved: bool) -> dict[str, Any]:
         kind = "linear"
     if "rope_factors_long.weight" in file.tensors:
         first = _number(file, "rope.scaling.original_context_length", _number(file, "context_length"))
-        return found | {
+        return rope | {
             "rope_type": "longrope",
             "long_factor": file.floats("rope_factors_long.weight").tolist(),
             "short_factor": file.floats("rope_factors_short.weight").tolist(),
@@ -156,17 +161,17 @@ def _rotary(file: GGUFFile, head_dim: int, interleaved: bool) -> dict[str, Any]:
             "attention_factor": file.get("rope.scaling.attn_factor"),
         }
     if kind == "none" or not factor:
-        return found
+        return rope
     if kind == "linear":
-        return found | {"rope_type": "linear", "factor": float(factor)}
+        return rope | {"rope_type": "linear", "factor": float(factor)}
     if kind != "yarn":
         raise UnsupportedModel(f"{file.paths[0]} has rotary scaling {kind!r}; outrider knows linear, yarn and longrope")
     first = _number(file, "rope.scaling.original_context_length")
-    found |= {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": first}
+    rope |= {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": first}
     for key, name in _YARN.items():
         if (value := file.get(f"rope.scaling.{key}")) is not None:
-            found[name] = float(value)
-    return found
+            rope[name] = float(value)
+    return rope
 
 
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor"}
@@ -182,9 +187,66 @@ _NO_MODELS = {
 
 
 def _llama(file: GGUFFile) -> dict[str, Any]:
-    return (_local_experts(file) if file.get("expert_count") else {}) | {
+    return (read_keys(file, _LOCAL) if file.get("expert_count") else {}) | {
         "attention_bias": any(f"blk.0.attn_{n}.bias" in file.tensors for n in ("q", "k", "v", "output")),
         "mlp_bias": any(f"blk.0.ffn_{n}.bias" in file.tensors for n in ("gate", "up", "down")),
+    }
+
+
+_USED = {"num_experts_per_tok": "expert_used_count"}
+_LOCAL = {"num_local_experts": "expert_count", **_USED}
+_EXPERTS = {"num_experts": "expert_count", **_USED}
+_WIDTH = {"moe_intermediate_size": "expert_feed_forward_length"}
+# A mixture with experts that all nodes have, behind some layers with an MLP.
+_ROUTED: Keys = {
+    "n_routed_experts": "expert_count",
+    **_USED,
+    **_WIDTH,
+    "n_shared_experts": ("expert_shared_count", 1),
+    "first_k_dense_replace": ("leading_dense_block_count", 0),
+    "routed_scaling_factor": ("expert_weights_scale", 1.0),
+    "norm_topk_prob": ("expert_weights_norm", False),
+    "n_group": ("expert_group_count", 1),
+    "topk_group": ("expert_group_used_count", 1),
+}
+_ERNIE_EXPERTS: Keys = {
+    "moe_num_experts": "expert_count",
+    "moe_k": "expert_used_count",
+    **_WIDTH,
+    "moe_num_shared_experts": ("expert_shared_count", 0),
+    "moe_layer_start_index": ("leading_dense_block_count", 0),
+    "moe_layer_interval": ("interleave_moe_layer_step", 1),
+}
+_GRANITE: Keys = {
+    "embedding_multiplier": ("embedding_scale", 1.0),
+    "residual_multiplier": ("residual_scale", 1.0),
+    "logits_scaling": ("logit_scale", 1.0),
+}
+_CLIPPED: Keys = {"clip_qkv": ("attention.clamp_kqv", None)}
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
+_ALL_SPARSE: dict[str, Any] = {
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}  # llama.cpp divides the weights by their sum
+
+
+def _granite(file: GGUFFile) -> dict[str, Any]:
+    heads, hidden = _number(file, "attention.head_count"), _number(file, "embedding_length")
+    return _llama(file) | {"attention_multiplier": file.get("attention.scale") or (hidden // heads) ** -0.5}
+
+
+def _shared_width(file: GGUFFile) -> dict[str, Any]:
+    """Beside the chosen experts one that all nodes have."""
+    width = _number(file, "expert_feed_forward_length")
+    return {"shared_expert_intermediate_size": _number(file, "expert_shared_feed_forward_length", width)}
+
+
+def _nemotron_experts(file: GGUFFile) -> dict[str, Any]:
+    latent = next((t for name, t in file.tensors.items() if name.endswith("ffn_latent_down.weight")), None)
+    shared = _number(file, "expert_shared_feed_forward_length")
+    return {
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_latent_size": None if latent is None else latent.shape[0],
     }
 
 
@@ -193,107 +255,19 @@ def _mistral3(file: GGUFFile) -> dict[str, Any]:
     if not (beta := file.get("attention.temperature_scale")):
         return _llama(file) | {"model_type": "mistral"}
     share = file.get("rope.scaling.yarn_log_multiplier", 0.0)
-    own = {"llama_4_scaling_beta": beta, "mscale": 1.0, "mscale_all_dim": share}
-    return {"rope_parameters": _rotary(file, _number(file, "attention.key_length"), False) | own}
-
-
-def _local_experts(file: GGUFFile) -> dict[str, Any]:
-    return {
-        "num_local_experts": _number(file, "expert_count"),
-        "num_experts_per_tok": _number(file, "expert_used_count"),
-    }
-
-
-def _experts(file: GGUFFile) -> dict[str, Any]:
-    return {"num_experts": _number(file, "expert_count"), "num_experts_per_tok": _number(file, "expert_used_count")}
-
-
-def _qwen3moe(file: GGUFFile) -> dict[str, Any]:
-    """llama.cpp divides the weights of these by their sum, whatever their configuration says."""
-    width = _number(file, "expert_feed_forward_length")
-    return _experts(file) | {"moe_intermediate_size": width, "norm_topk_prob": True, "mlp_only_layers": []}
-
-
-def _shared_expert(file: GGUFFile) -> dict[str, Any]:
-    """Beside the chosen experts one that all nodes have."""
-    width = _number(file, "expert_feed_forward_length")
-    shared = _number(file, "expert_shared_feed_forward_length", width)
-    return _experts(file) | {"moe_intermediate_size": width, "shared_expert_intermediate_size": shared}
-
-
-def _qwen2moe(file: GGUFFile) -> dict[str, Any]:
-    return _shared_expert(file) | {"norm_topk_prob": False, "mlp_only_layers": [], "sliding_window": None}
-
-
-def _ernie_moe(file: GGUFFile) -> dict[str, Any]:
-    return {
-        "moe_num_experts": _number(file, "expert_count"),
-        "moe_k": _number(file, "expert_used_count"),
-        "moe_intermediate_size": _number(file, "expert_feed_forward_length"),
-        "moe_num_shared_experts": file.get("expert_shared_count", 0),
-        "moe_layer_start_index": file.get("leading_dense_block_count", 0),
-        "moe_layer_interval": file.get("interleave_moe_layer_step", 1),
-        "use_bias": any(name.endswith(("attn_q.bias", "ffn_up.bias")) for name in file.tensors),
-    }
-
-
-def _lfm2moe(file: GGUFFile) -> dict[str, Any]:
-    return _experts(file) | {
-        "moe_intermediate_size": _number(file, "expert_feed_forward_length"),
-        "num_dense_layers": file.get("leading_dense_block_count", 0),
-        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in file.tensors),
-        "norm_topk_prob": True,
-    }
-
-
-def _olmoe(file: GGUFFile) -> dict[str, Any]:
-    return _experts(file) | {"norm_topk_prob": False, "clip_qkv": file.get("attention.clamp_kqv")}
+    scaling = {"llama_4_scaling_beta": beta, "mscale": 1.0, "mscale_all_dim": share}
+    return {"rope_parameters": _rotary(file, _number(file, "attention.key_length"), False) | scaling}
 
 
 def _gpt_oss(file: GGUFFile) -> dict[str, Any]:
     hidden, heads = _number(file, "embedding_length"), _number(file, "attention.head_count")
     head_dim = _number(file, "attention.key_length", hidden // heads)
-    return _local_experts(file) | {
+    return {
         "intermediate_size": _number(file, "expert_feed_forward_length"),
         "sliding_window": _number(file, "attention.sliding_window"),
         "layer_types": _alternating(file, 2),
         "rope_parameters": _rotary(file, head_dim, False) | {"truncate": False},
     }
-
-
-def _routed(file: GGUFFile) -> dict[str, Any]:
-    """A mixture with experts that all nodes have, behind some layers with an MLP."""
-    return {
-        "n_routed_experts": _number(file, "expert_count"),
-        "num_experts_per_tok": _number(file, "expert_used_count"),
-        "n_shared_experts": file.get("expert_shared_count", 1),
-        "moe_intermediate_size": _number(file, "expert_feed_forward_length"),
-        "first_k_dense_replace": file.get("leading_dense_block_count", 0),
-        "routed_scaling_factor": file.get("expert_weights_scale", 1.0),
-        "norm_topk_prob": file.get("expert_weights_norm", False),
-        "n_group": file.get("expert_group_count", 1),
-        "topk_group": file.get("expert_group_used_count", 1),
-    }
-
-
-def _nemotron_experts(file: GGUFFile) -> dict[str, Any]:
-    latent = next((t for name, t in file.tensors.items() if name.endswith("ffn_latent_down.weight")), None)
-    shared = _number(file, "expert_shared_feed_forward_length")
-    return _routed(file) | {
-        "moe_shared_expert_intermediate_size": shared,
-        "moe_latent_size": None if latent is None else latent.shape[0],
-    }
-
-
-def _glm4moe(file: GGUFFile) -> dict[str, Any]:
-    return _routed(file) | {
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
-    }
-
-
-def _dots1(file: GGUFFile) -> dict[str, Any]:
-    return _routed(file) | {"sliding_window": None, "layer_types": None}
 
 
 def _deepseek2(file: GGUFFile) -> dict[str, Any]:
@@ -308,7 +282,7 @@ def _deepseek2(file: GGUFFile) -> dict[str, Any]:
     if rotary["rope_type"] == "yarn":
         rotary |= {"mscale": share, "mscale_all_dim": share}  # llama.cpp scales the scores, and not the angles
     sigmoid = file.get("expert_gating_func", 1) == _SIGMOID
-    return _routed(file) | {
+    return {
         "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
         "topk_method": "greedy" if file.get("expert_group_count", 1) == 1 else "group_limited_greedy",
         "intermediate_size": _number(file, "feed_forward_length"),
@@ -323,22 +297,8 @@ def _deepseek2(file: GGUFFile) -> dict[str, Any]:
     }
 
 
-def _granite(file: GGUFFile) -> dict[str, Any]:
-    heads, hidden = _number(file, "attention.head_count"), _number(file, "embedding_length")
-    return _llama(file) | {
-        "attention_multiplier": file.get("attention.scale") or (hidden // heads) ** -0.5,
-        "embedding_multiplier": file.get("embedding_scale", 1.0),
-        "residual_multiplier": file.get("residual_scale", 1.0),
-        "logits_scaling": file.get("logit_scale", 1.0),
-    }
-
-
-def _gemma(file: GGUFFile) -> dict[str, Any]:
-    return {"hidden_activation": "gelu_pytorch_tanh"}
-
-
 def _gemma2(file: GGUFFile) -> dict[str, Any]:
-    return _gemma(file) | {
+    return {
         "sliding_window": file.get("attention.sliding_window", 4096),
         "layer_types": _alternating(file, 2),
         "attn_logit_softcapping": file.get("attn_logit_softcapping", 50.0),
@@ -349,7 +309,7 @@ def _gemma2(file: GGUFFile) -> dict[str, Any]:
 
 def _gemma3(file: GGUFFile) -> dict[str, Any]:
     rotary = _rotary(file, 1, False) | {"partial_rotary_factor": 1.0}
-    return _gemma(file) | {
+    return {
         "sliding_window": _number(file, "attention.sliding_window"),
         "layer_types": _alternating(file, file.get("attention.sliding_window_pattern", 6)),
         "rope_parameters": {
@@ -378,7 +338,7 @@ def _gemma4(file: GGUFFile) -> dict[str, Any]:
         "partial_rotary_factor": float(share),
     }
     local = {"rope_type": "default", "rope_theta": file.get("rope.freq_base_swa", 10000.0)}
-    return _gemma(file) | {
+    return {
         "intermediate_size": min(widths),
         "use_double_wide_mlp": max(widths) > min(widths),
         "num_attention_heads": _number(file, "attention.head_count"),
@@ -442,12 +402,8 @@ def _olmo2(file: GGUFFile) -> dict[str, Any]:
     if not file.get("attention.sliding_window"):
         return {}
     plain = {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base", 10000.0))}
-    own = {"full_attention": _rotary(file, 1, False) | {"partial_rotary_factor": 1.0}, "sliding_attention": plain}
-    return _windows(file) | {"model_type": "olmo3", "rope_parameters": own}
-
-
-def _olmo(file: GGUFFile) -> dict[str, Any]:
-    return {"clip_qkv": file.get("attention.clamp_kqv")}
+    ropes = {"full_attention": _rotary(file, 1, False) | {"partial_rotary_factor": 1.0}, "sliding_attention": plain}
+    return _windows(file) | {"model_type": "olmo3", "rope_parameters": ropes}
 
 
 def _smollm3(file: GGUFFile) -> dict[str, Any]:
@@ -494,28 +450,36 @@ ARCHITECTURES = {
     "qwen2vl": Architecture("qwen2"),
     "qwen3vl": Architecture("qwen3"),
     "mistral3": Architecture("ministral3", interleaved=True, more=_mistral3),
-    "gemma": Architecture("gemma", one_added=True, more=_gemma),
-    "gemma2": Architecture("gemma2", one_added=True, more=_gemma2),
-    "gemma3": Architecture("gemma3_text", one_added=True, more=_gemma3),
-    "gemma4": Architecture("gemma4_text", attends=False, more=_gemma4),
+    "gemma": Architecture("gemma", one_added=True, constants=_GEMMA),
+    "gemma2": Architecture("gemma2", one_added=True, constants=_GEMMA, more=_gemma2),
+    "gemma3": Architecture("gemma3_text", one_added=True, constants=_GEMMA, more=_gemma3),
+    "gemma4": Architecture("gemma4_text", attends=False, constants=_GEMMA, more=_gemma4),
     "phi3": Architecture("phi3", more=_phi3),
-    "qwen3moe": Architecture("qwen3_moe", more=_qwen3moe),
-    "olmoe": Architecture("olmoe", more=_olmoe),
-    "deepseek2": Architecture("deepseek_v3", attends=False, more=_deepseek2),
-    "glm4moe": Architecture("glm4_moe", more=_glm4moe),
-    "dots1": Architecture("dots1", more=_dots1),
-    "gpt-oss": Architecture("gpt_oss", more=_gpt_oss),
+    "qwen3moe": Architecture("qwen3_moe", keys=_EXPERTS | _WIDTH, constants=_ALL_SPARSE),
+    "olmoe": Architecture("olmoe", keys={**_EXPERTS, **_CLIPPED}, constants={"norm_topk_prob": False}),
+    "deepseek2": Architecture("deepseek_v3", attends=False, keys=_ROUTED, more=_deepseek2),
+    "glm4moe": Architecture(
+        "glm4_moe",
+        keys=_ROUTED,
+        more=lambda file: {
+            "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+            "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        },
+    ),
+    "dots1": Architecture("dots1", keys=_ROUTED, constants={"sliding_window": None, "layer_types": None}),
+    "gpt-oss": Architecture("gpt_oss", keys=_LOCAL, more=_gpt_oss),
     "granitemoe": Architecture(
         "granitemoe",
         interleaved=True,
         biases_by_tensor=True,
+        keys=_GRANITE,
         more=_granite,
         joined={"block_sparse_moe.router": ("block_sparse_moe.router.layer",)},
     ),
-    "granite": Architecture("granite", interleaved=True, biases_by_tensor=True, more=_granite),
+    "granite": Architecture("granite", interleaved=True, biases_by_tensor=True, keys=_GRANITE, more=_granite),
     "stablelm": Architecture("stablelm", more=_stablelm),
     "olmo2": Architecture("olmo2", more=_olmo2),
-    "olmo": Architecture("olmo", interleaved=True, more=_olmo),
+    "olmo": Architecture("olmo", interleaved=True, keys=_CLIPPED),
     "smollm3": Architecture("smollm3", interleaved=True, more=_smollm3),
     "glm4": Architecture("glm4", more=_attention_bias),
     "command-r": Architecture("cohere", more=_cohere),
@@ -546,20 +510,41 @@ ARCHITECTURES = {
     "lfm2": Architecture("lfm2", more=hybrids.lfm2),
     "mamba2": Architecture("mamba2", attends=False, more=hybrids.mamba2),
     "nemotron_h": Architecture("nemotron_h", more=hybrids.nemotron_h),
-    "nemotron_h_moe": Architecture("nemotron_h", more=lambda file: hybrids.nemotron_h(file) | _nemotron_experts(file)),
-    "qwen2moe": Architecture("qwen2_moe", more=_qwen2moe),
-    "ernie4_5-moe": Architecture("ernie4_5_moe", more=_ernie_moe),
-    "lfm2moe": Architecture("lfm2_moe", more=lambda file: hybrids.lfm2(file) | _lfm2moe(file)),
+    "nemotron_h_moe": Architecture(
+        "nemotron_h", keys=_ROUTED, more=lambda file: hybrids.nemotron_h(file) | _nemotron_experts(file)
+    ),
+    "qwen2moe": Architecture(
+        "qwen2_moe",
+        keys=_EXPERTS | _WIDTH,
+        constants={"norm_topk_prob": False, "mlp_only_layers": [], "sliding_window": None},
+        more=_shared_width,
+    ),
+    "ernie4_5-moe": Architecture(
+        "ernie4_5_moe",
+        keys=_ERNIE_EXPERTS,
+        more=lambda file: {"use_bias": any(name.endswith(("attn_q.bias", "ffn_up.bias")) for name in file.tensors)},
+    ),
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        keys={**_EXPERTS, **_WIDTH, "num_dense_layers": ("leading_dense_block_count", 0)},
+        constants={"norm_topk_prob": True},
+        more=lambda file: (
+            hybrids.lfm2(file) | {"use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in file.tensors)}
+        ),
+    ),
     "qwen35moe": Architecture(
         "qwen3_5_moe_text",
         one_added=True,
-        more=lambda file: hybrids.qwen35(file) | _shared_expert(file),
+        keys=_EXPERTS | _WIDTH,
+        more=lambda file: hybrids.qwen35(file) | _shared_width(file),
         order=hybrids.value_heads,
     ),
     "qwen3next": Architecture(
         "qwen3_next",
         one_added=True,
-        more=lambda file: hybrids.qwen35(file) | _shared_expert(file) | {"norm_topk_prob": True, "mlp_only_layers": []},
+        keys=_EXPERTS | _WIDTH,
+        constants=_ALL_SPARSE,
+        more=lambda file: hybrids.qwen35(file) | _shared_width(file),
         joined={"linear_attn.in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")},
         order=hybrids.by_group,
     ),

@@ -37,10 +37,10 @@ def gguf_files(name: str) -> tuple[Path, ...] | None:
 
 def part_names(name: str) -> list[str]:
     """All parts of a split file, in order, from the name of any; else the name alone."""
-    found = _PART.fullmatch(name)
-    if not found or not 1 <= int(found[2]) <= int(found[3]):
+    match = _PART.fullmatch(name)
+    if not match or not 1 <= int(match[2]) <= int(match[3]):
         return [name]
-    return [f"{found[1]}-{i:05}-of-{found[3]}.gguf" for i in range(1, int(found[3]) + 1)]
+    return [f"{match[1]}-{i:05}-of-{match[3]}.gguf" for i in range(1, int(match[3]) + 1)]
 
 
 def _parts(path: Path) -> tuple[Path, ...]:

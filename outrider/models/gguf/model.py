@@ -90,13 +90,13 @@ def mtp_of(file: GGUFFile) -> PreTrainedModel | None:
         return None
     config = config_of(file)
     block = f"blk.{config.num_hidden_layers}."
-    kept = {name: t for name, t in file.tensors.items() if name in _ROTARY}
+    tensors = {name: t for name, t in file.tensors.items() if name in _ROTARY}
     for name, tensor in file.tensors.items():
-        if name.startswith(block) and (own := _MTP_NAMES.get(short := name.removeprefix(block), f"blk.0.{short}")):
-            kept[own] = tensor
-    model = mtp.joined_(_skeleton(mtp.one_layer(config)), own_head="output.weight" in kept)
+        if name.startswith(block) and (target := _MTP_NAMES.get(short := name.removeprefix(block), f"blk.0.{short}")):
+            tensors[target] = tensor
+    model = mtp.joined_(_skeleton(mtp.one_layer(config)), own_head="output.weight" in tensors)
     one = file.metadata | {f"{file.architecture}.block_count": 1}
-    return _filled(model, replace(file, tensors=kept, metadata=one))
+    return _filled(model, replace(file, tensors=tensors, metadata=one))
 
 
 def _skeleton(config: PretrainedConfig) -> PreTrainedModel:
@@ -111,8 +111,8 @@ def _filled(model: PreTrainedModel, file: GGUFFile) -> PreTrainedModel:
     for names, place in _places(model, file):
         _check_shape(file, names, place)
         order = family.order(names[0], config)
-        if family.interleaved and (found := re.search(r"attn_([qk])\.", names[0])):
-            heads = config.num_attention_heads if found[1] == "q" else config.num_key_value_heads
+        if family.interleaved and (match := re.search(r"attn_([qk])\.", names[0])):
+            heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
             order = _rotary_order(file.tensors[names[0]].shape[0], heads)
         first = names[0]
         if len(names) > 1 and first.endswith("attn_k_b.weight"):
@@ -177,14 +177,14 @@ def _tensors_of(names: TensorNameMap, family: Architecture, path: str, kind: str
     for ending, others in family.joined.items():
         if path.endswith(ending):
             return tuple(_tensors_of(names, family, path.removesuffix(ending) + other, kind)[0] for other in others)
-    known = next((p for p in (path, path.replace("model.", "backbone.", 1)) if names.get_name(p)), None)
-    if known is not None:
-        return (f"{names.get_name(known)}.{kind}",)
+    stem = next((p for p in (path, path.replace("model.", "backbone.", 1)) if names.get_name(p)), None)
+    if stem is not None:
+        return (f"{names.get_name(stem)}.{kind}",)
     for prefix in (path, path.replace("model.", "backbone.", 1)):
-        if kind == "dt_bias" and (found := names.get_name(f"{prefix}.dt_proj")):
-            return (f"{found}.bias",)
-        if found := names.get_name(f"{prefix}.{kind}"):
-            return (found if kind in ("A_log", "D") else f"{found}.{'weight' if kind == 'sinks' else kind}",)
+        if kind == "dt_bias" and (base := names.get_name(f"{prefix}.dt_proj")):
+            return (f"{base}.bias",)
+        if base := names.get_name(f"{prefix}.{kind}"):
+            return (base if kind in ("A_log", "D") else f"{base}.{'weight' if kind == 'sinks' else kind}",)
     return (f"{_OTHER_NAMES.get(path, path)}.{kind}",)
 
 
@@ -193,7 +193,7 @@ def _places(model: PreTrainedModel, file: GGUFFile) -> list[tuple[tuple[str, ...
     names, family = tensor_names(file), architecture_of(file)
     mixtures = _mixtures(model)
     experts = {name for path, module in mixtures.items() for name in _expert_names(file, path, module)}
-    found: list[tuple[tuple[str, ...], _Place]] = []
+    places: list[tuple[tuple[str, ...], _Place]] = []
     head = model.get_output_embeddings() if model.config.tie_word_embeddings else None
     missing = []
     for path, module in model.named_modules():
@@ -202,23 +202,23 @@ def _places(model: PreTrainedModel, file: GGUFFile) -> list[tuple[tuple[str, ...
             if parameter is None or module is head or path in mixtures:
                 continue
             each = re.fullmatch(r"(.*)\.norms\.(\d+)", path)  # StableLM has one norm per head, in one tensor
-            own = _tensors_of(names, family, each[1] if each else path, kind)
-            if (bare := own[0].removesuffix(".weight")) in file.tensors:  # the second norms of Falcon-H1
-                own = (bare,)
-            if own[0].endswith("attn_kv_b.weight") and own[0] not in file.tensors:  # newer files have it in two
-                own = tuple(own[0].replace("_kv_b", part) for part in ("_k_b", "_v_b"))
-            if {*own} <= file.tensors.keys():
-                found.append((own, _Place(module, kind, int(each[2]) if each else None)))
+            sources = _tensors_of(names, family, each[1] if each else path, kind)
+            if (bare := sources[0].removesuffix(".weight")) in file.tensors:  # the second norms of Falcon-H1
+                sources = (bare,)
+            if sources[0].endswith("attn_kv_b.weight") and sources[0] not in file.tensors:  # newer files have it in two
+                sources = tuple(sources[0].replace("_kv_b", part) for part in ("_k_b", "_v_b"))
+            if {*sources} <= file.tensors.keys():
+                places.append((sources, _Place(module, kind, int(each[2]) if each else None)))
             elif kind == "bias" and family.biases_by_tensor:
                 module.register_parameter("bias", None)
             else:
-                missing += own
+                missing += sources
     if missing:
         raise ValueError(
             f"{file.paths[0]} is no whole {file.architecture}: it lacks {missing[0]} and {len(missing) - 1} other tensors; "
             "download it again"
         )
-    used = {name for own, _ in found for name in own}
+    used = {name for sources, _ in places for name in sources}
     # Layers behind the last one draft. Layers that share have keys and values in the file that nothing reads.
     layers = model.config.num_hidden_layers
     sharing = layers - getattr(model.config, "num_kv_shared_layers", 0)
@@ -229,7 +229,7 @@ def _places(model: PreTrainedModel, file: GGUFFile) -> list[tuple[tuple[str, ...
             f"{file.paths[0]} has {unknown[0]} and {len(unknown) - 1} other tensors that a {type(model).__name__} does not "
             "have, so outrider cannot run it as it was trained"
         )
-    return found
+    return places
 
 
 def _mixtures(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -267,10 +267,8 @@ def _give_experts_(module: Any, file: GGUFFile, path: str) -> None:
         )
     for name, shape in zip(names, wanted, strict=True):
         if name not in file.tensors or file.tensors[name].shape != shape:
-            found = list(file.tensors[name].shape) if name in file.tensors else "no shape: it is not there"
-            raise ValueError(
-                f"{file.paths[0]}: tensor {name} has shape {found}, and its metadata asks for {list(shape)}"
-            )
+            got = list(file.tensors[name].shape) if name in file.tensors else "no shape: it is not there"
+            raise ValueError(f"{file.paths[0]}: tensor {name} has shape {got}, and its metadata asks for {list(shape)}")
     if all(file.tensors[name].format in PACKED_FORMATS for name in weights):
         module.__dict__[STORED] = StoredExperts({name: file.tensors[name] for name in names})
     *first, down = (part for name in weights for part in expert_parts(name, _matrix(file, (name,), None), experts))

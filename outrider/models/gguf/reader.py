@@ -97,8 +97,8 @@ def matrix_at(stored: StoredTensor, order: Tensor | None = None) -> Tensor | Blo
 
 def floats_at(stored: StoredTensor) -> Tensor:
     """See `GGUFFile.floats`."""
-    found = matrix_at(stored)
-    dense = found.to(torch.float32, copy=True) if isinstance(found, Tensor) else found.dense()
+    matrix = matrix_at(stored)
+    dense = matrix.to(torch.float32, copy=True) if isinstance(matrix, Tensor) else matrix.dense()
     return dense.view(stored.shape)
 
 
@@ -113,7 +113,7 @@ class StoredExperts:
 
     def packed(self) -> list[native.Packed]:
         """Gate and up side by side (paired), or up alone, and then down, of each expert in turn."""
-        reserve, made = native.Reserve(), list[native.Packed]()
+        reserve, out = native.Reserve(), list[native.Packed]()
         count = next(iter(self.tensors.values())).shape[0]
         weights = {name: t for name, t in self.tensors.items() if name.endswith("weight")}
         parts = [p for name, t in weights.items() for p in expert_parts(name, matrix_at(t), count)]
@@ -121,9 +121,9 @@ class StoredExperts:
         biases = biases or [[None] * count] * len(parts)
         for *first, down in zip(*(zip(*both, strict=True) for both in zip(parts, biases, strict=True)), strict=True):
             matrices, added = zip(*first, strict=True)
-            made.append(native.Packed(matrices, "float32", added, paired=len(first) > 1, later=reserve))
-            made.append(native.Packed(down[:1], "float32", down[1:], later=reserve))
-        return made
+            out.append(native.Packed(matrices, "float32", added, paired=len(first) > 1, later=reserve))
+            out.append(native.Packed(down[:1], "float32", down[1:], later=reserve))
+        return out
 
 
 def expert_parts(name: str, matrices: Tensor | Blocks, count: int) -> list[list[Any]]:
@@ -144,7 +144,7 @@ def read(paths: Sequence[Path]) -> GGUFFile:
     metadata: dict[str, Any] = {}
     tensors: dict[str, StoredTensor] = {}
     for number, path in enumerate(paths):
-        values, found = _Header(path).read()
+        values, part = _Header(path).read()
         if len(paths) > 1:
             _check_part(path, values, number, len(paths))
         elif values.get("split.count", 1) > 1:
@@ -153,9 +153,9 @@ def read(paths: Sequence[Path]) -> GGUFFile:
                 f"the others are; name them like {path.stem}-00001-of-{values['split.count']:05}.gguf"
             )
         metadata = metadata or values
-        if twice := sorted(tensors.keys() & found.keys()):
+        if twice := sorted(tensors.keys() & part.keys()):
             raise ValueError(f"{path} has tensor {twice[0]!r} of another part again; download the parts again")
-        tensors |= found
+        tensors |= part
     whole = metadata.get("split.tensors.count", len(tensors))
     if len(paths) > 1 and whole != len(tensors):
         raise ValueError(f"the parts of {paths[0]} have {len(tensors)} tensors of {whole}; download them again")
@@ -163,10 +163,10 @@ def read(paths: Sequence[Path]) -> GGUFFile:
 
 
 def _check_part(path: Path, values: dict[str, Any], number: int, count: int) -> None:
-    given = (values.get("split.no"), values.get("split.count"))
-    if given != (number, count):
+    inside = (values.get("split.no"), values.get("split.count"))
+    if inside != (number, count):
         raise ValueError(
-            f"{path} is part {number} (from 0) of {count} by its name, and {given[0]} of {given[1]} inside"
+            f"{path} is part {number} (from 0) of {count} by its name, and {inside[0]} of {inside[1]} inside"
         )
 
 
@@ -264,18 +264,16 @@ class _Header:
         self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int, alignment: int
     ) -> StoredTensor:
         try:
-            known = GGMLQuantizationType(kind)
+            form = GGMLQuantizationType(kind)
         except ValueError as error:
             raise ValueError(
                 f"{self.path}: tensor {name!r} has type {kind}, which the installed gguf package does not know; a newer one may "
                 "(pip install -U gguf), or get the model in another quantisation"
             ) from error
-        together, size = GGML_QUANT_SIZES[known]
+        together, size = GGML_QUANT_SIZES[form]
         if min(shape) < 1 or shape[-1] % together:
-            raise self._broken(
-                f"tensor {name!r} of shape {list(shape)} cannot be {known.name}, in blocks of {together}"
-            )
-        stored = StoredTensor(self.path, start + offset, math.prod(shape) // together * size, shape, known.name)
+            raise self._broken(f"tensor {name!r} of shape {list(shape)} cannot be {form.name}, in blocks of {together}")
+        stored = StoredTensor(self.path, start + offset, math.prod(shape) // together * size, shape, form.name)
         if offset % alignment:
             raise self._broken(f"tensor {name!r} starts at {offset}, which is no multiple of {alignment}")
         if stored.offset + stored.bytes > self.size:
@@ -285,9 +283,9 @@ class _Header:
     def _numbers(self, kind: str, count: int = 1, what: str = "header") -> list[Any]:
         dtype = np.dtype(f"<{kind}")
         self._room(count, dtype.itemsize, what)
-        found = np.frombuffer(self.data, dtype, count, self.at).tolist()
+        numbers = np.frombuffer(self.data, dtype, count, self.at).tolist()
         self.at += count * dtype.itemsize
-        return found
+        return numbers
 
     def _string(self, errors: str = "replace") -> str:
         """errors: what to do with bytes that are not UTF-8. Texts may have some; names may not."""

@@ -74,12 +74,12 @@ def tokenizer_of(file: GGUFFile) -> LazyTokenizer | None:
     if not tokens or kind in ("none", "no_vocab"):
         return None
     if kind == "gpt2":
-        made = _bytes(file, tokens)
+        pair = _bytes(file, tokens)
     elif kind in ("llama", "gemma4"):
-        made = _sentencepiece(file, tokens)
+        pair = _sentencepiece(file, tokens)
     else:
-        made = None
-    if made is None:
+        pair = None
+    if pair is None:
         name = f"{kind} ({file.metadata.get('tokenizer.ggml.pre', 'no kind of pieces named')})"
         warnings.warn(
             f"outrider cannot make the tokenizer of {file.paths[0].name}, {name}, so the model takes token ids only; give one: "
@@ -88,7 +88,7 @@ def tokenizer_of(file: GGUFFile) -> LazyTokenizer | None:
             stacklevel=2,
         )
         return None
-    tokenizer, bos = made
+    tokenizer, bos = pair
     kinds = file.metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(kinds) != len(tokens):
         raise ValueError(
@@ -96,8 +96,8 @@ def tokenizer_of(file: GGUFFile) -> LazyTokenizer | None:
         )
     for wanted in (_CONTROL, _USER_DEFINED):
         add = tokenizer.add_special_tokens if wanted == _CONTROL else tokenizer.add_tokens
-        found = [t for t, k in zip(tokens, kinds, strict=True) if k == wanted and t]
-        add([AddedToken(t, normalized=False, special=wanted == _CONTROL) for t in found])
+        texts = [t for t, k in zip(tokens, kinds, strict=True) if k == wanted and t]
+        add([AddedToken(t, normalized=False, special=wanted == _CONTROL) for t in texts])
     named = {n: _named(file, tokens, n) for n in ("bos", "eos", "unknown", "padding")}
     first = named["bos"] if file.metadata.get("tokenizer.ggml.add_bos_token", bos) else None
     last = named["eos"] if file.metadata.get("tokenizer.ggml.add_eos_token", False) else None
@@ -125,16 +125,16 @@ def end_ids(file: GGUFFile) -> tuple[int, ...]:
     """The tokens that end a text: those the file names (eos, eot, eom), and control tokens that end one in every model."""
     tokens = _tokens(file)
     keys = (f"tokenizer.ggml.{n}_token_id" for n in ("eos", "eot", "eom"))
-    found = [file.metadata[k] for k in keys if isinstance(file.metadata.get(k), int)]
+    ids = [file.metadata[k] for k in keys if isinstance(file.metadata.get(k), int)]
     kinds = file.metadata.get("tokenizer.ggml.token_type") or []
-    known = {*_ENDS}
-    found += [i for i, (t, k) in enumerate(zip(tokens, kinds, strict=False)) if k == _CONTROL and t in known]
-    return tuple(dict.fromkeys(i for i in found if 0 <= i < len(tokens)))
+    ends = {*_ENDS}
+    ids += [i for i, (t, k) in enumerate(zip(tokens, kinds, strict=False)) if k == _CONTROL and t in ends]
+    return tuple(dict.fromkeys(i for i in ids if 0 <= i < len(tokens)))
 
 
 def _tokens(file: GGUFFile) -> list[str]:
-    found = file.metadata.get("tokenizer.ggml.tokens", [])
-    return found if isinstance(found, list) and all(isinstance(t, str) for t in found[:1]) else []
+    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
+    return tokens if isinstance(tokens, list) and all(isinstance(t, str) for t in tokens[:1]) else []
 
 
 def _named(file: GGUFFile, tokens: list[str], name: str) -> str | None:
@@ -151,35 +151,35 @@ def _bytes(file: GGUFFile, tokens: list[str]) -> tuple[Tokenizer, bool] | None:
     if pieces is None or merges is None:
         return None
     pairs = [tuple(m.split(" ")) for m in merges]
-    made = _model(file, tokens, pairs, ignore_merges=pieces.whole)
+    tokenizer = _model(file, tokens, pairs, ignore_merges=pieces.whole)
     parts: list[Any] = [pre_tokenizers.Split(Regex(p), "isolated") for p in pieces.patterns if p]
     parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pieces.patterns[-1] is None))
-    made.pre_tokenizer = pre_tokenizers.Sequence(parts)
-    made.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    tokenizer.decoder = decoders.ByteLevel()
     if pieces.nfc:
-        made.normalizer = normalizers.NFC()
-    return made, pieces.bos
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer, pieces.bos
 
 
 def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
     """BPE with bytes for unknown characters. A file without merges has them in the order of the scores of merged tokens."""
     scores = file.metadata.get("tokenizer.ggml.scores") or [0.0] * len(tokens)
-    known = {t: i for i, t in enumerate(tokens)}
-    given = file.metadata.get("tokenizer.ggml.merges")
-    merges: list[tuple[str, str]] = [(left, right) for left, _, right in (m.partition(" ") for m in given or ())]
-    for _, token in [] if given else sorted(zip(scores, tokens, strict=False), key=lambda scored: -scored[0]):
+    ids = {t: i for i, t in enumerate(tokens)}
+    listing = file.metadata.get("tokenizer.ggml.merges")
+    merges: list[tuple[str, str]] = [(left, right) for left, _, right in (m.partition(" ") for m in listing or ())]
+    for _, token in [] if listing else sorted(zip(scores, tokens, strict=False), key=lambda scored: -scored[0]):
         cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        pairs = [(left, right) for left, right in cuts if left in known and right in known]
-        merges += sorted(pairs, key=lambda pair: (known[pair[0]], known[pair[1]])) if len(pairs) > 1 else pairs
+        pairs = [(left, right) for left, right in cuts if left in ids and right in ids]
+        merges += sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]])) if len(pairs) > 1 else pairs
     unknown = _named(file, tokens, "unknown")
-    made = _model(file, tokens, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown)
+    tokenizer = _model(file, tokens, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown)
     steps: list[Any] = [normalizers.Replace(" ", _SPACE)]
     undo: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if file.metadata.get("tokenizer.ggml.add_space_prefix", True):
         steps.insert(0, normalizers.Prepend(_SPACE))
         undo.append(decoders.Strip(" ", 1, 0))
-    made.normalizer, made.decoder = normalizers.Sequence(steps), decoders.Sequence(undo)
-    return made, True
+    tokenizer.normalizer, tokenizer.decoder = normalizers.Sequence(steps), decoders.Sequence(undo)
+    return tokenizer, True
 
 
 def _model(file: GGUFFile, tokens: list[str], merges: list[Any], **options: Any) -> Tokenizer:

@@ -45,10 +45,10 @@ class BatchInvariantOps(TorchFunctionMode):
         return special(self, func, *args, **(kwargs or {}))
 
     def packed(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        found = self._packed.get(id(weight))
-        if found is None:
-            found = self._packed[id(weight)] = (weight, PackedLinear(weight.float(), bias, "float32"))
-        return found[1]
+        entry = self._packed.get(id(weight))
+        if entry is None:
+            entry = self._packed[id(weight)] = (weight, PackedLinear(weight.float(), bias, "float32"))
+        return entry[1]
 
 
 def _elementwise(mode: BatchInvariantOps, func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from outrider.kernels.blocks import Blocks
-from outrider.models.hf.linear import PackedEmbedding, PackedLinear
+from outrider.models.hf.linear import PackedLinear
 from outrider.models.matrix import EXPERTS, STORED, dense, joined
 
 NAME = "outrider"
@@ -94,8 +94,8 @@ def give_expert_blocks_(module: nn.Module, name: str, experts: Sequence[Expert])
 
 def dense_experts_(module: nn.Module, dtype: torch.dtype) -> None:
     """Give a mixture parameters in the place of blocks. For devices without kernels."""
-    given: dict[str, Sequence[Expert]] = module.__dict__.pop(EXPERTS, {})
-    for name, experts in given.items():
+    blocks: dict[str, Sequence[Expert]] = module.__dict__.pop(EXPERTS, {})
+    for name, experts in blocks.items():
         values = torch.stack([dense(_joined(module, expert), torch.float32).to(dtype) for expert in experts])
         values = values.transpose(1, 2).contiguous() if module.is_transposed else values
         setattr(module, name, nn.Parameter(values, requires_grad=False))
@@ -132,14 +132,14 @@ def pack_experts_(model: nn.Module, weights: str = "auto") -> None:
 def _packed(module: nn.Module, name: str, weights: str) -> nn.ModuleList:
     """One packed linear per expert, from [expert, out, in], or [expert, in, out] if the module is transposed."""
     matrices, biases = getattr(module, name, None), getattr(module, f"{name}_bias", None)
-    given: Sequence[Expert] | None = module.__dict__.get(EXPERTS, {}).pop(name, None)
+    blocks: Sequence[Expert] | None = module.__dict__.get(EXPERTS, {}).pop(name, None)
     if not isinstance(matrices, Tensor) or matrices.dim() != 3:
         raise ValueError(f"{type(module).__name__} has no {name} of shape [expert, out, in]; its layout is unknown")
     out = nn.ModuleList()
     for i, values in enumerate(matrices.detach()):
         bias = biases[i].detach() if biases is not None and module.has_bias else None
         transposed = _is_llama4(module) or module.is_transposed
-        matrix = _joined(module, given[i]) if given else values.T if transposed else values
+        matrix = _joined(module, blocks[i]) if blocks else values.T if transposed else values
         out.append(PackedLinear(matrix, bias, weights))
     for used in (name, f"{name}_bias"):
         if used in module._parameters:
@@ -159,5 +159,5 @@ def weight_bytes(model: nn.Module) -> int:
         return whole * min(chosen, experts) // experts  # all are of one size
     if isinstance(model, PackedLinear):
         return model.bytes
-    own = () if isinstance(model, (nn.Embedding, PackedEmbedding)) else model._parameters.values()
-    return sum(p.nbytes for p in own if p is not None) + sum(map(weight_bytes, model.children()))
+    parameters = () if isinstance(model, nn.Embedding) else model._parameters.values()
+    return sum(p.nbytes for p in parameters if p is not None) + sum(map(weight_bytes, model.children()))

@@ -48,9 +48,9 @@ class LayerStack:
     def layers(self) -> nn.ModuleList:
         """The layers that the model runs now: fewer while a part runs. Raises ValueError as `place`."""
         owner, name = self.place()
-        found = owner.get_submodule(name)
-        assert isinstance(found, nn.ModuleList)
-        return found
+        modules = owner.get_submodule(name)
+        assert isinstance(modules, nn.ModuleList)
+        return modules
 
     @contextmanager
     def run(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
@@ -75,27 +75,27 @@ class LayerStack:
 
     @contextmanager
     def _recorded(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-        found: dict[int, Tensor] = {}
+        hidden: dict[int, Tensor] = {}
         if not taps:
-            yield found
+            yield hidden
             return
         layers = self.layers()
         check_taps(taps, len(layers))
 
         def keep_output(tap: int) -> Any:
             def hook(_: nn.Module, __: Any, out: Any) -> None:
-                found[tap] = out[0] if isinstance(out, tuple) else out
+                hidden[tap] = out[0] if isinstance(out, tuple) else out
 
             return hook
 
         def keep_input(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-            found[EMBEDDING] = args[0] if args else options["hidden_states"]
+            hidden[EMBEDDING] = args[0] if args else options["hidden_states"]
 
         handles = [layers[t].register_forward_hook(keep_output(t)) for t in set(taps) if t >= 0]
         if EMBEDDING in taps:
             handles.append(layers[0].register_forward_pre_hook(keep_input, with_kwargs=True))
         try:
-            yield found
+            yield hidden
         finally:
             for handle in handles:
                 handle.remove()

@@ -66,13 +66,16 @@ _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 class HFModel(LanguageModel):
     """A `LanguageModel` around a transformers causal language model.
 
-    weights: the precision of the linear weights on the CPU: "auto" keeps the checkpoint's own, "int8" and "int4" quantise.
-    Activations are float32 on the CPU. On other devices the model stays as it is.
-    own: change `model` in place, which saves memory. Otherwise `model` stays as it was, and weights that are not repacked
-    are shared with it.
-    head_ids: int64 [n], ascending: the tokens that the output head keeps. All other logits are -inf. None keeps all.
-    kv_cache_dtype: how the caches of `new_cache` keep keys and values. A forward takes a cache of any dtype.
-    batch_invariant: found by a test forward when the model is made.
+    `batch_invariant` is found by a test forward when the model is made.
+
+    Args:
+        model: of transformers.
+        weights: the precision of the linear weights on the CPU: "auto" keeps the checkpoint's own, "int8" and "int4" quantise.
+            Activations are float32 on the CPU. On other devices the model stays as it is.
+        own: change `model` in place, which saves memory. Otherwise `model` stays as it was, and weights that are not repacked
+            are shared with it.
+        head_ids: int64 [n], ascending: the tokens that the output head keeps. All other logits are -inf. None keeps all.
+        kv_cache_dtype: how the caches of `new_cache` keep keys and values. A forward takes a cache of any dtype.
 
     Raises UnsupportedModel with the reason if the model cannot be run, and ValueError for head_ids that it does not have.
     """
@@ -146,9 +149,9 @@ class HFModel(LanguageModel):
         nodes = nodes.to(self.device)
         nodes.cache.reserve(nodes.slots, nodes.total)
         arguments: dict[str, Any] = {}
-        kept = sorted(set(nodes.last)) if want == "last" else [0]
+        wanted = sorted(set(nodes.last)) if want == "last" else [0]
         if want != "all" and self._keeps:
-            arguments["logits_to_keep"] = torch.tensor(kept, device=self.device)
+            arguments["logits_to_keep"] = torch.tensor(wanted, device=self.device)
         self._scale_ropes(nodes.cache.max_length)
         self._call.nodes = nodes
         inner = self._route is AttentionRoute.INTERFACE
@@ -165,8 +168,10 @@ class HFModel(LanguageModel):
         if want == "none":
             logits = logits[:, :0]
         elif want == "last":
-            at = [kept.index(n) for n in nodes.last] if self._keeps else nodes.last
-            logits = logits[torch.arange(len(nodes.slots)), at][:, None] if len(kept) > 1 or not self._keeps else logits
+            at = [wanted.index(n) for n in nodes.last] if self._keeps else nodes.last
+            logits = (
+                logits[torch.arange(len(nodes.slots)), at][:, None] if len(wanted) > 1 or not self._keeps else logits
+            )
         return Output(logits, features)
 
     def _run(self, taps: tuple[int, ...], **arguments: Any) -> tuple[Tensor, Tensor | None]:
@@ -282,10 +287,10 @@ class HFModel(LanguageModel):
             with self._by_itself() as model:
                 options = {"use_cache": True} if self.recurrences.layers else {}
                 out = model(input_ids=torch.tensor([[a, b, c, d]], device=self.device), **options)
-                own, kept = out.logits[0].float(), getattr(out, self._cache_name, None)
+                expected, cache = out.logits[0].float(), getattr(out, self._cache_name, None)
         except Exception as error:
             raise UnsupportedModel(f"{type(self.model).__name__} does not run by itself: {error!r}") from error
-        self.recurrences.learn(kept)
+        self.recurrences.learn(cache)
         errors = list[Exception]()
         for route, by_node in self._routes():
             self._install(route)
@@ -294,11 +299,11 @@ class HFModel(LanguageModel):
             self._call.attended.clear()
             self.recurrences.scanned.clear()
             try:
-                equal = self._check(ids, own)
+                equal = self.compare(ids, expected)
             except Exception as error:  # a model's code may raise anything for arguments that it does not know
                 errors.append(error)
                 continue
-            if self._call.attended | self.recurrences.scanned >= self._reading(kept):
+            if self._call.attended | self.recurrences.scanned >= self._reading(cache):
                 break
         else:
             said = (error for error in errors if isinstance(error, ValueError))
@@ -340,7 +345,7 @@ class HFModel(LanguageModel):
                 if route is AttentionRoute.METHOD:
                     module._attn = partial(method, module)  # pyright: ignore[reportArgumentType]
 
-    def _check(self, ids: list[int], own: Tensor) -> bool:
+    def compare(self, ids: list[int], own: Tensor) -> bool:
         """Compare a ragged batch of trees with `own`, float32 [4, vocab], the logits of the model's own attention.
 
         ids 0, 1, 2 and 4 are the paths of the trees; the others are side branches. Returns whether a node of a tree has the
@@ -355,11 +360,12 @@ class HFModel(LanguageModel):
         alone = self.forward(Nodes(torch.tensor([[c]]), cache, [0])).logits[0, 0]
         ours = torch.stack([tree[1, 0], tree[1, 1], tree[0, 0], tree[0, 2]])
         gap = float((ours - own).abs().max() / own.abs().max().clamp_min(1e-6))
-        if bool(own.isfinite().all()) and not gap < self._tolerance():
+        if bool(own.isfinite().all()) and not gap < self.tolerance:
             raise ValueError(f"it gives other logits than by itself, by {gap:.2g} of the largest")
         return torch.equal(tree[0, 0], alone)
 
-    def _tolerance(self) -> float:
+    @property
+    def tolerance(self) -> float:
         """How far logits may be from those of the model's own attention, relative to the largest.
 
         A rounding of the attention changes how the activations of later layers are rounded to integers. Each such change is
@@ -414,11 +420,11 @@ def _why_not_by_node(model: PreTrainedModel) -> str | None:
     recurrent = [module for module in model.modules() if stores_state(module)]
     if any(attends(module) for module in recurrent):
         return "it keeps a state within its attention"
-    known = not any("_attention" in kind and kind != "linear_attention" for kind in odd)
-    if not (recurrent and known) and (odd or getattr(model, "_is_stateful", False)):
+    plain = not any("_attention" in kind and kind != "linear_attention" for kind in odd)
+    if not (recurrent and plain) and (odd or getattr(model, "_is_stateful", False)):
         return f"it has {' and '.join(odd) or 'a recurrent state'}"
-    if (kept := getattr(text, "keep_window_size", None)) and kept < text.max_position_embeddings:
-        return f"it attends to {kept} tokens that it chooses by their values"
+    if (size := getattr(text, "keep_window_size", None)) and size < text.max_position_embeddings:
+        return f"it attends to {size} tokens that it chooses by their values"
     if getattr(text, "alibi", False) or text.model_type in ("bloom", "mpt"):
         return "it uses ALiBi biases"
     return None
@@ -453,8 +459,10 @@ def _keep_head_(model: PreTrainedModel, ids: Tensor) -> None:
 
 def _more_than_linear(module: nn.Module) -> bool:
     """Whether a module inherits from nn.Linear and changes its product (the routers of Phi-MoE and Llama 4)."""
-    own = type(module).forward
-    return isinstance(module, nn.Linear) and own is not nn.Linear.forward and type(module).__name__ != "FalconLinear"
+    forward = type(module).forward
+    return (
+        isinstance(module, nn.Linear) and forward is not nn.Linear.forward and type(module).__name__ != "FalconLinear"
+    )
 
 
 def _activations_float32_(model: nn.Module) -> None:
@@ -478,8 +486,8 @@ def _activations_float32_(model: nn.Module) -> None:
 
 def _configs(model: PreTrainedModel) -> list[Any]:
     """Every distinct config object in the model. Each module reads the attention implementation from its own."""
-    found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    return list(found.values())
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    return list(configs.values())
 
 
 __all__ = ["HFModel", "UnsupportedModel", "refuse", "shared_copy"]

@@ -40,9 +40,9 @@ class RecurrentCall:
 
     def rows(self, chosen: Callable[[int | str, Tensor], bool]) -> list[Tensor]:
         """The tensors that `chosen` accepts, by position or name and value."""
-        given = {**dict(enumerate(self.args)), **self.options}
-        self._rows = [at for at, value in given.items() if isinstance(value, Tensor) and chosen(at, value)]
-        return [given[at] for at in self._rows]
+        arguments = {**dict(enumerate(self.args)), **self.options}
+        self._rows = [at for at, value in arguments.items() if isinstance(value, Tensor) and chosen(at, value)]
+        return [arguments[at] for at in self._rows]
 
     def made(self, function: Callable[..., Any], read: Sequence[Tensor], view: Any = None, **states: Tensor) -> Any:
         """Make the call with these rows in place of all. view: in place of the cache. states: in place of arguments."""
@@ -65,8 +65,8 @@ class RecurrentCall:
     def named(self, function: Callable[..., Any]) -> dict[str, Any]:
         """The arguments by name, without None, and without those that the function takes only to pass them by."""
         names = [name for name, p in inspect.signature(function).parameters.items() if p.kind is not p.VAR_KEYWORD]
-        given = {**dict(zip(names, self.args, strict=False)), **self.options}
-        return {name: value for name, value in given.items() if name in names and value is not None}
+        arguments = {**dict(zip(names, self.args, strict=False)), **self.options}
+        return {name: value for name, value in arguments.items() if name in names and value is not None}
 
 
 class RecurrentStep(NamedTuple):
@@ -79,8 +79,8 @@ class RecurrentStep(NamedTuple):
 
 def step_of(kind: str, function: Callable[..., Any], call: RecurrentCall) -> RecurrentStep:
     """kind: of `STEPS`."""
-    given = call.named(function) if native.available() else {}
-    return STEPS[kind](given) or _by_itself(kind, function, call)
+    arguments = call.named(function) if native.available() else {}
+    return STEPS[kind](arguments) or _by_itself(kind, function, call)
 
 
 def windows(chains: Sequence[NodeChain], inputs: Sequence[Tensor]) -> tuple[Tensor, list[list[State]]]:
@@ -91,20 +91,20 @@ def windows(chains: Sequence[NodeChain], inputs: Sequence[Tensor]) -> tuple[Tens
     new = inputs[0].squeeze(-1)
     kernel = chains[0].start[0].shape[-1]
     parts, rows, places, base = [new], list[int](), list[Tensor](), len(new)
-    for start, own, _ in chains:  # the inputs before a chain stand behind the new ones
+    for start, nodes, _ in chains:  # the inputs before a chain stand behind the new ones
         parts.append(start[0][0, :, 1:].T)
-        rows += own
-        places.append(torch.tensor([*range(base, base + kernel - 1), *own]).unfold(0, kernel, 1))
+        rows += nodes
+        places.append(torch.tensor([*range(base, base + kernel - 1), *nodes]).unfold(0, kernel, 1))
         base += kernel - 1
-    found = torch.cat(parts)[torch.cat(places).to(new.device)].transpose(1, 2)
+    last = torch.cat(parts)[torch.cat(places).to(new.device)].transpose(1, 2)
     states, at = list[list[State]](), 0
-    for _, own, wanted in chains:
-        states.append([(found[i : i + 1].clone(),) for i, keep in enumerate(wanted, at) if keep])
-        at += len(own)
+    for _, nodes, wanted in chains:
+        states.append([(last[i : i + 1].clone(),) for i, keep in enumerate(wanted, at) if keep])
+        at += len(nodes)
     if rows == [*range(len(new))]:
-        return found, states
-    out = found.new_zeros(len(new), *found.shape[1:])
-    out[rows] = found
+        return last, states
+    out = last.new_zeros(len(new), *last.shape[1:])
+    out[rows] = last
     return out, states
 
 
@@ -128,8 +128,8 @@ def _by_itself(kind: str, function: Callable[..., Any], call: RecurrentCall) -> 
 
 def _delta_rule(given: dict[str, Any]) -> RecurrentStep | None:
     """The gated delta rule. None if it is not that of our kernel."""
-    needed, known = _RULE
-    if not _fits(given, needed, known):
+    needed, optional = _RULE
+    if not _fits(given, needed, optional):
         return None
     q, k, v, g, beta = (given[name][:, 0] for name in needed)
     if given.get("use_qk_l2norm_in_kernel"):
@@ -143,8 +143,8 @@ def _delta_rule(given: dict[str, Any]) -> RecurrentStep | None:
 
 def _selective(given: dict[str, Any]) -> RecurrentStep | None:
     """The selective state space of Mamba 1 and 2. None if it is not that of our kernel."""
-    needed, known = _SPACE
-    if not _fits(given, needed, known):
+    needed, optional = _SPACE
+    if not _fits(given, needed, optional):
         return None
     x, dt, a, b, c = (given[name] for name in needed)
     if given.get("dt_bias") is not None:
@@ -180,8 +180,8 @@ def _kernel(scan: Callable[..., tuple[Tensor, list[list[Tensor | None]]]], flat:
     def advance(chains: Sequence[NodeChain], inputs: Sequence[Tensor]) -> tuple[Tensor, list[list[State]]]:
         shape = chains[0].start[0].shape
         starts = [c.start[0].reshape(-1, shape[-1]) if flat else c.start[0][0] for c in chains]
-        out, found = scan(inputs, starts, [c.rows for c in chains], [c.wanted for c in chains])
-        return out, [[(state.view(shape),) for state in each if state is not None] for each in found]
+        out, after = scan(inputs, starts, [c.rows for c in chains], [c.wanted for c in chains])
+        return out, [[(state.view(shape),) for state in each if state is not None] for each in after]
 
     return advance
 
@@ -314,8 +314,8 @@ class Recurrences:
 
     def step(self, layer: int, function: Callable[..., Any], call: RecurrentCall, kind: str) -> Any:
         """Answer a call that would move the states of all rows on by one token: through the tree, chain by chain."""
-        made = step_of(kind, function, call)
-        return made.finish(self.scan((layer, "recurrent 0"), made.advance, made.inputs))
+        step = step_of(kind, function, call)
+        return step.finish(self.scan((layer, "recurrent 0"), step.advance, step.inputs))
 
 
 class StateView(CacheView):

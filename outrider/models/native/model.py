@@ -30,9 +30,10 @@ from outrider.models.base import (
 )
 from outrider.models.cache import SlotCache
 from outrider.models.matrix import float_rows
+from outrider.models.native.builder import Builder
 from outrider.models.native.families import family_of
 from outrider.models.native.mtp import BEFORE_NORM, MTP, MtpBuilder, OneLayer
-from outrider.models.native.program import Builder, NotNative, Program
+from outrider.models.native.program import NotNative, Program
 from outrider.models.native.step import NativeStep
 from outrider.models.native.weights import Facts, ModuleSource, ShapeSource, StoredSource
 from outrider.models.nodes import Nodes
@@ -64,13 +65,13 @@ def build(kind: str, config: Any, source: ModuleSource | StoredSource) -> Progra
     if type(max_length) is not int or max_length < 1:
         raise ValueError(f"max_position_embeddings is {max_length!r}")
     family(builder, settings)
-    made, mtp = replace(builder.program(), max_length=max_length), None
+    program, mtp = replace(builder.program(), max_length=max_length), None
     if (part := source.part(MTP)) is not None:
         further = MtpBuilder(part, before_norm=kind in BEFORE_NORM)
         family(further, OneLayer(settings))
         mtp = replace(further.program(), max_length=max_length)
     facts = {"kind": kind, "config": settings.read, "numbers": source.facts, "vocab_size": source.vocab_size}
-    return replace(made, facts=facts, named=source.named, mtp=mtp)
+    return replace(program, facts=facts, named=source.named, mtp=mtp)
 
 
 def stored(facts: Mapping[str, Any], named: Mapping[str, Any]) -> Program:
@@ -93,26 +94,28 @@ def supports(model: PreTrainedModel) -> str | None:
         program = build(type(model).__name__, model.config, ShapeSource(model, "auto", False, None))
     except (ValueError, KeyError, AttributeError) as error:
         return str(error)
-    given, usual = model.config.to_dict(), type(model.config)().to_dict()
-    known = {*program.facts["config"], *_WITHOUT_EFFECT.split()}
+    settings, usual = model.config.to_dict(), type(model.config)().to_dict()
+    read = {*program.facts["config"], *_WITHOUT_EFFECT.split()}
     for name in usual:
-        if name not in known and name[0] != "_" and "dropout" not in name and given.get(name) != usual[name]:
-            return f"it does not know the setting {name} = {given.get(name)}"
+        if name not in read and name[0] != "_" and "dropout" not in name and settings.get(name) != usual[name]:
+            return f"it does not know the setting {name} = {settings.get(name)}"
     return None
 
 
 class NativeModel(LanguageModel):
     """A model of a family in `families`, run by the native step.
 
-    model: of transformers, or its `Program`; then weights, own and head_ids are those that it was made with.
-    weights: the precision of the packed weights: float32, bfloat16, float16, int8, int4, or gguf for the blocks of a GGUF
-    file. "auto" keeps the checkpoint's own. With int4 weights the output head is int8, and so is an embedding that is tied
-    to it. A separate embedding of floats is not packed, because a forward reads only a few of its rows.
-    own: free the weights of `model` as they are packed. `model` cannot be used afterwards.
-    head_ids: int64 [n], ascending: the tokens that the output head keeps. All other logits are -inf, and their weights are
-    not read. None keeps all. A tied embedding is then kept as a table of its own, with every token.
-    kv_cache_dtype: how the caches of `new_cache` keep keys and values. A forward takes a cache of any dtype.
-    program: what it computes.
+    `program` is what it computes.
+
+    Args:
+        model: of transformers, or its `Program`; then weights, own and head_ids are those that it was made with.
+        weights: the precision of the packed weights: float32, bfloat16, float16, int8, int4, or gguf for the blocks of a GGUF
+            file. "auto" keeps the checkpoint's own. With int4 weights the output head is int8, and so is an embedding that is
+            tied to it. A separate embedding of floats is not packed, because a forward reads only a few of its rows.
+        own: free the weights of `model` as they are packed. `model` cannot be used afterwards.
+        head_ids: int64 [n], ascending: the tokens that the output head keeps. All other logits are -inf, and their weights are
+            not read. None keeps all. A tied embedding is then kept as a table of its own, with every token.
+        kv_cache_dtype: how the caches of `new_cache` keep keys and values. A forward takes a cache of any dtype.
 
     Raises ValueError if the native step cannot run the model (see `supports`), or for tokens that it does not have.
     """
@@ -173,9 +176,9 @@ class NativeModel(LanguageModel):
         return float_rows(self.program.table, tokens)
 
     def head_rows(self, tokens: Tensor) -> Tensor:
-        kept = self.program.head_ids
-        places = tokens if kept is None else torch.searchsorted(kept, tokens)
-        if kept is not None and not torch.equal(kept[places.clamp_max(len(kept) - 1)], tokens):
+        ids = self.program.head_ids
+        places = tokens if ids is None else torch.searchsorted(ids, tokens)
+        if ids is not None and not torch.equal(ids[places.clamp_max(len(ids) - 1)], tokens):
             raise ValueError(
                 "the output head of this model does not keep some of these tokens; load it without head_ids"
             )

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.models.native.program import Builder, Value
+from outrider.models.native.builder import Builder
+from outrider.models.native.program import Value
 
 MTP = "mtp"
 """The module of a model that has its MTP layer, as a model of one layer with `JOIN` beside it."""
@@ -40,8 +41,8 @@ class OneLayer:
         self._config, self._changes = config, changes(config)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._config, name)
-        return self._changes.get(name, found)
+        value = getattr(self._config, name)
+        return self._changes.get(name, value)
 
 
 @dataclass

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from outrider.models.native.program import Builder, NotNative, Value
+from outrider.models.native.builder import Builder
+from outrider.models.native.program import NotNative, Value
 
 Part = Callable[[Value, Any, str], Any]
 """x += part(h): (h, x, the name of the layer). If x is None, it returns a value of its own."""
@@ -42,15 +43,26 @@ def decoder(
 ) -> None:
     """A whole model: an embedding, layers of these sublayers, a norm and a head.
 
-    factor: of the embedding. logits: a factor of the logits. softcap: theirs, too. norm: of all norms, see `Builder.norm`."""
+    Args:
+        b: the builder.
+        c: a configuration.
+        sublayers: of each layer, in order.
+        embedding: the name of its module.
+        layers: the name of their module.
+        last: the name of the last norm.
+        factor: of the embedding.
+        logits: a factor of the logits.
+        softcap: of the logits; 0: none.
+        norm: settings of all norms, see `Builder.norm`.
+    """
     x = b.embed(embedding, factor)
     for layer in b.layers(x, c.num_hidden_layers, layers):
         h = x
         for part, before, after in sublayers:
             h = b.norm(x, f"{layer}.{before}", **norm) if before else h
-            made = part(h, None if after else x, layer)
+            result = part(h, None if after else x, layer)
             if after:
-                b.norm(made, f"{layer}.{after}", **norm, add_to=x)
+                b.norm(result, f"{layer}.{after}", **norm, add_to=x)
     b.head(b.norm(x, last, **norm), factor=logits, softcap=softcap)
 
 
@@ -101,8 +113,8 @@ def residual_factor(c: Any) -> float:
 def angles(b: Builder, c: Any) -> Angles:
     """Of models with one table, with one for each type of layers, or with layers that rotate nothing."""
     if "full_attention" in c.rope_parameters:
-        made = {kind: b.rotary(c.rope_parameters[kind], kind) for kind in sorted({*c.layer_types})}
-        return lambda layer: made[c.layer_types[layer]]
+        tables = {kind: b.rotary(c.rope_parameters[kind], kind) for kind in sorted({*c.layer_types})}
+        return lambda layer: tables[c.layer_types[layer]]
     table, rotated = b.rotary(c.rope_parameters), getattr(c, "no_rope_layers", None)
     return lambda layer: table if rotated is None or rotated[layer] else None
 
@@ -110,8 +122,13 @@ def angles(b: Builder, c: Any) -> Angles:
 def attends(b: Builder, c: Any, tables: Angles | None, name: str = "self_attn", **settings: Any) -> Part:
     """`attention` as the configuration says it. tables: None if it rotates nothing. settings: others of `attention`."""
     dim = head_dim(c)
-    own = {"heads": c.num_attention_heads, "kv_heads": c.num_key_value_heads, "dim": dim, "factor": residual_factor(c)}
-    settings = {**own, "scale": float(getattr(c, "attention_multiplier", dim**-0.5)), **settings}
+    defaults = {
+        "heads": c.num_attention_heads,
+        "kv_heads": c.num_key_value_heads,
+        "dim": dim,
+        "factor": residual_factor(c),
+    }
+    settings = {**defaults, "scale": float(getattr(c, "attention_multiplier", dim**-0.5)), **settings}
 
     def part(h: Value, x: Any, layer: str) -> Value:
         table = None if tables is None else tables(b.layer)
@@ -147,11 +164,33 @@ def attention(
     out: str = "o_proj",
     sinks: bool = False,
 ) -> Value:
-    """x += factor * attention(h). dim: of a head. table: of the angles; None: no rotary embedding. queries: their table, if
-    it is another one. out: the last matrix.
+    """x += factor * attention(h).
 
-    norms: of queries and keys, if they are there. kind, per_group, one_added: as in `Builder.norm`. whole: they take all heads
-    together. joined: queries, keys and values are one linear. sinks: each head has one."""
+    Args:
+        b: the builder.
+        h: what the part reads.
+        x: the residual; None: a value of its own is made.
+        name: of the module.
+        heads: of queries.
+        kv_heads: of keys and values.
+        dim: numbers of a head.
+        table: of the angles; None: no rotary embedding.
+        queries: their table, if it is another one.
+        scale: of the scores.
+        eps: of the norms.
+        window: tokens that a node sees; 0: all.
+        softcap: of the scores; 0: none.
+        factor: of the result.
+        norms: of queries and keys, if they are there.
+        whole: the norms take all heads together.
+        kind: as in `Builder.norm`.
+        per_group: as in `Builder.norm`.
+        one_added: as in `Builder.norm`.
+        interleaved: as in `Builder.rope`.
+        joined: queries, keys and values are one linear.
+        out: the last matrix.
+        sinks: each head has one.
+    """
     width, kv_width = heads * dim, kv_heads * dim
     names = [f"{name}.qkv_proj"] if joined else [f"{name}.{n}_proj" for n in "qkv"]
     query, key, value = b.linear(h, *names, width=width + 2 * kv_width).split(width, kv_width, kv_width)
@@ -159,8 +198,8 @@ def attention(
     for part, norm, turned in zip((query, key), norms, tables, strict=True):
         if b.has(f"{name}.{norm}"):
             group = 0 if whole else dim
-            own = f"{name}.{norm}"
-            b.norm(part, own, eps=eps, kind=kind, group=group, per_group=per_group, one_added=one_added, out=part)
+            place = f"{name}.{norm}"
+            b.norm(part, place, eps=eps, kind=kind, group=group, per_group=per_group, one_added=one_added, out=part)
         if turned is not None:
             b.rope(part, turned, dim, interleaved=interleaved)
     cache = b.store(key, value, kv_heads)
@@ -185,29 +224,43 @@ def mamba2(
     scale: Tensor | None = None,
     factor: float = 1.0,
 ) -> Part:
-    """x += factor * the mixer of Mamba 2 (Dao and Gu 2024). channels: of a head. width: of a channel's state. norm_group: numbers
-    that its gated norm takes together, 0 for all; norm_first: before the gate. scale: of what the first matrix gives."""
+    """x += factor * the mixer of Mamba 2 (Dao and Gu 2024).
+
+    Args:
+        b: the builder.
+        name: of the module.
+        heads: of the mixer.
+        channels: of a head.
+        width: of a channel's state.
+        groups: that share B and C.
+        activation: of the convolution.
+        eps: of the gated norm.
+        norm_group: numbers that its gated norm takes together; 0: all.
+        norm_first: the norm is before the gate.
+        scale: of what the first matrix gives.
+        factor: of the result.
+    """
     inner, shared = heads * channels, groups * width
 
     def part(h: Value, x: Any, layer: str) -> None:
-        own = f"{layer}.{name}"
-        made = b.linear(h, f"{own}.in_proj", width=2 * inner + 2 * shared + heads)
+        module = f"{layer}.{name}"
+        joint = b.linear(h, f"{module}.in_proj", width=2 * inner + 2 * shared + heads)
         if scale is not None:
-            b.map(made, "linear", scale=scale, out=made)
-        gate, mixed, step = made.split(inner, inner + 2 * shared, heads)
-        convolved = b.conv(mixed, f"{own}.conv1d", activation=activation)
-        step = b.map(step, "softplus", shift=b.vector(f"{own}.dt_bias", heads))
-        decay, through = -b.vector(f"{own}.A_log", heads).exp(), b.vector(f"{own}.D", heads)
+            b.map(joint, "linear", scale=scale, out=joint)
+        gate, mixed, step = joint.split(inner, inner + 2 * shared, heads)
+        convolved = b.conv(mixed, f"{module}.conv1d", activation=activation)
+        step = b.map(step, "softplus", shift=b.vector(f"{module}.dt_bias", heads))
+        decay, through = -b.vector(f"{module}.A_log", heads).exp(), b.vector(f"{module}.D", heads)
         y = b.selective(
             convolved, step, a=decay, through=through, heads=heads, channels=channels, width=width, groups=groups
         )
-        normed = b.has(f"{own}.norm")
+        normed = b.has(f"{module}.norm")
         if normed and norm_first:
-            b.norm(y, f"{own}.norm", eps=eps, group=norm_group, per_group=True, out=y)
+            b.norm(y, f"{module}.norm", eps=eps, group=norm_group, per_group=True, out=y)
         b.gate(gate, y, "silu", out=y)
         if normed and not norm_first:
-            b.norm(y, f"{own}.norm", eps=eps, group=norm_group, per_group=True, out=y)
-        b.linear(y, f"{own}.out_proj", width=x.width, factor=factor, add_to=x)
+            b.norm(y, f"{module}.norm", eps=eps, group=norm_group, per_group=True, out=y)
+        b.linear(y, f"{module}.out_proj", width=x.width, factor=factor, add_to=x)
 
     return part
 
@@ -276,20 +329,35 @@ def mixture(
     clamp: Mapping[str, float] = MappingProxyType({}),
     **routing: Any,
 ) -> Part:
-    """x += the experts that a router chooses. router: its name. count: of experts. k: of those that a node has, if the
-    configuration does not say it. latent: numbers that the experts read and give, if they are not the model's. correction,
-    routing: settings of `Builder.route`. clamp: those of `Builder.experts`."""
+    """x += the experts that a router chooses.
+
+    Args:
+        b: the builder.
+        c: a configuration.
+        name: of the module.
+        router: the name of its matrix.
+        count: of experts.
+        k: of those that a node has, if the configuration does not say it.
+        width: between the matrices of an expert.
+        activation: if it is not the configuration's.
+        correction: the name of a parameter, see `Builder.route`.
+        latent: numbers that the experts read and give, if they are not the model's.
+        clamp: settings of `Builder.experts`.
+        routing: settings of `Builder.route`.
+    """
     function, chosen, factor = activation or c.hidden_act, k or c.num_experts_per_tok, residual_factor(c)
 
     def part(h: Value, x: Any, layer: str) -> None:
-        own = f"{layer}.{name}"
-        added = None if correction is None else f"{own}.{correction}"
-        routed = b.route(b.linear(h, f"{own}.{router}", width=count), k=chosen, correction=added, **routing)
+        module = f"{layer}.{name}"
+        added = None if correction is None else f"{module}.{correction}"
+        routed = b.route(b.linear(h, f"{module}.{router}", width=count), k=chosen, correction=added, **routing)
         settings = {"count": count, "width": width, "activation": function, "factor": factor, **clamp}
         if not latent:
-            b.experts(h, routed, f"{own}.experts", add_to=x, **settings)
+            b.experts(h, routed, f"{module}.experts", add_to=x, **settings)
             return
-        made = b.experts(b.linear(h, f"{own}.fc1_latent_proj", width=latent), routed, f"{own}.experts", **settings)
-        b.linear(made, f"{own}.fc2_latent_proj", width=x.width, add_to=x)
+        result = b.experts(
+            b.linear(h, f"{module}.fc1_latent_proj", width=latent), routed, f"{module}.experts", **settings
+        )
+        b.linear(result, f"{module}.fc2_latent_proj", width=x.width, add_to=x)
 
     return part

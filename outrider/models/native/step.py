@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.kernels import cpu as native
 from outrider.kernels.cpu.library import ChainsStruct, ChainStruct, ForwardStruct
 from outrider.kernels.cpu.packed import MOST
-from outrider.kernels.vectors import VECTOR_FORMATS, packed_width
+from outrider.kernels.vectors import packed_width
 from outrider.models.base import Chain, DrawnChain, Want
 from outrider.models.cache import KV_CACHE_DTYPES, SlotCache
 from outrider.models.native.program import Program
@@ -29,8 +29,13 @@ class NativeStates:
     Native code keeps them for all layers (`src/states.hpp`). The reference is `LayerStates`, one layer in
     Python.
 
-    ops: the address of the program's ops, and their number. keep: what they point to. layout: the numbers of its recurrent ops.
-    handle: what a forward is given.
+    Args:
+        ops: the address of the program's ops, and their number.
+        keep: what they point to.
+        layout: the numbers of its recurrent ops.
+        num_slots: of the cache.
+
+    `handle` is what a forward is given.
     """
 
     def __init__(self, ops: tuple[int, int], keep: object, layout: dict[int, object], num_slots: int) -> None:
@@ -93,20 +98,64 @@ class Forwarded(NamedTuple):
     fed_back: Tensor | None
 
 
+class _ChainBuffers:
+    """What native code reads and writes of a chain."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain, depth, width = chain, chain.depth, chain.width
+        self._tokens = (ctypes.c_int64 * (len(chain.tokens) + depth))(*chain.tokens)
+        self._chances, self._siblings = (ctypes.c_float * (depth * width))(), (ctypes.c_int64 * (depth * (width - 1)))()
+
+    def struct(self, length: int) -> ctypes.Structure:
+        """length: committed tokens of its slot."""
+        chain, count, tokens = self.chain, len(self.chain.tokens), ctypes.addressof(self._tokens)
+        seed, stream, step, position = chain.noise  # ctypes keeps the lower bits
+        return ChainStruct(
+            tokens=tokens,
+            features=None if chain.features is None else chain.features.data_ptr(),
+            drafted=tokens + 8 * count,
+            count=count,
+            depth=chain.depth,
+            chances=ctypes.addressof(self._chances),
+            siblings=ctypes.addressof(self._siblings),
+            width=chain.width,
+            seed=seed,
+            row=chain.slot,
+            length=length,
+            stream=stream,
+            step=step,
+            position=position,
+            temperature=chain.temperature,
+            error=chain.error,
+            min_probability=chain.min_probability,
+        )
+
+    def drawn(self, count: int) -> DrawnChain:
+        """count: tokens that native code has drafted."""
+        start, width = len(self.chain.tokens), self.chain.width
+        chances = self._chances[: count * width] if self.chain.error else []
+        siblings = list[list[tuple[int, float]]]()
+        for n in range(count if width > 1 else 0):
+            others = self._siblings[n * (width - 1) : (n + 1) * (width - 1)]
+            each = zip(others, chances[n * width + 1 : (n + 1) * width], strict=True)
+            siblings.append([one for one in each if one[0] >= 0])
+        return DrawnChain(self._tokens[start : start + count], chances[::width], siblings)
+
+
 class NativeStep:
     """A program that is ready to run."""
 
     def __init__(self, program: Program) -> None:
         self.program, self._keep, self._handles = program, list[object](), list[Any]()
         library = native.library()
-        made = [program.for_length(length).compiled() for length in ((0, MOST) if program.first_length else (0,))]
-        self._keep += made
-        for struct, _ in made:
+        programs = [program.for_length(length).compiled() for length in ((0, MOST) if program.first_length else (0,))]
+        self._keep += programs
+        for struct, _ in programs:
             self._handles.append(library.program_new(struct))
             weakref.finalize(self, library.program_free, self._handles[-1])
         self._forward, self._chains = library.forward, library.draft_chains
         self._head_size, self._numbers = program.head.n, max(program.cells, default=-1) + 1
-        self._ops, self._recurrent = (made[-1][0].ops, made[-1][0].count), program.recurrent
+        self._ops, self._recurrent = (programs[-1][0].ops, programs[-1][0].count), program.recurrent
         self._addresses: weakref.WeakKeyDictionary[SlotCache, tuple[list[Any], Any]] = weakref.WeakKeyDictionary()
 
     def _handle(self, cache: SlotCache) -> Any:
@@ -184,50 +233,28 @@ class NativeStep:
         asked = [i for i, c in enumerate(chains) if c.depth > 0]
         if not asked:
             return drawn
-        table = self._cache_table(
-            cache, [chains[i].slot for i in asked], max(len(c.tokens) + c.depth - 1 for c in chains)
-        )
-        structs, keep = (ChainStruct * len(asked))(), []
-        for i, struct in zip(asked, structs, strict=True):
-            c, count = chains[i], len(chains[i].tokens)
-            given, chances = (ctypes.c_int64 * (count + c.depth))(*c.tokens), (ctypes.c_float * (c.depth * c.width))()
-            siblings = (ctypes.c_int64 * (c.depth * (c.width - 1)))()
-            keep.append((given, chances, siblings))
-            struct.tokens, struct.count, struct.depth = ctypes.addressof(given), count, c.depth
-            struct.drafted, struct.chances = struct.tokens + 8 * count, ctypes.addressof(chances)
-            struct.siblings, struct.width = ctypes.addressof(siblings), c.width
-            struct.features = None if c.features is None else c.features.data_ptr()
-            struct.row, struct.length = c.slot, cache.length[c.slot]
-            struct.seed, struct.stream, struct.step, struct.position = c.noise  # ctypes keeps the lower bits
-            struct.temperature, struct.error, struct.min_probability = c.temperature, c.error, c.min_probability
+        room = max(len(c.tokens) + c.depth - 1 for c in chains)
+        table = self._cache_table(cache, [chains[i].slot for i in asked], room)
+        buffers = [_ChainBuffers(chains[i]) for i in asked]
+        structs = (ChainStruct * len(asked))(*(b.struct(cache.length[b.chain.slot]) for b in buffers))
         job = ChainsStruct(
             ctypes.addressof(structs), ctypes.addressof(table), len(asked), cache.capacity, _cell_format(cache)
         )
         error = self._chains(self._handle(cache), job)
         if error:
             width = max(len(chains[i].tokens) for i in asked)
-            raise _explained(
-                error,
-                torch.tensor([[*chains[i].tokens, *[0] * width][:width] for i in asked]),
-                None,
-                self.program.vocab_size,
-            )
-        for struct, i, (given, chances, siblings) in zip(structs, asked, keep, strict=True):
-            made, count, width = struct.made, struct.count, struct.width
-            said = chances[: made * width] if chains[i].error else []
-            beside = list[list[tuple[int, float]]]()
-            for n in range(made if width > 1 else 0):
-                others, each = siblings[n * (width - 1) : (n + 1) * (width - 1)], said[n * width + 1 : (n + 1) * width]
-                beside.append([one for one in zip(others, each, strict=True) if one[0] >= 0])
-            drawn[i] = DrawnChain(given[count : count + made], said[::width], beside)
+            tokens = torch.tensor([[*chains[i].tokens, *[0] * width][:width] for i in asked])
+            raise _explained(error, tokens, None, self.program.vocab_size)
+        for i, b, struct in zip(asked, buffers, structs, strict=True):
+            drawn[i] = b.drawn(struct.made)
         return drawn
 
     def _states_of(self, cache: SlotCache) -> int | None:
         """The handle of a cache's states. Raises ValueError for a cache of another model."""
         if not self._recurrent:
             return None
-        states = cache.states.get(_STATES)
-        if not isinstance(states, NativeStates) or not self._recurrent.items() <= states.layout.items():
+        states = cast("NativeStates | None", cache.states.get(_STATES))  # no other model has this key
+        if states is None or not self._recurrent.items() <= states.layout.items():
             raise ValueError("this cache belongs to another model; use one made by new_cache of this one")
         return states.handle
 
@@ -236,9 +263,9 @@ class NativeStep:
         if not all(0 <= s < cache.num_slots for s in slots):
             raise IndexError(f"slots are 0 to {cache.num_slots - 1} of this cache, got {slots}")
         cache.reserve(slots, count)
-        found = self._addresses.get(cache)
-        if found is not None and found[0] is cache.layers:
-            return found[1]
+        entry = self._addresses.get(cache)
+        if entry is not None and entry[0] is cache.layers:
+            return entry[1]
         like, dtype, table = torch.empty(0), _cell_dtype(cache), (ctypes.c_void_p * (2 * self._numbers))()
         cells = self.program.cells
         cache.make({i: ((heads, dim), (heads, value_dim)) for i, (heads, dim, value_dim) in cells.items()}, like)
@@ -256,7 +283,7 @@ def _cell_dtype(cache: SlotCache) -> torch.dtype:
 
 
 def _cell_format(cache: SlotCache) -> int:
-    return VECTOR_FORMATS[_cell_dtype(cache)]
+    return native.VECTOR_FORMATS[_cell_dtype(cache)]
 
 
 def _explained(error: int, tokens: Tensor, parents: Tensor | None, vocab: int) -> ValueError:

@@ -81,22 +81,27 @@ class Facts:
     def __getattr__(self, name: str) -> Any:
         self.read[name] = None
         try:
-            found = getattr(self._config, name)
+            value = getattr(self._config, name)
         except AttributeError:
             del self.read[name]
             raise
         except Exception as error:  # transformers has an error of its own for this
             raise ValueError(f"its {name} differs by layer") from error
         # transformers gives a view of whole configurations
-        self.read[name] = found = self._config.to_dict()[name] if name == "per_layer_config" else found
-        return found
+        self.read[name] = value = self._config.to_dict()[name] if name == "per_layer_config" else value
+        return value
 
 
 class ModuleSource:
     """The modules of a transformers model. Its matrices are packed when they are asked for.
 
-    packing: the precision. own: free the weights of the model as they are packed. The others are those of `NativeModel`.
-    facts: what was read of the modules' attributes. named: what was given, by the names that a `StoredSource` has for it.
+    Args:
+        model: of transformers.
+        packing: the precision.
+        own: free the weights of the model as they are packed.
+        head_ids: as for `NativeModel`.
+
+    `facts` is what was read of the modules' attributes. `named` is what was given, by the names that a `StoredSource` has for it.
     """
 
     def __init__(self, model: PreTrainedModel, packing: str, own: bool, head_ids: Tensor | None) -> None:
@@ -122,68 +127,68 @@ class ModuleSource:
             halves = torch.arange(matrices[0].shape[0]).chunk(2)
             matrices = [rows_of(matrices[0], half) for half in halves]
             biases = [None if linears[0].bias is None else linears[0].bias[half] for half in halves]
-        made = packed(matrices, self.packing if plain else "gguf", biases, paired=paired)
+        matrix = packed(matrices, self.packing if plain else "gguf", biases, paired=paired)
         if self._own:
             free_matrix_(*linears)
-        self.named[self._prefix + names[0]] = made
-        return made
+        self.named[self._prefix + names[0]] = matrix
+        return matrix
 
     def part(self, name: str) -> ModuleSource | None:
         """A model that is a module of this one, with the same embedding and output head unless it has its own."""
         if name not in self._modules:
             return None
-        made, inner = copy.copy(self), self._modules[name]
+        part, inner = copy.copy(self), self._modules[name]
         shared = {n: m for n, m in self._modules.items() if m in (self._inputs, self._outputs)}
-        made._modules, made._prefix = shared | dict(inner.named_modules()), f"{name}."
-        made._tensors = dict(inner.named_parameters()) | dict(inner.named_buffers())
-        return made
+        part._modules, part._prefix = shared | dict(inner.named_modules()), f"{name}."
+        part._tensors = dict(inner.named_parameters()) | dict(inner.named_buffers())
+        return part
 
     def experts(self, name: str) -> Sequence[Packed]:
-        module, made = self._modules[name], list[Packed]()
+        module, experts = self._modules[name], list[Packed]()
         if self.packing == "gguf" and STORED in module.__dict__:
             self.named[self._prefix + name] = module.__dict__[STORED]
-            made = module.__dict__[STORED].packed()
-        for i in range(0 if made else len(module.down_proj)):
+            experts = module.__dict__[STORED].packed()
+        for i in range(0 if experts else len(module.down_proj)):
             gate_up, biases = _expert(module, "gate_up_proj" if module.has_gate else "up_proj", i)
             if module.has_gate and len(gate_up) == 1:
                 gate_up, biases = _halves(module, gate_up[0]), _halves(module, biases[0])
-            made.append(packed(gate_up, self.packing, biases, paired=module.has_gate))
+            experts.append(packed(gate_up, self.packing, biases, paired=module.has_gate))
             down, biases = _expert(module, "down_proj", i)
-            made.append(packed(down, self.packing, biases))
+            experts.append(packed(down, self.packing, biases))
         if self._own:
             module.__dict__.pop(EXPERTS, None)
             for parameter in [*module._parameters]:
                 module._parameters[parameter] = None
-        self.named |= expert_names(self._prefix + name, made)
-        return made
+        self.named |= expert_names(self._prefix + name, experts)
+        return experts
 
     def latent(self, name: str, heads: int, keys: int) -> Sequence[Packed]:
         module = self._modules[name]
-        made = [packed([matrix], self.packing, [None]) for matrix in latent_matrices(module, heads, keys)]
+        parts = [packed([matrix], self.packing, [None]) for matrix in latent_matrices(module, heads, keys)]
         if self._own:
             free_matrix_(module)
             for part in LATENT:
                 module._modules.pop(part, None)
-        self.named |= {f"{self._prefix}{name}.{part}": matrix for part, matrix in zip(LATENT, made, strict=True)}
-        return made
+        self.named |= {f"{self._prefix}{name}.{part}": matrix for part, matrix in zip(LATENT, parts, strict=True)}
+        return parts
 
     def table(self, name: str) -> Packed | Tensor:
         if self._modules[name] is self._inputs:
-            made = self.named[name] = self._table
+            table = self.named[name] = self._table
         else:
-            made = self.named[self._prefix + name] = _table(matrix_of(self._modules[name]))
-        return made
+            table = self.named[self._prefix + name] = _table(matrix_of(self._modules[name]))
+        return table
 
     def tensor(self, name: str) -> Tensor | None:
-        if (found := self._tensors.get(name)) is None:
+        if (weight := self._tensors.get(name)) is None:
             return None
-        made = self.named[self._prefix + name] = _floats(found)
-        return made
+        values = self.named[self._prefix + name] = _floats(weight)
+        return values
 
     def number(self, name: str, default: Any = None) -> Any:
         owner, _, leaf = name.rpartition(".")
-        self.facts[name] = found = getattr(self._modules[owner], leaf, default)
-        return found
+        self.facts[name] = value = getattr(self._modules[owner], leaf, default)
+        return value
 
     def _embeddings(self, inputs: Any, outputs: Any) -> tuple[Packed, Packed | Tensor]:
         """The output head, and the embedding. A forward reads only a few rows of a table, so floats are not packed."""
@@ -195,7 +200,7 @@ class ModuleSource:
         table = _table(head if tied else embedding)
         if self._own:
             free_matrix_(outputs)
-            if isinstance(table, Packed):
+            if not isinstance(table, Tensor):
                 free_matrix_(inputs)
         return head, table
 
@@ -203,17 +208,17 @@ class ModuleSource:
 def expert_names(name: str, matrices: Sequence[Packed]) -> dict[str, Packed]:
     """The matrices of a mixture of this name, by the names that a pack has for them."""
     parts = ("packed_pair", matrices[::2]), ("packed_down", matrices[1::2])
-    return {f"{name}.{part}.{i}": matrix for part, own in parts for i, matrix in enumerate(own)}
+    return {f"{name}.{part}.{i}": matrix for part, each in parts for i, matrix in enumerate(each)}
 
 
 def _expert(module: Any, name: str, index: int) -> tuple[list[Matrix], list[Tensor | None]]:
     """The matrices [out, in] and the bias of an expert: one, or gate and up."""
-    given = module.__dict__.get(EXPERTS, {}).get(name)
+    blocks = module.__dict__.get(EXPERTS, {}).get(name)
     bias = getattr(module, f"{name}_bias")[index] if module.has_bias else None
-    if given is None:
+    if blocks is None:
         matrix = getattr(module, name)[index]
         return [matrix.T if module.is_transposed else matrix], [bias]
-    matrices = [*given[index]]
+    matrices = [*blocks[index]]
     return matrices, [*_halves(module, bias)] if len(matrices) == 2 else [bias]
 
 
@@ -265,8 +270,8 @@ class StoredSource:
         return self.named[name]
 
     def tensor(self, name: str) -> Tensor | None:
-        found = self.named.get(name)
-        return None if found is None else _floats(found)
+        weight = self.named.get(name)
+        return None if weight is None else _floats(weight)
 
     def number(self, name: str, default: Any = None) -> Any:
         return self.facts.get(name, default)

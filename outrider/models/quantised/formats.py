@@ -26,16 +26,14 @@ Tensors = Mapping[str, Tensor]
 
 
 class Format(NamedTuple):
-    """One way to store a matrix.
+    """One way to store a matrix."""
 
-    read: from the tensors by suffix, the settings, and the name for errors. needed, optional: suffixes; before them is the
-    matrix's name without `weight`. The first one tells its size. drop: those that its values do not depend on.
-    """
-
+    # the matrix, of the tensors by suffix, the settings, and the name for errors.
     read: Callable[[Tensors, Mapping[str, Any], str], QuantisedWeight]
+    # suffixes; before them is the matrix's name without `weight`. The first one tells its size.
     needed: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-    drop: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()  # suffixes of tensors that may be there
+    drop: tuple[str, ...] = ()  # those that its values do not depend on
 
     @property
     def suffix(self) -> str:
@@ -76,10 +74,10 @@ def _groups(name: str, columns: int, size: int, scales: int) -> Tensor:
 
 def _number(settings: Mapping[str, Any], *names: str, otherwise: int) -> int:
     """The first of these settings that is there."""
-    found = next((settings[name] for name in names if settings.get(name) is not None), otherwise)
-    if isinstance(found, bool) or not isinstance(found, int):
-        raise ValueError(f'"{names[0]}" of quantization_config in config.json must be a whole number, got {found!r}')
-    return found
+    value = next((settings[name] for name in names if settings.get(name) is not None), otherwise)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f'"{names[0]}" of quantization_config in config.json must be a whole number, got {value!r}')
+    return value
 
 
 def _gptq(tensors: Tensors, settings: Mapping[str, Any], name: str) -> QuantisedWeight:
@@ -151,10 +149,10 @@ def _packed(tensors: Tensors, settings: Mapping[str, Any], name: str) -> Quantis
 
 def _scheme(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The settings of the weights of a module. All groups of settings with the same numbers of bits are alike to us."""
-    found = [group["weights"] for group in settings.get("config_groups", {}).values() if group.get("weights")]
-    bits = {weights["num_bits"] for weights in found}
+    schemes = [group["weights"] for group in settings.get("config_groups", {}).values() if group.get("weights")]
+    bits = {weights["num_bits"] for weights in schemes}
     if len(bits) == 1:
-        return found[0]
+        return schemes[0]
     named = [g["weights"] for g in settings.get("config_groups", {}).values() if _targets(g.get("targets", ()), name)]
     if len(named) != 1:
         raise UnsupportedModel(f"the settings do not tell how {name}weight_packed is stored: {sorted(bits)} bits")
@@ -218,8 +216,8 @@ def _scaled(tensors: Tensors, settings: Mapping[str, Any], name: str) -> Quantis
 
 
 def _block_structure(settings: Mapping[str, Any]) -> Any:
-    found = [group.get("weights") or {} for group in settings.get("config_groups", {}).values()]
-    return next((weights["block_structure"] for weights in found if weights.get("block_structure")), None)
+    schemes = [group.get("weights") or {} for group in settings.get("config_groups", {}).values()]
+    return next((weights["block_structure"] for weights in schemes if weights.get("block_structure")), None)
 
 
 def _fp4(packed: Tensor, scales: Tensor, whole: Tensor | None, name: str) -> QuantisedWeight:
@@ -252,18 +250,18 @@ def _coded(tensors: Tensors, settings: Mapping[str, Any], name: str) -> Quantise
     state = next((t for n, t in tensors.items() if ".quant_state." in n), None)
     if state is None:
         raise ValueError(f"the checkpoint lacks tensor {name}weight.quant_state.bitsandbytes__nf4, which has the shape")
-    known = json.loads(bytes(state.tolist()))
+    details = json.loads(bytes(state.tolist()))
     packed, scales = tensors["weight"].flatten(), tensors["weight.absmax"]
     index = torch.stack((packed >> 4, packed & 15), dim=-1).flatten()
     if "weight.nested_absmax" in tensors:
         inner = tensors["weight.nested_quant_map"][scales.long()]
-        outer = tensors["weight.nested_absmax"].repeat_interleave(int(known["nested_blocksize"]))[: len(inner)]
-        scales = inner * outer + known["nested_offset"]
-    rows, columns = known["shape"]
-    if len(index) < rows * columns or len(scales) * known["blocksize"] < rows * columns:
+        outer = tensors["weight.nested_absmax"].repeat_interleave(int(details["nested_blocksize"]))[: len(inner)]
+        scales = inner * outer + details["nested_offset"]
+    rows, columns = details["shape"]
+    if len(index) < rows * columns or len(scales) * details["blocksize"] < rows * columns:
         raise ValueError(f"tensor {name}weight is too short for {rows} x {columns} numbers; download it again")
     values = tensors["weight.quant_map"][index[: rows * columns].long()].view(rows, columns)
-    scales = scales.float().repeat_interleave(int(known["blocksize"]))[: rows * columns].view(rows, columns)
+    scales = scales.float().repeat_interleave(int(details["blocksize"]))[: rows * columns].view(rows, columns)
     return QuantisedWeight(values, scales, torch.arange(columns))
 
 

@@ -53,8 +53,14 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 class Quantised:
     """The tensors of a quantised checkpoint; of its text model, if it also reads images or sound.
 
-    name: of the model, for errors. folder: with *.safetensors. method, settings: of its `quantization_config`. plain: tensors
-    that are stored as they are. matrices: the quantised ones, by the name of the tensor that they stand for.
+    Args:
+        name: of the model, for errors.
+        folder: with *.safetensors.
+        method: of its `quantization_config`.
+        settings: its `quantization_config`.
+
+    `plain` has the tensors that are stored as they are, `matrices` the quantised ones, by the name of the tensor that they stand
+    for.
     """
 
     def __init__(self, name: str, folder: Path, method: str, settings: Mapping[str, Any]) -> None:
@@ -62,7 +68,7 @@ class Quantised:
         self.name, self.folder, self.method, self.settings = name, folder, method, settings
         parts = checkpoint.tensors(sorted(folder.glob("*.safetensors")))
         self._names = checkpoint.text_names(parts)
-        self._parts = {own: parts[name] for own, name in self._names.items()}
+        self._parts = {short: parts[name] for short, name in self._names.items()}
         if not self._parts:
             raise UnsupportedModel(f"{name} is quantised, and has no *.safetensors; outrider reads no other such files")
         self.matrices: dict[str, Callable[[], QuantisedWeight]] = {}
@@ -163,10 +169,10 @@ class Quantised:
         for layer, (path, module) in zip(layers, mixtures.items(), strict=True):
             count = 1 + max(int(m[2]) for m in each if m[1] == layer)
             for tensor, names in _JOINED if gated(module) else _JOINED[2:]:
-                found = [[f"{layer}{i}.{n}.weight" for n in names] for i in range(count)]
-                if hasattr(module, tensor) and all(n in self.matrices for ns in found for n in ns):
+                sources = [[f"{layer}{i}.{n}.weight" for n in names] for i in range(count)]
+                if hasattr(module, tensor) and all(n in self.matrices for ns in sources for n in ns):
                     out[f"{path}.{tensor}"] = [
-                        partial(_side_by_side, [self.matrices.pop(n) for n in ns]) for ns in found
+                        partial(_side_by_side, [self.matrices.pop(n) for n in ns]) for ns in sources
                     ]
         return out
 
@@ -252,9 +258,9 @@ def _build(
     def mixture(name: str, reads: list[Callable[[], QuantisedWeight]], transposed: bool) -> Tensor:
         blocks = list[Blocks]()
         for read in reads if keep else ():
-            if (found := read().blocks()) is None:
+            if (block := read().blocks()) is None:
                 break
-            blocks.append(found)
+            blocks.append(block)
         if len(blocks) == len(reads):
             experts[name] = blocks
             rows, columns = blocks[0].shape

@@ -17,18 +17,13 @@ _ROWS = 256  # of which `dense` has float32 values at a time
 
 @dataclass(frozen=True, eq=False)
 class QuantisedWeight:
-    """A matrix [out, in]: value[i, j] = values[i, j] * scales[i // tile, group[j]] (* factor).
+    """A matrix [out, in]: value[i, j] = values[i, j] * scales[i // tile, group[j]] (* factor)."""
 
-    values: [out, in], integers with the zero point subtracted, or small floats. scales: floats [tiles of rows, group].
-    group: int64 [in], the group of each column. tile: rows that share a scale; the last tile may be cut. factor: a second factor,
-    by which the library multiplies last.
-    """
-
-    values: Tensor
-    scales: Tensor
-    group: Tensor
-    tile: int = 1
-    factor: float = 1.0
+    values: Tensor  # [out, in], integers with the zero point subtracted, or small floats
+    scales: Tensor  # floats [tiles of rows, group]
+    group: Tensor  # int64 [in], the group of each column
+    tile: int = 1  # rows that share a scale; the last tile may be cut
+    factor: float = 1.0  # a second factor, by which the library multiplies last
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -58,8 +53,8 @@ class QuantisedWeight:
             return None
         scales = self.scales[:, group[:, 0]]
         values = self.values.view(rows, -1, _BLOCK)
-        if (found := _mxfp4(values, scales)) is not None:
-            return Blocks(found, "MXFP4", columns)
+        if (packed := _mxfp4(values, scales)) is not None:
+            return Blocks(packed, "MXFP4", columns)
         halves = scales.half()
         if not torch.equal(halves.float(), scales.float()):
             return None

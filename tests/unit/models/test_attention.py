@@ -62,25 +62,6 @@ def states(batch: int, nodes: int, seed: int = 1) -> tuple[Tensor, Tensor, Tenso
     return tuple(torch.randn(batch, nodes, *s, generator=draw).transpose(1, 2) for s in shapes)  # pyright: ignore
 
 
-@pytest.mark.parametrize("dtype", list(KV_CACHE_DTYPES))
-def test_a_path_is_moved_together_also_after_the_cache_has_grown_or_got_a_layer(dtype: str) -> None:
-    cache, path = filled([20, 30], dtype=dtype), [0, 2, 3, 7]
-    for change in ("none", "grown", "a layer more", "grown again"):
-        if "grown" in change:
-            cache.reserve([1], 2 * cache.capacity)
-        if change == "a layer more":
-            cache.layer(1, (1, DIM), (1, VALUE_DIM), torch.empty(0))
-        start = cache.length[1]
-        for t in (t for pair in cache.layers for t in pair):
-            t[1, :, start : start + 8] = torch.arange(t[1, :, :8].numel()).view(t[1, :, :8].shape).to(t.dtype)
-        before = [t.clone() for pair in cache.layers for t in pair]
-        cache.commit([1], [path])
-        for old, new in zip(before, (t for pair in cache.layers for t in pair), strict=True):
-            assert torch.equal(new[1, :, start : start + 4], old[1][:, [start + n for n in path]]), change
-            assert torch.equal(new[0], old[0])
-            assert torch.equal(new[1, :, :start], old[1, :, :start])
-
-
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("form", [attend_masked, pytest.param(attend_native, marks=needs_native)])
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3], [2, 0, 3]])
@@ -94,42 +75,6 @@ def test_forms_agree_on_trees(form, options: dict, rows: list[int], dtype: str) 
     expected, got = (f(nodes, 0, query, Scoring(0.3, **options)) for f in (attend_reference, form))
     real = parents >= -1
     torch.testing.assert_close(got[real], expected[real], atol=2e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.parametrize("form", [attend_masked, pytest.param(attend_native, marks=needs_native)])
-def test_forms_agree_on_chains(form, options: dict) -> None:
-    query, key, value = states(2, 33)
-    nodes = batch(filled([0, 40]), [1, 0], 33, None)
-    write(nodes, 0, key, value)
-    expected, got = (f(nodes, 0, query, Scoring(0.3, **options)) for f in (attend_reference, form))
-    torch.testing.assert_close(got, expected, atol=2e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_bits_of_a_node_do_not_depend_on_its_neighbours(options: dict) -> None:
-    """Every node of a batch of trees against its own path, committed and then decoded alone in another cache."""
-    lengths, rows = [3, 62, 0], [2, 0, 1]
-    parents = random_parents([9, 14, 6], seed=5)
-    query, key, value = states(3, parents.shape[1])
-    cache = filled(lengths)
-    nodes = batch(cache, rows, parents.shape[1], parents)
-    write(nodes, 0, key, value)
-    together = attend(nodes, 0, query, Scoring(0.3, **options))
-    keys, values = cache.layers[0]
-    for b, row in enumerate(rows):
-        for n in range(int((parents[b] >= -1).sum())):
-            path = [n]
-            while parents[b, path[0]] >= 0:
-                path.insert(0, int(parents[b, path[0]]))
-            alone = filled([0] * 5, seed=9)
-            length = alone.length[4] = lengths[row] + len(path) - 1
-            slots = [*range(lengths[row]), *(lengths[row] + p for p in path)]
-            alone.layers[0][0][4, :, : length + 1] = keys[row, :, slots]
-            alone.layers[0][1][4, :, : length + 1] = values[row, :, slots]
-            one = batch(alone, [4], 1, None)
-            got = attend(one, 0, query[b : b + 1, :, n : n + 1], Scoring(0.3, **options))
-            assert torch.equal(got[0, 0], together[b, n]), (b, n)
 
 
 def test_a_window_counts_positions_not_slots() -> None:

@@ -62,14 +62,14 @@ def test_a_node_that_sees_its_siblings_is_found(monkeypatch: pytest.MonkeyPatch)
             return attend(nodes, layer, query, scoring)
         return attend(nodes, layer, query.roll(1, dims=2), scoring)
 
-    own_check = HFModel._check
+    own_check = HFModel.compare
 
     def blind(model: HFModel, ids: list[int], own: torch.Tensor) -> bool:
         with suppress(ValueError):
             own_check(model, ids, own)
         return True
 
-    monkeypatch.setattr(HFModel, "_check", blind)
+    monkeypatch.setattr(HFModel, "compare", blind)
     monkeypatch.setattr(hooks, "attend", leaky)
     report = report_of("cwm", whole_config("cwm"))
     assert report.status == WRONG
@@ -79,10 +79,10 @@ def test_a_node_that_sees_its_siblings_is_found(monkeypatch: pytest.MonkeyPatch)
 
 def test_texts_that_differ_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """None for a model whose rows are equal; all for one whose logits know how many nodes there are."""
-    monkeypatch.setattr(coverage, "_LONG", range(2, 5))
-    monkeypatch.setattr(coverage, "_LONG_NEW", 12)
+    monkeypatch.setattr(coverage, "LONG", range(2, 5))
+    monkeypatch.setattr(coverage, "LONG_NEW", 12)
     model = HFModel(tiny_model(tiny_config(whole_config("llama"))))
-    assert coverage._differing(model) == 0
+    assert coverage.differing(model) == 0
     forward = model.forward
 
     def uneven(nodes: Nodes, **options: Any) -> Any:
@@ -90,7 +90,7 @@ def test_texts_that_differ_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         return out._replace(logits=out.logits.roll(int(nodes.count > 1), dims=-1))
 
     monkeypatch.setattr(model, "forward", uneven)
-    assert coverage._differing(model) == 3
+    assert coverage.differing(model) == 3
 
 
 def test_a_tiny_model_keeps_what_matters() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from architectures import VOCAB, prompts, tiny
+from architectures import FAMILIES, LLAMA3, VOCAB, prompts, tiny
 from gguf_files import CORRECTIONS, tokenizer_metadata, write_file, write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -23,16 +23,9 @@ from outrider.models.load import load as load_model
 from outrider.models.native.model import NativeModel, supports
 from outrider.models.nodes import Nodes
 
-_LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}  # fmt: skip
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+_LONG = FAMILIES["phi3-long"][1]["rope_parameters"] | {"original_max_position_embeddings": 64}
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
-_LONG = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
-    "long_factor": [1.0, 2.0, 3.0, 4.0], "original_max_position_embeddings": 64,
-}  # fmt: skip
 _WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # rows of whole blocks, in every format
 _LATENT = {"moe_intermediate_size": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32}
 _SHAPE = {"hidden_size": 64, "intermediate_size": 96}
@@ -44,79 +37,56 @@ def load(model: Any, **given: Any) -> Loaded:
     return load_model(model, **settings)
 
 
-# name: (model type, changes of the tiny model)
+_MOE = {"moe_intermediate_size": 32}
+# name: (model type, changes of the tiny model). The first ones are those of `test_families.py`.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
+    **{
+        name: FAMILIES[name]
+        for name in (
+            "llama", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma4", "phi3", "granite", "stablelm", "olmo2", "olmo3",
+            "starcoder2", "ernie4_5", "arcee", "phi", "nemotron", "falcon_h1", "lfm2", "mixtral", "olmoe", "gpt_oss",
+            "granitemoe", "qwen3_5",
+        )
+    },
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama-3.1": ("llama", {"rope_parameters": _LLAMA3, "head_dim": 16}),
+    "llama-3.1": ("llama", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 16}, "head_dim": 16}),
     "llama-linear": ("llama", {"rope_parameters": _LINEAR}),
     "mistral": ("mistral", {"sliding_window": None}),
-    "ministral3": ("ministral3", {}),
     "mistral-small": ("mistral", {"sliding_window": None}),
-    "qwen2": ("qwen2", {}),
     "qwen2vl": ("qwen2", {}),
     "qwen3vl": ("qwen3", {}),
     "qwen2-yarn": ("qwen2", {"rope_parameters": _YARN}),
-    "qwen3": ("qwen3", {}),
-    "gemma": ("gemma", {}),
-    "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3_text", {"num_hidden_layers": 7, "layer_types": None}),
-    "gemma4": ("gemma4_text", {"global_head_dim": 16, "use_double_wide_mlp": True, "final_logit_softcapping": 4.0}),
-    "gemma4-equal": ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0,
-        "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 5, "top_k_experts": 3,
-        "moe_intermediate_size": 32}),
-    "phi3": ("phi3", {}),
+    "gemma4-equal": ("gemma4_text", FAMILIES["gemma4-equal"][1] | FAMILIES["gemma4-experts"][1] | _MOE),
     "phi3-partial": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
     "phi3-long": ("phi3", {"rope_parameters": _LONG, "original_max_position_embeddings": 64, "hidden_size": 32}),
-    "granite": ("granite", {}),
-    "stablelm": ("stablelm", {}),
     "stablelm-2": ("stablelm", {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True}),
-    "olmo2": ("olmo2", {}),
-    "olmo3": ("olmo3", {}),
     "olmo": ("olmo", {"clip_qkv": 1.5}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layers": None}),
     "glm4": ("glm4", {"attention_bias": True}),
-    "command-r": ("cohere", {"use_qk_norm": True}),
+    "command-r": FAMILIES["cohere-norms"],
     "cohere2": ("cohere2", {"num_hidden_layers": 5, "layer_types": None}),
-    "starcoder2": ("starcoder2", {}),
     "internlm2": ("llama", {}),
     "exaone4": ("exaone4", {"num_hidden_layers": 5, "layer_types": None, "sliding_window": 6}),
-    "ernie4_5": ("ernie4_5", {}),
     "seed_oss": ("seed_oss", {"attention_bias": True}),
-    "arcee": ("arcee", {}),
-    "phi2": ("phi", {}),
-    "nemotron": ("nemotron", {}),
-    "falcon-h1": ("falcon_h1", {"ssm_multipliers": [0.5, 0.7, 0.9, 1.1, 1.3], "ssm_in_multiplier": 1.2, "key_multiplier": 0.6,
-        "attention_in_multiplier": 0.9, "attention_out_multiplier": 1.1, "ssm_out_multiplier": 0.8, "lm_head_multiplier": 0.5,
-        "embedding_multiplier": 2.0, "mlp_multipliers": [0.9, 1.4]}),
-    "granite-hybrid": ("granitemoehybrid", {"num_local_experts": 0, "mamba_expand": 1, "attention_multiplier": 0.3,
-        "logits_scaling": 2.0, "residual_multiplier": 0.7, "embedding_multiplier": 3.0}),
-    "lfm2": ("lfm2", {}),
+    "granite-hybrid": ("granitemoehybrid", FAMILIES["granite_hybrid"][1] | {"mamba_expand": 1}),
+    "granite-hybrid-moe": ("granitemoehybrid", {"mamba_expand": 1, "residual_multiplier": 0.7}),
     "mamba2": ("mamba2", {"hidden_size": 32}),
-    "nemotron-h": ("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp"], "head_dim": 16,
-        "mamba_head_dim": 16}),
-    "nemotron-h-moe": ("nemotron_h", {"head_dim": 16, "mamba_head_dim": 16, "moe_intermediate_size": 32, "moe_latent_size": 32}),
+    "nemotron-h": ("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp"], "head_dim": 16, "mamba_head_dim": 16}),
+    "nemotron-h-moe": ("nemotron_h", {"head_dim": 16, "mamba_head_dim": 16, "moe_latent_size": 32} | _MOE),
     "bamba": ("bamba", {"mamba_expand": 1}),
-    "qwen35": ("qwen3_5_text", {"linear_num_value_heads": 6}),
-    "mixtral": ("mixtral", {}),
-    "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 32}),
-    "olmoe": ("olmoe", {}),
-    "gpt_oss": ("gpt_oss", {}),
-    "granitemoe": ("granitemoe", {}),
+    "qwen3_moe": ("qwen3_moe", _MOE),
     "deepseek-v3": ("deepseek_v3", {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, **_LATENT}),
     "deepseek-v2": ("deepseek_v2", {"q_lora_rank": None, **_LATENT}),
     "glm4_moe_lite": ("glm4_moe_lite", _LATENT),
-    "glm4_moe": ("glm4_moe", {"use_qk_norm": True, "moe_intermediate_size": 32}),
-    "qwen2_moe": ("qwen2_moe", {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}),
-    "ernie4_5_moe": ("ernie4_5_moe", {"moe_intermediate_size": 32}),
-    "lfm2_moe": ("lfm2_moe", {"moe_intermediate_size": 32}),
-    "qwen35moe": ("qwen3_5_moe_text", {"linear_num_value_heads": 6, "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 64}),
-    "qwen3next": ("qwen3_next", {"linear_num_value_heads": 6, "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 64}),
-    "granite-hybrid-moe": ("granitemoehybrid", {"mamba_expand": 1, "residual_multiplier": 0.7}),
-    "dots1": ("dots1", {"moe_intermediate_size": 32}),
+    "glm4_moe": ("glm4_moe", {"use_qk_norm": True} | _MOE),
+    "qwen2_moe": ("qwen2_moe", {"shared_expert_intermediate_size": 64} | _MOE),
+    "ernie4_5_moe": ("ernie4_5_moe", _MOE),
+    "lfm2_moe": ("lfm2_moe", _MOE),
+    "qwen35moe": ("qwen3_5_moe_text", {"linear_num_value_heads": 6, "shared_expert_intermediate_size": 64} | _MOE),
+    "qwen3next": ("qwen3_next", {"linear_num_value_heads": 6, "shared_expert_intermediate_size": 64} | _MOE),
+    "dots1": ("dots1", _MOE),
 }  # fmt: skip
 
 _OTHER_NAMES = {
@@ -308,7 +278,7 @@ def test_rounded_activations_are_not_taken_for_another_attention(tmp_path: Path)
     rounded, plain = load(file).model, load(file, dtype="float32").model
     assert isinstance(rounded, HFModel)
     assert isinstance(plain, HFModel)
-    assert (rounded._tolerance(), plain._tolerance()) == (0.25, 5e-4)
+    assert (rounded.tolerance, plain.tolerance) == (0.25, 5e-4)
 
 
 @pytest.mark.parametrize("key", ["block_count", "embedding_length", "attention.head_count", "attention.key_length"])

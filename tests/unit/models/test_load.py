@@ -298,11 +298,6 @@ def test_a_model_that_cannot_run_is_refused_before_it_is_prepared(tmp_path: Path
         load(tmp_path)
 
 
-def test_a_misspelt_name_is_told_the_right_one() -> None:
-    with pytest.raises(ValueError, match="did you mean 'builtin:code-draft'"):
-        load("builtin:code-draff")
-
-
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps freed memory in another way")
 def test_freed_memory_is_given_back(saved: Path) -> None:
     libc, count, size = ctypes.CDLL(None), 60_000, 1_000

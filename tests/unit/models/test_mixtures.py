@@ -11,7 +11,6 @@ import pytest
 import quantised_files as made
 import torch
 from architectures import MIXTURES, tiny
-from row_checks import assert_rows_do_not_depend_on_their_neighbours
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -76,17 +75,6 @@ def test_any_routing_company_of_quantised_experts(kind: str, tmp_path: Path, mon
     up = module.packed_up
     assert up[0].kind == "gguf"
     check_company(module, len(up), up[0].in_features)
-
-
-@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "glm4_moe"])
-def test_rows_in_other_precisions(name: str, weights: str) -> None:
-    """The whole model, router included; float32 is tested with all architectures."""
-    if weights == "int8" and not native.available():
-        pytest.skip(str(native.why()))
-    model = HFModel(tiny(name), weights=weights)
-    assert model.batch_invariant
-    assert_rows_do_not_depend_on_their_neighbours(model)
 
 
 def test_a_company_that_matters_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 
 from outrider.core.params import SamplingParams
 from outrider.core.tree import tree
-from outrider.core.types import PADDING, Budget
+from outrider.core.types import Budget
 from outrider.drafters.base import Drafter
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.grower import TreeDrafter
@@ -26,10 +25,10 @@ from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.scheduler import HEADROOM, Scheduler
 from outrider.kernels import cpu as native
 from outrider.models import states
-from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.cache import SlotCache
 from outrider.models.hf import recurrent
 from outrider.models.hf.model import HFModel
+from outrider.models.native.model import NativeModel
 from outrider.models.nodes import Nodes
 from outrider.models.states import KEPT, LayerStates, NodeChain
 from outrider.testing.stubs import Noisy, Wrong
@@ -49,29 +48,6 @@ def model_of(name: str) -> tuple[PreTrainedModel, HFModel]:
     return raw, HFModel(raw)
 
 
-class Recomputed(LanguageModel):
-    """A model by transformers' own forward over the whole text of each node. Its cache has the tokens only."""
-
-    def __init__(self, raw: PreTrainedModel) -> None:
-        self.raw, self.vocab_size, self.max_length = raw, VOCAB, 4096
-        self.device, self.batch_invariant = torch.device("cpu"), True
-
-    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
-        return SlotCache(num_slots, max_length)
-
-    @torch.inference_mode()
-    def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
-        nodes.cache.reserve(nodes.slots, nodes.total)
-        stored, _ = nodes.cache.layer(0, (1, 1), (1, 1), torch.zeros(1))
-        for b, (slot, length) in enumerate(zip(nodes.slots, nodes.lengths, strict=True)):
-            stored[slot, 0, length : length + nodes.total, 0] = nodes.tokens[b].float()
-        if want == "none":
-            return Output(torch.zeros(len(nodes.slots), 0, VOCAB), None)
-        assert nodes.tokens.shape == (1, 1)
-        text = stored[nodes.slots[0], 0, : nodes.lengths[0] + 1, 0].long()
-        return Output(self.raw(text[None]).logits[:, -1:].float(), None)
-
-
 @pytest.mark.parametrize("name", families(*KINDS))
 def test_tokens_are_those_of_transformers(name: str) -> None:
     raw, model = model_of(name)
@@ -80,17 +56,6 @@ def test_tokens_are_those_of_transformers(name: str) -> None:
     texts = [raw.generate(torch.tensor([prompt]), **options)[0].tolist() for prompt in prompts(3, 13)]
     assert outputs(model, texts, None, 12) == texts
     assert outputs(model, texts, Guided(texts), 12) == texts
-
-
-@pytest.mark.parametrize("name", families("falcon_h1"))
-def test_sampled_tokens_are_those_of_transformers_logits(name: str) -> None:
-    raw, model = model_of(name)
-    requests = [request(p, SamplingParams(temperature=0.8, max_tokens=12, ignore_eos=True), 3) for p in prompts(4, 11)]
-    expected = plain_texts(Recomputed(raw), requests, end_ids=())
-    assert plain_texts(model, requests, end_ids=()) == expected
-    texts = [r.prompt + text for r, text in zip(requests, expected, strict=True)]
-    run = decoder(model, Guided(texts), rows=2, budget=Budget(4, 3, 12), end_ids=())
-    assert [r.output for r in run.generate(requests)] == expected
 
 
 @pytest.mark.parametrize("name", families("qwen3_5_text", "lfm2"))
@@ -105,20 +70,6 @@ def test_after_any_history_the_state_is_that_of_the_tokens(
 ) -> None:
     monkeypatch.setattr(states, "KEPT", kept)
     check_histories(model_of(name)[1], 10)
-
-
-def _last_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state of the last node is kept, not that of the accepted one."""
-
-    def commit(self: LayerStates, slot: int, path: list[int]) -> None:
-        if len(path):
-            scratch = self._scratch[slot]
-            last = max(n for n, parent in enumerate(scratch.parents) if parent != PADDING)
-            for old, new in zip(self.committed, self.after(slot, last), strict=True):
-                old[slot] = new[0]
-            del self._scratch[slot]
-
-    monkeypatch.setattr(LayerStates, "commit", commit)
 
 
 def _shared_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +103,7 @@ def _changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LayerStates, "scan", changed)
 
 
-@pytest.mark.parametrize("fault", [_last_node, _shared_rows, _no_states_in_prefixes, _changed_in_place])
+@pytest.mark.parametrize("fault", [_shared_rows, _no_states_in_prefixes, _changed_in_place])
 def test_planted_faults_are_found(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("falcon_h1")[1]
     with monkeypatch.context() as planted, pytest.raises(AssertionError, match="slot"):
@@ -194,8 +145,11 @@ def test_without_kernels_the_functions_themselves_are_called(name: str, monkeypa
     check_histories(model, 6)
 
 
-def test_a_path_that_is_none_cannot_be_committed() -> None:
-    model = model_of("lfm2")[1]
+@pytest.mark.parametrize("kind", [HFModel, NativeModel])
+def test_a_path_that_is_none_cannot_be_committed(kind: type[HFModel | NativeModel]) -> None:
+    if kind is NativeModel and not native.available():
+        pytest.skip(str(native.why()))
+    model = kind(tiny("lfm2"))
     cache = model.new_cache(1, 64)
     tokens, parents = tree([[(5, -1), (6, 0), (7, 0), (8, 2)]])
     model.forward(Nodes(tokens, cache, [0], parents), want="none")
@@ -220,12 +174,6 @@ def test_drafters_that_are_always_right_or_always_wrong(name: str) -> None:
     assert [r.output for r in run] == expected
 
 
-@contextmanager
-def chunks_of(run: Scheduler, size: int) -> Iterator[Scheduler]:
-    run.decoder.chunk = run._chunk = run._chunk_alone = size
-    yield run
-
-
 def test_prefixes_chunks_and_preemption() -> None:
     """A prefix is found again where its state was kept: at the end of a text, and where two prompts were seen to part."""
     model = model_of("qwen3_5_text")[1]
@@ -236,8 +184,9 @@ def test_prefixes_chunks_and_preemption() -> None:
     expected += plain_texts(model, requests[3:], end_ids=())
     prefixes = PrefixCache(1 << 26)
     one = decoder(model, ModelDrafter(model, 1, 256), rows=1, end_ids=(), prefixes=prefixes)
-    with chunks_of(Scheduler(one, raises=True), 24) as scheduler:
-        run = [scheduler.generate([r])[0] for r in requests]
+    one.chunk = 24
+    scheduler = Scheduler(one, raises=True)
+    run = [scheduler.generate([r])[0] for r in requests]
     assert [r.output for r in run] == expected
     assert [r.counts.cached for r in run] == [0, 48, 64, 83]
     assert not prefixes.check()

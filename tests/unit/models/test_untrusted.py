@@ -83,7 +83,7 @@ def test_the_command_leaves_its_standard_input_to_the_prompt(evil: Path) -> None
 
 def test_a_kernel_of_the_hub_in_a_configuration_is_not_fetched(folder: Path) -> None:
     change(folder / CONFIG, attn_implementation="nobody/kernel")
-    assert load(folder).config._attn_implementation != "nobody/kernel"
+    assert "nobody/kernel" not in vars(load(folder).config).values()
 
 
 # -- numbers of a configuration -------------------------------------------------------------------------------------------

@@ -30,8 +30,9 @@ from outrider.kernels.attention import Scoring
 from outrider.models.attention import attend, write
 from outrider.models.base import LanguageModel, Want
 from outrider.models.cache import SCRATCH
+from outrider.models.native.builder import Builder
 from outrider.models.native.parts import attention, gated_mlp
-from outrider.models.native.program import Builder, Program
+from outrider.models.native.program import Program
 from outrider.models.native.weights import StoredSource
 from outrider.models.nodes import Nodes
 

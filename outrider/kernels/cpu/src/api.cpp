@@ -21,6 +21,7 @@
 #include "angle.hpp"
 #include "plan.hpp"
 #include "pool.hpp"
+#include "program.hpp"
 #include "quant.hpp"
 
 namespace outrider {
@@ -177,12 +178,15 @@ void run_scan(ScanJob& job) {
     parallel(kernels()->scan, &job, job.count * scan_units(job), worth_threads(0, work));
 }
 
-// The structs that cross the boundary, a line each: name:0:bytes, and name:offset:bytes of each field.
+// What crosses the boundary, a line each. Of an enumeration name:0:end, and name:value:0 of each value; of a struct name:0:bytes, and
+// name:offset:bytes of each field.
 OUTRIDER_API const char* outrider_layout() {
     struct Place { const char* before; const char* name; size_t offset, bytes; };
     static const std::string text = [] {
         std::string out;
         for (const Place& p : {
+#define ENUMERATION(E, end) Place{"\n", #E, 0, end},
+#define VALUE(name) Place{" ", #name, name, 0},
 #define STRUCT(S) Place{"\n", #S, 0, sizeof(S)},
 #define FIELD(S, name) Place{" ", #name, offsetof(S, name), sizeof(S::name)},
 #include "layout.inc"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from outrider.models.native.program import Build
+from outrider.models.native.builder import Build
 
 _Build = TypeVar("_Build", bound=Build)
 _FAMILIES = dict[str, Build]()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from outrider.models.native.builder import Builder
 from outrider.models.native.families import family
 from outrider.models.native.families.dense import llama_layers
 from outrider.models.native.parts import Part, Sublayer, both, by_kind, decoder, mixture, mlp, unused
-from outrider.models.native.program import Builder, NotNative, Value
+from outrider.models.native.program import NotNative, Value
 
 _MIXTURE = (  # a model may have no layer with experts
     "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group",
@@ -46,37 +47,37 @@ def _latent_attention(b: Builder, c: Any, interleaved: bool) -> Part:
     def part(h: Value, x: Any, layer: str) -> None:
         name = f"{layer}.self_attn"
         if query is None:
-            made = b.linear(h, f"{name}.q_proj", width=heads * both_parts)
+            result = b.linear(h, f"{name}.q_proj", width=heads * both_parts)
             key = b.linear(h, f"{name}.kv_a_proj_with_mqa", width=width)
         else:
             joined = b.linear(h, f"{name}.q_a_proj", f"{name}.kv_a_proj_with_mqa", width=query + width)
             small, key = joined.split(query, width)
             b.norm(small, f"{name}.q_a_layernorm", eps=eps, out=small)
-            made = b.linear(small, f"{name}.q_b_proj", width=heads * both_parts)
+            result = b.linear(small, f"{name}.q_b_proj", width=heads * both_parts)
         content, _ = key.split(latent, rotated)
         b.norm(content, f"{name}.kv_a_layernorm", eps=eps, out=content)
         b.rope(key, table, width, offset=latent, interleaved=interleaved)
         keys, back = b.source.latent(f"{name}.kv_b_proj", heads, plain)
         asked = b.value(heads * width)
-        b.heads(made, keys, heads, step=both_parts, out=asked, out_step=width)
+        b.heads(result, keys, heads, step=both_parts, out=asked, out_step=width)
         turned = asked.part(latent, rotated)
-        b.move(made.part(plain, rotated), heads, step=both_parts, out=turned, out_step=width)
+        b.move(result.part(plain, rotated), heads, step=both_parts, out=turned, out_step=width)
         b.rope(asked, table, width, offset=latent, interleaved=interleaved)
         cache = b.store(key, None, 1)
         b.rows()
         attended = b.attend(asked, cache, heads=heads, scale=scale, value_dim=latent)
-        made = b.value(heads * values)
-        b.heads(attended, back, heads, step=latent, out=made, out_step=values)
-        b.linear(made, f"{name}.o_proj", width=x.width, add_to=x)
+        result = b.value(heads * values)
+        b.heads(attended, back, heads, step=latent, out=result, out_step=values)
+        b.linear(result, f"{name}.o_proj", width=x.width, add_to=x)
 
     return part
 
 
 def _scale(c: Any) -> float:
     """Of the scores. YaRN's factor of cosines and sines is not in the numbers without rotary embedding: it is here."""
-    given, scale = c.rope_parameters, (c.qk_nope_head_dim + c.qk_rope_head_dim) ** -0.5
-    factor, share = given.get("factor", 1.0), given.get("mscale_all_dim", 0)
-    if given.get("rope_type", "default") != "default" and share and factor > 1:
+    rope, scale = c.rope_parameters, (c.qk_nope_head_dim + c.qk_rope_head_dim) ** -0.5
+    factor, share = rope.get("factor", 1.0), rope.get("mscale_all_dim", 0)
+    if rope.get("rope_type", "default") != "default" and share and factor > 1:
         scale *= (0.1 * share * math.log(factor) + 1.0) ** 2
     return float(scale)
 

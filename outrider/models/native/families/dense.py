@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.models.native.builder import Builder
 from outrider.models.native.families import family
 from outrider.models.native.parts import (
     Part,
@@ -16,7 +17,7 @@ from outrider.models.native.parts import (
     unused,
     window_of,
 )
-from outrider.models.native.program import Builder, NotNative
+from outrider.models.native.program import NotNative
 
 
 def llama_layers(b: Builder, c: Any, feed: Part | None = None, **settings: Any) -> None:
@@ -39,9 +40,9 @@ def llama(b: Builder, c: Any) -> None:
 @family("Ministral3ForCausalLM")
 def ministral(b: Builder, c: Any) -> None:
     """Its queries grow with their positions, in steps of the length of the first training."""
-    given, table = c.rope_parameters, b.rotary(c.rope_parameters)
-    every = int(given["original_max_position_embeddings"])
-    queries = b.grown(table, float(given["llama_4_scaling_beta"]), every, c.max_position_embeddings)
+    rope, table = c.rope_parameters, b.rotary(c.rope_parameters)
+    every = int(rope["original_max_position_embeddings"])
+    queries = b.grown(table, float(rope["llama_4_scaling_beta"]), every, c.max_position_embeddings)
     llama_layers(b, c, queries=queries)
 
 
@@ -120,13 +121,13 @@ def cohere(b: Builder, c: Any) -> None:
 @family("Starcoder2ForCausalLM", "NemotronForCausalLM", "ArceeForCausalLM")
 def ungated(b: Builder, c: Any) -> None:
     """An MLP without a gate. Nemotron's layer norms have 1 + weight."""
-    own = {"starcoder2": "norm_epsilon", "nemotron": "norm_eps", "arcee": "rms_norm_eps"}[c.model_type]
-    up, down = ("mlp.c_fc", "mlp.c_proj") if own == "norm_epsilon" else ("mlp.up_proj", "mlp.down_proj")
+    epsilon = {"starcoder2": "norm_epsilon", "nemotron": "norm_eps", "arcee": "rms_norm_eps"}[c.model_type]
+    up, down = ("mlp.c_fc", "mlp.c_proj") if epsilon == "norm_epsilon" else ("mlp.up_proj", "mlp.down_proj")
     unused(c, "use_bias")
     first = Sublayer(attends(b, c, angles(b, c)), "input_layernorm")
     second = Sublayer(ungated_mlp(b, c, up, down, c.hidden_act), "post_attention_layernorm")
-    kind, one_added = "rms" if own == "rms_norm_eps" else "layer", own == "norm_eps"
-    decoder(b, c, first, second, eps=float(getattr(c, own)), kind=kind, one_added=one_added)
+    kind, one_added = "rms" if epsilon == "rms_norm_eps" else "layer", epsilon == "norm_eps"
+    decoder(b, c, first, second, eps=float(getattr(c, epsilon)), kind=kind, one_added=one_added)
 
 
 @family("PhiForCausalLM")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.models.native.builder import Builder
 from outrider.models.native.families import family
 from outrider.models.native.parts import Part, gated_mlp, unused, window_of
-from outrider.models.native.program import Builder, NotNative, Value
+from outrider.models.native.program import NotNative, Value
 
 
 @family("Gemma4ForCausalLM")
@@ -21,20 +22,20 @@ def gemma4(b: Builder, c: Any) -> None:
     x = b.embed(factor=c.hidden_size**0.5)
     inputs = _inputs(b, c, x, eps)
     for layer in b.layers(x, c.num_hidden_layers):
-        made = attention(b.norm(x, f"{layer}.input_layernorm", eps=eps), x, layer)
-        b.norm(made, f"{layer}.post_attention_layernorm", eps=eps, add_to=x)
+        result = attention(b.norm(x, f"{layer}.input_layernorm", eps=eps), x, layer)
+        b.norm(result, f"{layer}.post_attention_layernorm", eps=eps, add_to=x)
         width = c.intermediate_size * (2 if c.use_double_wide_mlp and 0 < first <= b.layer else 1)
         h = b.norm(x, f"{layer}.pre_feedforward_layernorm", eps=eps)
-        made = gated_mlp(b, h, None, f"{layer}.mlp", width=width, activation=function)
+        result = gated_mlp(b, h, None, f"{layer}.mlp", width=width, activation=function)
         if c.enable_moe_block:
-            made = b.norm(made, f"{layer}.post_feedforward_layernorm_1", eps=eps)
-            b.norm(_experts(b, c, x, layer, eps), f"{layer}.post_feedforward_layernorm_2", eps=eps, add_to=made)
-        b.norm(made, f"{layer}.post_feedforward_layernorm", eps=eps, add_to=x)
+            result = b.norm(result, f"{layer}.post_feedforward_layernorm_1", eps=eps)
+            b.norm(_experts(b, c, x, layer, eps), f"{layer}.post_feedforward_layernorm_2", eps=eps, add_to=result)
+        b.norm(result, f"{layer}.post_feedforward_layernorm", eps=eps, add_to=x)
         if inputs:
             h = b.linear(x, f"{layer}.per_layer_input_gate", width=inputs[0].width)
             b.gate(h, inputs[b.layer], function, out=h)
-            made = b.linear(h, f"{layer}.per_layer_projection", width=x.width)
-            b.norm(made, f"{layer}.post_per_layer_input_norm", eps=eps, add_to=x)
+            result = b.linear(h, f"{layer}.per_layer_projection", width=x.width)
+            b.norm(result, f"{layer}.post_per_layer_input_norm", eps=eps, add_to=x)
         b.map(x, "linear", scale=b.vector(f"{layer}.layer_scalar", 1).repeat(x.width), out=x)
     b.head(b.norm(x, "model.norm", eps=eps), softcap=c.final_logit_softcapping or 0.0)
 
@@ -44,8 +45,8 @@ def _inputs(b: Builder, c: Any, x: Value, eps: float) -> list[Value]:
     if not (size := c.hidden_size_per_layer_input):
         return []
     every = b.embed("model.embed_tokens_per_layer", size**0.5)
-    made = b.linear(x, "model.per_layer_model_projection", width=every.width, factor=c.hidden_size**-0.5)
-    b.norm(made, "model.per_layer_projection_norm", eps=eps, group=size, add_to=every)
+    projection = b.linear(x, "model.per_layer_model_projection", width=every.width, factor=c.hidden_size**-0.5)
+    b.norm(projection, "model.per_layer_projection_norm", eps=eps, group=size, add_to=every)
     return b.map(every, "linear", factor=0.5**0.5, out=every).split(*[size] * c.num_hidden_layers)
 
 
@@ -56,33 +57,33 @@ def _attention(b: Builder, c: Any, eps: float) -> Part:
     heads, last, first = c.num_attention_heads, dict[str, int](), c.num_hidden_layers - c.num_kv_shared_layers
 
     def part(h: Value, x: Value, layer: str) -> Value:
-        own, kind = f"{layer}.self_attn", c.layer_types[b.layer]
-        dim = len(b.vector(f"{own}.q_norm.weight"))
-        names = ["q_proj", *(f"{n}_proj" for n in "kv" if b.layer < first and b.has(f"{own}.{n}_proj"))]
-        made = b.linear(h, *(f"{own}.{name}" for name in names))
-        width = (made.width - heads * dim) // max(len(names) - 1, 1)
-        query, *rest = made.split(heads * dim, *[width] * (len(names) - 1))
-        b.norm(query, f"{own}.q_norm", eps=eps, group=dim, out=query)
+        name, kind = f"{layer}.self_attn", c.layer_types[b.layer]
+        dim = len(b.vector(f"{name}.q_norm.weight"))
+        names = ["q_proj", *(f"{n}_proj" for n in "kv" if b.layer < first and b.has(f"{name}.{n}_proj"))]
+        joint = b.linear(h, *(f"{name}.{n}" for n in names))
+        width = (joint.width - heads * dim) // max(len(names) - 1, 1)
+        query, *rest = joint.split(heads * dim, *[width] * (len(names) - 1))
+        b.norm(query, f"{name}.q_norm", eps=eps, group=dim, out=query)
         b.rope(query, tables[kind], dim)
         if rest:
             value = b.norm(rest[-1], None, eps=eps, group=dim)
-            key = b.norm(rest[0], f"{own}.k_norm", eps=eps, group=dim, out=rest[0])
+            key = b.norm(rest[0], f"{name}.k_norm", eps=eps, group=dim, out=rest[0])
             b.rope(key, tables[kind], dim)
             last[kind] = b.store(key, value, width // dim)
         b.rows()
         attended = b.attend(query, last[kind], heads=heads, scale=1.0, window=window_of(c, b.layer))
-        return b.linear(attended, f"{own}.o_proj", width=x.width)
+        return b.linear(attended, f"{name}.o_proj", width=x.width)
 
     return part
 
 
 def _experts(b: Builder, c: Any, x: Value, layer: str, eps: float) -> Value:
     """The experts of the residual before the MLP. Each has a factor."""
-    own, count = f"{layer}.router", c.num_experts
-    scale = b.vector(f"{own}.scale", x.width)
+    router, count = f"{layer}.router", c.num_experts
+    scale = b.vector(f"{router}.scale", x.width)
     h = b.map(b.norm(x, None, eps=eps), "linear", scale=scale, factor=x.width**-0.5)
-    logits = b.linear(h, f"{own}.proj", width=count)
-    factors = f"{own}.per_expert_scale"
+    logits = b.linear(h, f"{router}.proj", width=count)
+    factors = f"{router}.per_expert_scale"
     routed = b.route(logits, k=c.top_k_experts, kind="softmax_top", normalised=True, factors=factors)
     h, width = b.norm(x, f"{layer}.pre_feedforward_layernorm_2", eps=eps), c.moe_intermediate_size
     return b.experts(h, routed, f"{layer}.experts", count=count, width=width, activation=c.hidden_activation)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.models.native.builder import Builder
 from outrider.models.native.families import family
 from outrider.models.native.parts import Sublayer, attends, by_kind, decoder, mixture, unused
-from outrider.models.native.program import Builder, Value
+from outrider.models.native.program import Value
 
 
 @family("Lfm2ForCausalLM", "Lfm2MoeForCausalLM")
@@ -23,8 +24,8 @@ def lfm2(b: Builder, c: Any) -> None:
     attention = attends(b, c, lambda layer: table, eps=eps, norms=names, out="out_proj")
 
     def convolution(h: Value, x: Any, layer: str) -> None:
-        made = b.linear(h, f"{layer}.conv.in_proj", width=3 * x.width)
-        before, after, read = made.split(x.width, x.width, x.width)
+        joint = b.linear(h, f"{layer}.conv.in_proj", width=3 * x.width)
+        before, after, read = joint.split(x.width, x.width, x.width)
         b.gate(before, read, "identity", out=read)
         convolved = b.conv(read, f"{layer}.conv.conv")
         b.gate(after, convolved, "identity", out=convolved)

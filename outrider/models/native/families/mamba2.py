@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from outrider.models.native import parts
+from outrider.models.native.builder import Builder
 from outrider.models.native.families import family
 from outrider.models.native.families.deepseek import sigmoid_routing
 from outrider.models.native.families.mixtures import granite_mixture
@@ -22,7 +23,7 @@ from outrider.models.native.parts import (
     residual_factor,
     unused,
 )
-from outrider.models.native.program import Builder, NotNative, Value
+from outrider.models.native.program import NotNative, Value
 
 _FEEDS = (  # a model may have no layer of a kind
     "intermediate_size n_routed_experts n_shared_experts moe_intermediate_size moe_shared_expert_intermediate_size "
@@ -140,8 +141,8 @@ def granite_hybrid(b: Builder, c: Any) -> None:
 @family("BambaForCausalLM")
 def bamba(b: Builder, c: Any) -> None:
     """norm, mixer or attention, residual, norm, gated MLP, residual."""
-    own = c.attn_layer_indices or ()
-    kinds = ["attention" if i in own else "mamba" for i in range(c.num_hidden_layers)]
+    attending = c.attn_layer_indices or ()
+    kinds = ["attention" if i in attending else "mamba" for i in range(c.num_hidden_layers)]
     part = by_kind(b, kinds, mamba=_mixer(b, c), attention=attends(b, c, angles(b, c)))
     first, second = Sublayer(part, "input_layernorm"), Sublayer(mlp(b, c, "feed_forward"), "pre_ff_layernorm")
     decoder(b, c, first, second, last="model.final_layernorm", eps=float(c.rms_norm_eps))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.models.native.builder import Builder
 from outrider.models.native.families import family
 from outrider.models.native.families.dense import llama_layers
 from outrider.models.native.parts import Part, both, by_kind, gated_expert, mixture, mlp, unused
-from outrider.models.native.program import Builder, NotNative
+from outrider.models.native.program import NotNative
 
 
 def qwen_feed(b: Builder, c: Any, **routing: Any) -> Part:
