@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import threading
+import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
 PREFIX_DISK = "20GiB"  # what a folder of the prefix cache may take, where nothing else is said
 MEMORY_DISK, MEMORY_DAYS, MEMORY_BY = "64MiB", 30.0, ("client", "all")  # of a memory of texts; the second is its age
+PARTIAL = ".partial"  # how the name of a file or a folder ends that is not whole
 _UNITS = {"": 1} | {
     f"{x}{form}": base**n for n, x in enumerate("KMGT", 1) for form, base in (("B", 1000), ("IB", 1024))
 }
@@ -56,24 +59,46 @@ def state_folder() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "outrider"
 
 
+def discard(path: Path) -> None:
+    """Remove a file or a folder, if that can be done. A reader of a folder sees it whole or not at all."""
+    with suppress(OSError):
+        if not path.is_dir():
+            path.unlink()
+            return
+        gone = path if path.suffix == PARTIAL else path.with_name(f"{path.name}.{time.time_ns()}{PARTIAL}")
+        path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def disk_bytes(path: Path) -> int:
+    """Bytes of a file, or of the files in a folder. What another process removes meanwhile counts as nothing."""
+    total = 0
+    for file in path.glob("*") if path.is_dir() else (path,):
+        with suppress(OSError):
+            total += file.stat().st_size
+    return total
+
+
 @contextmanager
 def written_whole(path: Path) -> Generator[Path, None, None]:
-    """A path beside `path` to write a file to. The file takes the place of `path` if the block ends without an error.
+    """A path beside `path` to write a file or a folder to. It takes the place of `path` if the block ends without an error.
 
-    Else it is removed. A reader sees the old file or the new one, never a part. Several threads and processes may write
+    Else it is removed. A reader sees the old one or the new one, never a part. Several threads and processes may write
     at once: the last one wins.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}{PARTIAL}")
     try:
         yield partial
+        if partial.is_dir():
+            discard(path)
         partial.replace(path)
     except OSError as error:
         if error.filename is None and error.strerror:  # of a write: a full disk, for example
             error.filename = str(path)
         raise
     finally:
-        partial.unlink(missing_ok=True)
+        discard(partial)
 
 
 def write_whole(path: Path, text: str, errors: str = "strict") -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from outrider.control import Controller, Fixed
-from outrider.core.contents import ContentFolder
+from outrider.core.store import Store
 from outrider.drafters import make_drafters
 from outrider.drafters.base import Drafter
 from outrider.drafters.combine.planned import PlannedDrafter
@@ -62,7 +62,7 @@ def build(
     controller: Controller | None = None,
     calibrate: bool = False,
     warn: Callable[[str], None] | None = None,
-    prefix_folder: ContentFolder | None = None,
+    prefix_folder: Store | None = None,
     memory: TextMemory | None = None,
     any_method: bool = False,
 ) -> Runtime:
@@ -132,6 +132,6 @@ def build(
     )
 
 
-def _known(folder: ContentFolder, draft: Loaded) -> PrefixCache:
+def _known(folder: Store, draft: Loaded) -> PrefixCache:
     """The starts of texts that a draft model has read."""
     return PrefixCache(0, PrefixFiles(folder, draft))

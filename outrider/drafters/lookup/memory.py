@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from outrider.core.contents import HEAD, TEXTS, ContentFolder
-from outrider.core.files import MEMORY_BY, byte_count
+from outrider.core.files import MEMORY_BY, byte_count, discard
 from outrider.core.infill import Marks, gap_marks, in_order
+from outrider.core.store import HEAD, TEXTS, Store
 from outrider.drafters.lookup.corpus import BORDER, REACH, Corpus, Index, fingerprint
 from outrider.models.load import Loaded
 
@@ -42,7 +42,7 @@ def text_memory(loaded: Loaded, path: str | PathLike[str], disk: int | str, days
         raise ValueError(f"memory_by is one of {', '.join(MEMORY_BY)}, got {by!r}")
     if not days > 0:
         raise ValueError(f"memory_days must be more than 0, got {days}; for example memory_days=30")
-    folder = ContentFolder(path, byte_count(disk), TEXTS, 86400 * days)
+    folder = Store.open(path, byte_count(disk), TEXTS, 86400 * days)
     return TextMemory(folder, loaded.tokenizer, loaded.model.vocab_size, by == "all")
 
 
@@ -59,7 +59,7 @@ class TextMemory:
     shared: all clients have one corpus. Otherwise no draft of a client has a token from a text of another one.
     """
 
-    def __init__(self, folder: ContentFolder, tokenizer: Any | None, vocab_size: int, shared: bool = False) -> None:
+    def __init__(self, folder: Store, tokenizer: Any | None, vocab_size: int, shared: bool = False) -> None:
         self.folder, self.shared = folder, shared
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._clients = OrderedDict[str, _Client]()
@@ -82,7 +82,7 @@ class TextMemory:
     def _client(self, client: str) -> _Client:
         name = "" if self.shared else client
         if name not in self._clients:
-            corpus = Corpus(max(self.folder.limit // _NUMBERS, 1), span=self.folder.age / _PERIODS)
+            corpus = Corpus(max(int(self.folder.limit) // _NUMBERS, 1), span=self.folder.age / _PERIODS)
             self._clients[name] = _Client(name, corpus)
             self.folder.later(self._load, self._clients[name])
         self._clients.move_to_end(name)
@@ -156,12 +156,14 @@ class TextMemory:
                 whole &= self.folder.put(file, [segment.tokens.tobytes(), segment.order.tobytes()], segment.since)
             client.files[segment] = file
         if whole:
-            self.folder.remove(set(before.values()) - set(client.files.values()))
+            for file in {*before.values()} - {*client.files.values()}:
+                discard(file)
 
     def _forget(self, name: str) -> None:
         held = self._clients.get(name) or _Client(name, Corpus())
         held.corpus.segments, held.files = [], {}
-        self.folder.remove(self._path(held).glob("*.texts"))
+        for file in self._path(held).glob("*.texts"):
+            discard(file)
 
 
 def _documents(tokens: np.ndarray) -> Iterator[np.ndarray]:

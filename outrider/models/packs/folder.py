@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from itertools import pairwise
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.core.files import read_settings
+from outrider.core.files import disk_bytes, read_settings, written_whole
 from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
 from outrider.models import checkpoint
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 MANIFEST, WEIGHTS, CONFIG = "outrider_pack.json", "packed.safetensors", "config.json"
-PARTIAL = ".partial"  # how the name of a folder ends that is not whole
 LAYOUT = 4  # of the folder; a pack of another layout is made again
 _PART = ".packed."  # between the name of a module and that of a buffer of its matrix
 _SAME = "same"  # the settings of a matrix that two modules share: the name of the first
@@ -132,25 +131,20 @@ class PackContents(NamedTuple):
     files: dict[str, bytes]
 
     def write(self, folder: Path) -> int:
-        """Write the pack, which replaces the folder if it is there. Returns its bytes. Needs no lock.
+        """Write the pack, which replaces the folder if it is there. Returns its bytes. Raises OSError if it cannot be written."""
+        with written_whole(folder) as half:
+            self.write_to(half)
+        return disk_bytes(folder)
 
-        It is written beside its place and renamed, with its manifest last, so a half one is never read. Raises OSError if it
-        cannot be written.
-        """
-        partial = folder.with_name(f"{folder.name}.{os.getpid()}{PARTIAL}")
-        partial.mkdir(parents=True)
-        try:
-            for name, content in self.files.items():
-                (partial / name).write_bytes(content)
-            _save(self.tensors, partial / WEIGHTS)
-            shutil.copymode(partial / CONFIG, partial / WEIGHTS)  # only its owner can read what was saved
-            found = replace(self.manifest, sums={name: _checksum(t) for name, t in self.tensors.items()})
-            (partial / MANIFEST).write_text(json.dumps(asdict(found)), encoding="utf-8")
-            shutil.rmtree(folder, ignore_errors=True)
-            partial.rename(folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-        return size(folder)
+    def write_to(self, folder: Path) -> None:
+        """Write the pack to a new folder, its manifest last. Raises OSError if it cannot be written."""
+        folder.mkdir(parents=True)
+        for name, content in self.files.items():
+            (folder / name).write_bytes(content)
+        _save(self.tensors, folder / WEIGHTS)
+        shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # only its owner can read what was saved
+        summed = replace(self.manifest, sums={name: _checksum(t) for name, t in self.tensors.items()})
+        (folder / MANIFEST).write_text(json.dumps(asdict(summed)), encoding="utf-8")
 
 
 def contents(loaded: ReadModel, program: Program, weights: str, source: str, beside: bool = False) -> PackContents:
@@ -210,15 +204,6 @@ def source_of(folder: Path) -> tuple[str | None, str]:
     return (source if source.startswith("builtin:") or Path(source).exists() else None), weights
 
 
-def size(folder: Path) -> int:
-    """Bytes of its files. A file that another process removes meanwhile counts as nothing."""
-    total = 0
-    for file in folder.glob("*"):
-        with suppress(OSError):
-            total += file.stat().st_size
-    return total
-
-
 def read(folder: Path, request: LoadRequest) -> ReadModel:
     """Read a pack. The name of the request is for messages.
 
@@ -229,7 +214,7 @@ def read(folder: Path, request: LoadRequest) -> ReadModel:
         raise ValueError(
             f"{request.name} is packed in {pack.weights}, not in {request.weights}; pack the model again, or leave it out"
         )
-    checkpoint.fits(request.name, checkpoint.Sizes("gguf", 0, size(folder)), None, request.device)
+    checkpoint.fits(request.name, checkpoint.Sizes("gguf", 0, disk_bytes(folder)), None, request.device)
     try:
         given = read_settings(folder / CONFIG)
         config: Any = Lazy(functools.partial(_config, folder / CONFIG, given))
