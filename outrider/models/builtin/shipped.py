@@ -1,4 +1,4 @@
-"""The built-in models and heads. They are in the package `outrider-data`, because they are forty times as large as the code."""
+"""The built-in models and heads. They are in the package `outrider-data`, because they are twenty times as large as the code."""
 
 from __future__ import annotations
 
