@@ -6,15 +6,13 @@ import os
 import secrets
 import sys
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 import typer
 
 from outrider.cli.command import as_command
-from outrider.cli.conversation import TextPrinter
+from outrider.cli.conversation import Answer
 from outrider.cli.options import (
     CODE,
     FolderOptions,
@@ -24,7 +22,7 @@ from outrider.cli.options import (
     TraceOptions,
 )
 from outrider.cli.run import no_template
-from outrider.cli.terminal import DIM, GREEN, check_folders, loading, paint, plain, tell, unechoed
+from outrider.cli.terminal import DIM, GREEN, check_folders, loading, paint, plain, printable, tell
 
 if TYPE_CHECKING:
     from outrider.core.outputs import RequestOutput
@@ -92,34 +90,18 @@ def generate(
 
 def stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) -> RequestOutput | None:
     """Write the text as it comes, then the summary line. Returns the whole output, or None if ctrl-C ended it."""
-    bare, speculates = plain(sys.stdout), llm.config.enabled
-    used = StepsByDrafter(llm.method)
+    speculates, answer, used = llm.config.enabled, Answer(), StepsByDrafter(llm.method)
     llm.scheduler.watch(used)
-    source = llm.stream([{"role": "user", "content": prompt}] if chat else prompt, params)
-    tokens, started = 0, perf_counter()
-    output: RequestOutput | None = None
-    steps = drafted = accepted = 0
-    if speculates and not bare:
+    if speculates and not plain(sys.stdout):
         print(paint("accepted draft tokens", GREEN) + paint(" | tokens of the model itself\n", DIM))
-    out = TextPrinter()
-    with unechoed(), suppress(KeyboardInterrupt):
-        if sys.stdout.isatty() and not chat:
-            out.write(prompt, colour=DIM)
-        for delta in source:
-            out.write(delta.text, delta.pieces)
-            tokens += len(delta.token_ids)
-            steps, drafted, accepted = steps + 1, drafted + delta.drafted, accepted + delta.accepted
-            output = delta.output
-    out.end()
+    if sys.stdout.isatty() and not chat:
+        sys.stdout.write(paint(printable(prompt), DIM))
+    answer.write(llm.stream([{"role": "user", "content": prompt}] if chat else prompt, params))
     llm.scheduler.unwatch(used)
-    seconds = perf_counter() - started
-    facts = [f"{tokens} tokens", f"{tokens / seconds:.1f} tokens/s"]
-    if speculates and steps:
-        facts += [f"acceptance length {1 + accepted / steps:.2f} (bonus counted)"]
-        facts += [f"acceptance rate {accepted / drafted:.2f}", used.sentence] if drafted else ["no draft tokens"]
-    facts += [*llm.notes, f"seed {params.seed}", llm.decoder.guarantee.value if speculates else "plain decoding"]
-    tell(("interrupted: " if output is None else "") + ", ".join(facts))
-    return output
+    facts = [*answer.figures([used.sentence]), *llm.notes, f"seed {params.seed}"]
+    facts.append(llm.decoder.guarantee.value if speculates else "plain decoding")
+    tell(("" if answer.output else "interrupted: ") + ", ".join(facts))
+    return answer.output
 
 
 class StepsByDrafter:

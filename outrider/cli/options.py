@@ -48,9 +48,6 @@ def canonical_names(given: Any) -> Any:
 ModelInstead = Annotated[
     str | None, option("Model", "The same as the argument MODEL.", "--model", "-m", callback=full_name)
 ]
-ApiKey = Annotated[
-    str | None, option("Server", "The key of the server; better set by the variable.", envvar="OUTRIDER_API_KEY")
-]
 
 
 def read_config(context: typer.Context, file: Path | None) -> Path | None:

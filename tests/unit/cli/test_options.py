@@ -29,14 +29,12 @@ OPTIONS = {
         "Options": "--version",
     },
     "run": {
-        "Options": "--served-model",
         "Model": "--dtype --device --quantization --kv-cache-dtype",
         "Engine": "--prefix-dir --prefix-disk",
         "Privacy": "--memory-dir --memory-disk --memory-days --memory-by",
         "Speculation": "--method/--drafter --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --verifier "
         "--corpus --speculative-config",
         "Conversation": "--temperature/-t --max-tokens/-n --seed --system --stats/--verbose --history",
-        "Server": "--api-key",
         "Output": "--debug",
     },
     "generate": {
