@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from outrider.core.files import read_settings
-from outrider.drafters.method import METHODS
 from outrider.models import checkpoint, pretrained
 from outrider.models.builtin.download import DOWNLOADS, find
 from outrider.models.builtin.shipped import BUILTIN, builtin_folder
@@ -46,7 +45,7 @@ def check(name: str) -> dict[str, Any]:
 
     name: a folder, a config.json, a GGUF file, a built-in name, or a hub name whose config.json is in the hub's cache. Raises
     FileNotFoundError or ValueError, with the line that works, if there is no configuration to read. memory_bytes: of the
-    weights, by precision. kv_bytes_per_token: of the cache, as "auto" keeps it; 0 if unknown. drafters: method -> what it needs.
+    weights, by precision. kv_bytes_per_token: of the cache, as "auto" keeps it; 0 if unknown.
     """
     found: dict[str, Any] = {"name": name, "runs": False}
     try:
@@ -69,7 +68,7 @@ def check(name: str) -> dict[str, Any]:
         return found | {"status": "refused"}
     if found["path"] == "native" and supports(shell):
         found["path"] = "general"
-    whole = found.pop("whole", False)
+    found.pop("whole", None)  # whether layers can be left out is of no matter here
     sizes = sizes or _sizes(shell, config)
     return found | {
         "runs": True,
@@ -79,7 +78,6 @@ def check(name: str) -> dict[str, Any]:
         "stored": (getattr(config, "quantization_config", None) or {}).get("quant_method") or sizes.stored,
         "memory_bytes": {kind: sizes.bytes(kind) for kind in (*(["gguf"] if sizes.blocks else []), *WEIGHT_FORMATS)},
         "kv_bytes_per_token": _kv_bytes(config, 4 if sizes.stored == "float32" else 2, found["path"]),
-        "drafters": dict(_drafters(config, whole)),
     }
 
 
@@ -100,8 +98,6 @@ def lines(name: str, found: dict[str, Any]) -> Iterator[str]:
     yield f"memory of the weights: {', '.join(parts)}; {free / 2**30:.1f} GiB are free"
     if found["kv_bytes_per_token"]:
         yield f"memory of the cache: {found['kv_bytes_per_token'] / 2**20:.3f} MiB for each token"
-    yield "drafters:"
-    yield from (f"  {method}: {what}" for method, what in found["drafters"].items())
 
 
 def _configuration(name: str) -> tuple[Any, checkpoint.Sizes | None]:
@@ -180,16 +176,3 @@ def _kv_numbers(layer: Any, path: str) -> int:
         key = layer.qk_nope_head_dim + layer.qk_rope_head_dim
         return latent + layer.qk_rope_head_dim if path == "native" else heads * (key + layer.v_head_dim)
     return 2 * heads * int(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
-
-
-def _drafters(config: Any, whole: bool) -> Iterator[tuple[str, str]]:
-    """The drafting methods, with what each needs. whole: no layer of the model can be left out."""
-    text = config.get_text_config()
-    mtp = any(getattr(text, n, 0) for n in ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers"))
-    own = {"mtp": "fits, if the checkpoint keeps its MTP layer" if mtp else "the model has no MTP layer"}
-    if whole:
-        own["layer_skip"] = "no layer of this model can be left out"
-    for method in METHODS.values():
-        if method.name not in ("none", "auto"):
-            fits = "fits" if method.needs == "nothing" else f"fits, with {method.needs}"
-            yield method.name, own.get(method.name, fits)

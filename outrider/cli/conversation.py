@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
@@ -81,12 +81,12 @@ class Answer:
             if self.text and not self.text.endswith("\n"):
                 print(flush=True)
 
-    def figures(self, drafts: Sequence[str] = ()) -> list[str]:
-        """Speed and drafts of the text. drafts: more that is said of these, if there were any."""
+    def figures(self) -> list[str]:
+        """Speed and drafts of the text."""
         facts = [f"{self.tokens} tokens", f"{self.tokens / self._seconds:.1f} tokens/s"]
         if self._drafted:
             facts.append(f"acceptance length {1 + self._accepted / self._steps:.2f} (bonus counted)")
-            facts += [f"acceptance rate {self._accepted / self._drafted:.2f}", *drafts]
+            facts.append(f"acceptance rate {self._accepted / self._drafted:.2f}")
         return facts
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from outrider.cli.options import LoadOptions, parse_speculative_config
 from outrider.cli.terminal import GREEN, RED, YELLOW, home, loading, paint, working
 from outrider.core.extras import install
 
-PORT = 8000
 READ = 2**28  # bytes that are read for the bandwidth, more than most caches hold
 PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -57,7 +55,7 @@ def doctor(
         speculative_config (JSON|FILE): How MODEL speculates, as JSON or a file with it. auto tries all methods.
     """
     with working("looking at this machine"):
-        checks = [*_machine(), *_speed(), _cache(), *_packages(), _port()]
+        checks = [*_machine(), *_speed(), _cache(), *_packages()]
     margin = max(len(check.name) for check in checks) + 4
     columns = shutil.get_terminal_size().columns
     for check in checks:
@@ -221,14 +219,3 @@ def _installed(package: str) -> bool:
         return bool(version(package))
     except PackageNotFoundError:
         return False
-
-
-def _port() -> Check:
-    """Whether the usual port of `outrider serve` is free."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", PORT))
-        except OSError:
-            return Check("port", f"{PORT} is in use", "outrider serve MODEL --port 0   # takes a free port")
-    return Check("port", f"{PORT} is free")

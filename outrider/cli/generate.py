@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,9 +26,7 @@ from outrider.cli.terminal import DIM, GREEN, check_folders, loading, paint, pla
 if TYPE_CHECKING:
     from outrider.core.outputs import RequestOutput
     from outrider.core.params import SamplingParams
-    from outrider.core.types import Step
     from outrider.engine.llm import LLM
-    from outrider.engine.request import Sequence
 
 
 @as_command(
@@ -57,7 +54,7 @@ def generate(
 ) -> None:
     """Continue a prompt. The terminal shows the text as it comes, with accepted draft tokens coloured. A pipe gets only text.
 
-    The last line shows tokens, tokens/s, acceptance length and rate, what drafted, seed and guarantee. In a pipe it goes to
+    The last line shows tokens, tokens/s, acceptance length and rate, seed and guarantee. In a pipe it goes to
     standard error.
 
     Args:
@@ -90,39 +87,13 @@ def generate(
 
 def stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) -> RequestOutput | None:
     """Write the text as it comes, then the summary line. Returns the whole output, or None if ctrl-C ended it."""
-    speculates, answer, used = llm.config.enabled, Answer(), StepsByDrafter(llm.method)
-    llm.scheduler.watch(used)
+    speculates, answer = llm.config.enabled, Answer()
     if speculates and not plain(sys.stdout):
         print(paint("accepted draft tokens", GREEN) + paint(" | tokens of the model itself\n", DIM))
     if sys.stdout.isatty() and not chat:
         sys.stdout.write(paint(printable(prompt), DIM))
     answer.write(llm.stream([{"role": "user", "content": prompt}] if chat else prompt, params))
-    llm.scheduler.unwatch(used)
-    facts = [*answer.figures([used.sentence]), *llm.notes, f"seed {params.seed}"]
+    facts = [*answer.figures(), *llm.notes, f"seed {params.seed}"]
     facts.append(llm.decoder.guarantee.value if speculates else "plain decoding")
     tell(("" if answer.output else "interrupted: ") + ", ".join(facts))
     return answer.output
-
-
-class StepsByDrafter:
-    """An `Observer` that counts the steps in which each drafter's tokens were checked."""
-
-    def __init__(self, method: str) -> None:
-        """method: that drafts, where no plan says so."""
-        self._method, self._steps, self._drafted = method, 0, Counter[str]()
-
-    def step(self, step: Step, seconds: list[float | None]) -> None:
-        """Count the drafter of one sequence."""
-        self._steps += 1
-        if step.draft.nodes > 1:
-            [note] = step.draft.notes or [None]
-            self._drafted[getattr(getattr(note, "plan", None), "drafter", None) or self._method] += 1
-
-    def finished(self, sequence: Sequence) -> None:
-        """Nothing is counted at the end."""
-
-    @property
-    def sentence(self) -> str:
-        """What drafted, and in how many of the steps."""
-        counts = ", ".join(f"{name} {count}" for name, count in self._drafted.most_common())
-        return f"drafts in {self._drafted.total()} of {self._steps} steps ({counts})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -88,12 +87,7 @@ def test_doctor_names_settings_that_cost_speed(monkeypatch: pytest.MonkeyPatch, 
         assert bool(check.fix) == (found == "never")
 
 
-def test_doctor_sees_a_used_port_and_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        monkeypatch.setattr(doctor, "PORT", taken.getsockname()[1])
-        assert "--port 0" in doctor._port().fix
+def test_doctor_sees_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_installed", lambda name: name != "llguidance")
     fixes = {check.name: (check.found, check.fix, check.wrong) for check in doctor._packages()}
     assert fixes["extra grammar"] == ("missing: llguidance", "pip install '.[grammar]'   # in the checkout", False)
