@@ -37,19 +37,13 @@ Messages = list[dict[str, str]]
 
 
 class Answer:
-    """A text on standard output, as it comes. On a terminal accepted draft tokens are green.
-
-    Attributes:
-        text: What was written.
-        tokens: Of the text.
-        stopped: Whether ctrl-C stopped it.
-        loop: The piece that it repeated until it was ended; empty if it was not.
-        output: The whole output, if it was written to its end.
-    """
+    """A text on standard output, as it comes. On a terminal accepted draft tokens are green."""
 
     def __init__(self) -> None:
-        self.text, self.tokens, self.stopped, self.loop = "", 0, False, ""
-        self.output: RequestOutput | None = None
+        self.text, self.tokens = "", 0
+        self.stopped = False  # by ctrl-C
+        self.loop = ""  # the piece that it repeated until it was ended
+        self.output: RequestOutput | None = None  # if it was written to its end
         self._steps = self._drafted = self._accepted = 0
 
     def write(self, deltas: Iterator[Delta], loops: bool = True) -> None:

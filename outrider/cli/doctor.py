@@ -25,12 +25,14 @@ PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, and what was found. fix: a line to type. wrong: whether outrider is slow or fails without it."""
+    """What was looked at."""
 
     name: str
-    found: str
+    result: str
     fix: str = ""
+    """A line to type."""
     wrong: bool = False
+    """Whether outrider is slow or fails without the fix."""
 
 
 @as_command(
@@ -60,7 +62,7 @@ def doctor(
     columns = shutil.get_terminal_size().columns
     for check in checks:
         mark = paint("✗", RED) if check.wrong else paint("-", YELLOW) if check.fix else paint("✓", GREEN)
-        first, *more = textwrap.wrap(check.found, columns - margin, break_on_hyphens=False)
+        first, *more = textwrap.wrap(check.result, columns - margin, break_on_hyphens=False)
         print(f"{mark} {check.name:<{margin - 2}}{first}")
         for line in (*more, check.fix):
             if line:
@@ -138,14 +140,14 @@ def _threads(cores: int) -> Check:
     from outrider.kernels import cpu as native
 
     threads = native.num_threads() if native.available() else torch.get_num_threads()
-    found = f"{cores} for this process, {threads} thread{'s' * (threads > 1)}"
-    given = os.environ.get("OMP_NUM_THREADS")
-    if given and threads < cores:
-        return Check("cores", f"{found}, because of OMP_NUM_THREADS={given}", "unset OMP_NUM_THREADS")
+    summary = f"{cores} for this process, {threads} thread{'s' * (threads > 1)}"
+    limit = os.environ.get("OMP_NUM_THREADS")
+    if limit and threads < cores:
+        return Check("cores", f"{summary}, because of OMP_NUM_THREADS={limit}", "unset OMP_NUM_THREADS")
     if os.environ.get("OMP_WAIT_POLICY", "").upper() == "ACTIVE":
         waits = "OMP_WAIT_POLICY=ACTIVE: waiting threads take the time of working ones"
-        return Check("cores", f"{found}; {waits}", "unset OMP_WAIT_POLICY")
-    return Check("cores", found)
+        return Check("cores", f"{summary}; {waits}", "unset OMP_WAIT_POLICY")
+    return Check("cores", summary)
 
 
 def _speed() -> Iterator[Check]:

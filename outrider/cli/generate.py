@@ -63,7 +63,7 @@ def generate(
         chat: Send the prompt as a user's chat message.
         fingerprint (FILE): Write what the text depends on, and its tokens, for outrider replay --fingerprint on any machine.
     """
-    given = sys.stdin.buffer.read().removesuffix(b"\n") if prompt == "-" else os.fsencode(prompt)
+    text = sys.stdin.buffer.read().removesuffix(b"\n") if prompt == "-" else os.fsencode(prompt)
     config = speculation.config(model)
     check_folders(fingerprint)
     with loading(model):
@@ -75,7 +75,7 @@ def generate(
         params = sampling.params(secrets.randbits(32), speculation.predicted_text())
         options = {"max_model_len": max_model_len, "max_num_seqs": 1, **dict(loaded), **dict(folders)}
         llm = LLM(model, speculative_config=config, trace=trace.recorder("tokens"), **options)
-    output = stream(llm, given.decode(errors="replace"), params, chat=chat)
+    output = stream(llm, text.decode(errors="replace"), params, chat=chat)
     if output is None:
         raise typer.Exit(130)
     if fingerprint is not None:

@@ -23,10 +23,10 @@ _UNITS = {"": 1} | {
 
 def byte_count(given: int | str) -> int:
     """A number of bytes, from a number or from a text such as 20GiB or 500 MB. Raises ValueError for another text."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(given))
-    if found is None or found[2].upper() not in _UNITS:
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(given))
+    if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f"{given!r} is no number of bytes; write it as 20GiB, 500MB or 21474836480")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def cache_folder() -> Path:
@@ -46,12 +46,12 @@ def read_settings(file: Path, instead: str = "download it again") -> dict[str, A
     instead: what to do then.
     """
     try:
-        given: Any = json.loads(file.read_text(encoding="utf-8"))
+        settings: Any = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON ({error}); {instead}") from error
-    if not isinstance(given, dict):
-        raise ValueError(f"{file} holds a {type(given).__name__}, and it must hold settings by name; {instead}")
-    return cast("dict[str, Any]", given)
+    if not isinstance(settings, dict):
+        raise ValueError(f"{file} holds a {type(settings).__name__}, and it must hold settings by name; {instead}")
+    return cast("dict[str, Any]", settings)
 
 
 def state_folder() -> Path:

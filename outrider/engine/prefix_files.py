@@ -145,20 +145,20 @@ class PrefixFiles:
             return
         self._model.forward(Nodes(torch.zeros(1, 1, dtype=torch.long), cache, [slot]), want="none")
         self._has_keys = bool(cache.layers)
-        kept = [(t.shape[1], t.shape[3], str(t.dtype)) for pair in cache.layers for t in pair]
+        shapes = [(t.shape[1], t.shape[3], str(t.dtype)) for pair in cache.layers for t in pair]
         states = [(t.shape, str(t.dtype)) for part in cache.snapshot(slot) for t in part]
-        self._root = hashlib.sha256(repr((self._about, kept, states)).encode()).digest()
+        self._root = hashlib.sha256(repr((self._about, shapes, states)).encode()).digest()
         self._newest = array("q"), []
 
     def _segments(self, tokens: Sequence[int]) -> list[_Segment]:
         """The names of whole segments. Those of the last call are not computed again."""
-        ids, (old, known) = array("q", tokens), self._newest
-        found = [*takewhile(lambda one: old[one.start : one.end] == ids[one.start : one.end], known)]
-        for start in range(len(found) * self.segment, len(ids) - self.segment + 1, self.segment):
-            before = found[-1].chain if found else self._root
-            found.append(self._segment(before, ids, start, start + self.segment))
-        self._newest = ids, found
-        return [*found]
+        ids, (old, earlier) = array("q", tokens), self._newest
+        segments = [*takewhile(lambda one: old[one.start : one.end] == ids[one.start : one.end], earlier)]
+        for start in range(len(segments) * self.segment, len(ids) - self.segment + 1, self.segment):
+            before = segments[-1].chain if segments else self._root
+            segments.append(self._segment(before, ids, start, start + self.segment))
+        self._newest = ids, segments
+        return [*segments]
 
     def _segment(self, before: bytes, ids: array[int], start: int, end: int) -> _Segment:
         """before: the chain up to its first token."""
@@ -186,8 +186,8 @@ class PrefixFiles:
         )
         if content is None:
             return False
-        for part, kept in _parts(cells, np.frombuffer(content, np.uint8), segment):
-            part[:] = kept
+        for part, place in _parts(cells, np.frombuffer(content, np.uint8), segment):
+            part[:] = place
         return True
 
     def _fill_states(self, segment: _Segment, states: Sequence[Sequence[Tensor]]) -> bool:

@@ -107,19 +107,19 @@ class TextMemory:
         return self.folder.path / hashlib.sha256(repr((self.shared, client.name)).encode()).hexdigest()[:16]
 
     def _load(self, client: _Client) -> None:
-        found = list[tuple[float, Index, Path]]()
+        entries = list[tuple[float, Index, Path]]()
         for file in self._path(client).glob(f"{self._kind}-*.texts"):
             with suppress(OSError):  # another process may have merged it
                 if (index := self._read(file)) is not None:
-                    found.append((index.since, index, file))
-        kept, seen = list[tuple[float, Index, Path]](), set[bytes]()
-        for since, index, file in sorted(found, key=lambda one: -len(one[1])):
-            own = {document.tobytes() for document in _documents(index.tokens)}
-            if not own <= seen:
-                kept.append((since, index, file))
-                seen |= own
-        client.files |= {index: file for _, index, file in found}
-        for _, index, _ in sorted(kept, key=lambda one: one[0]):
+                    entries.append((index.since, index, file))
+        chosen, seen = list[tuple[float, Index, Path]](), set[bytes]()
+        for since, index, file in sorted(entries, key=lambda one: -len(one[1])):
+            documents = {document.tobytes() for document in _documents(index.tokens)}
+            if not documents <= seen:
+                chosen.append((since, index, file))
+                seen |= documents
+        client.files |= {index: file for _, index, file in entries}
+        for _, index, _ in sorted(chosen, key=lambda one: one[0]):
             client.corpus.take(index)
         self._settle(client)
 
@@ -127,10 +127,10 @@ class TextMemory:
         about = file.stat()
         if not S_ISREG(about.st_mode) or about.st_size > self.folder.limit + HEAD:
             return None
-        found = self.folder.read(file, about.st_size - HEAD)
-        if found is None or len(found) % _NUMBERS:
+        content = self.folder.read(file, about.st_size - HEAD)
+        if content is None or len(content) % _NUMBERS:
             return None
-        tokens, order = np.frombuffer(found, np.int32).reshape(2, -1).copy()  # aligned
+        tokens, order = np.frombuffer(content, np.int32).reshape(2, -1).copy()  # aligned
         try:
             index = Index(tokens, order, about.st_mtime)
         except ValueError:
@@ -179,10 +179,10 @@ def _unknown(corpus: Corpus, tokens: list[int]) -> list[list[int]]:
     parts, start = list[list[int]](), -1
     for at in range(0, len(tokens) + REACH, REACH):
         piece = tokens[at : at + REACH]
-        known = not piece or any(segment.longest(piece) == len(piece) for segment in reversed(corpus.segments))
-        if known and start >= 0:
+        is_known = not piece or any(segment.longest(piece) == len(piece) for segment in reversed(corpus.segments))
+        if is_known and start >= 0:
             parts.append(tokens[max(start - _LEAD, 0) : at + _LEAD])
             start = -1
-        elif not known and start < 0:
+        elif not is_known and start < 0:
             start = at
     return parts

@@ -28,21 +28,17 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class Download:
-    """One GGUF file of a known content, and where it can be had.
-
-    distribution, version: the package that carries it. module: the folder of the file in that package. repository, revision:
-    the same file on the hub. size: bytes.
-    """
+    """One GGUF file of a known content, and where it can be had."""
 
     title: str
     licence: str
     file: str
-    size: int
+    size: int  # bytes
     sha256: str
-    distribution: str
+    distribution: str  # the package that carries it
     version: str
-    module: str
-    repository: str
+    module: str  # the folder of the file in that package
+    repository: str  # the same file on the hub
     revision: str
 
     @property
@@ -88,8 +84,8 @@ def find(model: Download) -> Path | None:
 
 def name_of(file: str | Path) -> str | None:
     """The built-in model whose file this is, by its size and its content; None if it is none of them."""
-    found = [name for name, model in DOWNLOADS.items() if _size(Path(file)) == model.size]
-    return next((name for name in found if _digest(Path(file)) == DOWNLOADS[name].sha256), None)
+    names = [name for name, model in DOWNLOADS.items() if _size(Path(file)) == model.size]
+    return next((name for name in names if _digest(Path(file)) == DOWNLOADS[name].sha256), None)
 
 
 def fetch(model: Download, say: Callable[[str], None] = lambda line: print(line, file=sys.stderr)) -> Path:
@@ -98,8 +94,8 @@ def fetch(model: Download, say: Callable[[str], None] = lambda line: print(line,
     say: gets the size, the licence and the source before anything is fetched. Raises ConnectionError if no source gives the
     file, and OSError if it cannot be written. Nothing is kept of a file that is not whole or has another content.
     """
-    if (found := find(model)) is not None:
-        return found
+    if (file := find(model)) is not None:
+        return file
     store = Store(model.cached.parent, inf, FETCHED)
     try:
         with store.turn():

@@ -58,9 +58,9 @@ def test_doctor_says_why_an_instruction_set_was_chosen(monkeypatch: pytest.Monke
     monkeypatch.setattr(cpu, "available", lambda: True)
     monkeypatch.setattr(cpu, "isas", lambda: ("portable", "avx2", "avx512", "avx512_vnni"))
     monkeypatch.setattr(cpu, "isa", lambda: "avx2")
-    assert doctor._instruction_set().found == "avx2: the processor lacks avx512_vnni, avx512"
+    assert doctor._instruction_set().result == "avx2: the processor lacks avx512_vnni, avx512"
     monkeypatch.setattr(cpu, "isa", lambda: "avx512_vnni")
-    assert doctor._instruction_set().found == "avx512_vnni: the fastest of this build"
+    assert doctor._instruction_set().result == "avx512_vnni: the fastest of this build"
     monkeypatch.setenv("OUTRIDER_ISA", "avx512_vnni")
     assert doctor._instruction_set().fix.startswith("unset OUTRIDER_ISA")
 
@@ -83,13 +83,13 @@ def test_doctor_names_settings_that_cost_speed(monkeypatch: pytest.MonkeyPatch, 
     for text, found in (("always madvise [never]", "never"), ("always [madvise] never", "madvise")):
         pages.write_text(text)
         check = list(doctor._speed())[-1]
-        assert check.found.startswith(f"{found}: ")
+        assert check.result.startswith(f"{found}: ")
         assert bool(check.fix) == (found == "never")
 
 
 def test_doctor_sees_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_installed", lambda name: name != "llguidance")
-    fixes = {check.name: (check.found, check.fix, check.wrong) for check in doctor._packages()}
+    fixes = {check.name: (check.result, check.fix, check.wrong) for check in doctor._packages()}
     assert fixes["extra grammar"] == ("missing: llguidance", "pip install '.[grammar]'   # in the checkout", False)
     assert "serve" in fixes["extras"][0]
     assert "grammar" not in fixes["extras"][0]
