@@ -57,7 +57,7 @@ def doctor(
         speculative_config (JSON|FILE): How MODEL speculates, as JSON or a file with it. auto tries all methods.
     """
     with working("looking at this machine"):
-        checks = [*_machine(), *_speed(), _cache(), *_packages()]
+        checks = [*_machine(), *memory_checks(), _cache(), *package_checks()]
     margin = max(len(check.name) for check in checks) + 4
     columns = shutil.get_terminal_size().columns
     for check in checks:
@@ -114,12 +114,12 @@ def _machine() -> list[Check]:
         Check("versions", versions),
         Check("torch", f"{build}; GPU: {gpu}"),
         Check("processor", facts["cpu"]),
-        _instruction_set(),
-        _threads(facts["cores"]),
+        instruction_set(),
+        thread_check(facts["cores"]),
     ]
 
 
-def _instruction_set() -> Check:
+def instruction_set() -> Check:
     """Which variant of the kernels runs, and why it is that one."""
     from outrider.kernels import cpu as native
 
@@ -133,7 +133,7 @@ def _instruction_set() -> Check:
     return Check("kernels", f"{chosen}: " + (f"the processor lacks {lacks}" if lacks else "the fastest of this build"))
 
 
-def _threads(cores: int) -> Check:
+def thread_check(cores: int) -> Check:
     """The threads of the kernels, and the settings of OpenMP that slow them."""
     import torch
 
@@ -150,7 +150,7 @@ def _threads(cores: int) -> Check:
     return Check("cores", summary)
 
 
-def _speed() -> Iterator[Check]:
+def memory_checks() -> Iterator[Check]:
     """Memory: how much is free, how fast it is read, and whether it has large pages."""
     import torch
 
@@ -202,7 +202,7 @@ def _cache() -> Check:
     return Check("cache", f"{home(there)} cannot be written", "export XDG_CACHE_HOME=$HOME/.cache", True)
 
 
-def _packages() -> Iterator[Check]:
+def package_checks() -> Iterator[Check]:
     """Which extras are installed, and the packages that others lack."""
     from packaging.requirements import Requirement
 

@@ -183,7 +183,7 @@ class Held:
 
 def _held() -> list[Held]:
     """The models that are here, except those in folders of the user."""
-    from huggingface_hub import CacheNotFound, scan_cache_dir
+    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     from outrider.models.builtin.download import DOWNLOADS, find
     from outrider.models.builtin.shipped import BUILTIN, data_folder
@@ -207,7 +207,7 @@ def _held() -> list[Held]:
         where, remove = store.folder() / pack.name, partial(store.remove, pack.name)
         held.append(Held(pack.name, pack.bytes, f"packed {pack.weights}".strip(), where, used, remove))
     with suppress(CacheNotFound):
-        cache = scan_cache_dir()
+        cache = scan_cache_dir(constants.HF_HUB_CACHE)
         for repo in sorted(cache.repos, key=lambda repo: repo.repo_id):
             if repo.repo_type == "model":
                 remove = cache.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute

@@ -151,7 +151,7 @@ class CustomGenerate:
         if seed is None:
             seed = 0 if params.greedy else int(torch.randint(2**63 - 1, ()))
         with self._lock:
-            engine = self._engine(model)
+            engine = self.engine(model)
             out = self._run(engine, prompts, params, seed, streamer, pad)
         new = torch.tensor(out, dtype=input_ids.dtype, device=input_ids.device)
         sequences: Any = torch.cat([input_ids, new], dim=1)
@@ -159,7 +159,7 @@ class CustomGenerate:
             return GenerateDecoderOnlyOutput(sequences=sequences)
         return sequences
 
-    def _engine(self, model: PreTrainedModel) -> LLM:
+    def engine(self, model: PreTrainedModel) -> LLM:
         """The model made ready, once. Made again when its weights were changed or exchanged since."""
         mark = hash(tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()))
         held = self._engines.get(model)

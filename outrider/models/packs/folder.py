@@ -134,9 +134,9 @@ class PackContents(NamedTuple):
         folder.mkdir(parents=True)
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
-        _save(self.tensors, folder / WEIGHTS)
+        save(self.tensors, folder / WEIGHTS)
         shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # only its owner can read what was saved
-        summed = replace(self.manifest, sums={name: _checksum(t) for name, t in self.tensors.items()})
+        summed = replace(self.manifest, sums={name: checksum(t) for name, t in self.tensors.items()})
         (folder / MANIFEST).write_text(json.dumps(asdict(summed)), encoding="utf-8")
 
 
@@ -271,7 +271,7 @@ def _experts_of(pack: Manifest, request: LoadRequest) -> dict[str, Any]:
     return mixtures
 
 
-def _save(tensors: dict[str, Tensor], file: Path) -> None:
+def save(tensors: dict[str, Tensor], file: Path) -> None:
     from safetensors.torch import save_file
 
     try:
@@ -311,7 +311,7 @@ def _reading(file: Path, sums: Mapping[str, int]) -> Iterator[dict[str, Tensor]]
             if got:
                 buffers[0] = buffers[0][got:]
         for name in names:
-            if _checksum(memory[name]) != sums[name]:
+            if checksum(memory[name]) != sums[name]:
                 raise ValueError(f"{file} is damaged: {name} has another checksum than when it was written")
 
     with file.open("rb") as opened, ThreadPoolExecutor(max(torch.get_num_threads(), 2)) as pool:
@@ -335,7 +335,7 @@ def _memory(table: Mapping[str, checkpoint.StoredTensor]) -> dict[str, Tensor]:
     return {name: block[places[name] :][: t.bytes].view(STORED_DTYPES[t.format]) for name, t in table.items()}
 
 
-def _checksum(t: Tensor) -> int:
+def checksum(t: Tensor) -> int:
     """The sum of its 64-bit words, and of the bytes after the last one. A flipped bit always changes it."""
     raw = t.reshape(-1).view(torch.uint8)
     whole = raw.numel() // 8 * 8

@@ -441,30 +441,30 @@ OF_FILE = {
 
 
 @pytest.mark.parametrize(
-    ("words", "models", "differing"),
+    ("words", "model", "differing"),
     [
-        ([], ["MODEL"], {}),
-        (["OTHER"], ["OTHER"], {}),
-        (["-m", "OTHER"], ["OTHER"], {}),
-        (["--port", "9", "--allowed-host", "c"], ["MODEL"], {"port": 9, "allowed_host": ["c"]}),
+        ([], "MODEL", {}),
+        (["OTHER"], "OTHER", {}),
+        (["-m", "OTHER"], "OTHER", {}),
+        (["--port", "9", "--allowed-host", "c"], "MODEL", {"port": 9, "allowed_host": ["c"]}),
     ],
 )
 def test_a_file_has_options_and_the_command_line_goes_before_it(
-    words: list[str], models: list[str], differing: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], model: str, differing: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = list[Any]()
 
-    def stop(*given: Any) -> None:
+    def stop(**given: Any) -> None:
         asked.append(given)
         raise ValueError("enough")
 
-    monkeypatch.setattr("outrider.cli.serve._settings", stop)
+    monkeypatch.setattr("outrider.cli.serve.ServeOptions", stop)
     (file := tmp_path / "serve.toml").write_text(FILE)
     assert "enough" in CliRunner().invoke(app, ["serve", *words, "--config", str(file)]).output
-    [(served, speculation, given)] = asked
-    assert served == models
-    assert speculation.speculative_config == ['{"method": "suffix"}']
-    assert {name: given[name] for name in OF_FILE} == OF_FILE | differing
+    [options] = asked
+    assert options["model"] == model
+    assert options["speculative_config"] == {"method": "suffix"}
+    assert {name: options[name] for name in OF_FILE} == OF_FILE | differing
 
 
 @pytest.mark.parametrize(

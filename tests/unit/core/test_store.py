@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import random
 import shutil
@@ -350,11 +351,15 @@ def test_a_killed_process_leaves_nothing_that_counts(by: signal.Signals, tmp_pat
 def test_a_child_process_writes_by_itself_and_does_not_wait_for_its_parent(tmp_path: Path) -> None:
     shelf, disk = Shelf("prefixes", tmp_path), Event()
     shelf.store.later(disk.wait)
-    if not (child := os.fork()):
+
+    def write() -> None:
         shelf.store.write(shelf.path(1), 4, lambda: [b"text"])
         shelf.store.flush()
-        os._exit(3)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+    child = multiprocessing.get_context("fork").Process(target=write)
+    child.start()
+    child.join(PATIENCE)
+    assert child.exitcode == 0
     disk.set()
     assert shelf.store.read(shelf.path(1), 4) == b"text"
 

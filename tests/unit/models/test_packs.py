@@ -158,7 +158,7 @@ def test_only_a_pack_or_nothing_is_replaced(source: Path, tmp_path: Path) -> Non
 
 
 def test_a_full_disk_leaves_no_folder(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packs, "_save", no_space)
+    monkeypatch.setattr(packs, "save", no_space)
     with pytest.raises(OSError, match="No space left"):
         pack(source, tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
@@ -376,7 +376,7 @@ def test_the_pack_that_was_not_used_for_the_longest_time_makes_room(
 
 def test_a_full_disk_does_no_harm(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(packs, "_save", no_space)
+        patch.setattr(packs, "save", no_space)
         with pytest.warns(RuntimeWarning, match=r"were not kept.*No space left"):
             found = load(source, quantization="int8")
         assert [p.name for p in cache.iterdir() if p.is_dir()] == []

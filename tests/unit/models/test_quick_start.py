@@ -288,8 +288,8 @@ def test_a_damaged_tokenizer_is_no_start(file: Path, cache: Path) -> None:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A disk that takes no tensor before the event is set."""
-    ready, save = threading.Event(), packs._save
-    monkeypatch.setattr(packs, "_save", lambda *given: (ready.wait(PATIENCE), save(*given)))
+    ready, save = threading.Event(), packs.save
+    monkeypatch.setattr(packs, "save", lambda *given: (ready.wait(PATIENCE), save(*given)))
     yield ready
     ready.set()
     store.wait()
