@@ -237,19 +237,6 @@ def aged(folder: Path, days: float) -> None:
         os.utime(file, (then, then))
 
 
-def test_the_folder_stays_within_its_bytes_and_the_oldest_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = 40_000
-    for n in range(12):
-        kept(memory(tmp_path, limit, age=8 * DAY), text(n, 1000), client=str(n % 3))
-        assert sum(file.stat().st_size for file in held_in(tmp_path)) <= limit
-        aged(tmp_path, 0.1)
-    last = memory(tmp_path, limit, age=8 * DAY)
-    assert found(last.corpus("2"), text(11)) == 0  # read later
-    last.folder.flush()
-    assert found(last.corpus("2"), text(11, 1000)) == REACH
-    assert not set(text(0, 1000)[:200]) <= set(texts(last, "0"))
-
-
 def test_texts_that_are_too_old_go_also_while_a_process_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = memory(tmp_path, age=10 * DAY)
     kept(held, text(0))
