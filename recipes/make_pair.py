@@ -30,7 +30,7 @@ looks like Python and means little, and at temperature 0 it soon repeats itself;
 
 | | |
 | --- | --- |
-| parameters | {parameters:,} (float32, Llama architecture, tied embeddings) |
+| parameters | {parameters:,} (stored in bfloat16, run in float32, Llama architecture, tied embeddings) |
 | vocabulary | 8192, byte-level BPE, the same for `builtin:code` and `builtin:code-draft` |
 | context | 2048 positions, trained on windows of {windows} tokens |
 | seen in training | {tokens:,} tokens |

@@ -42,11 +42,16 @@ def build(role: str, seed: int = 0, vocabulary: int = VOCABULARY) -> LlamaForCau
 
 
 def export(model: LlamaForCausalLM, tokenizer: Path, folder: Path, card: str | None = None) -> None:
-    """Write beside the folder, then rename: whoever loads gets the old pair or the new one, never a mixture."""
+    """Write beside the folder, then rename: whoever loads gets the old pair or the new one, never a mixture.
+
+    The weights are stored in bfloat16, in half the bytes. The configuration says float32, so a loader widens them.
+    """
     fresh = folder.with_name(folder.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
     model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0)
-    model.to(torch.float32).save_pretrained(fresh)
+    model.to(torch.bfloat16).save_pretrained(fresh)
+    model.config.dtype = torch.float32
+    model.config.save_pretrained(fresh)
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(fresh)
     if card is not None:
         (fresh / "MODEL_CARD.md").write_text(card, encoding="utf-8")

@@ -17,6 +17,7 @@ from outrider.engine.fingerprint import read_fingerprint
 from outrider.engine.request import Request
 from outrider.engine.trace import Detail, read
 from outrider.testing.toy import ToyModel
+from outrider_lab.cli.replay import _label
 from outrider_lab.replay import replay
 
 RUNS = [
@@ -159,3 +160,23 @@ def test_the_command_line_says_same_differs_or_refused(tmp_path: Path) -> None:
     assert "content of the model's files" in refused.output
     assert runner.invoke(app, ["replay"]).exit_code == 2
     assert runner.invoke(app, [*again, "--step", "1"]).exit_code == 2
+
+
+def test_a_token_below_a_rejected_one_was_never_judged(tmp_path: Path) -> None:
+    """The text had ended only for accepted tokens behind its last one."""
+    below = ended = 0
+    for drafter in ("draft_model", "self"):
+        run = loop(drafter)
+        record(tmp_path / drafter, run, three(SAMPLED.with_(stop_token_ids=[4])))
+        for step in replays(read(tmp_path / drafter), run):
+            cut = len(step.written) < len(step.path)
+            for node in step.nodes[1:]:
+                line = str(_label(node, step, str)).splitlines()[0]
+                late = cut and node.accepted and node.depth > len(step.written)
+                assert ("the text had ended" in line) == late, line
+                if not node.judged and not node.parent_accepted:
+                    assert "never judged: the token above it was rejected" in line
+                    below += 1
+                ended += late
+    assert below
+    assert ended

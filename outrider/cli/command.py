@@ -71,9 +71,9 @@ def full_name(name: Any) -> Any:
         return [full_name(one) for one in name]
     if not isinstance(name, str) or Path(name).exists():
         return name
-    known = {full.removeprefix("builtin:"): full for full in (*BUILTIN, *DOWNLOADS)}
-    longer = [full for short, full in known.items() if short.startswith(f"{name}-")]
-    return known.get(name, longer[0] if len(longer) == 1 else name)
+    short_names = {full.removeprefix("builtin:"): full for full in (*BUILTIN, *DOWNLOADS)}
+    longer = [full for short, full in short_names.items() if short.startswith(f"{name}-")]
+    return short_names.get(name, longer[0] if len(longer) == 1 else name)
 
 
 class BriefCommand(TyperCommand):

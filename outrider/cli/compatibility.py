@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from outrider.core.files import read_settings
-from outrider.drafters.method import METHODS
 from outrider.models import checkpoint, pretrained
 from outrider.models.builtin.download import DOWNLOADS, find
 from outrider.models.builtin.shipped import BUILTIN, builtin_folder
@@ -46,62 +45,59 @@ def check(name: str) -> dict[str, Any]:
 
     name: a folder, a config.json, a GGUF file, a built-in name, or a hub name whose config.json is in the hub's cache. Raises
     FileNotFoundError or ValueError, with the line that works, if there is no configuration to read. memory_bytes: of the
-    weights, by precision. kv_bytes_per_token: of the cache, as "auto" keeps it; 0 if unknown. drafters: method -> what it needs.
+    weights, by precision. kv_bytes_per_token: of the cache, as "auto" keeps it; 0 if unknown.
     """
-    found: dict[str, Any] = {"name": name, "runs": False}
+    answer: dict[str, Any] = {"name": name, "runs": False}
     try:
         config, sizes = _configuration(name)
-        found["model_type"] = config.model_type
+        answer["model_type"] = config.model_type
         try:
             shell = skeleton(config)
         except Exception as error:  # each class checks its settings in its own way
-            return found | {"status": "unavailable", "reason": " ".join(str(error).split()) or type(error).__name__}
+            return answer | {"status": "unavailable", "reason": " ".join(str(error).split()) or type(error).__name__}
         refuse(shell)
     except UnsupportedModel as error:
-        return found | {"status": "refused", "reason": str(error)}
+        return answer | {"status": "refused", "reason": str(error)}
     table: dict[str, Any] = read_settings(TABLE)
-    found["name"] = kind = type(shell).__name__
+    answer["name"] = kind = type(shell).__name__
     if kind not in table["classes"]:
         reason = f"no {kind} was tried with transformers {table['transformers']}, of which the table of classes is made"
-        return found | {"status": "untried", "reason": reason}
-    found |= table["classes"][kind]
-    if "reason" in found:
-        return found | {"status": "refused"}
-    if found["path"] == "native" and supports(shell):
-        found["path"] = "general"
-    whole = found.pop("whole", False)
+        return answer | {"status": "untried", "reason": reason}
+    answer |= table["classes"][kind]
+    if "reason" in answer:
+        return answer | {"status": "refused"}
+    if answer["path"] == "native" and supports(shell):
+        answer["path"] = "general"
+    answer.pop("whole", None)  # whether layers can be left out is of no matter here
     sizes = sizes or _sizes(shell, config)
-    return found | {
+    return answer | {
         "runs": True,
         "status": "runs",
-        "speed": SPEEDS[found["path"]],
+        "speed": SPEEDS[answer["path"]],
         "parameters": sum(p.numel() for p in shell.parameters()),
         "stored": (getattr(config, "quantization_config", None) or {}).get("quant_method") or sizes.stored,
         "memory_bytes": {kind: sizes.bytes(kind) for kind in (*(["gguf"] if sizes.blocks else []), *WEIGHT_FORMATS)},
-        "kv_bytes_per_token": _kv_bytes(config, 4 if sizes.stored == "float32" else 2, found["path"]),
-        "drafters": dict(_drafters(config, whole)),
+        "kv_bytes_per_token": _kv_bytes(config, 4 if sizes.stored == "float32" else 2, answer["path"]),
     }
 
 
-def lines(name: str, found: dict[str, Any]) -> Iterator[str]:
+def lines(name: str, answer: dict[str, Any]) -> Iterator[str]:
     """What `check` found of this model, as text."""
-    if not found["runs"]:
+    if not answer["runs"]:
         yield f"{name}: does not run here"
-        yield f"why: {found['reason']}"
-        yield f"instead: {_INSTEAD[found['status']]}"
+        yield f"why: {answer['reason']}"
+        yield f"instead: {_INSTEAD[answer['status']]}"
         return
-    yield f"{name}: runs here ({found['name']}, {found['parameters'] / 1e6:,.1f} M parameters, stored as {found['stored']})"
-    yield f"path: {found['path']}. Speed: {found['speed']}"
-    yield f"guarantee with speculation: {found['guarantee']}"
-    if "note" in found:
-        yield f"note: {found['note']}"
-    parts = (f"{kind} {size / 2**30:.2f} GiB" for kind, size in found["memory_bytes"].items())
+    yield f"{name}: runs here ({answer['name']}, {answer['parameters'] / 1e6:,.1f} M parameters, stored as {answer['stored']})"
+    yield f"path: {answer['path']}. Speed: {answer['speed']}"
+    yield f"guarantee with speculation: {answer['guarantee']}"
+    if "note" in answer:
+        yield f"note: {answer['note']}"
+    parts = (f"{kind} {size / 2**30:.2f} GiB" for kind, size in answer["memory_bytes"].items())
     free = checkpoint.free_memory(torch.device("cpu"))
     yield f"memory of the weights: {', '.join(parts)}; {free / 2**30:.1f} GiB are free"
-    if found["kv_bytes_per_token"]:
-        yield f"memory of the cache: {found['kv_bytes_per_token'] / 2**20:.3f} MiB for each token"
-    yield "drafters:"
-    yield from (f"  {method}: {what}" for method, what in found["drafters"].items())
+    if answer["kv_bytes_per_token"]:
+        yield f"memory of the cache: {answer['kv_bytes_per_token'] / 2**20:.3f} MiB for each token"
 
 
 def _configuration(name: str) -> tuple[Any, checkpoint.Sizes | None]:
@@ -153,14 +149,14 @@ def _sizes(shell: Any, config: Any) -> checkpoint.Sizes:
     rest = sum(p.numel() for p in shell.parameters()) - matrices + (inputs.numel() if tied else 0)
     dtype = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
     settings = getattr(config, "quantization_config", None)
-    kept = 0.0
+    blocks = 0.0
     if settings:
         groups = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
         bits = [settings.get("bits"), settings.get("w_bit"), *(weights.get("num_bits") for weights in groups)]
         small = settings.get("load_in_4bit") or settings["quant_method"] == "mxfp4"
         few = int(next(filter(None, bits), 4 if small else 8)) <= 4
-        kept = matrices * (0.625 if few else 2 if settings["quant_method"] == "fp8" else 1.0625)
-    return checkpoint.Sizes(dtype, matrices, rest * (DTYPES[dtype].itemsize if dtype in DTYPES else 2), int(kept))
+        blocks = matrices * (0.625 if few else 2 if settings["quant_method"] == "fp8" else 1.0625)
+    return checkpoint.Sizes(dtype, matrices, rest * (DTYPES[dtype].itemsize if dtype in DTYPES else 2), int(blocks))
 
 
 def _kv_bytes(config: Any, size: int, path: str) -> int:
@@ -180,16 +176,3 @@ def _kv_numbers(layer: Any, path: str) -> int:
         key = layer.qk_nope_head_dim + layer.qk_rope_head_dim
         return latent + layer.qk_rope_head_dim if path == "native" else heads * (key + layer.v_head_dim)
     return 2 * heads * int(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
-
-
-def _drafters(config: Any, whole: bool) -> Iterator[tuple[str, str]]:
-    """The drafting methods, with what each needs. whole: no layer of the model can be left out."""
-    text = config.get_text_config()
-    mtp = any(getattr(text, n, 0) for n in ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers"))
-    own = {"mtp": "fits, if the checkpoint keeps its MTP layer" if mtp else "the model has no MTP layer"}
-    if whole:
-        own["layer_skip"] = "no layer of this model can be left out"
-    for method in METHODS.values():
-        if method.name not in ("none", "auto"):
-            fits = "fits" if method.needs == "nothing" else f"fits, with {method.needs}"
-            yield method.name, own.get(method.name, fits)

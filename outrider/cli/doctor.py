@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,19 +19,20 @@ from outrider.cli.options import LoadOptions, parse_speculative_config
 from outrider.cli.terminal import GREEN, RED, YELLOW, home, loading, paint, working
 from outrider.core.extras import install
 
-PORT = 8000
 READ = 2**28  # bytes that are read for the bandwidth, more than most caches hold
 PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, and what was found. fix: a line to type. wrong: whether outrider is slow or fails without it."""
+    """What was looked at."""
 
     name: str
-    found: str
+    result: str
     fix: str = ""
+    """A line to type."""
     wrong: bool = False
+    """Whether outrider is slow or fails without the fix."""
 
 
 @as_command(
@@ -57,12 +57,12 @@ def doctor(
         speculative_config (JSON|FILE): How MODEL speculates, as JSON or a file with it. auto tries all methods.
     """
     with working("looking at this machine"):
-        checks = [*_machine(), *_speed(), _cache(), *_packages(), _port()]
+        checks = [*_machine(), *memory_checks(), _cache(), *package_checks()]
     margin = max(len(check.name) for check in checks) + 4
     columns = shutil.get_terminal_size().columns
     for check in checks:
         mark = paint("✗", RED) if check.wrong else paint("-", YELLOW) if check.fix else paint("✓", GREEN)
-        first, *more = textwrap.wrap(check.found, columns - margin, break_on_hyphens=False)
+        first, *more = textwrap.wrap(check.result, columns - margin, break_on_hyphens=False)
         print(f"{mark} {check.name:<{margin - 2}}{first}")
         for line in (*more, check.fix):
             if line:
@@ -114,12 +114,12 @@ def _machine() -> list[Check]:
         Check("versions", versions),
         Check("torch", f"{build}; GPU: {gpu}"),
         Check("processor", facts["cpu"]),
-        _instruction_set(),
-        _threads(facts["cores"]),
+        instruction_set(),
+        thread_check(facts["cores"]),
     ]
 
 
-def _instruction_set() -> Check:
+def instruction_set() -> Check:
     """Which variant of the kernels runs, and why it is that one."""
     from outrider.kernels import cpu as native
 
@@ -133,24 +133,24 @@ def _instruction_set() -> Check:
     return Check("kernels", f"{chosen}: " + (f"the processor lacks {lacks}" if lacks else "the fastest of this build"))
 
 
-def _threads(cores: int) -> Check:
+def thread_check(cores: int) -> Check:
     """The threads of the kernels, and the settings of OpenMP that slow them."""
     import torch
 
     from outrider.kernels import cpu as native
 
     threads = native.num_threads() if native.available() else torch.get_num_threads()
-    found = f"{cores} for this process, {threads} thread{'s' * (threads > 1)}"
-    given = os.environ.get("OMP_NUM_THREADS")
-    if given and threads < cores:
-        return Check("cores", f"{found}, because of OMP_NUM_THREADS={given}", "unset OMP_NUM_THREADS")
+    summary = f"{cores} for this process, {threads} thread{'s' * (threads > 1)}"
+    limit = os.environ.get("OMP_NUM_THREADS")
+    if limit and threads < cores:
+        return Check("cores", f"{summary}, because of OMP_NUM_THREADS={limit}", "unset OMP_NUM_THREADS")
     if os.environ.get("OMP_WAIT_POLICY", "").upper() == "ACTIVE":
         waits = "OMP_WAIT_POLICY=ACTIVE: waiting threads take the time of working ones"
-        return Check("cores", f"{found}; {waits}", "unset OMP_WAIT_POLICY")
-    return Check("cores", found)
+        return Check("cores", f"{summary}; {waits}", "unset OMP_WAIT_POLICY")
+    return Check("cores", summary)
 
 
-def _speed() -> Iterator[Check]:
+def memory_checks() -> Iterator[Check]:
     """Memory: how much is free, how fast it is read, and whether it has large pages."""
     import torch
 
@@ -202,7 +202,7 @@ def _cache() -> Check:
     return Check("cache", f"{home(there)} cannot be written", "export XDG_CACHE_HOME=$HOME/.cache", True)
 
 
-def _packages() -> Iterator[Check]:
+def package_checks() -> Iterator[Check]:
     """Which extras are installed, and the packages that others lack."""
     from packaging.requirements import Requirement
 
@@ -221,14 +221,3 @@ def _installed(package: str) -> bool:
         return bool(version(package))
     except PackageNotFoundError:
         return False
-
-
-def _port() -> Check:
-    """Whether the usual port of `outrider serve` is free."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", PORT))
-        except OSError:
-            return Check("port", f"{PORT} is in use", "outrider serve MODEL --port 0   # takes a free port")
-    return Check("port", f"{PORT} is free")

@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections import Counter
-from contextlib import suppress
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 import typer
 
 from outrider.cli.command import as_command
-from outrider.cli.conversation import TextPrinter
+from outrider.cli.conversation import Answer
 from outrider.cli.options import (
     CODE,
     FolderOptions,
@@ -24,14 +21,12 @@ from outrider.cli.options import (
     TraceOptions,
 )
 from outrider.cli.run import no_template
-from outrider.cli.terminal import DIM, GREEN, check_folders, loading, paint, plain, tell, unechoed
+from outrider.cli.terminal import DIM, GREEN, check_folders, loading, paint, plain, printable, tell
 
 if TYPE_CHECKING:
     from outrider.core.outputs import RequestOutput
     from outrider.core.params import SamplingParams
-    from outrider.core.types import Step
     from outrider.engine.llm import LLM
-    from outrider.engine.request import Sequence
 
 
 @as_command(
@@ -59,7 +54,7 @@ def generate(
 ) -> None:
     """Continue a prompt. The terminal shows the text as it comes, with accepted draft tokens coloured. A pipe gets only text.
 
-    The last line shows tokens, tokens/s, acceptance length and rate, what drafted, seed and guarantee. In a pipe it goes to
+    The last line shows tokens, tokens/s, acceptance length and rate, seed and guarantee. In a pipe it goes to
     standard error.
 
     Args:
@@ -68,7 +63,7 @@ def generate(
         chat: Send the prompt as a user's chat message.
         fingerprint (FILE): Write what the text depends on, and its tokens, for outrider replay --fingerprint on any machine.
     """
-    given = sys.stdin.buffer.read().removesuffix(b"\n") if prompt == "-" else os.fsencode(prompt)
+    text = sys.stdin.buffer.read().removesuffix(b"\n") if prompt == "-" else os.fsencode(prompt)
     config = speculation.config(model)
     check_folders(fingerprint)
     with loading(model):
@@ -80,7 +75,7 @@ def generate(
         params = sampling.params(secrets.randbits(32), speculation.predicted_text())
         options = {"max_model_len": max_model_len, "max_num_seqs": 1, **dict(loaded), **dict(folders)}
         llm = LLM(model, speculative_config=config, trace=trace.recorder("tokens"), **options)
-    output = stream(llm, given.decode(errors="replace"), params, chat=chat)
+    output = stream(llm, text.decode(errors="replace"), params, chat=chat)
     if output is None:
         raise typer.Exit(130)
     if fingerprint is not None:
@@ -92,55 +87,13 @@ def generate(
 
 def stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) -> RequestOutput | None:
     """Write the text as it comes, then the summary line. Returns the whole output, or None if ctrl-C ended it."""
-    bare, speculates = plain(sys.stdout), llm.config.enabled
-    used = StepsByDrafter(llm.method)
-    llm.scheduler.watch(used)
-    source = llm.stream([{"role": "user", "content": prompt}] if chat else prompt, params)
-    tokens, started = 0, perf_counter()
-    output: RequestOutput | None = None
-    steps = drafted = accepted = 0
-    if speculates and not bare:
+    speculates, answer = llm.config.enabled, Answer()
+    if speculates and not plain(sys.stdout):
         print(paint("accepted draft tokens", GREEN) + paint(" | tokens of the model itself\n", DIM))
-    out = TextPrinter()
-    with unechoed(), suppress(KeyboardInterrupt):
-        if sys.stdout.isatty() and not chat:
-            out.write(prompt, colour=DIM)
-        for delta in source:
-            out.write(delta.text, delta.pieces)
-            tokens += len(delta.token_ids)
-            steps, drafted, accepted = steps + 1, drafted + delta.drafted, accepted + delta.accepted
-            output = delta.output
-    out.end()
-    llm.scheduler.unwatch(used)
-    seconds = perf_counter() - started
-    facts = [f"{tokens} tokens", f"{tokens / seconds:.1f} tokens/s"]
-    if speculates and steps:
-        facts += [f"acceptance length {1 + accepted / steps:.2f} (bonus counted)"]
-        facts += [f"acceptance rate {accepted / drafted:.2f}", used.sentence] if drafted else ["no draft tokens"]
-    facts += [*llm.notes, f"seed {params.seed}", llm.decoder.guarantee.value if speculates else "plain decoding"]
-    tell(("interrupted: " if output is None else "") + ", ".join(facts))
-    return output
-
-
-class StepsByDrafter:
-    """An `Observer` that counts the steps in which each drafter's tokens were checked."""
-
-    def __init__(self, method: str) -> None:
-        """method: that drafts, where no plan says so."""
-        self._method, self._steps, self._drafted = method, 0, Counter[str]()
-
-    def step(self, step: Step, seconds: list[float | None]) -> None:
-        """Count the drafter of one sequence."""
-        self._steps += 1
-        if step.draft.nodes > 1:
-            [note] = step.draft.notes or [None]
-            self._drafted[getattr(getattr(note, "plan", None), "drafter", None) or self._method] += 1
-
-    def finished(self, sequence: Sequence) -> None:
-        """Nothing is counted at the end."""
-
-    @property
-    def sentence(self) -> str:
-        """What drafted, and in how many of the steps."""
-        counts = ", ".join(f"{name} {count}" for name, count in self._drafted.most_common())
-        return f"drafts in {self._drafted.total()} of {self._steps} steps ({counts})"
+    if sys.stdout.isatty() and not chat:
+        sys.stdout.write(paint(printable(prompt), DIM))
+    answer.write(llm.stream([{"role": "user", "content": prompt}] if chat else prompt, params))
+    facts = [*answer.figures(), *llm.notes, f"seed {params.seed}"]
+    facts.append(llm.decoder.guarantee.value if speculates else "plain decoding")
+    tell(("" if answer.output else "interrupted: ") + ", ".join(facts))
+    return answer.output

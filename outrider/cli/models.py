@@ -77,9 +77,9 @@ def check(model: str, *, json_: bool = False) -> None:
     with loading(model):
         from outrider.cli import compatibility
 
-        found = compatibility.check(model)
-    print(json.dumps(found) if json_ else "\n".join(compatibility.lines(model, found)))
-    raise typer.Exit(0 if found["runs"] else 1)
+        answer = compatibility.check(model)
+    print(json.dumps(answer) if json_ else "\n".join(compatibility.lines(model, answer)))
+    raise typer.Exit(0 if answer["runs"] else 1)
 
 
 @as_command(
@@ -131,14 +131,14 @@ def rm(names: list[str], *, yes: bool = False) -> None:
         cached = [one for one in _held() if one.remove is not None]
     chosen = list[Held]()
     for name in names:
-        found = [one for one in cached if one.name == name or (name == "all" and one.kind != HUB)]
-        if not found and name != "all":
-            known = [one.name for one in cached]
+        matches = [one for one in cached if one.name == name or (name == "all" and one.kind != HUB)]
+        if not matches and name != "all":
+            names_here = [one.name for one in cached]
             raise ValueError(
-                f"the caches hold no {name!r}{did_you_mean(name, known)}; `outrider list` shows what they hold. A file of "
+                f"the caches hold no {name!r}{did_you_mean(name, names_here)}; `outrider list` shows what they hold. A file of "
                 "your own is yours to remove"
             )
-        chosen += found
+        chosen += matches
     if not yes:
         for one in chosen:
             print(f"{one.name}  {_size(one.bytes)}\n  {home(one.path)}")
@@ -183,36 +183,36 @@ class Held:
 
 def _held() -> list[Held]:
     """The models that are here, except those in folders of the user."""
-    from huggingface_hub import CacheNotFound, scan_cache_dir
+    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     from outrider.models.builtin.download import DOWNLOADS, find
     from outrider.models.builtin.shipped import BUILTIN, data_folder
     from outrider.models.packs import store
 
-    found = list[Held]()
+    held = list[Held]()
     if (data := data_folder()) is not None:
         for name, what in BUILTIN.items():
             folder = data / name.removeprefix("builtin:")
             sizes = [file.stat().st_size for file in folder.glob("*")]
             state = "in the package" if (folder / "model.safetensors").exists() else "its files are missing"
-            found.append(Held(name, sum(sizes), state, folder, what))
+            held.append(Held(name, sum(sizes), state, folder, what))
     for name, model in DOWNLOADS.items():
         if (here := find(model)) is not None:
             remove = here.unlink if here == model.cached else None
             state, what = "fetched" if remove else "installed", f"{model.title}, {model.licence}"
-            found.append(Held(name, model.size, state, here, what, remove))
+            held.append(Held(name, model.size, state, here, what, remove))
     for pack in sorted(store.packs(), key=lambda p: -p.used):
         source = home(Path(pack.source)) if pack.source else "another version of outrider, which alone can use it"
         used = f"last used {datetime.fromtimestamp(pack.used):%Y-%m-%d}, from {source}"
         where, remove = store.folder() / pack.name, partial(store.remove, pack.name)
-        found.append(Held(pack.name, pack.bytes, f"packed {pack.weights}".strip(), where, used, remove))
+        held.append(Held(pack.name, pack.bytes, f"packed {pack.weights}".strip(), where, used, remove))
     with suppress(CacheNotFound):
-        cache = scan_cache_dir()
+        cache = scan_cache_dir(constants.HF_HUB_CACHE)
         for repo in sorted(cache.repos, key=lambda repo: repo.repo_id):
             if repo.repo_type == "model":
                 remove = cache.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute
-                found.append(Held(repo.repo_id, repo.size_on_disk, HUB, repo.repo_path, remove=remove))
-    return found
+                held.append(Held(repo.repo_id, repo.size_on_disk, HUB, repo.repo_path, remove=remove))
+    return held
 
 
 def _size(count: float) -> str:

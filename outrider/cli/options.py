@@ -48,9 +48,6 @@ def canonical_names(given: Any) -> Any:
 ModelInstead = Annotated[
     str | None, option("Model", "The same as the argument MODEL.", "--model", "-m", callback=full_name)
 ]
-ApiKey = Annotated[
-    str | None, option("Server", "The key of the server; better set by the variable.", envvar="OUTRIDER_API_KEY")
-]
 
 
 def read_config(context: typer.Context, file: Path | None) -> Path | None:
@@ -67,19 +64,19 @@ def _options_of(file: Path, parameters: list[Any]) -> dict[str, Any]:
     Raises ValueError for what no option is.
     """
     try:
-        given = tomllib.loads(file.read_text(encoding="utf-8"))
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"--config {file} is not TOML ({error}); a line of it: port = 8000") from None
-    known = {one.name: one for one in parameters if one.param_type_name == "argument"}
+    options = {one.name: one for one in parameters if one.param_type_name == "argument"}
     for one in parameters:
-        known |= {
-            name[2:].replace("-", "_"): one for name in one.opts if name.startswith("--") and name[2:] not in known
+        options |= {
+            name[2:].replace("-", "_"): one for name in one.opts if name.startswith("--") and name[2:] not in options
         }
-    del known["config"]
+    del options["config"]
     out = dict[str, Any]()
-    for key, value in given.items():
-        if (one := known.get(key.replace("-", "_"))) is None:
-            raise ValueError(f"--config {file}: there is no option {key!r}{did_you_mean(key, known)}")
+    for key, value in table.items():
+        if (one := options.get(key.replace("-", "_"))) is None:
+            raise ValueError(f"--config {file}: there is no option {key!r}{did_you_mean(key, options)}")
         words = [_word(file, key, v, one) for v in (value if isinstance(value, list) else [value])]
         if len(words) != 1 and not (one.multiple if one.param_type_name == "option" else one.nargs == -1):
             raise ValueError(f"--config {file}: {key} takes one value, got {len(words)}")
@@ -164,25 +161,25 @@ class SpeculationOptions(option_group("Speculation", method=_HOW, draft_model=_M
     def config(self, model: str) -> dict[str, Any]:
         """The speculative_config for a model; `auto` without a method and a draft model. Raises ValueError for options that
         exclude another."""
-        given = self.model_dump(include={"method", "draft_model", *_SHAPE}, exclude_defaults=True)
+        chosen = self.model_dump(include={"method", "draft_model", *_SHAPE}, exclude_defaults=True)
         corpus = {"corpus": self.corpus} if self.corpus else {}
         if self.speculative_config is not None:
-            for name in given:
+            for name in chosen:
                 raise ValueError(f"--speculative-config replaces --{name.replace('_', '-')}; give one or the other")
             return {**parse_speculative_config(self.speculative_config), **corpus}
         method, draft = self.method, self.draft_model
         if method is None and draft is None:
-            own = owner(self._key())
+            named = owner(self._key())
             # another verifier has drafts of fixed length, for which one drafter is better than the choice of all
             usual = None if self.verifier != "match" and own_draft(model) else AUTO
-            method = own.name if own else usual
-        known = METHODS.get(method or "")
-        needs_model = method is None or (known is not None and known.needs_model)
+            method = named.name if named else usual
+        entry = METHODS.get(method or "")
+        needs_model = method is None or (entry is not None and entry.needs_model)
         if draft is not None and not needs_model and method != AUTO:
             raise ValueError(f"--method {method} uses no draft model; leave out --draft-model {draft} or --method")
-        if needs_model and not (known and known.heads):
+        if needs_model and not (entry and entry.heads):
             draft = draft or own_draft(model)
-        shape = {name: value for name, value in given.items() if name in _SHAPE}
+        shape = {name: value for name, value in chosen.items() if name in _SHAPE}
         return {k: v for k, v in {"method": method, **shape, "model": draft, **corpus}.items() if v is not None}
 
     def _key(self) -> str:
@@ -211,16 +208,16 @@ class ServedSpeculationOptions(SpeculationOptions):
         Raises ValueError for options that exclude another, and for a name that no model has.
         """
         named, everyone = dict[str, str](), list[str]()
-        for given in self.speculative_config or ():
-            name, equal, rest = given.partition("=")
+        for text in self.speculative_config or ():
+            name, equal, rest = text.partition("=")
             if name in models:
                 named[name] = rest
-            elif equal and not given.lstrip().startswith("{") and not Path(given).is_file():
+            elif equal and not text.lstrip().startswith("{") and not Path(text).is_file():
                 raise ValueError(
                     f"--speculative-config {name}=...: no model has this name; they are {', '.join(models)}"
                 )
             else:
-                everyone.append(given)
+                everyone.append(text)
         if len(everyone) > 1:
             raise ValueError(
                 "--speculative-config is given twice; for one of several models write NAME=JSON or NAME=FILE"
@@ -233,9 +230,9 @@ class ServedSpeculationOptions(SpeculationOptions):
             )
         shared = self.model_dump(exclude={"speculative_config"})
         chosen = {name: named.get(name, everyone[0] if everyone else None) for name in models}
-        kept = {name: {} if name in named else shared for name in models}
+        others = {name: {} if name in named else shared for name in models}
         return {
-            name: SpeculationOptions(**kept[name], speculative_config=chosen[name]).config(model)
+            name: SpeculationOptions(**others[name], speculative_config=chosen[name]).config(model)
             for name, model in models.items()
         }
 
@@ -271,8 +268,8 @@ class SamplingOptions(sampling("Sampling", **_USUAL)):
 
     def params(self, seed: int, prediction: str | None = None) -> SamplingParams:
         """The same as `SamplingParams`. seed: used if the user gave none."""
-        given = {**dict(self), "stop": self.stop or (), "seed": seed if self.seed is None else self.seed}
-        return SamplingParams(**given, prediction=prediction)
+        values = {**dict(self), "stop": self.stop or (), "seed": seed if self.seed is None else self.seed}
+        return SamplingParams(**values, prediction=prediction)
 
 
 class TraceOptions(Options):

@@ -150,12 +150,12 @@ def wrapped(text: str, stream: TextIO | None = None) -> str:
 
 def program() -> str:
     """How a shell starts this outrider: by its name, if that is on PATH, else by its path."""
-    own, found = shutil.which("outrider", path=str(Path(sys.executable).parent)), shutil.which("outrider")
-    if own is None:
-        return "outrider" if found else f"{shlex.quote(sys.executable)} -m outrider"
-    if found and Path(found).samefile(own):
+    ours, first = shutil.which("outrider", path=str(Path(sys.executable).parent)), shutil.which("outrider")
+    if ours is None:
+        return "outrider" if first else f"{shlex.quote(sys.executable)} -m outrider"
+    if first and Path(first).samefile(ours):
         return "outrider"
-    path = Path(own)
+    path = Path(ours)
     return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
@@ -191,11 +191,11 @@ def table(title: str | None, *heads: str) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for head in heads:
         words = head.startswith("<")
-        made.add_column(head.removeprefix("<"), justify="left" if words else "right", no_wrap=words and head != "<")
-    return made
+        grid.add_column(head.removeprefix("<"), justify="left" if words else "right", no_wrap=words and head != "<")
+    return grid
 
 
 def console() -> Console:

@@ -18,13 +18,12 @@ codecs.register_error(_EACH, lambda error: ("\ufffd" * (error.end - error.start)
 
 
 class Piece(NamedTuple):
-    """What a token stands for. name: in the vocabulary. data: its bytes. first: its bytes at the beginning of a text, where some
-    tokenizers leave a space out. special: texts are shown without it."""
+    """What a token stands for."""
 
-    name: str
+    name: str  # in the vocabulary
     data: bytes
-    first: bytes
-    special: bool
+    first: bytes  # at the beginning of a text, where some tokenizers leave a space out
+    special: bool  # texts are shown without it
 
 
 class TokenBytes:
@@ -40,10 +39,10 @@ class TokenBytes:
         self._pieces: dict[int, Piece] = {}
 
     def __getitem__(self, token: int) -> Piece:
-        found = self._pieces.get(token)
-        if found is None:
-            found = self._pieces[token] = self._piece(token)
-        return found
+        piece = self._pieces.get(token)
+        if piece is None:
+            piece = self._pieces[token] = self._piece(token)
+        return piece
 
     def _piece(self, token: int) -> Piece:
         name = None if self.tokenizer is None or token < 0 else self.tokenizer.convert_ids_to_tokens(token)
@@ -51,8 +50,8 @@ class TokenBytes:
             return Piece("", b"", b"", False)
         once, twice = self._joined(name), self._joined(name, name)
         text = once if self._neighbours else twice[len(once) :]  # as it is inside a text
-        if "\ufffd" in twice and (found := FALLBACK.fullmatch(name)):
-            data = first = bytes([int(found[1], 16)])
+        if "\ufffd" in twice and (match := FALLBACK.fullmatch(name)):
+            data = first = bytes([int(match[1], 16)])
         elif "\ufffd" in twice and BYTE_OF.keys() >= set(name):
             data = first = bytes(map(BYTE_OF.__getitem__, name))
         else:

@@ -34,8 +34,8 @@ Marks = tuple[int, int, int]
 def gap_marks(tokenizer: Any) -> Marks | None:
     """The token ids of a tokenizer's marks of a gap, as in `MARKS`; None if it has none."""
     vocab: dict[str, int] = {} if tokenizer is None else tokenizer.get_vocab()
-    found = next((names for names in MARKS if all(name in vocab for name in names)), None)
-    return None if found is None else (vocab[found[0]], vocab[found[1]], vocab[found[2]])
+    marks = next((names for names in MARKS if all(name in vocab for name in names)), None)
+    return None if marks is None else (vocab[marks[0]], vocab[marks[1]], vocab[marks[2]])
 
 
 def in_order(tokens: Sequence[int], marks: Marks | None) -> list[int]:
@@ -80,9 +80,9 @@ class Infilling:
 
     def _ids(self, text: str) -> list[int]:
         marks = set(self.ends)
-        found = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        if marks & set(found):
+        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if marks & set(ids):
             raise ValueError(
                 "the text around the gap has a mark of the gap itself, such as <|fim_middle|>; leave it out"
             )
-        return found
+        return ids

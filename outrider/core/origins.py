@@ -11,7 +11,11 @@ def letters(drafted: int, accepted: int, refused: bool, written: int) -> str:
     ACCEPTED stands for a draft token. The target's own token follows, unless the text ended before it. It is CORRECTED if draft
     tokens were rejected here, BONUS if all on the path were accepted, and PLAIN if nothing was drafted.
 
-    drafted, accepted: numbers of draft tokens. refused: the last accepted node had children. written: tokens of the text.
+    Args:
+        drafted: Number of draft tokens.
+        accepted: Number of accepted draft tokens.
+        refused: Whether the last accepted node had children.
+        written: Tokens of the text.
     """
-    own = PLAIN if not drafted else CORRECTED if refused else BONUS
-    return (ACCEPTED * accepted + own)[:written]
+    last = PLAIN if not drafted else CORRECTED if refused else BONUS
+    return (ACCEPTED * accepted + last)[:written]

@@ -11,33 +11,29 @@ from outrider.core.types import Guarantee
 
 @dataclass(frozen=True)
 class SpeculativeMetrics:
-    """The fields of vLLM's `metrics.speculative_decoding`. Rates are fractions. Lengths count the bonus token.
-
-    mean_acceptance_length: committed tokens per step, 1 + accepted / steps; 1.0 without steps.
-    draft_acceptance_rate: accepted / drafted; 0.0 without draft tokens.
-    acceptance_histogram: steps by the number of accepted draft tokens, int [num_spec_tokens + 1].
-    acceptance_histogram_by_draft_length: the same for the steps that had k draft tokens, int [k + 1], by k.
-    per_step_accepted, per_step_drafted: int [step].
-    """
+    """The fields of vLLM's `metrics.speculative_decoding`. Rates are fractions. Lengths count the bonus token."""
 
     num_spec_steps: int
     num_spec_tokens: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
-    mean_acceptance_length: float
-    draft_acceptance_rate: float
-    acceptance_histogram: list[int]
-    acceptance_histogram_by_draft_length: dict[int, list[int]]
+    mean_acceptance_length: float  # committed tokens per step, 1 + accepted / steps; 1.0 without steps
+    draft_acceptance_rate: float  # accepted / drafted; 0.0 without draft tokens
+    acceptance_histogram: list[int]  # [num_spec_tokens + 1], steps by the number of accepted draft tokens
+    acceptance_histogram_by_draft_length: dict[
+        int, list[int]
+    ]  # the same of the steps with k draft tokens, [k + 1], by k
     per_step_accepted: list[int]
     per_step_drafted: list[int]
 
     @classmethod
     def of(cls, drafted: Sequence[int], accepted: Sequence[int], num_spec_tokens: int) -> SpeculativeMetrics:
-        """Count the steps of a text.
+        """Count the steps of a text. Raises ValueError if the two lists differ in length.
 
-        drafted: int [step], the draft tokens of each step, all nodes of a tree. accepted: int [step], how many of these
-        were accepted. num_spec_tokens: the deepest draft that the configuration allows. A step that accepted more
-        raises it. Raises ValueError if the two lists differ in length.
+        Args:
+            drafted: int [step], the draft tokens of each step, all nodes of a tree.
+            accepted: int [step], how many of these were accepted.
+            num_spec_tokens: The deepest draft that the configuration allows. A step that accepted more raises it.
         """
         num_spec_tokens = max(num_spec_tokens, *accepted, 0)
         histogram = [0] * (num_spec_tokens + 1)
@@ -71,56 +67,45 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One continuation.
-
-    token_ids: what was written, the prompt not among it. finish_reason: stop | length | error | abort; stop_reason: the stop
-    string or token id, or why. seed: give it back and the text comes back. guarantee: what the text promises about plain
-    decoding. logprobs: for each token its own log-probability and the likeliest alternatives', by token id, of the model's
-    own distribution (before sampling parameters); None if not asked for. cumulative_logprob: the sum over the tokens written.
-    """
+    """One continuation."""
 
     index: int
     text: str
-    token_ids: list[int]
-    finish_reason: str | None
-    stop_reason: str | int | None
-    seed: int
-    guarantee: Guarantee
+    token_ids: list[int]  # of the text, without the prompt
+    finish_reason: str | None  # stop | length | error | abort
+    stop_reason: str | int | None  # the stop string or token id, or why
+    seed: int  # give it back and the text comes back
+    guarantee: Guarantee  # what the text promises about plain decoding
     logprobs: list[dict[int, float]] | None = None
-    cumulative_logprob: float | None = None
+    """For each token its own log-probability and the likeliest alternatives', by token id, of the model's own distribution
+    (before sampling parameters); None if not asked for."""
+    cumulative_logprob: float | None = None  # the sum over the tokens written
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt and its n continuations.
-
-    prompt: as it was given. prompt_logprobs: for each prompt token as `CompletionOutput.logprobs`, None for the first, which
-    is predicted by nothing; None if not asked for. finished: always true; a text that is still being written comes as `Delta`.
-    """
+    """A prompt and its n continuations."""
 
     request_id: str
-    prompt: Any
+    prompt: Any  # as it was given
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, float] | None] | None = None
-    finished: bool = True
+    """For each prompt token as `CompletionOutput.logprobs`, None for the first, which is predicted by nothing."""
+    finished: bool = True  # always; a text that is still being written comes as `Delta`
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to a text.
-
-    pieces: (text, whether it came from the draft), cut at the borders of tokens. logprobs: of the new tokens, if asked for.
-    drafted, accepted: draft tokens of the step, and how many were accepted. ended: this is the last delta.
-    output: the whole output, on the last delta of `LLM.stream`.
-    """
+    """What one step added to a text."""
 
     text: str
     token_ids: list[int]
     pieces: list[tuple[str, bool]] = field(default_factory=list[tuple[str, bool]])
-    drafted: int = 0
-    accepted: int = 0
-    output: RequestOutput | None = None
-    logprobs: list[dict[int, float]] = field(default_factory=list[dict[int, float]])
-    ended: bool = False
+    """(text, whether it came from the draft), cut at the borders of tokens."""
+    drafted: int = 0  # draft tokens of the step
+    accepted: int = 0  # of them
+    output: RequestOutput | None = None  # the whole output, on the last delta of `LLM.stream`
+    logprobs: list[dict[int, float]] = field(default_factory=list[dict[int, float]])  # of the new tokens, if asked for
+    ended: bool = False  # this is the last delta

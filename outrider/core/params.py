@@ -125,28 +125,28 @@ class SamplingParams:
             if not ok:
                 raise BadParameter(f"{name} must be {allowed}, got {getattr(self, name)!r:.80}", name)
 
-        own: dict[str, Any] = vars(self)  # of any type
+        values: dict[str, Any] = vars(self)  # of any type
         for name in NUMBERS:
-            check(isinstance(own[name], Real), name, "a number")
+            check(isinstance(values[name], Real), name, "a number")
         for name in COUNTS + OPTIONAL_COUNTS:
-            missing = own[name] is None and name in OPTIONAL_COUNTS
-            whole = isinstance(own[name], Integral) and own[name] is not True and own[name] is not False
+            missing = values[name] is None and name in OPTIONAL_COUNTS
+            whole = isinstance(values[name], Integral) and values[name] is not True and values[name] is not False
             check(whole or missing, name, "a whole number" + ", or None" * (name in OPTIONAL_COUNTS))
         for name in LISTS:
-            if own[name] is None and name != "allowed_token_ids":
-                own[name] = ()  # as vLLM takes it
-            listed = isinstance(own[name], Iterable) and not isinstance(own[name], (str, bytes))
-            check(listed or own[name] is None, name, "a list")
-        words = all(isinstance(word, Iterable) for word in own["bad_words"])
-        empty = [word for word in own["bad_words"] if words and hasattr(word, "__len__") and len(word) == 0]
+            if values[name] is None and name != "allowed_token_ids":
+                values[name] = ()  # as vLLM takes it
+            listed = isinstance(values[name], Iterable) and not isinstance(values[name], (str, bytes))
+            check(listed or values[name] is None, name, "a list")
+        words = all(isinstance(word, Iterable) for word in values["bad_words"])
+        empty = [word for word in values["bad_words"] if words and hasattr(word, "__len__") and len(word) == 0]
         check(words and not empty, "bad_words", "strings or lists of token ids, none of them empty")
-        bias: Any = own["logit_bias"] or {}
-        said: Any = own["prediction"] or ""
+        bias: Any = values["logit_bias"] or {}
+        said: Any = values["prediction"] or ""
         fits = hasattr(bias, "values") and all(isinstance(b, Real) and b < float("inf") for b in bias.values())
         check(fits, "logit_bias", "token ids with the number that each adds to its logit, for example {17: -2.0}")
         check(isinstance(said, Iterable) and not isinstance(said, bytes), "prediction", "a text or token ids")
         for name, (low, high, allowed) in RANGES.items():
-            value = own[name]
+            value = values[name]
             fits = value is None or ((low is None or low <= value) and (high is None or value <= high))
             check(fits, name, allowed)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

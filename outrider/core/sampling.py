@@ -77,10 +77,10 @@ class SequenceState:
         p, out = self.params, logits.clone()
         written = len(self.tokens) - self.prompt_length + len(extra)
         if p.allowed_token_ids is not None:
-            kept = torch.full_like(out, _NO)
+            only = torch.full_like(out, _NO)
             ids = torch.as_tensor(p.allowed_token_ids, device=out.device)
-            kept[ids] = out[ids]
-            out = kept
+            only[ids] = out[ids]
+            out = only
         if self.mask is not None:
             allowed = self.mask.allowed(self.tokens, self.prompt_length, extra)
             out = out.masked_fill(~allowed.to(out.device), _NO)
@@ -216,13 +216,13 @@ class LogitsWarper:
         subset: TokenSubset | None,
     ) -> Tensor:
         if self.all_greedy:
-            found = _largest(self.processed(logits, extra, subset))
+            best = _largest(self.processed(logits, extra, subset))
         elif subset is None:
             return draw(self.scores(logits, extra), noise, stream, position)
         else:
             added = noise.gumbel(stream, position, subset.vocab_size, subset.ids)
-            found = _largest(self.scores(logits, extra, subset) + added)
-        return found if subset is None else subset.tokens(found)
+            best = _largest(self.scores(logits, extra, subset) + added)
+        return best if subset is None else subset.tokens(best)
 
     def draw_row(
         self,

@@ -62,12 +62,12 @@ class StopChecker:
     def push(self, token: int) -> FinishReason | None:
         """Add one token. Returns the reason if it ends the text, else None."""
         self.count += 1
-        params, own, piece = self.params, token in self._end_ids, self._tokens[token]
+        params, is_end, piece = self.params, token in self._end_ids, self._tokens[token]
         ready = self.count >= params.min_tokens
         if token < 0:
             self.end = FinishReason("error", "the model's logits are not numbers")
-        elif ready and (own or token in self._stop_ids):
-            self.end = FinishReason("stop", None if own else token)
+        elif ready and (is_end or token in self._stop_ids):
+            self.end = FinishReason("stop", None if is_end else token)
         elif ready and piece.special and params.skip_special_tokens and piece.name in params.stops:
             self.end = FinishReason("stop", piece.name)  # the text does not show it
         self.silent = not self._shows(token)
@@ -75,8 +75,8 @@ class StopChecker:
         if self.end is None and self.count >= self.limit:
             self.end = FinishReason("length")
         new += self._reader.flush() if self.end else ""
-        if new and ready and token >= 0 and (found := self._find(len(new))):
-            self.end = FinishReason("stop", found)
+        if new and ready and token >= 0 and (stop := self._find(len(new))):
+            self.end = FinishReason("stop", stop)
         self.marks.append(len(self._reader.text))
         return self.end
 

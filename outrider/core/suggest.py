@@ -15,12 +15,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def faults(error: Any) -> list[str]:
     """What pydantic's ValidationError found, each with the place of it."""
-    found = [(".".join(map(str, one["loc"])), said(one)) for one in error.errors()]
-    return [f"{place}: {why}" if place else why for place, why in found]
+    places = [(".".join(map(str, one["loc"])), said(one)) for one in error.errors()]
+    return [f"{place}: {why}" if place else why for place, why in places]
 
 
 def said(one: Any) -> str:
     """The words of one of `ValidationError.errors()`. To pydantic's own it adds the number or text that was given."""
-    own, given = one["type"] != "value_error", one.get("input")
-    got = f", got {given!r:.60}" if own and isinstance(given, (bool, int, float, str)) else ""
+    pydantics, value = one["type"] != "value_error", one.get("input")
+    got = f", got {value!r:.60}" if pydantics and isinstance(value, (bool, int, float, str)) else ""
     return one["msg"].removeprefix("Value error, ") + got

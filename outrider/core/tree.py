@@ -45,11 +45,11 @@ def depth(parents: Tensor) -> Tensor:
 
 def levels(parents: Sequence[int]) -> list[int]:
     """`depth` of one tree, as lists."""
-    found = [0] * len(parents)
+    depths = [0] * len(parents)
     for n, parent in enumerate(parents):
         if parent >= 0:
-            found[n] = found[parent] + 1
-    return found
+            depths[n] = depths[parent] + 1
+    return depths
 
 
 def child_table(parents: Tensor, width: int) -> Tensor:

@@ -73,24 +73,21 @@ class Budget:
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """Draft tokens for each sequence of a batch, as trees.
-
-    tokens:     int64 [batch, node]; node 0 is the last committed token.
-    parents:    int64 [batch, node]; -1 for node 0, -2 for padding, else smaller than the node's own index.
-    probs:      float32 [batch, node, vocab] or None. probs[b, n] is the distribution that the *children of n* were drawn
-                from, after all of the drafter's own processing. None with `Siblings.POINT`.
-    siblings:   how the children of a node were chosen.
-    confidence: float32 [batch, node] or None; the drafter's estimate of the probability that a node is accepted. No output
-                depends on it.
-    notes:      what the drafter tells its controller of each entry; `str` words a note for traces. () if it tells nothing.
-    """
+    """Draft tokens for each sequence of a batch, as trees."""
 
     tokens: Tensor
+    """int64 [batch, node]; node 0 is the last committed token."""
     parents: Tensor
+    """int64 [batch, node]; -1 for node 0, -2 for padding, else smaller than the node's own index."""
     probs: Tensor | None = None
+    """float32 [batch, node, vocab]. probs[b, n] is the distribution that the *children of n* were drawn from, after all of the
+    drafter's own processing. None with `Siblings.POINT`."""
     siblings: Siblings = Siblings.POINT
+    """How the children of a node were chosen."""
     confidence: Tensor | None = None
+    """float32 [batch, node]; the drafter's estimate of the probability that a node is accepted. No output depends on it."""
     notes: tuple[Any, ...] = ()
+    """What the drafter tells its controller of each entry; `str` words a note for traces. () if it tells nothing."""
 
     @property
     def nodes(self) -> int:
@@ -106,8 +103,8 @@ class Draft:
     @cached_property
     def stated(self) -> list[list[float]] | None:
         """`confidence` of the nodes of each tree without padding, read to the host once."""
-        known = None if self.confidence is None else cast("list[list[float]]", self.confidence.tolist())  # pyright: ignore[reportUnknownMemberType]
-        return known and [own[: len(nodes)] for own, nodes in zip(known, self.host, strict=True)]
+        rows = None if self.confidence is None else cast("list[list[float]]", self.confidence.tolist())  # pyright: ignore[reportUnknownMemberType]
+        return rows and [row[: len(nodes)] for row, nodes in zip(rows, self.host, strict=True)]
 
     def noted(self, notes: Sequence[Any]) -> Draft:
         """The same draft with these notes."""
@@ -146,22 +143,20 @@ class Verdict:
 
 @dataclass(frozen=True, eq=False)
 class Commit:
-    """What one sequence commits in one step, after stop conditions were applied.
-
-    tokens: the new committed tokens: accepted draft tokens, then the verdict's own, cut at the first stop.
-    nodes: the draft's nodes whose keys and values were committed to the cache, from the root down. A drafter is given them
-        as numbered in its own proposal.
-    num_accepted: how many of `tokens` are draft tokens.
-    finish: why the sequence ended in this step, or None.
-    features: float [committed position, feature], the tapped layers at the positions that the cache gained, in their order;
-        None without taps.
-    """
+    """What one sequence commits in one step, after stop conditions were applied."""
 
     tokens: list[int]
+    """The new committed tokens: accepted draft tokens, then the verdict's own, cut at the first stop."""
     nodes: list[int]
+    """The draft's nodes whose keys and values were committed to the cache, from the root down. A drafter is given them as
+    numbered in its own proposal."""
     num_accepted: int
+    """How many of `tokens` are draft tokens."""
     finish: str | None = None
+    """Why the sequence ended in this step."""
     features: Tensor | None = None
+    """float [committed position, feature], the tapped layers at the positions that the cache gained, in their order; None
+    without taps."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -253,14 +253,11 @@ class Decoder:
             end = self.prefixes.chunk_end(self.cache, tokens[:last], done, end)
         part = tokens[done:end]
         if part:
-            began = perf_counter()
             want = "none" if wanted is None else "all"
             out = self.target.forward(
                 Nodes(torch.tensor([part]), self.cache, [sequence.slot]), taps=self.drafter.taps, want=want
             )
             self.cache.commit([sequence.slot], [range(len(part))])
-            if self.prefixes is not None and self.prefixes.files is not None:
-                self.prefixes.files.computed(len(part), perf_counter() - began)
             if out.features is not None:
                 self.drafter.start(sequence.slot, tokens, done, out.features[0])
             if wanted is not None:

@@ -13,10 +13,10 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from outrider.control import Controller
-from outrider.core.contents import ContentFolder
 from outrider.core.files import MEMORY_DAYS, MEMORY_DISK, PREFIX_DISK, byte_count
 from outrider.core.outputs import Delta, RequestMetrics, RequestOutput
 from outrider.core.params import SamplingParams
+from outrider.core.store import PREFIXES, Store
 from outrider.drafters.base import Drafter
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.lookup.memory import text_memory
@@ -124,7 +124,7 @@ class LLM:
             controller=controller,
             calibrate=calibrate,
             warn=log.warning if any_method else partial(warnings.warn, category=RuntimeWarning),
-            prefix_folder=None if prefix_dir is None else ContentFolder(prefix_dir, byte_count(prefix_disk)),
+            prefix_folder=None if prefix_dir is None else Store.open(prefix_dir, byte_count(prefix_disk), PREFIXES),
             text_memory=earlier,
             any_method=any_method,
         )

@@ -39,9 +39,12 @@ class _Block:
 
 
 class PrefixCache:
-    """A tree of blocks, at most `limit` bytes of keys and values, and files behind it.
+    """A tree of blocks, at most `limit` bytes of keys and values, and files behind it if there is a folder.
 
-    bytes: held now. queries, hits: tokens asked for, tokens found. files: None without a folder.
+    Attributes:
+        bytes: Of the blocks.
+        queries: Tokens of the texts that were looked up.
+        hits: Those of them that were here.
     """
 
     def __init__(self, limit: int, files: PrefixFiles | None = None) -> None:
@@ -144,11 +147,11 @@ class PrefixCache:
         """The known blocks that `tokens` starts with, marked as used."""
         path, at = list[_Block](), self.root
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
-            found = at.children.get(tuple(tokens[start : start + BLOCK]))
-            if found is None:
+            child = at.children.get(tuple(tokens[start : start + BLOCK]))
+            if child is None:
                 break
-            path.append(found)
-            at = found
+            path.append(child)
+            at = child
         for block in reversed(path):
             self._used.move_to_end(block)
         return path

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from outrider.control import Controller, Fixed
-from outrider.core.contents import ContentFolder
+from outrider.core.store import Store
 from outrider.drafters import make_drafters
 from outrider.drafters.base import Drafter
 from outrider.drafters.combine.planned import PlannedDrafter
@@ -51,7 +51,7 @@ def build(
     controller: Controller | None = None,
     calibrate: bool = False,
     warn: Callable[[str], None] | None = None,
-    prefix_folder: ContentFolder | None = None,
+    prefix_folder: Store | None = None,
     text_memory: TextMemory | None = None,
     any_method: bool = False,
 ) -> Runtime:
@@ -129,6 +129,6 @@ def build(
     )
 
 
-def _draft_prefixes(folder: ContentFolder, draft: Loaded) -> PrefixCache:
+def _draft_prefixes(folder: Store, draft: Loaded) -> PrefixCache:
     """The prefixes that a draft model has read."""
     return PrefixCache(0, PrefixFiles(folder, draft))

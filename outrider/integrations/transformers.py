@@ -151,7 +151,7 @@ class CustomGenerate:
         if seed is None:
             seed = 0 if params.greedy else int(torch.randint(2**63 - 1, ()))
         with self._lock:
-            engine = self._engine(model)
+            engine = self.engine(model)
             out = self._run(engine, prompts, params, seed, streamer, pad)
         new = torch.tensor(out, dtype=input_ids.dtype, device=input_ids.device)
         sequences: Any = torch.cat([input_ids, new], dim=1)
@@ -159,11 +159,11 @@ class CustomGenerate:
             return GenerateDecoderOnlyOutput(sequences=sequences)
         return sequences
 
-    def _engine(self, model: PreTrainedModel) -> LLM:
+    def engine(self, model: PreTrainedModel) -> LLM:
         """The model made ready, once. Made again when its weights were changed or exchanged since."""
         mark = hash(tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()))
-        known = self._engines.get(model)
-        if known is None or known[0] != mark:
+        held = self._engines.get(model)
+        if held is None or held[0] != mark:
             training = [m for m in model.modules() if m.training]
             self._engines.pop(model, None)  # before the new one takes its memory
             try:
@@ -175,8 +175,8 @@ class CustomGenerate:
             loaded = replace(engine.loaded, source=engine.loaded.name)
             engine.prompts = PromptEncoder(loaded)
             engine.runtime = replace(engine.runtime, loaded=loaded, prompts=engine.prompts)
-            known = self._engines[model] = (mark, engine)
-        return known[1]
+            held = self._engines[model] = (mark, engine)
+        return held[1]
 
     def _run(
         self, engine: LLM, prompts: list[list[int]], params: SamplingParams, seed: int, streamer: Any | None, pad: int

@@ -1,6 +1,7 @@
 """The same request gives the same tokens in every version, compared with a record.
 
-The groups in float32 and bfloat16 are of commit 3aedf71, those in int8 and int4 of the first version with integer kernels.
+The record is of the version that stored the built-in weights in bfloat16. Before it, the texts had been the same since commit
+3aedf71 in float32 and bfloat16, and since the first integer kernels in int8 and int4.
 
 `tests/support/record.py` wrote the record. The target runs on the native kernels, which give the same
 bits on every machine. The default run compares all groups in float32 and one or two groups for each other precision.

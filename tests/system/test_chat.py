@@ -1,81 +1,61 @@
-"""`outrider run` as a person has it: at a terminal, in a pipe, and beside a server."""
+"""`outrider run` as a person has it: at a terminal and in a pipe."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from rich.cells import cell_len
 from serving import builtin, serving
 from terminal import Terminal
 from typer.testing import CliRunner
 
-import outrider
 from outrider.cli import main as cli
-from outrider.cli.backends import LocalBackend, ServerBackend
 from outrider.cli.conversation import Conversation
-from outrider.engine import Engine
+from outrider.cli.options import FolderOptions, LoadOptions, SpeculationOptions
+from outrider.cli.run import chat_model
 from outrider.models.builtin.shipped import builtin_folder
-from outrider.serve.assembly import set_chat_template
 
 CODE = "builtin:code"
 HERE = ("run", CODE, "--seed", "5")
-NO_MODEL = """
-from contextlib import contextmanager
-from outrider.cli import main, run
-class Silent:
-    name = "silent"
-@contextmanager
-def here(*_):
-    yield Silent()
-run._here = here
-main.main()
-"""  # the command with a model that loads nothing and is never asked
 
 
 def invoke(*words: str, stdin: str | None = None):
     return CliRunner().invoke(cli.app, list(words), input=stdin)
 
 
-def conversation(backend: Any) -> Conversation:
+NO_MODEL = """
+from types import SimpleNamespace
+from outrider.cli import main, run
+run.chat_model = lambda *_: SimpleNamespace(loaded=SimpleNamespace(name="silent"), stream=None)
+main.main()
+"""  # the command with a model that loads nothing and is never asked
+
+
+def test_a_conversation_has_the_answers_of_a_server_and_reads_only_what_is_new() -> None:
+    """The same template, sampling and seeds: each answer is the text that a server gives. What was read stays read."""
+    messages, served = list[dict[str, str]](), builtin(1, {"method": "auto"})
+    with serving(served) as live:
+        for n, text in enumerate(("sort a list of numbers by their last digit", "reverse it", "and now?")):
+            messages.append({"role": "user", "content": text})
+            body = {"model": "code", "messages": messages, "temperature": 0.8, "max_tokens": 24, "seed": 3 + n}
+            answer = httpx.post(f"{live.url}/v1/chat/completions", json=body).json()["choices"][0]["message"]
+            messages.append({"role": "assistant", "content": answer["content"]})
+    llm = chat_model(CODE, LoadOptions(), FolderOptions(), SpeculationOptions())
+    llm.tokenizer.chat_template = served.tokenizer.chat_template  # pyright: ignore[reportOptionalMemberAccess]
     options = {"temperature": 0.8, "max_tokens": 24, "seed": 3}
-    return Conversation(backend, options, system="Be brief.", stats=False)
-
-
-def test_a_model_here_answers_as_a_server_does() -> None:
-    """The same template, sampling and seeds: each answer of a conversation is the same text."""
-    typed, said = ("sort a list", "reverse it", "/set top_k 20", "and now?"), []
-    for local in (True, False):
-        llm = builtin(1, {"method": "auto"})
-        with contextlib.ExitStack() as stack:
-            if local:
-                backend: Any = LocalBackend(llm, stack.enter_context(contextlib.closing(Engine(llm.runtime))))
-            else:
-                backend = ServerBackend(stack.enter_context(serving(llm)).url)
-            talk = conversation(backend)
-            for text in typed:
-                talk.handle(text)
-        said.append(talk.messages)
-    assert said[0] == said[1]
-    assert len(said[0]) == 7
-
-
-def test_the_second_turn_reads_only_what_is_new() -> None:
-    llm = outrider.LLM(CODE, speculative_config={"method": "auto"}, max_num_seqs=1, any_method=True)
-    set_chat_template(llm, None)
-    with contextlib.closing(Engine(llm.runtime)) as engine:
-        talk = conversation(backend := LocalBackend(llm, engine))
-        talk.handle("sort a list of numbers by their last digit, and explain why that is stable")
-        talk.messages.append({"role": "user", "content": "go on"})
-        *_, last = backend.answer(talk.messages, {"max_tokens": 4, "seed": 1})
-    usage = last["usage"]
-    # of the text before, at most the end of a block and the last token, which was never read, are read again
-    new = len(llm.encode("\n# go on")) + 16
-    assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] <= new + 8
-    assert usage["prompt_tokens_details"]["cached_tokens"] >= 32
+    talk = Conversation(llm.loaded.name, llm.stream, options, system=None, stats=False)
+    for message in messages[::2]:
+        talk.handle(message["content"])
+    assert talk.messages == messages
+    assert llm.decoder.prefixes is not None
+    before = llm.decoder.prefixes.hits
+    talk.handle("go on")
+    assert (
+        llm.decoder.prefixes.hits - before > len(llm.encode(messages)) // 2
+    )  # odd texts are not spelled again as they were
 
 
 def test_a_person_at_a_terminal(tmp_path: Path) -> None:
@@ -103,8 +83,6 @@ def test_a_person_at_a_terminal(tmp_path: Path) -> None:
         terminal.type("\x04")
         assert terminal.ended() == 0
         assert "Traceback" not in terminal.shown
-        written = terminal.shown.partition("import sys\n")[2].partition("stopped\n")[0]
-        assert all(cell_len(line) <= 80 for line in written.split("\n"))
     history = tmp_path / "outrider" / "chat_history"
     assert history.stat().st_mode & 0o777 == 0o600
     assert history.read_text() == "import os\nimport sys\n/show\n/show\n/nonsense\n"
@@ -142,19 +120,6 @@ def test_run_answers_a_prompt_and_a_pipe() -> None:
     assert "there is no message" in nothing.stderr
 
 
-def test_a_server_answers_a_prompt_and_a_pipe_as_a_model_here_does() -> None:
-    here = invoke(*HERE, "-n", "8", "sort a list", "--stats", stdin="")
-    llm = outrider.LLM(CODE, speculative_config={"method": "auto"}, max_num_seqs=1)
-    set_chat_template(llm, None)
-    with serving(llm) as live:
-        for url in (live.url, live.url.removeprefix("http://"), live.url + "/v1"):
-            there = invoke("run", url, "--seed", "5", "-n", "8", "sort", "--served-model", "code", stdin="")
-            assert (there.exit_code, "cut at 8 tokens" in there.stderr) == (0, True), there.output
-        assert invoke("run", url, *HERE[2:], "-n", "8", "--stats", stdin="sort a list\n").stdout == here.stdout
-    assert "exact-tokens" in here.stderr
-    assert not re.search("exact-tokens|seed|>>>", here.stdout)
-
-
 @pytest.mark.parametrize("words", [("run",), ("generate", "Hi", "--chat", "-m")])
 def test_a_base_model_is_refused_before_it_is_loaded(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*given: Any, **more: Any) -> None:
@@ -180,19 +145,3 @@ def test_draft_tokens_that_were_accepted_are_green(words: tuple[str, ...], tmp_p
         assert terminal.ended() == 0
         text = text if words == HERE else terminal.shown
         assert re.search(r"\x1b\[32m[^\x1b]*[^\x1b\s][^\x1b]*\x1b\[0m", text)
-
-
-def test_a_pipe_has_a_limit_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A person would stop what does not end. Near the end of the context there is no need for a limit."""
-    asked = list[dict[str, Any]]()
-
-    def answer(_: Any, messages: Any, options: Any):
-        asked.append(dict(options))
-        yield {"choices": [{"delta": {"content": "x"}, "finish_reason": "stop"}]}
-
-    monkeypatch.setattr(LocalBackend, "answer", answer)
-    monkeypatch.setattr("outrider.cli.run.PIPE_TOKENS", 100)
-    for message in ("short", "long " * 1950):
-        assert invoke("run", CODE, message, stdin="").exit_code == 0
-    assert invoke("run", CODE, "short", "-n", "7", stdin="").exit_code == 0
-    assert [options.get("max_tokens") for options in asked] == [100, None, 7]

@@ -75,23 +75,21 @@ def test_a_pipe_gets_the_text_alone(expected: str) -> None:
     assert re.fullmatch(r"24 tokens, [\d.]+ tokens/s, seed 5, plain decoding\n", done.stderr)
 
 
-def test_generate_drafts_by_itself_and_says_with_what(expected: str) -> None:
+def test_generate_drafts_by_itself(expected: str) -> None:
     """The first command of a newcomer speculates: with a model that brings no draft model, too."""
     done = run("generate", PROMPT, *DRAWN)
     assert done.stdout == line(expected)
-    assert re.search(r"tokens/s, acceptance length .*, seed 5, exact-tokens\n$", done.stderr)
-    # drafts of fixed length do not depend on what they cost; the first has plans that name the drafter, the second none
-    for methods, named in ((["suffix", "ngram"], "(suffix|ngram)"), ("suffix", "suffix")):
-        config = json.dumps({"method": methods, "controller": "fixed"})
-        done = run("generate", "x = 1\n" * 12, "-m", SMALL, "-n", "64", "--speculative-config", config)
-        assert re.search(rf"drafts in \d+ of \d+ steps \({named} \d+.*\), seed", done.stderr)
+    assert re.search(r"tokens/s, .*seed 5, exact-tokens\n$", done.stderr)
+    config = json.dumps({"method": "suffix", "controller": "fixed"})  # its drafts do not depend on what they cost here
+    done = run("generate", "x = 1\n" * 12, "-m", SMALL, "-n", "64", "--speculative-config", config)
+    assert re.search(r"acceptance length [\d.]+ \(bonus counted\), acceptance rate [\d.]+, seed", done.stderr)
 
 
 def test_speculation_writes_the_same_text(expected: str) -> None:
     for more in (["--method", "suffix"], ["-d", SMALL, "-k", "3"], ["--speculative-config", '{"method": "ngram"}']):
         done = run("generate", "-", *DRAWN, *more, stdin=PROMPT + "\n")  # a last newline is the file's
         assert done.stdout == line(expected)
-        assert re.search(r"acceptance length [\d.]+ \(bonus counted\), .*seed 5, exact-tokens\n$", done.stderr)
+        assert re.search(r"tokens/s, .*seed 5, exact-tokens\n$", done.stderr)
     config = json.dumps({"model": SMALL, "controller": "fixed"})  # its drafts do not depend on what they cost here
     assert "acceptance rate 1.00" in run("generate", PROMPT, *DRAWN, "--speculative-config", config).stderr
 

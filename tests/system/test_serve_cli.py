@@ -14,19 +14,15 @@ import ssl
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from forked import Forked
 from patience import PATIENCE
-from serving import Live, builtin, certificate, serving
+from serving import certificate
 from typer.testing import CliRunner
 
-from outrider import LLM, SamplingParams
 from outrider.cli import main as cli
-from outrider.cli.backends import ServerBackend
-from outrider.cli.conversation import Conversation
 from outrider.cli.serve import ready_lines
 from outrider.serve import assembly
 from outrider.serve.options import ServeOptions
@@ -118,17 +114,6 @@ def test_ctrl_c_ends_a_server_without_a_traceback() -> None:
         (["serve", "builtin:code", "--ssl-certfile", "/dev/null"], "is no certificate"),
         (["serve", "builtin:code", "--api-key-file", "/dev/null"], "has no key"),
         (["serve", "builtin:code", "--api-key", " "], "an API key is empty"),
-        (["run", "ftp://x", "Hi"], "not the address of a server"),
-        (["run", "http://127.0.0.1:9", "Hi"], "start one: outrider serve"),
-        (
-            ["run", "127.0.0.1:9", "Hi", "-d", "builtin:code-draft"],
-            "a server decides how its model is loaded and drafted for",
-        ),
-        (
-            ["run", "http://127.0.0.1:9", "Hi", "--prefix-dir", "folder"],
-            "a server decides how its model is loaded and drafted for",
-        ),
-        (["run", "builtin:code", "Hi", "--served-model", "code"], "is for a server, and builtin:code is none"),
     ],
 )
 def test_mistakes_are_one_line(options: list[str], words: str) -> None:
@@ -160,7 +145,6 @@ def test_the_start_prints_a_request_that_fits_the_model_and_the_pages(
     at = "http://[::1]:8000"
     assert curl.startswith(f"curl -N {at}/v1/{'chat/' if chat else ''}completions ")
     assert ("Bearer" in curl) == chat
-    assert f"in a terminal: outrider run {at} " in pages
     body = json.loads(curl[curl.index("'{") + 1 : -1])
     assert {"model", "max_tokens", "stream", "messages" if chat else "prompt"} == set(body)
     for path, line in (
@@ -209,51 +193,3 @@ def test_it_speaks_https_takes_keys_of_a_file_and_has_a_port_for_monitoring(tmp_
             watched = f"https://127.0.0.1:{monitor}"
             assert client.get(watched + "/health").status_code == 200
             assert client.get(watched + "/v1/models", headers=sent).status_code == 404
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return builtin(2)
-
-
-def test_chat_answers_and_reports_acceptance(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(llm) as live:
-        talk = conversation(live.url + "/v1", None, system="Be brief.", temperature=0.8, max_tokens=20, seed=5)
-        talk.handle("sort a list")
-        talk.handle("reverse it")
-        assert talk.messages[0] == {"role": "system", "content": "Be brief."}
-        assert [m["role"] for m in talk.messages[1:]] == ["user", "assistant"] * 2
-        shown = capsys.readouterr()
-        prompt = "# system: Be brief.\n# user: sort a list\n# assistant:"
-        expected = llm.generate(prompt, SamplingParams(temperature=0.8, seed=5, max_tokens=20))[0].outputs[0]
-        assert talk.messages[2]["content"] == expected.text
-        assert shown.out.startswith(expected.text)
-        assert re.search(
-            r"\d+ tokens, [\d.]+ tokens/s, prompt of \d+, \d+ of them new, acceptance length [\d.]+, \d+ of \d+ draft tokens "
-            "accepted, seed 5, exact-tokens",
-            shown.err,
-        )
-
-
-def test_chat_goes_on_with_the_text_where_the_model_has_no_template(llm: LLM) -> None:
-    assert llm.tokenizer is not None
-    kept, llm.tokenizer.chat_template = llm.tokenizer.chat_template, None
-    try:
-        with serving(llm) as live:
-            _continues(live)
-    finally:
-        llm.tokenizer.chat_template = kept
-
-
-def _continues(live: Live) -> None:
-    talk = conversation(live.url, "code", temperature=0, max_tokens=8, seed=1)
-    talk.say("import os")
-    talk.say("import sys")
-    assert len(talk.messages) == 4
-    assert all(m["content"] for m in talk.messages)
-    with pytest.raises(ValueError, match="there is no model 'other'"):
-        conversation(live.url, "other", seed=1).say("x")
-
-
-def conversation(url: str, model: str | None, system: str | None = None, **options: Any) -> Conversation:
-    return Conversation(ServerBackend(url, model=model), options, system=system, stats=True)

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from outrider.core.contents import HEAD, TEXTS, ContentFolder
-from outrider.core.files import MEMORY_BY, byte_count
+from outrider.core.files import MEMORY_BY, byte_count, discard
 from outrider.core.infill import Marks, gap_marks, in_order
+from outrider.core.store import HEAD, TEXTS, Store
 from outrider.drafters.lookup.corpus import BORDER, REACH, Corpus, Index, fingerprint
 from outrider.models.load import Loaded
 
@@ -42,7 +42,7 @@ def text_memory(loaded: Loaded, path: str | PathLike[str], disk: int | str, days
         raise ValueError(f"memory_by is one of {', '.join(MEMORY_BY)}, got {by!r}")
     if not days > 0:
         raise ValueError(f"memory_days must be more than 0, got {days}; for example memory_days=30")
-    folder = ContentFolder(path, byte_count(disk), TEXTS, 86400 * days)
+    folder = Store.open(path, byte_count(disk), TEXTS, 86400 * days)
     return TextMemory(folder, loaded.tokenizer, loaded.model.vocab_size, by == "all")
 
 
@@ -59,7 +59,7 @@ class TextMemory:
     shared: all clients have one corpus. Otherwise no draft of a client has a token from a text of another one.
     """
 
-    def __init__(self, folder: ContentFolder, tokenizer: Any | None, vocab_size: int, shared: bool = False) -> None:
+    def __init__(self, folder: Store, tokenizer: Any | None, vocab_size: int, shared: bool = False) -> None:
         self.folder, self.shared = folder, shared
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._clients = OrderedDict[str, _Client]()
@@ -82,7 +82,7 @@ class TextMemory:
     def _client(self, client: str) -> _Client:
         name = "" if self.shared else client
         if name not in self._clients:
-            corpus = Corpus(max(self.folder.limit // _NUMBERS, 1), span=self.folder.age / _PERIODS)
+            corpus = Corpus(max(int(self.folder.limit) // _NUMBERS, 1), span=self.folder.age / _PERIODS)
             self._clients[name] = _Client(name, corpus)
             self.folder.later(self._load, self._clients[name])
         self._clients.move_to_end(name)
@@ -107,19 +107,19 @@ class TextMemory:
         return self.folder.path / hashlib.sha256(repr((self.shared, client.name)).encode()).hexdigest()[:16]
 
     def _load(self, client: _Client) -> None:
-        found = list[tuple[float, Index, Path]]()
+        entries = list[tuple[float, Index, Path]]()
         for file in self._path(client).glob(f"{self._kind}-*.texts"):
             with suppress(OSError):  # another process may have merged it
                 if (index := self._read(file)) is not None:
-                    found.append((index.since, index, file))
-        kept, seen = list[tuple[float, Index, Path]](), set[bytes]()
-        for since, index, file in sorted(found, key=lambda one: -len(one[1])):
-            own = {document.tobytes() for document in _documents(index.tokens)}
-            if not own <= seen:
-                kept.append((since, index, file))
-                seen |= own
-        client.files |= {index: file for _, index, file in found}
-        for _, index, _ in sorted(kept, key=lambda one: one[0]):
+                    entries.append((index.since, index, file))
+        chosen, seen = list[tuple[float, Index, Path]](), set[bytes]()
+        for since, index, file in sorted(entries, key=lambda one: -len(one[1])):
+            documents = {document.tobytes() for document in _documents(index.tokens)}
+            if not documents <= seen:
+                chosen.append((since, index, file))
+                seen |= documents
+        client.files |= {index: file for _, index, file in entries}
+        for _, index, _ in sorted(chosen, key=lambda one: one[0]):
             client.corpus.take(index)
         self._settle(client)
 
@@ -127,10 +127,10 @@ class TextMemory:
         about = file.stat()
         if not S_ISREG(about.st_mode) or about.st_size > self.folder.limit + HEAD:
             return None
-        found = self.folder.read(file, about.st_size - HEAD)
-        if found is None or len(found) % _NUMBERS:
+        content = self.folder.read(file, about.st_size - HEAD)
+        if content is None or len(content) % _NUMBERS:
             return None
-        tokens, order = np.frombuffer(found, np.int32).reshape(2, -1).copy()  # aligned
+        tokens, order = np.frombuffer(content, np.int32).reshape(2, -1).copy()  # aligned
         try:
             index = Index(tokens, order, about.st_mtime)
         except ValueError:
@@ -156,12 +156,14 @@ class TextMemory:
                 whole &= self.folder.put(file, [segment.tokens.tobytes(), segment.order.tobytes()], segment.since)
             client.files[segment] = file
         if whole:
-            self.folder.remove(set(before.values()) - set(client.files.values()))
+            for file in {*before.values()} - {*client.files.values()}:
+                discard(file)
 
     def _forget(self, name: str) -> None:
         held = self._clients.get(name) or _Client(name, Corpus())
         held.corpus.segments, held.files = [], {}
-        self.folder.remove(self._path(held).glob("*.texts"))
+        for file in self._path(held).glob("*.texts"):
+            discard(file)
 
 
 def _documents(tokens: np.ndarray) -> Iterator[np.ndarray]:
@@ -177,10 +179,10 @@ def _unknown(corpus: Corpus, tokens: list[int]) -> list[list[int]]:
     parts, start = list[list[int]](), -1
     for at in range(0, len(tokens) + REACH, REACH):
         piece = tokens[at : at + REACH]
-        known = not piece or any(segment.longest(piece) == len(piece) for segment in reversed(corpus.segments))
-        if known and start >= 0:
+        is_known = not piece or any(segment.longest(piece) == len(piece) for segment in reversed(corpus.segments))
+        if is_known and start >= 0:
             parts.append(tokens[max(start - _LEAD, 0) : at + _LEAD])
             start = -1
-        elif not known and start < 0:
+        elif not is_known and start < 0:
             start = at
     return parts

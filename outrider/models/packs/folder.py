@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from itertools import pairwise
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.core.files import read_settings
+from outrider.core.files import disk_bytes, read_settings, written_whole
 from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
 from outrider.models import checkpoint
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 MANIFEST, WEIGHTS, CONFIG = "outrider_pack.json", "packed.safetensors", "config.json"
-PARTIAL = ".partial"  # how the name of a folder ends that is not whole
 LAYOUT = 4  # of the folder; a pack of another layout is made again
 _PART = ".packed."  # between the name of a module and that of a buffer of its matrix
 _SAME = "same"  # the settings of a matrix that two modules share: the name of the first
@@ -61,24 +60,17 @@ class BadPack(ValueError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a pack is.
+    """What a pack is."""
 
-    source: what the model was loaded from. weights: the precision. end_ids: the end tokens. made_by: what a reader must have in
-    common with the writer.
-    matrices: the settings of each `Packed`, by the name of its module. sums: a checksum of each tensor of the file.
-    native: the `Program.facts`. tokenizer: the settings of a `LazyTokenizer`. None: it is read by transformers. experts: the
-    tensors of the mixtures that stay in their GGUF file, by name.
-    """
-
-    source: str
-    weights: str
+    source: str  # what the model was loaded from
+    weights: str  # the precision
     end_ids: tuple[int, ...]
-    made_by: dict[str, Any]
-    matrices: dict[str, Any]
-    sums: dict[str, int]
-    native: dict[str, Any]
-    tokenizer: dict[str, Any] | None
-    experts: dict[str, list[str]] = field(default_factory=dict)
+    made_by: dict[str, Any]  # what a reader must have in common with the writer
+    matrices: dict[str, Any]  # the settings of each `Packed`, by the name of its module
+    sums: dict[str, int]  # a checksum of each tensor of the file
+    native: dict[str, Any]  # the `Program.facts`
+    tokenizer: dict[str, Any] | None  # the settings of a `LazyTokenizer`; None: it is read by transformers
+    experts: dict[str, list[str]] = field(default_factory=dict)  # the tensors of mixtures that stay in their GGUF file
 
 
 def is_pack(folder: str | Path) -> bool:
@@ -86,20 +78,20 @@ def is_pack(folder: str | Path) -> bool:
 
 
 def made_by() -> dict[str, Any]:
-    made = {"layout": LAYOUT, "kernels": kernel_layout(), "programs": families.digest()}
-    return made | {"transformers": version("transformers")}
+    facts = {"layout": LAYOUT, "kernels": kernel_layout(), "programs": families.digest()}
+    return facts | {"transformers": version("transformers")}
 
 
 def manifest(folder: Path) -> Manifest:
     """Raises BadPack for a pack that these kernels or this version of transformers cannot read."""
     try:
-        given = read_settings(folder / MANIFEST)
-        if (theirs := given.get("made_by")) != (mine := made_by()):
+        settings = read_settings(folder / MANIFEST)
+        if (theirs := settings.get("made_by")) != (mine := made_by()):
             raise BadPack(f"{folder} was packed with another version ({theirs}; here it is {mine})")
-        ends = tuple(given.pop("end_ids"))
+        ends = tuple(settings.pop("end_ids"))
         if not all(type(i) is int and i >= 0 for i in ends):
             raise ValueError(f"end_ids are tokens, got {ends}")
-        return Manifest(end_ids=ends, **given)
+        return Manifest(end_ids=ends, **settings)
     except BadPack:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -132,25 +124,20 @@ class PackContents(NamedTuple):
     files: dict[str, bytes]
 
     def write(self, folder: Path) -> int:
-        """Write the pack, which replaces the folder if it is there. Returns its bytes. Needs no lock.
+        """Write the pack, which replaces the folder if it is there. Returns its bytes. Raises OSError if it cannot be written."""
+        with written_whole(folder) as half:
+            self.write_to(half)
+        return disk_bytes(folder)
 
-        It is written beside its place and renamed, with its manifest last, so a half one is never read. Raises OSError if it
-        cannot be written.
-        """
-        partial = folder.with_name(f"{folder.name}.{os.getpid()}{PARTIAL}")
-        partial.mkdir(parents=True)
-        try:
-            for name, content in self.files.items():
-                (partial / name).write_bytes(content)
-            _save(self.tensors, partial / WEIGHTS)
-            shutil.copymode(partial / CONFIG, partial / WEIGHTS)  # only its owner can read what was saved
-            found = replace(self.manifest, sums={name: _checksum(t) for name, t in self.tensors.items()})
-            (partial / MANIFEST).write_text(json.dumps(asdict(found)), encoding="utf-8")
-            shutil.rmtree(folder, ignore_errors=True)
-            partial.rename(folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-        return size(folder)
+    def write_to(self, folder: Path) -> None:
+        """Write the pack to a new folder, its manifest last. Raises OSError if it cannot be written."""
+        folder.mkdir(parents=True)
+        for name, content in self.files.items():
+            (folder / name).write_bytes(content)
+        save(self.tensors, folder / WEIGHTS)
+        shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # only its owner can read what was saved
+        summed = replace(self.manifest, sums={name: checksum(t) for name, t in self.tensors.items()})
+        (folder / MANIFEST).write_text(json.dumps(asdict(summed)), encoding="utf-8")
 
 
 def contents(loaded: ReadModel, program: Program, weights: str, source: str, beside: bool = False) -> PackContents:
@@ -174,10 +161,10 @@ def contents(loaded: ReadModel, program: Program, weights: str, source: str, bes
         if loaded.tokenizer is not None:
             loaded.tokenizer.save_pretrained(temporary)
         small = {f.name: f.read_bytes() for f in Path(temporary).iterdir() if f.is_file()}
-    lazy = loaded.tokenizer.settings if isinstance(loaded.tokenizer, LazyTokenizer) else None
+    lazy = getattr(loaded.tokenizer, "settings", None)  # of a `LazyTokenizer`
     places = {name: [*stored.tensors] for name, stored in experts.items()}
-    made = Manifest(source, weights, loaded.end_ids, made_by(), matrices, {}, program.facts, lazy, places)
-    return PackContents(made, tensors, small)
+    summary = Manifest(source, weights, loaded.end_ids, made_by(), matrices, {}, program.facts, lazy, places)
+    return PackContents(summary, tensors, small)
 
 
 def bytes_of(program: Program) -> int:
@@ -203,20 +190,11 @@ def _stored_in(program: Program) -> dict[str, reader.StoredExperts]:
 def source_of(folder: Path) -> tuple[str | None, str]:
     """What a pack was made of, if that is still here and the manifest says so, and the precision."""
     try:
-        given = read_settings(folder / MANIFEST)
-        source, weights = str(given["source"]), str(given["weights"])
+        settings = read_settings(folder / MANIFEST)
+        source, weights = str(settings["source"]), str(settings["weights"])
     except (OSError, ValueError, KeyError):
         return None, ""
     return (source if source.startswith("builtin:") or Path(source).exists() else None), weights
-
-
-def size(folder: Path) -> int:
-    """Bytes of its files. A file that another process removes meanwhile counts as nothing."""
-    total = 0
-    for file in folder.glob("*"):
-        with suppress(OSError):
-            total += file.stat().st_size
-    return total
 
 
 def read(folder: Path, request: LoadRequest) -> ReadModel:
@@ -229,17 +207,17 @@ def read(folder: Path, request: LoadRequest) -> ReadModel:
         raise ValueError(
             f"{request.name} is packed in {pack.weights}, not in {request.weights}; pack the model again, or leave it out"
         )
-    checkpoint.fits(request.name, checkpoint.Sizes("gguf", 0, size(folder)), None, request.device)
+    checkpoint.fits(request.name, checkpoint.Sizes("gguf", 0, disk_bytes(folder)), None, request.device)
     try:
-        given = read_settings(folder / CONFIG)
-        config: Any = Lazy(functools.partial(_config, folder / CONFIG, given))
+        settings = read_settings(folder / CONFIG)
+        config: Any = Lazy(functools.partial(_config, folder / CONFIG, settings))
         matrices, tensors, tokenizer = _read_parts(folder, pack, request.tokenizer)
-        checkpoint.check_numbers(folder / CONFIG, given, {n: part.shape for n, part in (matrices | tensors).items()})
+        checkpoint.check_numbers(folder / CONFIG, settings, {n: part.shape for n, part in (matrices | tensors).items()})
         model = stored(pack.native, matrices | tensors | _experts_of(pack, request))
-        layers, said = (where.get("num_hidden_layers") for where in (pack.native["config"], given))
+        layers, said = (where.get("num_hidden_layers") for where in (pack.native["config"], settings))
         if said not in (None, layers):
             raise ValueError(f"{MANIFEST} has {layers} layers, and {CONFIG} says {said}")
-        if (length := given.get("max_position_embeddings")) != model.max_length:
+        if (length := settings.get("max_position_embeddings")) != model.max_length:
             raise ValueError(f"max_length is {model.max_length}, and {CONFIG} says {length}")
     except BadPack:
         raise
@@ -274,26 +252,26 @@ def _read_parts(
         owner, is_part, part = name.partition(_PART)
         if is_part:
             parts[owner][part] = tensors.pop(name)
-    made: dict[str, native.Packed] = {}
+    packed: dict[str, native.Packed] = {}
     for name, settings in pack.matrices.items():
         same = settings.get(_SAME)
-        made[name] = made[same] if same else native.Packed.from_state(settings, parts[name])
-    return made, tensors, tokenizer
+        packed[name] = packed[same] if same else native.Packed.from_state(settings, parts[name])
+    return packed, tensors, tokenizer
 
 
 def _experts_of(pack: Manifest, request: LoadRequest) -> dict[str, Any]:
     """The mixtures that stay in their GGUF file, and their matrices."""
-    found = dict[str, Any]()
+    mixtures = dict[str, Any]()
     if not pack.experts:
-        return found
+        return mixtures
     tensors = reader.read(gguf_files(request.name) or ()).tensors
     for name, names in pack.experts.items():
-        found[name] = stored_experts = reader.StoredExperts({n: tensors[n] for n in names})
-        found |= expert_names(name, stored_experts.packed())
-    return found
+        mixtures[name] = stored_experts = reader.StoredExperts({n: tensors[n] for n in names})
+        mixtures |= expert_names(name, stored_experts.packed())
+    return mixtures
 
 
-def _save(tensors: dict[str, Tensor], file: Path) -> None:
+def save(tensors: dict[str, Tensor], file: Path) -> None:
     from safetensors.torch import save_file
 
     try:
@@ -317,7 +295,7 @@ def _reading(file: Path, sums: Mapping[str, int]) -> Iterator[dict[str, Tensor]]
         if table[name].offset != (end := table[before].offset + table[before].bytes):
             raise ValueError(f"{name} begins at byte {table[name].offset}, and the tensor before ends at {end}")
     memory = _memory(table)
-    begun, found = Event(), dict[str, Tensor]()
+    begun, tensors = Event(), dict[str, Tensor]()
 
     def read(descriptor: int, names: Sequence[str]) -> None:
         buffers = [memory[name].view(torch.uint8).numpy().data for name in names if memory[name].numel()]
@@ -333,7 +311,7 @@ def _reading(file: Path, sums: Mapping[str, int]) -> Iterator[dict[str, Tensor]]
             if got:
                 buffers[0] = buffers[0][got:]
         for name in names:
-            if _checksum(memory[name]) != sums[name]:
+            if checksum(memory[name]) != sums[name]:
                 raise ValueError(f"{file} is damaged: {name} has another checksum than when it was written")
 
     with file.open("rb") as opened, ThreadPoolExecutor(max(torch.get_num_threads(), 2)) as pool:
@@ -341,10 +319,10 @@ def _reading(file: Path, sums: Mapping[str, int]) -> Iterator[dict[str, Tensor]]
         jobs = [pool.submit(read, opened.fileno(), names[i : i + _TOGETHER]) for i in starts]
         if jobs:
             begun.wait()
-        yield found
+        yield tensors
         for job in jobs:
             job.result()
-    found |= {name: memory[name].view(table[name].shape) for name in table}
+    tensors |= {name: memory[name].view(table[name].shape) for name in table}
 
 
 def _memory(table: Mapping[str, checkpoint.StoredTensor]) -> dict[str, Tensor]:
@@ -357,7 +335,7 @@ def _memory(table: Mapping[str, checkpoint.StoredTensor]) -> dict[str, Tensor]:
     return {name: block[places[name] :][: t.bytes].view(STORED_DTYPES[t.format]) for name, t in table.items()}
 
 
-def _checksum(t: Tensor) -> int:
+def checksum(t: Tensor) -> int:
     """The sum of its 64-bit words, and of the bytes after the last one. A flipped bit always changes it."""
     raw = t.reshape(-1).view(torch.uint8)
     whole = raw.numel() // 8 * 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -59,11 +58,11 @@ def test_doctor_says_why_an_instruction_set_was_chosen(monkeypatch: pytest.Monke
     monkeypatch.setattr(cpu, "available", lambda: True)
     monkeypatch.setattr(cpu, "isas", lambda: ("portable", "avx2", "avx512", "avx512_vnni"))
     monkeypatch.setattr(cpu, "isa", lambda: "avx2")
-    assert doctor._instruction_set().found == "avx2: the processor lacks avx512_vnni, avx512"
+    assert doctor.instruction_set().result == "avx2: the processor lacks avx512_vnni, avx512"
     monkeypatch.setattr(cpu, "isa", lambda: "avx512_vnni")
-    assert doctor._instruction_set().found == "avx512_vnni: the fastest of this build"
+    assert doctor.instruction_set().result == "avx512_vnni: the fastest of this build"
     monkeypatch.setenv("OUTRIDER_ISA", "avx512_vnni")
-    assert doctor._instruction_set().fix.startswith("unset OUTRIDER_ISA")
+    assert doctor.instruction_set().fix.startswith("unset OUTRIDER_ISA")
 
 
 def test_doctor_names_settings_that_cost_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -71,31 +70,26 @@ def test_doctor_names_settings_that_cost_speed(monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(cpu, "available", lambda: True)
     monkeypatch.setattr(cpu, "num_threads", lambda: 1)
-    assert not doctor._threads(4).fix
+    assert not doctor.thread_check(4).fix
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    assert doctor._threads(4).fix == "unset OMP_WAIT_POLICY"
+    assert doctor.thread_check(4).fix == "unset OMP_WAIT_POLICY"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert doctor._threads(4).fix == "unset OMP_NUM_THREADS"
-    assert doctor._threads(1).fix == "unset OMP_WAIT_POLICY"
+    assert doctor.thread_check(4).fix == "unset OMP_NUM_THREADS"
+    assert doctor.thread_check(1).fix == "unset OMP_WAIT_POLICY"
 
     pages = tmp_path / "enabled"
     monkeypatch.setattr(doctor, "PAGES", pages)
     monkeypatch.setattr(cpu, "available", lambda: False)
     for text, found in (("always madvise [never]", "never"), ("always [madvise] never", "madvise")):
         pages.write_text(text)
-        check = list(doctor._speed())[-1]
-        assert check.found.startswith(f"{found}: ")
+        check = list(doctor.memory_checks())[-1]
+        assert check.result.startswith(f"{found}: ")
         assert bool(check.fix) == (found == "never")
 
 
-def test_doctor_sees_a_used_port_and_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        monkeypatch.setattr(doctor, "PORT", taken.getsockname()[1])
-        assert "--port 0" in doctor._port().fix
+def test_doctor_sees_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_installed", lambda name: name != "llguidance")
-    fixes = {check.name: (check.found, check.fix, check.wrong) for check in doctor._packages()}
+    fixes = {check.name: (check.result, check.fix, check.wrong) for check in doctor.package_checks()}
     assert fixes["extra grammar"] == ("missing: llguidance", "pip install '.[grammar]'   # in the checkout", False)
     assert "serve" in fixes["extras"][0]
     assert "grammar" not in fixes["extras"][0]

@@ -26,7 +26,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     hub = tmp_path / ".cache" / "huggingface" / "hub"
-    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(hub))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
     snapshot = hub / "models--ada--small" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)

@@ -143,13 +143,16 @@ def test_a_temperature_that_no_float_can_divide_by_is_greedy(temperature: float)
 
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.5)])
 @pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
-def test_logits_that_are_not_numbers_are_no_token(params: SamplingParams, wrong: float) -> None:
+def test_logits_that_are_not_numbers_are_no_token(
+    params: SamplingParams, wrong: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logits = draws(1)[0]
     logits[7] = wrong
     warp = LogitsWarper([history(params, [0], 1)])
-    assert warp.draw_row(0, logits, (), (1, Stream.TOKEN.value, 2, 3)) == -1
-    assert warp.draw(logits[None], [[]], noise([1]), Stream.TOKEN, torch.tensor([3])).tolist() == [-1]
-    assert warp._draw(logits[None], [[]], noise([1]), Stream.TOKEN, torch.tensor([3]), None).tolist() == [-1]
+    for _ in ("kernels", "tensors"):
+        assert warp.draw_row(0, logits, (), (1, Stream.TOKEN.value, 2, 3)) == -1
+        assert warp.draw(logits[None], [[]], noise([1]), Stream.TOKEN, torch.tensor([3])).tolist() == [-1]
+        monkeypatch.setattr("outrider.core.sampling.why_no_kernels", lambda device: "they are not asked")
 
 
 def test_no_distribution_gives_no_token() -> None:

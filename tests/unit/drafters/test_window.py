@@ -11,8 +11,8 @@ import torch
 from helpers import VOCAB, decoder, plain_texts, request
 from vocabularies import pairing
 
-from outrider.core.contents import ContentFolder
 from outrider.core.params import SamplingParams
+from outrider.core.store import PREFIXES, Store
 from outrider.core.types import Budget, Draft
 from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter, Way
 from outrider.drafters.model.draft_model import WINDOW, ModelDrafter
@@ -115,7 +115,7 @@ def test_the_window_of_a_text_is_found_in_files(tmp_path: Path) -> None:
     not read before, only the first tokens are there."""
     ids, missing = text(700), list[int]()
     for lengths in ((500,), (510, 600), (500, 620)):
-        folder = ContentFolder(tmp_path, 10**9)
+        folder = Store.open(tmp_path, 10**9, PREFIXES)
         drafter = ModelDrafter(DRAFT.model, 1, 512, prefixes=PrefixCache(0, PrefixFiles(folder, DRAFT)))
         for length in lengths:
             missing.append(drafter.missing(0, ids[:length]))

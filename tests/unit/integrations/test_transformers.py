@@ -195,29 +195,29 @@ def test_return_dict(model: PreTrainedModel, fast: object) -> None:
 def test_the_users_model_stays_as_it_was(draft: PreTrainedModel) -> None:
     model = llama(4)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    modules, attention = [type(m) for m in model.modules()], model.config._attn_implementation
+    modules, settings = [type(m) for m in model.modules()], dict(vars(model.config))
     model.train()
     model.generate(PROMPT, max_new_tokens=6, custom_generate=outrider.custom_generate({"model": draft}))
     assert all(m.training for m in model.modules())
     model.eval()
     assert [type(m) for m in model.modules()] == modules
-    assert model.config._attn_implementation == attention
+    assert vars(model.config) == settings
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
 def test_the_engine_is_made_once_for_the_weights_and_goes_with_the_model() -> None:
     model, ours = llama(5), outrider.custom_generate(SUFFIX)
     model.generate(PROMPT, max_new_tokens=4, custom_generate=ours)
-    first = ours._engine(model)
+    first = ours.engine(model)
     model.generate(PADDED, attention_mask=MASK, max_new_tokens=4, custom_generate=ours)
-    assert ours._engine(model) is first
+    assert ours.engine(model) is first
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.3)
     want = model.generate(PROMPT, max_new_tokens=20)
     assert model.generate(PROMPT, max_new_tokens=20, custom_generate=ours).tolist() == want.tolist()
-    assert ours._engine(model) is not first
-    gone = weakref.ref(ours._engine(model))
+    assert ours.engine(model) is not first
+    gone = weakref.ref(ours.engine(model))
     del first, model, p
     gc.collect()
     assert gone() is None

@@ -22,6 +22,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from outrider.core.files import disk_bytes
+from outrider.core.store import PACKS, Store
 from outrider.kernels import cpu as native
 from outrider.models import load as loading
 from outrider.models.base import LanguageModel
@@ -124,7 +126,7 @@ def test_a_packed_folder_loads_as_any_model(
     source: Path, tmp_path: Path, quantization: str | None, quantised: list[int]
 ) -> None:
     size = pack(source, tmp_path / "packed", quantization=quantization)
-    assert size == packs.size(tmp_path / "packed") > 1000
+    assert size == disk_bytes(tmp_path / "packed") > 1000
     expected = load(source, quantization=quantization)
     quantised.clear()
     found = load(tmp_path / "packed")
@@ -156,7 +158,7 @@ def test_only_a_pack_or_nothing_is_replaced(source: Path, tmp_path: Path) -> Non
 
 
 def test_a_full_disk_leaves_no_folder(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packs, "_save", no_space)
+    monkeypatch.setattr(packs, "save", no_space)
     with pytest.raises(OSError, match="No space left"):
         pack(source, tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
@@ -278,7 +280,7 @@ def test_a_second_start_quantises_nothing(source: Path, cache: Path, quantised: 
     assert second.tokenizer.get_vocab() == first.tokenizer.get_vocab()  # pyright: ignore[reportOptionalMemberAccess]
     [kept] = store.packs()
     assert kept.name.startswith("llama-")
-    assert (kept.weights, kept.source, kept.bytes) == ("int8", str(source), packs.size(cache / kept.name))
+    assert (kept.weights, kept.source, kept.bytes) == ("int8", str(source), disk_bytes(cache / kept.name))
     load(source, quantization="int4")
     assert len(store.packs()) == 2, "another precision is another pack"
 
@@ -338,73 +340,52 @@ def test_small_and_quick_models_are_not_kept(source: Path, monkeypatch: pytest.M
     assert store.packs() == []
 
 
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("damage", [cut, scribble], ids=lambda f: f.__name__)
 def test_a_damaged_pack_is_removed_and_made_again(source: Path, cache: Path, damage) -> None:
     expected = logits(loaded(source).model)
     [kept] = store.packs()
     damage(cache / kept.name)
     with pytest.warns(RuntimeWarning, match="removed, and the model is packed again"):
         assert torch.equal(logits(load(source, quantization="int8").model), expected)
-    assert [p.name for p in store.packs()] == [kept.name]
-    assert torch.equal(logits(loaded(source).model), expected)
     assert [p.name for p in cache.iterdir() if p.is_dir()] == [kept.name]
+    assert torch.equal(logits(loaded(source).model), expected)
+    store.remove(kept.name)
+    store.remove(kept.name)  # it is gone already
+    assert store.packs() == []
 
 
-def test_the_least_recently_used_packs_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = []
-    for seed in range(3):
-        raw = tiny("llama").bfloat16()
-        with torch.no_grad():
-            raw.model.norm.weight.add_(seed)  # pyright: ignore
-        raw.save_pretrained(tmp_path / f"model{seed}")
-        folders.append(tmp_path / f"model{seed}")
-    loaded(folders[0])
+def test_the_pack_that_was_not_used_for_the_longest_time_makes_room(
+    source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded(source)
     [first] = store.packs()
-    monkeypatch.setenv(store.LIMIT, str(2.5 * first.bytes / 1e9))
-    loaded(folders[1])
-    for name, age in zip(sorted(p.name for p in store.packs()), (200, 100), strict=True):
-        os.utime(store.folder() / name / MANIFEST, (age, age))
-    loaded(folders[0])  # used again
-    loaded(folders[2])
-    assert [p.name[:6] for p in store.packs()] == ["model0", "model2"]
-    newest = next(store.folder().glob("model2*")) / MANIFEST
-    newest.write_text(newest.read_text().replace('"made_by": {', '"made_by": {"of": "another version", '))
-    loaded(folders[1])
-    assert [p.name[:6] for p in store.packs()] == ["model0", "model1"], "what another version made goes first"
+    load(source, quantization="int4")
+    second = next(p for p in store.packs() if p != first)
+    for name, age in ((first.name, 200), (second.name, 100)):
+        os.utime(cache / name, (age, age))
+    loaded(source)  # used again
+    (source / "config.json").touch()
+    monkeypatch.setenv(store.LIMIT, str((first.bytes + 1.2 * second.bytes) / 1e9))
+    load(source, quantization="int4")
+    assert len(store.packs()) == 2
+    assert second.name not in [p.name for p in store.packs()]
     monkeypatch.setenv(store.LIMIT, str(0.5 * first.bytes / 1e9))
-    loaded(folders[2])
-    assert [p.name[:6] for p in store.packs()] == ["model0", "model1"], "too large for the cache: nothing is removed"
+    load(source, quantization="int4", dtype="float32")
+    assert len(store.packs()) == 2, "too large for the cache: nothing is removed"
 
 
 def test_a_full_disk_does_no_harm(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(packs, "_save", no_space)
+        patch.setattr(packs, "save", no_space)
         with pytest.warns(RuntimeWarning, match=r"were not kept.*No space left"):
             found = load(source, quantization="int8")
         assert [p.name for p in cache.iterdir() if p.is_dir()] == []
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "_room", lambda: 100)
-        loaded(source)
-        assert store.packs() == []
     assert torch.equal(logits(found.model), logits(loaded(source).model))
     assert len(store.packs()) == 1
 
 
-def test_what_a_killed_process_left_is_removed(source: Path, cache: Path) -> None:
-    loaded(source)
-    [kept] = store.packs()
-    half = cache / f"{kept.name}.partial"
-    (cache / kept.name).rename(half)
-    (half / MANIFEST).unlink()
-    (cache / "empty-0123").mkdir()  # no manifest: no pack
-    loaded(source)
-    assert [p.name for p in store.packs()] == [kept.name]
-    assert not half.exists()
-
-
 def test_another_process_that_packs_is_not_waited_for(source: Path, cache: Path) -> None:
-    cache.mkdir(parents=True)
-    with store.FileLock(cache / ".lock"):
+    with Store(cache, 0, PACKS).turn():
         loaded(source)
     assert store.packs() == []
     loaded(source)
@@ -433,17 +414,6 @@ def test_a_pack_that_vanishes_is_no_error(source: Path, cache: Path, monkeypatch
         patch.setattr(store, "read", vanish)
         found = loaded(source)
     assert torch.equal(logits(found.model), expected)
-
-
-def test_packs_are_removed_by_name(source: Path, cache: Path) -> None:
-    loaded(source)
-    load(source, quantization="int4")
-    first, second = (p.name for p in store.packs())
-    store.remove(first)
-    assert [p.name for p in store.packs()] == [second]
-    store.remove(first)  # it is gone already
-    store.remove(second)
-    assert [p for p in cache.iterdir() if p.is_dir()] == []
 
 
 # -- GGUF files, and drafts ------------------------------------------------------------------------------------------------

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 import warnings
@@ -16,13 +14,12 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
 from architectures import ARCHITECTURES, prompts, tiny
 from crossed import crossed
-from forked import Forked
 from gguf_files import tokenizer_metadata, write_gguf
 from patience import PATIENCE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -51,7 +48,6 @@ LARGE = (
     "transformers", "scipy", "sympy", "torch._dynamo", "torch.distributed.tensor", "triton", "huggingface_hub", "httpx",
     "safetensors", "fastapi", "uvicorn", "jinja2", "sklearn", "matplotlib", "pandas",
 )  # fmt: skip
-EVERY_PACK = "loading._WORTH_BYTES, loading._WORTH_SECONDS = 0, -1"
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -78,12 +74,6 @@ def file(tmp_path: Path) -> Path:
         tiny("qwen2", vocab_size=len(tokenizer), hidden_size=64), tmp_path / "model.gguf", "Q8_0", metadata=given
     )
     return tmp_path / "model.gguf"
-
-
-def program(code: str) -> str:
-    """This code with every pack kept, and warnings on its standard error."""
-    text = f"import sys, warnings\nfrom outrider.models import load as loading\n{EVERY_PACK}\n"
-    return text + "warnings.simplefilter('always', RuntimeWarning)\n" + textwrap.dedent(code)
 
 
 # -- imports ---------------------------------------------------------------------------------------------------------------
@@ -298,8 +288,8 @@ def test_a_damaged_tokenizer_is_no_start(file: Path, cache: Path) -> None:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A disk that takes no tensor before the event is set."""
-    ready, save = threading.Event(), packs._save
-    monkeypatch.setattr(packs, "_save", lambda *given: (ready.wait(PATIENCE), save(*given)))
+    ready, save = threading.Event(), packs.save
+    monkeypatch.setattr(packs, "save", lambda *given: (ready.wait(PATIENCE), save(*given)))
     yield ready
     ready.set()
     store.wait()
@@ -336,91 +326,3 @@ def test_the_memory_of_a_model_is_not_kept_after_its_pack(file: Path) -> None:
     while matrix() is not None:  # nobody waits for the pack
         time.sleep(0.05)
         gc.collect()
-
-
-SLOW_DISK = """
-    import os, time
-    from outrider.models.packs import folder as packs
-    def save(tensors, file):
-        file.write_bytes(b"a part")
-        os.write(1, b"half\\n")
-        time.sleep(float(sys.argv[2]))
-        real(tensors, file)
-    real, packs._save = packs._save, save
-    model = loading.load(sys.argv[1]).model
-    os.write(1, b"end\\n")
-"""
-BITS = """
-    import hashlib, torch
-    from outrider.models.nodes import Nodes
-    out = model.forward(Nodes(torch.tensor([[1, 2, 3]]), model.new_cache(1, 64), [0])).logits
-    os.write(1, hashlib.sha256(out.numpy().tobytes()).hexdigest().encode() + b"\\n")
-"""
-
-
-def half(shown: IO[str] | None) -> None:
-    """Wait until the process is at its end, and its pack half written."""
-    assert shown is not None
-    assert {shown.readline().strip() for _ in range(2)} == {"half", "end"}
-
-
-def test_the_user_can_give_it_up(file: Path, cache: Path) -> None:
-    def listen() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored, where these tests themselves run in the background
-
-    command = [sys.executable, "-c", program(SLOW_DISK), str(file), "600"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen
-    ) as process:
-        half(process.stdout)
-        assert process.stderr is not None
-        while "still keeping" not in process.stderr.readline():
-            pass
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=PATIENCE)
-    assert "Traceback" not in err
-    assert store.packs() == []
-    assert [p.name for p in cache.iterdir() if p.is_dir()] == []
-
-
-@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_process_leaves_nothing_that_is_read(by: signal.Signals, file: Path, cache: Path) -> None:
-    with Forked(str(file), "600", code=program(SLOW_DISK)) as process:
-        half(process.stdout)
-        os.kill(process.pid, by)
-        assert process.wait() == -by
-    assert store.packs() == []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "keeping the packed weights")
-        load(file)
-        store.wait()
-    assert len(store.packs()) == 1
-    assert len([p for p in cache.iterdir() if p.is_dir()]) == 1, "what the killed one left is gone"
-
-
-def test_two_processes_at_once_have_the_same_bits_and_the_end_of_one_waits_for_the_pack(file: Path) -> None:
-    code = program(SLOW_DISK + BITS)
-    with Forked(str(file), "1.5", code=code) as one, Forked(str(file), "1.5", code=code) as other:
-        ends = [process.wait(600) for process in (one, other)]
-        said = [(process.stdout.read(), process.said) for process in (one, other)]
-    assert ends == [0, 0], said
-    words = [set(out.split()) for out, _ in said]
-    assert any(
-        "half" in some and "still keeping the packed weights" in err for some, (_, err) in zip(words, said, strict=True)
-    )
-    assert all("end" in some for some in words)
-    assert len(words[0] | words[1]) == 3, "half, end, and one hash"
-    assert len(store.packs()) == 1
-    assert logits(load(file).model).isfinite().all()
-
-
-def test_a_child_process_does_not_wait(file: Path, slow: threading.Event) -> None:
-    """A fork has no thread that writes."""
-    load(file)
-    child = os.fork()
-    if child == 0:
-        store.wait()
-        os._exit(3)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 3

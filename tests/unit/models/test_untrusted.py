@@ -251,7 +251,7 @@ def test_tensors_of_a_pack_have_the_sizes_of_the_settings(name: str, pack: Path)
     )
     save_file(tensors, pack / WEIGHTS)
     given = json.loads((pack / MANIFEST).read_text())
-    given["sums"][name] = packs._checksum(tensors[name])
+    given["sums"][name] = packs.checksum(tensors[name])
     (pack / MANIFEST).write_text(json.dumps(given))
     with pytest.raises(BadPack):
         packs.read(pack, LoadRequest("a pack"))
