@@ -113,7 +113,7 @@ class LocalBackend:
     def answer(self, messages: Messages, options: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """See `ChatBackend`."""
         from outrider.core.params import SamplingParams
-        from outrider.serve.openai.responses import metrics, usage
+        from outrider.serve.protocols.openai import metrics, usage
 
         params = SamplingParams(**{"max_tokens": None, **options})
         deltas: SimpleQueue[Delta] = SimpleQueue()

@@ -15,16 +15,16 @@ from starlette.responses import Response
 from outrider._version import __version__
 from outrider.core.files import public_name
 from outrider.engine.request import whose
-from outrider.serve import anthropic, errors, ollama
+from outrider.serve import errors
 from outrider.serve.dashboard import pages_route
 from outrider.serve.encoding import WIDE
 from outrider.serve.errors import OBJECT, Refused, answered, json_response, refusing
 from outrider.serve.guard import guards
 from outrider.serve.metrics import CONTENT_TYPE
-from outrider.serve.openai import responses_api
-from outrider.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from outrider.serve.openai.translated import Answering
 from outrider.serve.pool import ModelPool, PooledModel
+from outrider.serve.protocols import anthropic, ollama, openai, responses
+from outrider.serve.requests import DetokenizeRequest, TokenizeRequest
+from outrider.serve.respond import Responder
 
 if TYPE_CHECKING:
     from outrider.serve.spans import Spans
@@ -78,7 +78,11 @@ def create_app(pool: ModelPool, spans: Spans | None = None) -> FastAPI:
         responses=_errors(errors.ErrorBody),
     )
     errors.install(app)
-    _texts(app, pool, spans)
+    responder = Responder(pool, spans)
+    openai.install(app, responder, ANSWER)
+    responses.install(app, responder, ANSWER)
+    anthropic.install(app, responder, _errors(errors.MessagesErrorBody) | ANSWER)
+    ollama.install(app, responder, _errors(errors.OllamaErrorBody) | LINES)
     _model(app, pool)
     _state(app, pool)
     pages_route.install(app, pool)
@@ -93,25 +97,6 @@ def create_app(pool: ModelPool, spans: Spans | None = None) -> FastAPI:
 
     app.openapi = described
     return app
-
-
-def _texts(app: FastAPI, pool: ModelPool, spans: Spans | None) -> None:
-    """Routes that write a text."""
-    answering = Answering(pool, spans)
-
-    @app.post("/v1/completions", responses=ANSWER)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Continue one prompt or several, given as texts or token ids."""
-        return await answering.answer(await pool.lend(body.model, request, body.timeout), body, request)
-
-    @app.post("/v1/chat/completions", responses=ANSWER)
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """Answer messages. Needs a model with a chat template."""
-        return await answering.answer(await pool.lend(body.model, request, body.timeout), body, request)
-
-    responses_api.install(app, answering, ANSWER)
-    anthropic.install(app, answering, _errors(errors.MessagesErrorBody) | ANSWER)
-    ollama.install(app, answering, _errors(errors.OllamaErrorBody) | LINES)
 
 
 def _model(app: FastAPI, pool: ModelPool) -> None:

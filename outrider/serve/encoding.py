@@ -22,7 +22,7 @@ from outrider.engine.prompts import PromptEncoder
 from outrider.models.chat_template import chat_prompt
 from outrider.serve.bodies import check_body
 from outrider.serve.errors import Refused
-from outrider.serve.openai.protocol import ChatRequest
+from outrider.serve.requests import ChatRequest
 
 T = TypeVar("T")
 LONG = 16 << 10  # characters; what has more is long work

@@ -26,7 +26,7 @@ from torch import Tensor
 from outrider.core.extras import install
 from outrider.drafters.model.vocabulary import Vocabulary
 from outrider.serve.logs import log
-from outrider.serve.openai.tools import literal
+from outrider.serve.tools import literal
 
 MAX_BYTES = 1 << 20  # of a schema, a regular expression or a list of choices
 KEPT = 8  # compiled grammars

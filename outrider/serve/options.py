@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 
 from outrider.core.files import MEMORY_DAYS, MEMORY_DISK, PREFIX_DISK, byte_count, public_name
-from outrider.serve.openai.tools import PARSERS
+from outrider.serve.tools import PARSERS
 
 Seconds = float
 Milliseconds = float

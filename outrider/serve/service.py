@@ -16,21 +16,22 @@ from outrider.core.params import BadParameter, ContextOverflow, SamplingParams
 from outrider.engine import Engine
 from outrider.engine.decoder import draw_seed
 from outrider.engine.fingerprint import Fingerprints
-from outrider.engine.request import Request
+from outrider.engine.request import Request, Sequence
+from outrider.serve.answer import Answer, Choice
 from outrider.serve.encoding import LONG, WIDE, Encoder
 from outrider.serve.errors import Refused, refusing
 from outrider.serve.grammar import Grammar, GrammarMask, Grammars, available
 from outrider.serve.logs import log
-from outrider.serve.openai.pending import PendingAnswer
-from outrider.serve.openai.protocol import (
+from outrider.serve.options import ServeOptions
+from outrider.serve.requests import (
     ChatRequest,
     CommonRequest,
     CompletionRequest,
     ResponseFormat,
     StructuredOutputs,
 )
-from outrider.serve.openai.tools import PLAIN, ToolCallReader, ToolFormat, ToolOffer, chosen
-from outrider.serve.options import ServeOptions
+from outrider.serve.thoughts import END, ThinkingReader, thinks
+from outrider.serve.tools import PLAIN, ToolCallReader, ToolFormat, ToolOffer, chosen
 
 MaskMaker = Callable[[], GrammarMask]
 
@@ -61,7 +62,7 @@ class Service:
 
     async def accept(
         self, body: CompletionRequest | ChatRequest, request_id: str, client: str, owner: str = "", waited: float = 0.0
-    ) -> PendingAnswer:
+    ) -> Answer:
         """Check a request and queue its texts.
 
         Args:
@@ -93,25 +94,16 @@ class Service:
         wishes = self._wishes(body, client, owner, waited)
         loop = asyncio.get_running_loop()
 
-        def begin() -> PendingAnswer:
+        def begin() -> Answer:
             """Beside the event loop, because all of it grows with the request."""
             requests = self._requests(prompts, before, params, mask, wishes)
             if self.settings.log_prompts:
                 log.info("%s asks %s", request_id, [self.tokens.decode(p) for p in prompts])
-            return PendingAnswer(
-                self.engine,
-                requests,
-                body,
-                loop=loop,
-                name=request_id,
-                model=self.settings.model_name,
-                tokens=self.tokens,
-                reader=tools.reader,
-                fingerprints=self._fingerprints if body.return_fingerprint else None,
-            )
+            if body.return_fingerprint:
+                _ = self.fingerprints  # to make it reads the model's files
+            return Answer(self.engine, requests, body, loop, request_id, partial(self._choice, body, tools))
 
         size = sum(map(len, prompts)) * params.n + sum(map(len, body.bad_words or ())) + len(params.prediction or ())
-        # To make the first fingerprint reads the model's files.
         return await self.encoder.run(begin, LONG + 1 if body.return_fingerprint else size)
 
     @property
@@ -202,8 +194,15 @@ class Service:
                 raise ContextOverflow(prompt, total)
             return params.with_(max_tokens=min(params.max_tokens or total, total - prompt))
 
+    def _choice(self, body: CommonRequest, tools: ToolUse, place: int, sequence: Sequence) -> Choice:
+        """What reads a text of an answer."""
+        thoughts = None
+        if body.tells_thoughts and thinks(self.template):
+            thoughts = ThinkingReader(self.tokens.decode(sequence.prompt[-END:]))
+        return Choice(place, sequence, body.shows_tokens, tools.reader and tools.reader(), thoughts)
+
     @cached_property
-    def _fingerprints(self) -> Fingerprints:
+    def fingerprints(self) -> Fingerprints:
         """What makes the fingerprints of texts. To make it reads the model's files."""
         return Fingerprints(self.runtime, self.settings.model_name)
 

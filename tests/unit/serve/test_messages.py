@@ -15,9 +15,9 @@ from hypothesis import settings as quick
 from hypothesis import strategies as st
 from serving import TEMPLATE, Live, builtin, serving
 
-from outrider.serve.anthropic import MessagesRequest
-from outrider.serve.openai.translated import ThinkingReader
 from outrider.serve.options import ServeOptions
+from outrider.serve.protocols.anthropic import MessagesRequest
+from outrider.serve.thoughts import ThinkingReader
 
 HELLO = [{"role": "user", "content": "sort a list"}]
 LOOK = {

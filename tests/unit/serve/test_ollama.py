@@ -18,9 +18,9 @@ from serving import TEMPLATE, Live, builtin, serving
 
 from outrider.models.load import load
 from outrider.serve.assembly import Assembly
-from outrider.serve.ollama import OllamaOptions, details
 from outrider.serve.options import ServeOptions
 from outrider.serve.pool import PooledModel
+from outrider.serve.protocols.ollama import OllamaOptions, details
 
 HELLO = [{"role": "user", "content": "sort a list"}]
 FIXED = {"temperature": 0.9, "top_p": 1.0, "top_k": 0, "seed": 3, "num_predict": 24}

@@ -14,8 +14,8 @@ from pydantic import TypeAdapter
 from serving import TEMPLATE, Live, builtin, serving
 
 from outrider.serve.errors import Refused
-from outrider.serve.openai.responses_api import ResponseStore
 from outrider.serve.options import ServeOptions
+from outrider.serve.protocols.responses import ResponseStore
 
 HELLO = [{"role": "user", "content": "sort a list"}]
 LOOK = {

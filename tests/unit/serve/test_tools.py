@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from serving import TEMPLATE, Live, builtin, serving
 
 from outrider.serve.grammar import Grammar, Grammars
-from outrider.serve.openai.tools import FORMATS, PLAIN, ToolCallReader, ToolOffer, chosen, offered
+from outrider.serve.tools import FORMATS, PLAIN, ToolCallReader, ToolOffer, chosen, offered
 
 LOOK = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 TOOLS = [

@@ -12,7 +12,7 @@ import pytest
 from serving import Live, builtin, serving
 
 from outrider.serve.grammar import available
-from outrider.serve.ollama import API_VERSION
+from outrider.serve.protocols.ollama import API_VERSION
 
 LONG = "word " * 400  # tokens that do not fit
 HUGE = "word " * 200_000  # not even encoded to its end

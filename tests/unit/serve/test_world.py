@@ -14,8 +14,8 @@ import httpx
 import pytest
 from serving import Live, builtin, serving
 
-from outrider.serve.openai.tools import FORMATS, ToolCallReader
 from outrider.serve.options import ServeOptions
+from outrider.serve.tools import FORMATS, ToolCallReader
 
 CHAT, TEXT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 HI = [{"role": "user", "content": "hi"}]

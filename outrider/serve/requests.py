@@ -27,7 +27,7 @@ from pydantic import (
 from outrider.core.docstrings import arguments
 from outrider.core.params import RANGES, BadParameter, SamplingParams
 from outrider.models.chat_template import text_of
-from outrider.serve.openai.tools import OPENAI, ToolForm, ToolOffer, offered, with_tools
+from outrider.serve.tools import OPENAI, ToolForm, ToolOffer, offered, with_tools
 
 # Validation stops at the first wrong item. An error for each of a million items would take minutes.
 Ids = Annotated[list[int], Field(fail_fast=True)]
@@ -144,7 +144,7 @@ def sampling_fields() -> Any:
 class CommonRequest(sampling_fields()):
     """The fields of text completions and chat completions. missing: fields that are refused, and what is said of each.
 
-    is_chat: the prompt is messages.
+    is_chat: the prompt is messages. tells_thoughts: its answer has thoughts apart from the text.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -159,6 +159,7 @@ class CommonRequest(sampling_fields()):
     }
 
     is_chat: ClassVar[bool] = False
+    tells_thoughts: ClassVar[bool] = False
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
