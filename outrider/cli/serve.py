@@ -162,9 +162,5 @@ def ready_lines(options: ServeOptions, port: int, chat: bool, stop: str) -> None
         path, body["prompt"] = "/v1/completions", "def quicksort(xs):"
     sent = json.dumps({**body, "max_tokens": 64, "stream": True})
     print(command(f"curl -N {at}{path}", *bearer, "-H 'Content-Type: application/json'", f"-d '{sent}'"))
-    print(
-        wrapped(
-            f"in a terminal: outrider run {at}   in a browser: {at}/   dashboard: {at}/dashboard   how it works: {at}/explain"
-        )
-    )
+    print(wrapped(f"in a terminal: outrider run {at}   in a browser: {at}/   dashboard: {at}/dashboard"))
     print(paint(wrapped(f"health: {at}/health   metrics: {at}/metrics   stop: {stop}"), DIM), flush=True)

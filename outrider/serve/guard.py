@@ -29,14 +29,13 @@ HEADS = (*MONITOR, "/v1/models", "/version", "/api/tags", "/api/version")  # ans
 OWNER = b"x-outrider-owner"  # header from a front to its replicas: whose request it is
 _HOST = re.compile(r"\[?([^\[\]]*?)\.?\]?(?::\d*)?")  # a name or an address, with a port
 SHOWN = 200  # characters of a path in the log
-PAGES = (  # a browser asks its user for the key
+PAGES = (
     "/dashboard",
     "/dashboard/events",
-    "/explain",
     "/openapi.json",
     "/metrics",
     "/version",
-)
+)  # a browser asks its user for the key
 
 
 class Guard:
