@@ -1,6 +1,6 @@
 """The explainer: a run as one interactive page that needs no network.
 
-From a trace to the records of the page (`outrider_lab.pages.explained`). With the model at hand, also what the trace does not hold.
+From a trace to the records of the page, see `outrider_lab.pages.explained`; with the model, also what the trace does not hold.
 """
 
 from __future__ import annotations

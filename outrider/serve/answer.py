@@ -99,7 +99,7 @@ class Usage:
         )
 
 
-class Choice:
+class ChoiceReader:
     """Reads one text of an answer. How the engine cuts the text changes no part but its size.
 
     Args:
@@ -202,7 +202,7 @@ class Answer:
         body: CommonRequest,
         loop: asyncio.AbstractEventLoop,
         name: str,
-        choice: Callable[[int, Sequence], Choice],
+        choice: Callable[[int, Sequence], ChoiceReader],
     ) -> None:
         self.engine, self.body, self._loop = engine, body, loop
         self._deltas, self.results = asyncio.Queue[tuple[int, Delta | None]](), dict[int, Sequence]()
@@ -236,7 +236,7 @@ class Answer:
                 raise Refused(f"nothing was written: {reason}; allow more time", 408, code="timeout")
             raise Refused(f"nothing was written: {reason}", 503, code="aborted", retry=1)
 
-    async def parts(self, one_token: bool = False) -> AsyncIterator[tuple[Choice, Part] | None]:
+    async def parts(self, one_token: bool = False) -> AsyncIterator[tuple[ChoiceReader, Part] | None]:
         """The parts of all texts, as they come; None where none came for a while. one_token: a part has one token at most.
 
         Raises Refused if a text fails.

@@ -103,7 +103,7 @@ def _model(app: FastAPI, pool: ModelPool) -> None:
     """Routes about the models and their tokens."""
 
     def described(one: PooledModel) -> dict[str, Any]:
-        found = {
+        about = {
             "id": one.name,
             "object": "model",
             "created": pool.started,
@@ -117,10 +117,10 @@ def _model(app: FastAPI, pool: ModelPool) -> None:
             "size": one.weights,
         }
         if one.assembly is None:
-            return found
+            return about
         service, config = one.assembly.service, one.assembly.service.runtime.config
         return {
-            **found,
+            **about,
             **dict.fromkeys(("max_model_len", "max_input_tokens", "max_tokens"), service.engine.decoder.max_length),
             "max_memory": one.bytes,
             "chat": bool(service.template),
@@ -131,9 +131,9 @@ def _model(app: FastAPI, pool: ModelPool) -> None:
     @app.get("/v1/models", responses=answered("The models"))
     async def models() -> Response:
         """List the models that are served, with the bytes of their weights. Of those that are loaded it says more."""
-        found = [described(one) for one in pool.models]
-        pages = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}  # Anthropic's
-        return json_response({"object": "list", "data": found, **pages})
+        models = [described(one) for one in pool.models]
+        pages = {"has_more": False, "first_id": models[0]["id"], "last_id": models[-1]["id"]}  # Anthropic's
+        return json_response({"object": "list", "data": models, **pages})
 
     @app.get("/v1/models/{name:path}", responses=answered("The model"))
     async def model(name: str) -> Response:
@@ -155,8 +155,8 @@ def _model(app: FastAPI, pool: ModelPool) -> None:
         def answer() -> Response:
             begins = service.tokens.begins(tokens, skip_special_tokens=True)
             texts = [service.tokens.label(*each) for each in zip(tokens, begins, strict=False)]
-            found = {"count": len(tokens), "max_model_len": encoder.max_length, "tokens": tokens}
-            return json_response({**found, "token_strs": texts if body.return_token_strs else None})
+            about = {"count": len(tokens), "max_model_len": encoder.max_length, "tokens": tokens}
+            return json_response({**about, "token_strs": texts if body.return_token_strs else None})
 
         return await encoder.run(answer, len(tokens))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 from starlette.responses import Response, StreamingResponse
 
-from outrider.serve.answer import Answer, Choice, Part
+from outrider.serve.answer import Answer, ChoiceReader, Part
 from outrider.serve.connection import unless_gone
 from outrider.serve.errors import Refused, called, dumps, json_response
 from outrider.serve.requests import ChatRequest, CompletionRequest
@@ -40,7 +40,7 @@ class Writer(ABC):
         self.answer = answer
 
     @abstractmethod
-    async def part(self, choice: Choice, part: Part) -> list[Event]:
+    async def part(self, choice: ChoiceReader, part: Part) -> list[Event]:
         """The events of a part. Raises Refused for an answer that failed."""
 
     @abstractmethod

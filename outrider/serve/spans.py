@@ -42,8 +42,8 @@ class Spans:
                 f"--otlp-traces-endpoint is the address of an OTLP collector over HTTP, got {endpoint!r}; for example "
                 "http://127.0.0.1:4318/v1/traces"
             )
-        known = Resource({"service.name": "outrider", "service.version": __version__})
-        self._provider = TracerProvider(resource=known.merge(OTELResourceDetector().detect()))
+        resource = Resource({"service.name": "outrider", "service.version": __version__})
+        self._provider = TracerProvider(resource=resource.merge(OTELResourceDetector().detect()))
         self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint=endpoint)))
         self._tracer = self._provider.get_tracer("outrider", __version__)
 
@@ -78,8 +78,8 @@ class Spans:
         )
 
         def end() -> None:
-            found = {**_request(answer, body), **_answer(answer, model)}
-            span.set_attributes({k: v for k, v in found.items() if v is not None})
+            attributes = {**_request(answer, body), **_answer(answer, model)}
+            span.set_attributes({k: v for k, v in attributes.items() if v is not None})
             if problem := _problem(answer):
                 span.set_attribute("error.type", problem)
                 span.set_status(Status(StatusCode.ERROR))
@@ -90,9 +90,9 @@ class Spans:
 
 def _request(answer: Answer, body: CompletionRequest | ChatRequest) -> dict[str, Any]:
     params = answer.sequences[0].params
-    found: dict[str, Any] = {name: getattr(body, field) for name, field in _ASKED.items()}
+    fields: dict[str, Any] = {name: getattr(body, field) for name, field in _ASKED.items()}
     return {
-        **found,
+        **fields,
         "gen_ai.request.seed": body.seed if abs(body.seed or 0) < 2**63 else None,  # an attribute holds no larger one
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.top_k": float(params.top_k) if params.top_k > 0 else None,

@@ -1,4 +1,4 @@
-"""Answers the lines of a batch on this machine, with full rows."""
+"""Answers the lines of a batch on this machine, with all slots in use."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from outrider.models.chat_template import text_of
-from outrider.serve.answer import Answer, Choice, Part, Usage
+from outrider.serve.answer import Answer, ChoiceReader, Part, Usage
 from outrider.serve.errors import Refused, called, json_response, refusing
 from outrider.serve.logs import log
 from outrider.serve.protocols.openai import metrics
@@ -130,16 +130,16 @@ class CountTokensRequest(CommonRequest):
 
     def _system(self, headers: str, seen: Callable[[], object]) -> tuple[str, str]:
         """The system text, and the headers that go to another place."""
-        given = [self.system] if isinstance(self.system, str) else self.system or []
+        system = [self.system] if isinstance(self.system, str) else self.system or []
         with refusing("system"):
-            texts = [text_of(x if isinstance(x, str) else [x], f"system.{n}") for n, x in enumerate(given)]
+            texts = [text_of(x if isinstance(x, str) else [x], f"system.{n}") for n, x in enumerate(system)]
         moved = list[str]()
         for number, text in enumerate(texts):
-            if found := _HEADER.match(text):
+            if header := _HEADER.match(text):
                 seen()
                 if headers != "keep":
-                    moved.append(found[0].strip())
-                    texts[number] = text[found.end() :]
+                    moved.append(header[0].strip())
+                    texts[number] = text[header.end() :]
         return "\n\n".join(text for text in texts if text), "\n".join(moved) if headers == "move" else ""
 
 
@@ -150,8 +150,10 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: Texts | None = None
 
     def chat(self, headers: str, seen: Callable[[], object]) -> ChatRequest:
-        made = super().chat(headers, seen)
-        return made.model_copy(update={"max_completion_tokens": self.max_tokens, "stop": self.stop_sequences or None})
+        request = super().chat(headers, seen)
+        return request.model_copy(
+            update={"max_completion_tokens": self.max_tokens, "stop": self.stop_sequences or None}
+        )
 
 
 def _format(given: dict[str, Any], name: str) -> dict[str, Any]:
@@ -163,8 +165,8 @@ def _format(given: dict[str, Any], name: str) -> dict[str, Any]:
 def _loaded(tools: Sequence[dict[str, Any]] | None, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The tools that the model may know: one with `defer_loading` waits until a tool result refers to it."""
     blocks = [block for message in messages for block in _dicts(message.get("content"))]
-    found = [part.get("tool_name") for block in blocks for part in _dicts(block.get("content"))]
-    return [tool for tool in tools or () if not tool.get("defer_loading") or tool.get("name") in found]
+    names = [part.get("tool_name") for block in blocks for part in _dicts(block.get("content"))]
+    return [tool for tool in tools or () if not tool.get("defer_loading") or tool.get("name") in names]
 
 
 def _dicts(given: Any) -> list[dict[str, Any]]:
@@ -205,27 +207,27 @@ def _messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             content = [{"type": "text", "text": content}]
         if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
             raise ValueError(f"{where}.content is a text or a list of blocks")
-        made: dict[str, Any] = {"role": role, "content": ""}
+        turn: dict[str, Any] = {"role": role, "content": ""}
         for place, block in enumerate(content):
             kind, at = block.get("type"), f"{where}.content.{place}"
             if kind in ("text", "document", "image"):
-                made["content"] += _text(block, at)
+                turn["content"] += _text(block, at)
             elif kind == "thinking" and role == "assistant":
-                made["reasoning_content"] = made.get("reasoning_content", "") + str(block.get("thinking", ""))
+                turn["reasoning_content"] = turn.get("reasoning_content", "") + str(block.get("thinking", ""))
             elif kind == "tool_use" and role == "assistant":
                 call_id, name, arguments = block.get("id"), block.get("name"), block.get("input")
                 if not (isinstance(call_id, str) and isinstance(name, str) and isinstance(arguments, dict)):
                     raise ValueError(f"{at} is a tool_use: id and name are texts, input is an object")
                 names[call_id] = name
                 function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-                made.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+                turn.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
             elif kind == "tool_result" and role == "user":
                 call_id = block.get("tool_use_id")
                 if not isinstance(call_id, str) or call_id not in names:
                     raise ValueError(f"{at} answers the call {str(call_id)[:40]!r}, which no message before it made")
-                if made["content"]:
-                    out.append(made)
-                    made = {"role": role, "content": ""}
+                if turn["content"]:
+                    out.append(turn)
+                    turn = {"role": role, "content": ""}
                 inner = block.get("content") or ""
                 parts = [{"type": "text", "text": inner}] if isinstance(inner, str) else inner
                 if not isinstance(parts, list):
@@ -238,8 +240,8 @@ def _messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                     f"{at} has type {str(kind)[:40]!r}; this server takes text, tool_use of the assistant, and tool_result of "
                     "the user"
                 )
-        if made["content"] or made.get("tool_calls") or not out or out[-1]["role"] != "tool":
-            out.append(made)
+        if turn["content"] or turn.get("tool_calls") or not out or out[-1]["role"] != "tool":
+            out.append(turn)
     return out
 
 
@@ -277,7 +279,7 @@ class MessagesWriter(Writer):
         start = {"type": "message_start", "message": {**self.result, "content": []}}
         self.begin = [self.encoded(start) + self.encoded({"type": "ping"})]
 
-    async def part(self, choice: Choice, part: Part) -> list[Event]:
+    async def part(self, choice: ChoiceReader, part: Part) -> list[Event]:
         events = self._grow("thinking", part.thought) + self._grow("text", part.text)
         if part.call is not None:
             events += self._call(part.call)

@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field, model_validator
 from starlette.responses import Response
 
 from outrider._version import __version__
-from outrider.serve.answer import Answer, Choice, Part, Usage
+from outrider.serve.answer import Answer, ChoiceReader, Part, Usage
 from outrider.serve.assembly import Assembly
 from outrider.serve.errors import Refused, called, dumps, json_response
 from outrider.serve.pool import PooledModel
@@ -129,16 +129,16 @@ class OllamaRequest(JsonObject):
     @property
     def keep(self) -> float | None:
         """Seconds that the model stays; None for one that stays until others need its memory. Raises Refused."""
-        given = self.keep_alive
-        if isinstance(given, str):
-            parts = re.fullmatch(_DURATION, given)
+        keep = self.keep_alive
+        if isinstance(keep, str):
+            parts = re.fullmatch(_DURATION, keep)
             if parts is None:
                 raise Refused(
                     'keep_alive is a duration such as "5m" or "1h30m", or a number of seconds', param="keep_alive"
                 )
-            units = re.findall(r"([0-9.]+)(h|ms|m|s)", given) or [(given.lstrip("-"), "s")]
-            given = (-1 if given.startswith("-") else 1) * sum(float(number) * _SECONDS[unit] for number, unit in units)
-        return given if given is not None and 0 <= given < 1e9 else None
+            units = re.findall(r"([0-9.]+)(h|ms|m|s)", keep) or [(keep.lstrip("-"), "s")]
+            keep = (-1 if keep.startswith("-") else 1) * sum(float(number) * _SECONDS[unit] for number, unit in units)
+        return keep if keep is not None and 0 <= keep < 1e9 else None
 
     def _shared(self, room: int) -> dict[str, Any]:
         if self.logprobs:
@@ -179,7 +179,7 @@ class OllamaGenerateRequest(OllamaRequest):
 
     def request(self, room: int, chats: bool) -> ChatRequest | CompletionRequest:
         """The request that this one stands for. chats: the model has a chat template. Raises Refused."""
-        for name, given, why in (
+        for name, value, why in (
             ("images", self.images, "this model reads text only"),
             (
                 "template",
@@ -188,7 +188,7 @@ class OllamaGenerateRequest(OllamaRequest):
             ),
             ("context", self.context, "this server keeps no context; send the messages to /api/chat"),
         ):
-            if given:
+            if value:
                 raise Refused(f"{name}: {why}", param=name)
         if self.suffix or self.raw or not chats:
             if self.system:
@@ -227,16 +227,16 @@ def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
     """A message as chat completions have it. Raises Refused."""
     if given.get("images"):
         raise Refused(f"{where} has images; this model reads text only", param="messages")
-    made = {"role": given.get("role"), "content": given.get("content") or ""}
+    message = {"role": given.get("role"), "content": given.get("content") or ""}
     if thought := given.get("thinking"):
-        made["reasoning_content"] = thought
+        message["reasoning_content"] = thought
     if name := given.get("tool_name"):
-        made["name"] = name
+        message["name"] = name
     if call_id := given.get("tool_call_id"):
-        made["tool_call_id"] = call_id
+        message["tool_call_id"] = call_id
     if isinstance(calls := given.get("tool_calls"), Sequence) and calls:
-        made["tool_calls"] = [{"type": "function", **call} if isinstance(call, dict) else call for call in calls]
-    return made
+        message["tool_calls"] = [{"type": "function", **call} if isinstance(call, dict) else call for call in calls]
+    return message
 
 
 class OllamaWriter(Writer):
@@ -257,7 +257,7 @@ class OllamaWriter(Writer):
         self._model, self._arrived, self._waited, self._chat = model, arrived, waited, chat
         self._text, self._thought, self._calls, self._end = "", "", list[dict[str, Any]](), dict[str, Any]()
 
-    async def part(self, choice: Choice, part: Part) -> list[Event]:
+    async def part(self, choice: ChoiceReader, part: Part) -> list[Event]:
         calls = list[dict[str, Any]]()
         if (call := part.call) is not None:
             calls = [{"id": call.id, "function": {"name": call.name, "arguments": json.loads(call.arguments)}}]
@@ -321,10 +321,22 @@ def install(app: FastAPI, responder: Responder, documented: dict[int | str, dict
     pool = responder.pool
 
     async def answered(
-        body: OllamaRequest, empty: bool, make: Callable[[Service], ChatRequest | CompletionRequest], request: Request
+        body: OllamaRequest,
+        chat: bool,
+        empty: bool,
+        make: Callable[[Service], ChatRequest | CompletionRequest],
+        request: Request,
     ) -> Response:
-        """The answer to a body. empty: it only loads the model, or lets it go. make: the request that it stands for."""
-        arrived, chat, ends = perf_counter(), isinstance(body, OllamaChatRequest), empty and body.keep == 0
+        """The answer to a body.
+
+        Args:
+            body: what came.
+            chat: it came to `/api/chat`.
+            empty: it only loads the model, or lets it go.
+            make: the request that it stands for.
+            request: the HTTP request.
+        """
+        arrived, ends = perf_counter(), empty and body.keep == 0
         if ends and pool.find(body.name).assembly is None:
             return json_response(loaded(body.model, chat, "unload"))
         service = await pool.lend(body.name, request, keep=body.keep)
@@ -339,7 +351,7 @@ def install(app: FastAPI, responder: Responder, documented: dict[int | str, dict
     @app.post("/api/chat", responses=documented)
     async def chat(body: OllamaChatRequest, request: Request) -> Response:
         """Answer messages. Needs a model with a chat template."""
-        return await answered(body, not body.messages, lambda service: body.chat(service.encoder.max_length), request)
+        return await answered(body, True, not body.messages, lambda s: body.chat(s.encoder.max_length), request)
 
     @app.post("/api/generate", responses=documented)
     async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
@@ -348,7 +360,7 @@ def install(app: FastAPI, responder: Responder, documented: dict[int | str, dict
         def made(service: Service) -> ChatRequest | CompletionRequest:
             return body.request(service.encoder.max_length, bool(service.template))
 
-        return await answered(body, not body.prompt and not body.suffix, made, request)
+        return await answered(body, False, not body.prompt and not body.suffix, made, request)
 
     @app.get("/api/tags", responses=documented)
     async def tags() -> Response:
@@ -429,9 +441,9 @@ def family(service: Service) -> str:
 def details(one: PooledModel) -> dict[str, Any]:
     """What Ollama's clients show beside a name. The kind and the precision are known of a model that is loaded."""
     service = one.assembly and one.assembly.service
-    found = service and service.runtime.loaded
-    weights = found.weights if found else ""
-    level = getattr(found.config, "quantization_level", weights) if found and weights == "gguf" else weights
+    model = service and service.runtime.loaded
+    weights = model.weights if model else ""
+    level = getattr(model.config, "quantization_level", weights) if model and weights == "gguf" else weights
     gguf = weights == "gguf" or one.settings.model.endswith(".gguf")
     kind = family(service) if service else UNKNOWN
     return {

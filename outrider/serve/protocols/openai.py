@@ -15,7 +15,7 @@ from outrider._version import __version__
 from outrider.core.detokenizer import Detokenizer, TokenBytes
 from outrider.core.outputs import Delta
 from outrider.engine.request import Sequence
-from outrider.serve.answer import Answer, Choice, Ending, Part, Usage
+from outrider.serve.answer import Answer, ChoiceReader, Ending, Part, Usage
 from outrider.serve.errors import Refused, dumps
 from outrider.serve.requests import ChatRequest, CommonRequest, CompletionRequest
 from outrider.serve.respond import Event, Responder, Writer
@@ -159,7 +159,7 @@ class CompletionWriter(Writer):
     def failed(self, refused: Refused) -> list[Event]:
         return [refused.body]
 
-    async def part(self, choice: Choice, part: Part) -> list[Event]:
+    async def part(self, choice: ChoiceReader, part: Part) -> list[Event]:
         chunks = list[Event]()
         if choice.index in self._late:
             self._late.remove(choice.index)
@@ -185,7 +185,7 @@ class CompletionWriter(Writer):
         ids = {"prompt_token_ids": self.answer.sequences[0].prompt} if shows_ids else {}
         return {**self._totals(choices), "object": self._head["object"].removesuffix(".chunk"), **ids}
 
-    def _opening(self, choice: Choice) -> list[Event]:
+    def _opening(self, choice: ChoiceReader) -> list[Event]:
         """The first chunk, if the choice needs one: the role, the echo, the ids of the prompt."""
         ids = {"prompt_token_ids": choice.sequence.prompt} if self._body.return_token_ids else {}
         teller = self._tellers[choice.index]
@@ -195,13 +195,13 @@ class CompletionWriter(Writer):
             return []
         return [self._chunk(choice, {"content": teller.echo}, logprobs=teller.prompt(), **ids)]
 
-    def _chunk(self, choice: Choice, delta: dict[str, Any], **more: Any) -> Event:
+    def _chunk(self, choice: ChoiceReader, delta: dict[str, Any], **more: Any) -> Event:
         """A chunk. delta: as a chat has it; a text completion has the content alone. more: fields of the choice."""
         content: dict[str, Any] = {"delta": delta} if self._body.is_chat else {"text": delta.get("content", "")}
         fields = {"index": choice.index, **content, "logprobs": None, "finish_reason": None, **more}
         return {**self._head, "choices": [fields]}
 
-    def _choice(self, choice: Choice) -> dict[str, Any]:
+    def _choice(self, choice: ChoiceReader) -> dict[str, Any]:
         """A choice in one piece."""
         result, body, teller = choice.sequence, self._body, self._tellers[choice.index]
         text, calls = choice.whole()
@@ -226,7 +226,7 @@ class CompletionWriter(Writer):
             fields |= {"token_ids": result.written} | ({} if body.is_chat else {"prompt_token_ids": result.prompt})
         return fields
 
-    def _ending(self, choice: Choice, ending: Ending) -> dict[str, Any]:
+    def _ending(self, choice: ChoiceReader, ending: Ending) -> dict[str, Any]:
         """Why a choice ended."""
         result, finish = choice.sequence, choice.sequence.finish
         fields: dict[str, Any] = {"finish_reason": ending.finish, "stop_reason": ending.reason, "seed": result.seed}

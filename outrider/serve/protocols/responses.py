@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from starlette.responses import Response
 
 from outrider.models.chat_template import check_role, text_of
-from outrider.serve.answer import Answer, Choice, Part
+from outrider.serve.answer import Answer, ChoiceReader, Part
 from outrider.serve.errors import Refused, answered, called, dumps, json_response, refusing
 from outrider.serve.protocols.openai import TokenTeller, metrics, usage
 from outrider.serve.requests import (
@@ -169,8 +169,8 @@ def _messages(items: Sequence[Any], before: int) -> list[dict[str, Any]]:
     def answer(content: str) -> dict[str, Any]:
         """A message of the assistant, with the thought before it."""
         nonlocal thought
-        made, thought = {"role": "assistant", "content": content, "reasoning_content": thought or None}, ""
-        return made
+        message, thought = {"role": "assistant", "content": content, "reasoning_content": thought or None}, ""
+        return message
 
     for place, item in enumerate(items):
         where = f"input.{place - before}"
@@ -234,9 +234,13 @@ class ResponsesWriter(Writer):
         self._teller = TokenTeller(answer.sequences[0], chat, service.tokens, 0)
         self._name, self._number, self._keep = name.removeprefix("resp_"), 0, keep
         self._message: dict[str, Any] | None = None  # the item that text goes to
-        given = None if body.text is None else body.text.format
-        form = {"type": "text"} if given is None else given.model_dump(by_alias=True, exclude_none=True)
-        form |= {"name": given.name or "output"} if given is not None and given.type == "json_schema" else {}
+        text_format = None if body.text is None else body.text.format
+        form = {"type": "text"} if text_format is None else text_format.model_dump(by_alias=True, exclude_none=True)
+        form |= (
+            {"name": text_format.name or "output"}
+            if text_format is not None and text_format.type == "json_schema"
+            else {}
+        )
         self.result = {
             "id": name,
             "object": "response",
@@ -269,7 +273,7 @@ class ResponsesWriter(Writer):
         started = [self._event(f"response.{kind}", response=self._shown()) for kind in ("created", "in_progress")]
         self.begin = [b"".join(map(self.encoded, started))]
 
-    async def part(self, choice: Choice, part: Part) -> list[Event]:
+    async def part(self, choice: ChoiceReader, part: Part) -> list[Event]:
         told = {} if part.delta is None else self._teller.of(part.delta, part.text)
         logprobs, events = told.get("logprobs", {}).get("content", []), list[Event]()
         if part.text or logprobs:
