@@ -14,7 +14,7 @@ import numpy as np
 from outrider import LLM, SamplingParams
 from outrider.core.intervals import interval
 from outrider.serve.grammar import Grammar, Grammars
-from outrider.serve.openai.tools import PLAIN, chosen, offered
+from outrider.serve.tools import PLAIN, chosen, offered
 
 TEXT, COUNT, FLAG = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
 

@@ -18,8 +18,8 @@ from outrider.core.params import SamplingParams
 from outrider.engine.calibrate import WHOLE, costs_of, measure
 from outrider.engine.llm import LLM
 from outrider.engine.trace import Detail, Recorder, read
-from outrider.pages.explained import BUILTIN, ExplainedRun, curve
 from outrider_lab.explain import explained, rooflines, with_model
+from outrider_lab.pages.explained import BUILTIN, ExplainedRun, curve
 
 PROMPT = "The seven days of the week are"
 CHAIN = {"num_speculative_tokens": 3, "controller": "fixed"}

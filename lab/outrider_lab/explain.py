@@ -1,6 +1,6 @@
 """The explainer: a run as one interactive page that needs no network.
 
-From a trace to the records of the page (`outrider.pages.explained`); with the model at hand, also what the trace does not hold.
+From a trace to the records of the page, see `outrider_lab.pages.explained`; with the model, also what the trace does not hold.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from outrider.engine.trace import Detail, StepRecord, Trace, TracedText
 from outrider.models.base import LanguageModel
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
-from outrider.pages.explained import (
+from outrider.verify import VERIFIERS
+from outrider_lab.pages.explained import (
     ComparedDrafts,
     CostCurve,
     ExplainedRequest,
@@ -39,7 +40,6 @@ from outrider.pages.explained import (
     TreeDraft,
     curve,
 )
-from outrider.verify import VERIFIERS
 from outrider_lab.replay import replay, request_of
 
 MOST_STEPS = 400  # of all requests, that are computed again

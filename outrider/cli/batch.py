@@ -74,10 +74,10 @@ def batch(
         left = [line for line in lines if line.code is None and line.key not in journal]
         shown = BatchProgress(len(left), len(journal))
         if ray is None:
-            made = _here(input_file, left, options, shown)
+            answers = _here(input_file, left, options, shown)
         else:
-            made = _there(input_file, left, options, ray, replicas or 2, cpus or 1)
-        for key, row in made if left else ():
+            answers = _there(input_file, left, options, ray, replicas or 2, cpus or 1)
+        for key, row in answers if left else ():
             journal.add(key, row)
             shown.add(row)
         failed = _failed(lines, journal)
@@ -118,14 +118,14 @@ def _there(
 
 def _failed(lines: list[BatchLine], journal: Journal) -> list[str]:
     """A sentence for each line whose answer is an error."""
-    found = list[str]()
+    texts = list[str]()
     for line in lines:
         row = line.row if line.code is not None else journal.row(line.key)
         if row["error"] is not None:
-            found.append(row["error"]["message"])
+            texts.append(row["error"]["message"])
         elif row["response"]["status_code"] != 200:
-            found.append(f"line {line.number} ({line.custom_id}): {row['response']['body']['error']['message']}")
-    return found
+            texts.append(f"line {line.number} ({line.custom_id}): {row['response']['body']['error']['message']}")
+    return texts
 
 
 class BatchProgress:

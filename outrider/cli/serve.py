@@ -78,9 +78,9 @@ def serve(
             spans = Spans(otlp_traces_endpoint)
         started = perf_counter()
         pool = ModelPool.of(settings, trace.recorder("counts"), fit=True)
-        made = pool.start()
+        assembly = pool.start()
         prepare()
-    engine, runtime = made.service.engine, made.service.runtime
+    engine, runtime = assembly.service.engine, assembly.service.runtime
     logs.start(log_file, pool.metrics.log_failures.inc)
     name, said = options.model_name, options.served_model_name or public_name(runtime.loaded.name)
     facts = [
@@ -90,7 +90,7 @@ def serve(
         f"at most {gib(engine.memory.most)} of keys and values",
         *([f"kept as {options.kv_cache_dtype}"] if options.kv_cache_dtype != "auto" else []),
     ]
-    notes = [*made.notes, *([f"clients call it {name}"] if name != said else [])]
+    notes = [*assembly.notes, *([f"clients call it {name}"] if name != said else [])]
     if speculation.draft_model is not None and speculation.method is None:
         notes.append(f"only {speculation.draft_model} drafts; --method auto drafts from earlier text, too")
     what = "; ".join([", ".join(facts), *notes])
@@ -98,7 +98,7 @@ def serve(
         what += (
             f"\nloaded when asked for: {', '.join(others)}; all that are loaded take at most {gib(int(pool.memory))}"
         )
-    _run(create_app(pool, spans), pool, sockets, what, made.chats)
+    _run(create_app(pool, spans), pool, sockets, what, assembly.chats)
 
 
 def _settings(models: list[str], speculation: ServedSpeculationOptions, given: dict[str, Any]) -> list[ServeOptions]:
@@ -162,5 +162,5 @@ def ready_lines(options: ServeOptions, port: int, chat: bool, stop: str) -> None
         path, body["prompt"] = "/v1/completions", "def quicksort(xs):"
     sent = json.dumps({**body, "max_tokens": 64, "stream": True})
     print(command(f"curl -N {at}{path}", *bearer, "-H 'Content-Type: application/json'", f"-d '{sent}'"))
-    print(wrapped(f"in a browser: {at}/   dashboard: {at}/dashboard   how it works: {at}/explain"))
+    print(wrapped(f"in a browser: {at}/   dashboard: {at}/dashboard"))
     print(paint(wrapped(f"health: {at}/health   metrics: {at}/metrics   stop: {stop}"), DIM), flush=True)

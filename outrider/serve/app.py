@@ -15,16 +15,16 @@ from starlette.responses import Response
 from outrider._version import __version__
 from outrider.core.files import public_name
 from outrider.engine.request import whose
-from outrider.serve import anthropic, errors, ollama
+from outrider.serve import errors
 from outrider.serve.dashboard import pages_route
 from outrider.serve.encoding import WIDE
 from outrider.serve.errors import OBJECT, Refused, answered, json_response, refusing
 from outrider.serve.guard import guards
 from outrider.serve.metrics import CONTENT_TYPE
-from outrider.serve.openai import responses_api
-from outrider.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from outrider.serve.openai.translated import Answering
 from outrider.serve.pool import ModelPool, PooledModel
+from outrider.serve.protocols import anthropic, ollama, openai, responses
+from outrider.serve.requests import DetokenizeRequest, TokenizeRequest
+from outrider.serve.respond import Responder
 
 if TYPE_CHECKING:
     from outrider.serve.spans import Spans
@@ -78,7 +78,11 @@ def create_app(pool: ModelPool, spans: Spans | None = None) -> FastAPI:
         responses=_errors(errors.ErrorBody),
     )
     errors.install(app)
-    _texts(app, pool, spans)
+    responder = Responder(pool, spans)
+    openai.install(app, responder, ANSWER)
+    responses.install(app, responder, ANSWER)
+    anthropic.install(app, responder, _errors(errors.MessagesErrorBody) | ANSWER)
+    ollama.install(app, responder, _errors(errors.OllamaErrorBody) | LINES)
     _model(app, pool)
     _state(app, pool)
     pages_route.install(app, pool)
@@ -95,30 +99,11 @@ def create_app(pool: ModelPool, spans: Spans | None = None) -> FastAPI:
     return app
 
 
-def _texts(app: FastAPI, pool: ModelPool, spans: Spans | None) -> None:
-    """Routes that write a text."""
-    answering = Answering(pool, spans)
-
-    @app.post("/v1/completions", responses=ANSWER)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Continue one prompt or several, given as texts or token ids."""
-        return await answering.answer(await pool.lend(body.model, request, body.timeout), body, request)
-
-    @app.post("/v1/chat/completions", responses=ANSWER)
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """Answer messages. Needs a model with a chat template."""
-        return await answering.answer(await pool.lend(body.model, request, body.timeout), body, request)
-
-    responses_api.install(app, answering, ANSWER)
-    anthropic.install(app, answering, _errors(errors.MessagesErrorBody) | ANSWER)
-    ollama.install(app, answering, _errors(errors.OllamaErrorBody) | LINES)
-
-
 def _model(app: FastAPI, pool: ModelPool) -> None:
     """Routes about the models and their tokens."""
 
     def described(one: PooledModel) -> dict[str, Any]:
-        found = {
+        about = {
             "id": one.name,
             "object": "model",
             "created": pool.started,
@@ -132,10 +117,10 @@ def _model(app: FastAPI, pool: ModelPool) -> None:
             "size": one.weights,
         }
         if one.assembly is None:
-            return found
+            return about
         service, config = one.assembly.service, one.assembly.service.runtime.config
         return {
-            **found,
+            **about,
             **dict.fromkeys(("max_model_len", "max_input_tokens", "max_tokens"), service.engine.decoder.max_length),
             "max_memory": one.bytes,
             "chat": bool(service.template),
@@ -146,9 +131,9 @@ def _model(app: FastAPI, pool: ModelPool) -> None:
     @app.get("/v1/models", responses=answered("The models"))
     async def models() -> Response:
         """List the models that are served, with the bytes of their weights. Of those that are loaded it says more."""
-        found = [described(one) for one in pool.models]
-        pages = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}  # Anthropic's
-        return json_response({"object": "list", "data": found, **pages})
+        models = [described(one) for one in pool.models]
+        pages = {"has_more": False, "first_id": models[0]["id"], "last_id": models[-1]["id"]}  # Anthropic's
+        return json_response({"object": "list", "data": models, **pages})
 
     @app.get("/v1/models/{name:path}", responses=answered("The model"))
     async def model(name: str) -> Response:
@@ -170,8 +155,8 @@ def _model(app: FastAPI, pool: ModelPool) -> None:
         def answer() -> Response:
             begins = service.tokens.begins(tokens, skip_special_tokens=True)
             texts = [service.tokens.label(*each) for each in zip(tokens, begins, strict=False)]
-            found = {"count": len(tokens), "max_model_len": encoder.max_length, "tokens": tokens}
-            return json_response({**found, "token_strs": texts if body.return_token_strs else None})
+            about = {"count": len(tokens), "max_model_len": encoder.max_length, "tokens": tokens}
+            return json_response({**about, "token_strs": texts if body.return_token_strs else None})
 
         return await encoder.run(answer, len(tokens))
 

@@ -85,9 +85,9 @@ class Reception:
         """Count bytes of a request. If they are too many, the largest unfinished one is refused."""
         one.held += count
         self.bytes[one.address] += count
-        own = self.bytes[one.address] > self.held // 2
-        if own or self.bytes.total() > self.held:
-            crowd = [c for c in self._waiting if not own or c.address == one.address]
+        crowded = self.bytes[one.address] > self.held // 2
+        if crowded or self.bytes.total() > self.held:
+            crowd = [c for c in self._waiting if not crowded or c.address == one.address]
             if crowd:
                 max(crowd, key=lambda c: c.held).refuse(429, "the server holds too many unfinished requests")
 
@@ -319,29 +319,31 @@ def bound(host: str, port: int) -> list[socket.socket]:
 
     Raises ValueError for an address that is taken, or is not of this machine.
     """
-    made = list[socket.socket]()
+    sockets = list[socket.socket]()
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, _, _, address in dict.fromkeys(found):
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, _, _, address in dict.fromkeys(addresses):
             one = socket.socket(family, kind)
             try:
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
                     one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                one.bind((address[0], made[0].getsockname()[1] if made else port, *address[2:]))
+                one.bind((address[0], sockets[0].getsockname()[1] if sockets else port, *address[2:]))
             except OSError as error:
                 one.close()
-                if error.errno != errno.EADDRNOTAVAIL or len(found) == 1:  # a name may have an address that is off here
+                if (
+                    error.errno != errno.EADDRNOTAVAIL or len(addresses) == 1
+                ):  # a name may have an address that is off here
                     raise
             else:
-                made.append(one)
-        if not made:
+                sockets.append(one)
+        if not sockets:
             raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     except OSError as error:
-        for one in made:
+        for one in sockets:
             one.close()
         raise ValueError(f"cannot listen at {host}:{port}: {error.strerror}; --port 0 takes a free port") from None
-    return made
+    return sockets
 
 
 class ManyWaiting(uvicorn.Server):
@@ -360,7 +362,7 @@ def http_config(app: Any, settings: ServeOptions, **more: Any) -> uvicorn.Config
         (settings.monitor_port or -1): Reception(MONITORS, settings.body_bytes),
     }
     http, tls = partial(ClientConnection, receptions), settings.tls()
-    given: dict[str, Any] = {
+    usual: dict[str, Any] = {
         "http": http if tls is None else partial(Secured, tls, http),
         "loop": "asyncio",  # uvloop accepts all that wait in one go
         "ws": "none",
@@ -372,4 +374,4 @@ def http_config(app: Any, settings: ServeOptions, **more: Any) -> uvicorn.Config
         "timeout_graceful_shutdown": int(settings.shutdown_timeout) + 5,
         "h11_max_incomplete_event_size": HEAD,
     }
-    return uvicorn.Config(app, **{**given, **more})
+    return uvicorn.Config(app, **{**usual, **more})

@@ -14,6 +14,7 @@ from collections import abc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from outrider.engine.prompts import PromptEncoder
 from outrider.models.chat_template import chat_prompt
 from outrider.serve.bodies import check_body
 from outrider.serve.errors import Refused
-from outrider.serve.openai.protocol import ChatRequest
+from outrider.serve.requests import ChatRequest
 
 T = TypeVar("T")
 LONG = 16 << 10  # characters; what has more is long work
@@ -67,17 +68,17 @@ class Encoder:
         if tokenizer is None or not tokenizer.chat_template:
             return await self.run(lambda: self.prompts.encode(body.messages), param="messages")  # says what is missing
         variables = _thinking(body.reasoning_effort, str(tokenizer.chat_template)) | (body.chat_template_kwargs or {})
-        own = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages"} - {"documents"}
-        if name := next((name for name in variables if name in own), None):
+        reserved = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages"} - {"documents"}
+        if name := next((name for name in variables if name in reserved), None):
             message = f"chat_template_kwargs cannot set {name!r}, which the server sets; leave it out"
             raise Refused(message, param="chat_template_kwargs")
         prompted = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
         variables["add_generation_prompt"] = prompted
         make = partial(chat_prompt, tools=body.tools_shown, continued=goes_on, check=check_body, **variables)
-        made = await self.run(lambda: make(tokenizer, body.messages), _size(body.messages), "messages")
-        if isinstance(made, list):
-            return made
-        return await self.run(partial(self._ids, made, most, special), len(made), "messages")
+        prompt = await self.run(lambda: make(tokenizer, body.messages), _size(body.messages), "messages")
+        if isinstance(prompt, list):
+            return prompt
+        return await self.run(partial(self._ids, prompt, most, special), len(prompt), "messages")
 
     def close(self) -> None:
         """End the threads."""
@@ -86,8 +87,8 @@ class Encoder:
 
     def _refused(self, error: Exception, param: str | None) -> Refused:
         refused = Refused.of(error, param)
-        refused.message = refused.message.replace(self.prompts.loaded.name, self.name) or "nested too deeply"
-        return refused
+        message = refused.message.replace(self.prompts.loaded.name, self.name)
+        return replace(refused, message=message or "nested too deeply")
 
     @cached_property
     def _longest(self) -> int:
@@ -113,10 +114,10 @@ class Encoder:
 
 def _thinking(effort: str | None, template: str) -> dict[str, Any]:
     """The variables with which a template lets its model think, or keeps it from it. None leaves it to the template."""
-    known: dict[str, Any] = {} if effort is None else {"enable_thinking": effort != "none"}
+    variables: dict[str, Any] = {} if effort is None else {"enable_thinking": effort != "none"}
     if effort not in (None, "none"):
-        known["reasoning_effort"] = effort
-    return {name: value for name, value in known.items() if name in template}
+        variables["reasoning_effort"] = effort
+    return {name: value for name, value in variables.items() if name in template}
 
 
 def give_way() -> None:

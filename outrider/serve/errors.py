@@ -159,8 +159,11 @@ def called(names: Mapping[str, str]) -> Generator[None, None, None]:
     """Refuse with the names that the client used. names: of another protocol's field, by ours."""
     try:
         yield
-    except (ValidationError, Refused) as error:
-        refused = error if isinstance(error, Refused) else invalid_body(error.errors())
+    except Refused as refused:
+        refused.rename(names)
+        raise
+    except ValidationError as error:
+        refused = invalid_body(error.errors())
         refused.rename(names)
         raise refused from None
 
@@ -217,8 +220,8 @@ def install(app: FastAPI) -> None:
         answer = Refused(what.get(error.status_code, str(error.detail)), error.status_code).response(request.scope)
         answer.headers.update(error.headers or {})
         if error.status_code == 405:  # several routes may have the path, and the framework names the methods of one
-            found = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
-            answer.headers["allow"] = ", ".join(sorted({m for route in found for m in getattr(route, "methods", ())}))
+            routes = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+            answer.headers["allow"] = ", ".join(sorted({m for route in routes for m in getattr(route, "methods", ())}))
         return answer
 
     async def invalid(request: Request, error: Exception) -> Response:

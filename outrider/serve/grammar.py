@@ -26,7 +26,7 @@ from torch import Tensor
 from outrider.core.extras import install
 from outrider.drafters.model.vocabulary import Vocabulary
 from outrider.serve.logs import log
-from outrider.serve.openai.tools import literal
+from outrider.serve.tools import literal
 
 MAX_BYTES = 1 << 20  # of a schema, a regular expression or a list of choices
 KEPT = 8  # compiled grammars
@@ -230,14 +230,14 @@ def _checked(text: str) -> dict[str, Any]:
         # "\u0061" is another way to write the key "a", and its value would not be that of "a"
         if not {"properties", "patternProperties"}.isdisjoint(part) and part.get("additionalProperties") is not False:
             escapes = False
-    own = {"whitespace_pattern": SPACE % (levels, 4 * levels), "json_allowed_escapes": 'nrbtf\\"' + "u" * escapes}
-    return {**schema, "x-guidance": {**own, "json_allow_general_unicode_escapes": True}}
+    options = {"whitespace_pattern": SPACE % (levels, 4 * levels), "json_allowed_escapes": 'nrbtf\\"' + "u" * escapes}
+    return {**schema, "x-guidance": {**options, "json_allow_general_unicode_escapes": True}}
 
 
 def _check_classes(pattern: str) -> None:
     """Raise ValueError for classes of characters that mean other things in Python, JavaScript and Rust."""
-    if found := _OPERATOR.search(re.sub(r"(?s)\\.", "__", pattern)):
-        part, sign = pattern[found.start() : found.end()][:80], found[1][0]
+    if operator := _OPERATOR.search(re.sub(r"(?s)\\.", "__", pattern)):
+        part, sign = pattern[operator.start() : operator.end()][:80], operator[1][0]
         raise ValueError(
             f"{part!r} cannot be used: languages read it in other ways; write \\{sign} for the letter {sign}"
         )

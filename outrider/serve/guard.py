@@ -29,21 +29,20 @@ HEADS = (*MONITOR, "/v1/models", "/version", "/api/tags", "/api/version")  # ans
 OWNER = b"x-outrider-owner"  # header from a front to its replicas: whose request it is
 _HOST = re.compile(r"\[?([^\[\]]*?)\.?\]?(?::\d*)?")  # a name or an address, with a port
 SHOWN = 200  # characters of a path in the log
-PAGES = (  # a browser asks its user for the key
+PAGES = (
     "/dashboard",
     "/dashboard/events",
-    "/explain",
     "/openapi.json",
     "/metrics",
     "/version",
-)
+)  # a browser asks its user for the key
 
 
 class Guard:
     """Reads the whole body before the route sees the request, so an incomplete request only costs a connection.
 
     An exception in a route becomes an error response without a traceback. The traceback goes to the log. Each request is told
-    its `owner`, by which slots are shared: its key, else its client's network.
+    its `owner`, among whom slots are shared: its key, else its client's network.
     """
 
     def __init__(self, app: ASGIApp, settings: ServeOptions, metrics: Metrics) -> None:
@@ -55,8 +54,8 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers, started = Headers(scope=scope), perf_counter()
-        given = headers.get("x-request-id", "")
-        name = given if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", given) else secrets.token_hex(12)
+        asked = headers.get("x-request-id", "")
+        name = asked if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", asked) else secrets.token_hex(12)
         state = scope.setdefault("state", {})
         state["request_id"] = name
         if scope["path"].startswith("/api/"):  # Ollama's clients need not say that a body is JSON
@@ -148,10 +147,10 @@ class Guard:
         page: the key may also come as the password of any user, which is what a browser's own dialog sends.
         """
         sent = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"  # the second is Anthropic's way
-        scheme, _, given = sent.partition(" ")
+        scheme, _, word = sent.partition(" ")
         if page and scheme.lower() == "basic":
-            scheme, given = "bearer", _password(given)
-        digest = hashlib.sha256(given.strip().encode()).digest()
+            scheme, word = "bearer", _password(word)
+        digest = hashlib.sha256(word.strip().encode()).digest()
         same = [hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest()) for key in self.settings.api_key]
         if not any(same) or scheme.lower() != "bearer":
             what = "send Authorization: Bearer KEY or X-Api-Key: KEY" + (

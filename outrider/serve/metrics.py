@@ -5,11 +5,10 @@ With the prefix `vllm`, dashboards and `vllm bench serve` read this server as th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.core.types import Step
 from outrider.engine import Engine
@@ -21,7 +20,6 @@ FIRST = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2, 4, 8, 15, 30, 60, 
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2, 5)
 WHOLE = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
 LABELS = ("model_name", "engine")
-FRONT = "front"  # the label `replica` of what the front itself counts
 ENGINE = "0"  # vLLM numbers the engines of a server; this server has one
 
 
@@ -74,12 +72,12 @@ class Metrics:
 
     def collect(self) -> Iterable[Metric]:
         """The engines at this moment; called by the registry."""
-        found = dict[str, Metric]()
+        families = dict[str, Metric]()
         for model in self._models.values():
             for family in model.now(self._prefix):
-                if (same := found.setdefault(family.name, family)) is not family:
+                if (same := families.setdefault(family.name, family)) is not family:
                     same.samples += family.samples
-        return found.values()
+        return families.values()
 
 
 class ModelMetrics:
@@ -182,31 +180,3 @@ class ModelMetrics:
         family = GaugeMetricFamily(f"{prefix}:cache_config_info", "The KV cache.", labels=list(config))
         family.add_metric(list(config.values()), 1)
         return family
-
-
-class _Families(dict[str, Metric]):
-    """Families that were read from pages, as a collector."""
-
-    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
-
-    def collect(self) -> Iterable[Metric]:
-        return self.values()
-
-
-def merged_metrics(pages: Mapping[str, bytes], front: bytes, prefix: str) -> bytes:
-    """A page in Prometheus' text format. Each sample of a replica's page has the label `replica` more.
-
-    HTTP responses are counted by the front alone: it sees also what no replica was asked.
-    """
-    http, found = f"{prefix}:http_requests", _Families()
-    for replica, page in [*sorted(pages.items()), (FRONT, front)]:
-        for family in text_string_to_metric_families(page.decode()):
-            if (family.name == http) != (replica == FRONT):
-                continue
-            merged = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            for sample in family.samples:
-                if not sample.name.endswith("_created"):
-                    merged.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
-    registry = CollectorRegistry()
-    registry.register(found)  # pyright: ignore[reportArgumentType]
-    return generate_latest(registry)

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 
 from outrider.core.files import MEMORY_DAYS, MEMORY_DISK, PREFIX_DISK, byte_count, public_name
-from outrider.serve.openai.tools import PARSERS
+from outrider.serve.tools import PARSERS
 
 Seconds = float
 Milliseconds = float
@@ -53,8 +53,8 @@ def setting(
 def shown(options: type[Options]) -> dict[str, FieldInfo]:
     """The options that the command line has, in the order of the help page."""
     fields = options.model_fields.items()
-    found = {name: field for name, field in fields if field.json_schema_extra and name not in options.hidden}
-    return dict(sorted(found.items(), key=lambda pair: PANELS.index(panel(pair[1]))))
+    visible = {name: field for name, field in fields if field.json_schema_extra and name not in options.hidden}
+    return dict(sorted(visible.items(), key=lambda pair: PANELS.index(panel(pair[1]))))
 
 
 def panel(field: FieldInfo) -> str:
@@ -166,9 +166,13 @@ class ModelOptions(LoadOptions, FolderOptions):
 class ServeOptions(ModelOptions):
     """What a server is made of.
 
-    Those without help are not on the command line. body_timeout: for a client to send its request. send_timeout: for a client to
-    receive a part of the response. stall_timeout: for one step of the engine; after it `/health` reports that the engine hangs.
-    replica_name: of this server among others; the ids of its responses end with it.
+    Those without help are not on the command line:
+
+    Args:
+        body_timeout: for a client to send its request.
+        send_timeout: for a client to receive a part of the response.
+        stall_timeout: for one step of the engine; after it `/health` reports that the engine hangs.
+        replica_name: of this server among others; the ids of its responses end with it.
     """
 
     tool_call_parser: str = setting(

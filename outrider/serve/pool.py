@@ -32,11 +32,18 @@ RETRY = 5  # seconds after which a client may ask for a model again
 
 @dataclass(eq=False)
 class PooledModel:
-    """A model of a server. weights: bytes of its files. assembly: None while it is not loaded.
+    """A model of a server.
 
-    users: requests that it answers. leaving: it takes no more of them, because another model needs its memory. keep: seconds that
-    it stays after the last one; None: until others need its memory. used: when the last one came. timer: lets it go.
-    dashboard: its live page, once that was opened.
+    Args:
+        settings: what it is made of.
+        weights: bytes of its files.
+        assembly: None while it is not loaded.
+        users: requests that it answers.
+        leaving: it takes no more of them, because another model needs its memory.
+        keep: seconds that it stays after the last one; None: until others need its memory.
+        used: when the last one came.
+        timer: lets it go.
+        dashboard: its live page, once that was opened.
     """
 
     settings: ServeOptions
@@ -259,19 +266,19 @@ class ModelPool:
 
     def _make(self, one: PooledModel) -> Assembly:
         """Load a model. Raises what `assemble` raises, and ValueError for one that does not fit."""
-        made = self._load(one.settings, self.share)
-        source = made.service.runtime.loaded.source
+        assembly = self._load(one.settings, self.share)
+        source = assembly.service.runtime.loaded.source
         if not one.weights and isinstance(source, (str, Path)):
             one.weights = stored_bytes(str(source))
-        if one.weights + made.caches > self.memory:
-            made.service.close()
+        if one.weights + assembly.caches > self.memory:
+            assembly.service.close()
             raise ValueError(
-                f"it has {gib(one.weights)} of weights and may take {gib(made.caches)} of keys, values and prefixes, which is "
-                f"more than --memory {gib(int(self.memory))}; give a smaller --max-model-len or --max-num-seqs"
+                f"it has {gib(one.weights)} of weights and may take {gib(assembly.caches)} of keys, values and prefixes, "
+                f"which is more than --memory {gib(int(self.memory))}; give a smaller --max-model-len or --max-num-seqs"
             )
-        self.metrics.of(one.name).attach(made.service.engine)
-        one.assembly, one.used = made, perf_counter()
-        return made
+        self.metrics.of(one.name).attach(assembly.service.engine)
+        one.assembly, one.used = assembly, perf_counter()
+        return assembly
 
     async def _make_room(self, one: PooledModel) -> bool:
         """Let others go until a model fits, the least recently used ones first. False if no request waits for it any more."""
@@ -331,8 +338,8 @@ class ModelPool:
 def weights_of(settings: ServeOptions) -> int:
     """Bytes of the files of a model and of its draft model. Raises what `stored_bytes` raises."""
     draft = settings.speculative_config.get("model")
-    own = stored_bytes(settings.model, settings.quantization)
-    return own + (stored_bytes(draft) if isinstance(draft, str) else 0)
+    target = stored_bytes(settings.model, settings.quantization)
+    return target + (stored_bytes(draft) if isinstance(draft, str) else 0)
 
 
 def _share(weights: list[int], memory: float) -> float:

@@ -16,21 +16,22 @@ from outrider.core.params import BadParameter, ContextOverflow, SamplingParams
 from outrider.engine import Engine
 from outrider.engine.decoder import draw_seed
 from outrider.engine.fingerprint import Fingerprints
-from outrider.engine.request import Request
+from outrider.engine.request import Request, Sequence
+from outrider.serve.answer import Answer, ChoiceReader
 from outrider.serve.encoding import LONG, WIDE, Encoder
 from outrider.serve.errors import Refused, refusing
 from outrider.serve.grammar import Grammar, GrammarMask, Grammars, available
 from outrider.serve.logs import log
-from outrider.serve.openai.pending import PendingAnswer
-from outrider.serve.openai.protocol import (
+from outrider.serve.options import ServeOptions
+from outrider.serve.requests import (
     ChatRequest,
     CommonRequest,
     CompletionRequest,
     ResponseFormat,
     StructuredOutputs,
 )
-from outrider.serve.openai.tools import PLAIN, ToolCallReader, ToolFormat, ToolOffer, chosen
-from outrider.serve.options import ServeOptions
+from outrider.serve.thoughts import END, ThinkingReader, thinks
+from outrider.serve.tools import PLAIN, ToolCallReader, ToolFormat, ToolOffer, chosen
 
 MaskMaker = Callable[[], GrammarMask]
 
@@ -61,7 +62,7 @@ class Service:
 
     async def accept(
         self, body: CompletionRequest | ChatRequest, request_id: str, client: str, owner: str = "", waited: float = 0.0
-    ) -> PendingAnswer:
+    ) -> Answer:
         """Check a request and queue its texts.
 
         Args:
@@ -93,32 +94,23 @@ class Service:
         wishes = self._wishes(body, client, owner, waited)
         loop = asyncio.get_running_loop()
 
-        def begin() -> PendingAnswer:
+        def begin() -> Answer:
             """Beside the event loop, because all of it grows with the request."""
             requests = self._requests(prompts, before, params, mask, wishes)
             if self.settings.log_prompts:
                 log.info("%s asks %s", request_id, [self.tokens.decode(p) for p in prompts])
-            return PendingAnswer(
-                self.engine,
-                requests,
-                body,
-                loop=loop,
-                name=request_id,
-                model=self.settings.model_name,
-                tokens=self.tokens,
-                reader=tools.reader,
-                fingerprints=self._fingerprints if body.return_fingerprint else None,
-            )
+            if body.return_fingerprint:
+                _ = self.fingerprints  # to make it reads the model's files
+            return Answer(self.engine, requests, body, loop, request_id, partial(self._choice, body, tools))
 
         size = sum(map(len, prompts)) * params.n + sum(map(len, body.bad_words or ())) + len(params.prediction or ())
-        # To make the first fingerprint reads the model's files.
         return await self.encoder.run(begin, LONG + 1 if body.return_fingerprint else size)
 
     @property
     def template(self) -> Any:
         """The model's chat templates, or None."""
-        found = getattr(self.encoder.tokenizer, "chat_template", None)
-        return "\n".join(found.values()) if isinstance(found, dict) else found
+        template = getattr(self.encoder.tokenizer, "chat_template", None)
+        return "\n".join(template.values()) if isinstance(template, dict) else template
 
     @property
     def tool_format(self) -> ToolFormat | None:
@@ -183,11 +175,11 @@ class Service:
         if not all(isinstance(prompt, str) for prompt in prompts):
             raise Refused("beside a suffix the prompt is a text, not token ids", param="prompt")
         sizes = [len(prompt) + len(suffix) for prompt in prompts]
-        made = [
+        gaps = [
             await self.encoder.run(partial(form.prompt, prompt, suffix), size, "suffix")
             for prompt, size in zip(prompts, sizes, strict=True)
         ]
-        return made, form.ends
+        return gaps, form.ends
 
     @cached_property
     def infilling(self) -> Infilling | None:
@@ -202,8 +194,15 @@ class Service:
                 raise ContextOverflow(prompt, total)
             return params.with_(max_tokens=min(params.max_tokens or total, total - prompt))
 
+    def _choice(self, body: CommonRequest, tools: ToolUse, place: int, sequence: Sequence) -> ChoiceReader:
+        """What reads a text of an answer."""
+        thoughts = None
+        if body.tells_thoughts and thinks(self.template):
+            thoughts = ThinkingReader(self.tokens.decode(sequence.prompt[-END:]))
+        return ChoiceReader(place, sequence, body.shows_tokens, tools.reader and tools.reader(), thoughts)
+
     @cached_property
-    def _fingerprints(self) -> Fingerprints:
+    def fingerprints(self) -> Fingerprints:
         """What makes the fingerprints of texts. To make it reads the model's files."""
         return Fingerprints(self.runtime, self.settings.model_name)
 
@@ -219,45 +218,45 @@ class Service:
 
         Raises ValueError for what cannot be encoded.
         """
-        made, room = list[Request](), WIDE * self.engine.decoder.max_length
+        requests, room = list[Request](), WIDE * self.engine.decoder.max_length
         if isinstance(params.prediction, str):  # what cannot be written is never drafted
             params = params.with_(prediction=params.prediction[:room])
         for prompt in prompts:
             drawn = params if params.seed is not None else params.with_(seed=draw_seed() % 2**53)  # exact in JSON
-            made += self.prompts.requests(prompt, drawn, **wishes)
+            requests += self.prompts.requests(prompt, drawn, **wishes)
             if len(prompts) > 1:  # as token ids they need not be encoded again
-                params = params.with_(bad_words=list(made[0].bad_words), prediction=made[0].prediction or None)
+                params = params.with_(bad_words=list(requests[0].bad_words), prediction=requests[0].prediction or None)
         if before:
-            made = [replace(r, continued=tuple(tokens)) for r, tokens in zip(made, before, strict=True)]
+            requests = [replace(r, continued=tuple(tokens)) for r, tokens in zip(requests, before, strict=True)]
         if mask is None:
-            return made
+            return requests
         if any(not mask().allowed(tokens, 0, ()).any() for tokens in before):
             raise BadParameter(
                 "continued_tokens break the grammar; continue a text with the one that it began with",
                 "continued_tokens",
             )
-        return [replace(request, mask=mask()) for request in made]
+        return [replace(request, mask=mask()) for request in requests]
 
     async def _grammar(self, body: CommonRequest, forced: ToolOffer | None) -> MaskMaker | None:
         """A maker of masks, one for each text; None for a request without a grammar or a forced tool call. Raises Refused."""
-        form, own = body.form, body.structured_outputs
-        asked = sum(x is not None for x in (form, own, forced))
+        form, outputs = body.form, body.structured_outputs
+        asked = sum(x is not None for x in (form, outputs, forced))
         if not asked:
             return None
         if asked > 1:
             raise Refused(
                 "response_format, structured_outputs and a tool_choice that asks for a call exclude each other",
-                param="structured_outputs" if own else "tool_choice",
+                param="structured_outputs" if outputs else "tool_choice",
             )
         if not available():
             raise Refused(
                 f"this server has no grammars; for the next start: {install('grammar')}",
                 param="tool_choice" if forced else "response_format",
             )
-        param = "tools" if forced else "structured_outputs" if own else "response_format"
+        param = "tools" if forced else "structured_outputs" if outputs else "response_format"
 
         def compiled() -> MaskMaker:
-            matcher = self._grammars.compiled(self._asked(form, own, forced))
+            matcher = self._grammars.compiled(self._asked(form, outputs, forced))
             return lambda: self._grammars.mask(matcher)
 
         return await self.encoder.run(compiled, LONG + 1, param)
@@ -266,34 +265,37 @@ class Service:
     def _grammars(self) -> Grammars:
         return Grammars(self.prompts.tokenizer, self.engine.decoder.target.vocab_size, self.runtime.loaded.end_ids)
 
-    def _asked(self, form: ResponseFormat | None, own: StructuredOutputs | None, forced: ToolOffer | None) -> Grammar:
+    def _asked(
+        self, form: ResponseFormat | None, outputs: StructuredOutputs | None, forced: ToolOffer | None
+    ) -> Grammar:
         """The grammar of the one of the three that is given. Raises ValueError for one that is not valid."""
         if forced is not None:
             return Grammar.tools(forced.grammar(self.tool_format or PLAIN), [forced.tools[n] for n in forced.names])
-        if own is not None:
-            if sum([own.json_ is not None, own.regex is not None, own.choice is not None, bool(own.json_object)]) != 1:
+        if outputs is not None:
+            kinds = outputs.json_, outputs.regex, outputs.choice, outputs.json_object or None
+            if sum(kind is not None for kind in kinds) != 1:
                 raise ValueError("structured_outputs takes one of json, regex, choice and json_object")
-            if own.regex is not None:
-                return Grammar.regex(own.regex)
-            if own.choice is not None:
-                return Grammar.choice(own.choice)
-            return Grammar.schema() if own.json_ is None else Grammar.schema(own.json_)
+            if outputs.regex is not None:
+                return Grammar.regex(outputs.regex)
+            if outputs.choice is not None:
+                return Grammar.choice(outputs.choice)
+            return Grammar.schema() if outputs.json_ is None else Grammar.schema(outputs.json_)
         assert form is not None
-        given = form.json_schema.schema_ if form.json_schema else None
-        if form.type == "json_schema" and given is None:
+        schema = form.json_schema.schema_ if form.json_schema else None
+        if form.type == "json_schema" and schema is None:
             raise ValueError(
                 'response_format is {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
             )
-        return Grammar.schema() if given is None else Grammar.schema(given)
+        return Grammar.schema() if schema is None else Grammar.schema(schema)
 
 
 def _continued(body: CommonRequest, prompts: list[list[int]], n: int) -> tuple[list[list[int]], list[list[int]]]:
     """The prompts without tokens of answers, and the answer so far of each choice; nothing where all are new. Raises Refused if
     they do not fit."""
-    given, count, problem = body.continued_tokens, len(prompts) * n, ""
-    if given is None:
+    continued, count, problem = body.continued_tokens, len(prompts) * n, ""
+    if continued is None:
         return prompts, []
-    if isinstance(given, int):
+    if isinstance(continued, int):
         shortest = min(map(len, prompts))
         if not body.is_ids:
             problem = (
@@ -302,12 +304,12 @@ def _continued(body: CommonRequest, prompts: list[list[int]], n: int) -> tuple[l
             )
         elif n > 1:
             problem = f"{n} texts of one prompt have {n} answers; send a list of token ids for each"
-        elif not 0 <= given < shortest:
-            problem = f"the shortest prompt has {shortest} tokens, so {given} cannot be answer already"
-        before = [p[len(p) - given :] for p in prompts]
-        prompts = [p[: len(p) - given] for p in prompts]
+        elif not 0 <= continued < shortest:
+            problem = f"the shortest prompt has {shortest} tokens, so {continued} cannot be answer already"
+        before = [p[len(p) - continued :] for p in prompts]
+        prompts = [p[: len(p) - continued] for p in prompts]
     else:
-        before = [list(x) for x in given if isinstance(x, list)] or [[x for x in given if isinstance(x, int)]]
+        before = [list(x) for x in continued if isinstance(x, list)] or [[x for x in continued if isinstance(x, int)]]
         if len(before) != count:
             problem = f"continued_tokens has {len(before)} lists of token ids, and the request asks for {count} texts"
     if problem:

@@ -21,8 +21,8 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from outrider._version import __version__
 
 if TYPE_CHECKING:
-    from outrider.serve.openai.pending import PendingAnswer
-    from outrider.serve.openai.protocol import ChatRequest, CompletionRequest
+    from outrider.serve.answer import Answer
+    from outrider.serve.requests import ChatRequest, CompletionRequest
 
 _ASKED = {  # attribute -> field of the request, sent if the request has it
     "gen_ai.request.temperature": "temperature",
@@ -42,8 +42,8 @@ class Spans:
                 f"--otlp-traces-endpoint is the address of an OTLP collector over HTTP, got {endpoint!r}; for example "
                 "http://127.0.0.1:4318/v1/traces"
             )
-        known = Resource({"service.name": "outrider", "service.version": __version__})
-        self._provider = TracerProvider(resource=known.merge(OTELResourceDetector().detect()))
+        resource = Resource({"service.name": "outrider", "service.version": __version__})
+        self._provider = TracerProvider(resource=resource.merge(OTELResourceDetector().detect()))
         self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint=endpoint)))
         self._tracer = self._provider.get_tracer("outrider", __version__)
 
@@ -56,10 +56,10 @@ class Spans:
         self._provider.shutdown()
 
     def watch(
-        self, pending: PendingAnswer, model: str, body: CompletionRequest | ChatRequest, headers: Mapping[str, str]
+        self, answer: Answer, model: str, body: CompletionRequest | ChatRequest, headers: Mapping[str, str]
     ) -> Callable[[], None]:
         """Begin the span of a request. Returns what ends it. headers: those of the request."""
-        began = time_ns() - int((perf_counter() - pending.sequences[0].clock.arrived) * 1e9)
+        began = time_ns() - int((perf_counter() - answer.sequences[0].clock.arrived) * 1e9)
         operation = "chat" if hasattr(body, "messages") else "text_completion"
         asked: dict[str, Any] = {
             "gen_ai.operation.name": operation,
@@ -78,9 +78,9 @@ class Spans:
         )
 
         def end() -> None:
-            found = {**_request(pending, body), **_answer(pending, model)}
-            span.set_attributes({k: v for k, v in found.items() if v is not None})
-            if problem := _problem(pending):
+            attributes = {**_request(answer, body), **_answer(answer, model)}
+            span.set_attributes({k: v for k, v in attributes.items() if v is not None})
+            if problem := _problem(answer):
                 span.set_attribute("error.type", problem)
                 span.set_status(Status(StatusCode.ERROR))
             span.end()
@@ -88,11 +88,11 @@ class Spans:
         return end
 
 
-def _request(pending: PendingAnswer, body: CompletionRequest | ChatRequest) -> dict[str, Any]:
-    params = pending.sequences[0].params
-    found: dict[str, Any] = {name: getattr(body, field) for name, field in _ASKED.items()}
+def _request(answer: Answer, body: CompletionRequest | ChatRequest) -> dict[str, Any]:
+    params = answer.sequences[0].params
+    fields: dict[str, Any] = {name: getattr(body, field) for name, field in _ASKED.items()}
     return {
-        **found,
+        **fields,
         "gen_ai.request.seed": body.seed if abs(body.seed or 0) < 2**63 else None,  # an attribute holds no larger one
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.top_k": float(params.top_k) if params.top_k > 0 else None,
@@ -102,16 +102,16 @@ def _request(pending: PendingAnswer, body: CompletionRequest | ChatRequest) -> d
     }
 
 
-def _answer(pending: PendingAnswer, model: str) -> dict[str, Any]:
-    results = [pending.results[i] for i in sorted(pending.results)]
-    prompts = {id(s.prompt): len(s.prompt) for s in pending.sequences}  # its n texts share a prompt
+def _answer(answer: Answer, model: str) -> dict[str, Any]:
+    results = [answer.results[i] for i in sorted(answer.results)]
+    prompts = {id(s.prompt): len(s.prompt) for s in answer.sequences}  # its n texts share a prompt
     counts = [r.counts.speculative for r in results if r.counts.method != "none"]
     steps, drafted = sum(s.num_spec_steps for s in counts), sum(s.num_draft_tokens for s in counts)
     accepted = sum(s.num_accepted_draft_tokens for s in counts)
     firsts = [r.clock.time_to_first_token for r in results if r.clock.time_to_first_token is not None]
-    decoder = pending.engine.decoder
+    decoder = answer.engine.decoder
     return {
-        "gen_ai.response.id": pending.id,
+        "gen_ai.response.id": answer.id,
         "gen_ai.response.model": model,
         "gen_ai.response.finish_reasons": [r.finish.finish for r in results if r.finish] or None,
         "gen_ai.response.time_to_first_chunk": min(firsts, default=None),
@@ -120,7 +120,7 @@ def _answer(pending: PendingAnswer, model: str) -> dict[str, Any]:
         "gen_ai.usage.cache_read.input_tokens": sum(r.counts.cached for r in results),
         "outrider.guarantee": decoder.guarantee.value,
         "outrider.verifier": decoder.verifier.name,
-        "outrider.speculation.method": pending.sequences[0].counts.method,
+        "outrider.speculation.method": answer.sequences[0].counts.method,
         "outrider.speculation.steps": steps,
         "outrider.speculation.draft_tokens": drafted,
         "outrider.speculation.accepted_tokens": accepted,
@@ -131,11 +131,11 @@ def _answer(pending: PendingAnswer, model: str) -> dict[str, Any]:
     }
 
 
-def _problem(pending: PendingAnswer) -> str | None:
+def _problem(answer: Answer) -> str | None:
     """Why there is no answer: generation_failed, aborted (deadline or shutdown), cancelled (the client left)."""
-    reasons = [r.finish.finish for r in pending.results.values() if r.finish]
+    reasons = [r.finish.finish for r in answer.results.values() if r.finish]
     if "error" in reasons:
         return "generation_failed"
-    if len(reasons) < len(pending.sequences):
+    if len(reasons) < len(answer.sequences):
         return "cancelled"
     return "aborted" if "abort" in reasons else None

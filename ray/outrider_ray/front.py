@@ -26,11 +26,12 @@ from outrider.serve.dashboard.viewers import EventStream
 from outrider.serve.errors import Refused, dumps
 from outrider.serve.guard import OWNER, guards
 from outrider.serve.logs import log
-from outrider.serve.metrics import CONTENT_TYPE, Metrics, merged_metrics
-from outrider.serve.openai.responses_api import replica_of
+from outrider.serve.metrics import CONTENT_TYPE, Metrics
 from outrider.serve.options import ServeOptions
+from outrider.serve.protocols.responses import replica_of
 from outrider_ray.calls import DROP_FROM_REQUEST, ReplicaLost, ReplicaRequest, ResponseStart
 from outrider_ray.dashboard import SummedDashboard
+from outrider_ray.metrics import merged_metrics
 
 if TYPE_CHECKING:
     from outrider_ray.replicas import RayReplicas

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from patience import PATIENCE
 
-from outrider.pages.page import ASSETS
+from outrider.serve.page import ASSETS
+from outrider_lab.pages import explained
 
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -27,7 +28,7 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("node") is None:
         pytest.skip("node is not installed")
     folder = tmp_path_factory.mktemp("modules")
-    for file in ASSETS.glob("*.js"):
+    for file in (*ASSETS.glob("*.js"), *explained.ASSETS.glob("*.js")):
         shutil.copy(file, folder)
     (folder / "package.json").write_text('{"type": "module"}')
     return folder

@@ -31,10 +31,10 @@ from outrider.drafters.shapes import (
 from outrider.engine.memory import per_token
 from outrider.engine.trace import StepRecord, read
 from outrider.models.load import load
-from outrider.pages.explained import ExplainedStep, builtin
 from outrider.testing.oracle import distribution, total_variation
 from outrider.verify.reference import reference_match, reference_rejection, residual
 from outrider_lab.explain import _step, model_size
+from outrider_lab.pages.explained import ExplainedStep, builtin
 
 CASES = 40
 Call = Callable[[list[tuple[str, str, list[Any]]]], list[Any]]

@@ -110,7 +110,7 @@ def test_texts_are_shown_only_if_the_trace_holds_them(tmp_path: Path, visit: Any
 
 def test_a_key_guards_every_page(visit: Any, browser: Any) -> None:
     with serving(builtin(), ServeOptions(model="code", api_key=["secret"])) as live:
-        for path in ("/dashboard", "/dashboard/events", "/explain"):
+        for path in ("/dashboard", "/dashboard/events"):
             answer = httpx.get(live.url + path)
             assert answer.status_code == 401
             assert answer.headers["www-authenticate"].startswith("Basic")
@@ -121,12 +121,6 @@ def test_a_key_guards_every_page(visit: Any, browser: Any) -> None:
             ask(live)
             seen.page.locator("#requests tbody tr").first.wait_for()
             seen.problems.clear()  # the first 401, which makes the browser ask
-
-
-def test_explain_is_served(live: Live, visit: Any) -> None:
-    with visit(f"{live.url}/explain") as seen:
-        seen.page.wait_for_selector("body[data-ready=yes]")
-        assert seen.asked == [f"{live.url}/explain"]
 
 
 def test_a_hidden_page_asks_nothing(live: Live, visit: Any) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from outrider.engine.trace import read
-from outrider.pages.explained import builtin
-from outrider.pages.page import ASSETS
 from outrider_lab.explain import explained
+from outrider_lab.pages.explained import ASSETS, builtin
 from tests.browser.conftest import violations
 from tests.support.explained import HostileTokenizer, long_trace
 

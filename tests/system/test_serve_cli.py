@@ -150,7 +150,6 @@ def test_the_start_prints_a_request_that_fits_the_model_and_the_pages(
     for path, line in (
         ("/ ", pages),
         ("/dashboard", pages),
-        ("/explain", pages),
         ("/health", watched),
         ("/metrics", watched),
     ):

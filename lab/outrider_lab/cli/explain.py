@@ -12,7 +12,7 @@ from outrider.core.files import write_whole
 
 if TYPE_CHECKING:
     from outrider.engine.trace import Trace
-    from outrider.pages.explained import ExplainedRun
+    from outrider_lab.pages.explained import ExplainedRun
 
 
 @as_command(
@@ -45,8 +45,8 @@ def explain(
     with working(f"explaining {'a built-in run' if trace is None else trace}"):
         from dataclasses import replace
 
-        from outrider.pages.explained import builtin
         from outrider_lab.explain import machine_curves
+        from outrider_lab.pages.explained import builtin
 
         if trace is None:
             run = builtin()

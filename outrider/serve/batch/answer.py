@@ -1,4 +1,4 @@
-"""Answers the lines of a batch on this machine, with full rows."""
+"""Answers the lines of a batch on this machine, with all slots in use."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from outrider.serve.assembly import load_llm
 from outrider.serve.batch.lines import BatchRequest
 from outrider.serve.bodies import check_body
 from outrider.serve.errors import Refused, called, invalid_body, no_model, refusing
-from outrider.serve.openai.protocol import MAX_CHOICES, ChatRequest, CompletionRequest
-from outrider.serve.openai.responses_api import ResponsesRequest, ResponsesWriter
 from outrider.serve.options import BatchOptions, ServeOptions
+from outrider.serve.protocols.openai import CompletionWriter
+from outrider.serve.protocols.responses import ResponsesRequest, ResponsesWriter
+from outrider.serve.requests import MAX_CHOICES, ChatRequest, CompletionRequest
 from outrider.serve.service import Service
 
 log = logging.getLogger("outrider.serve")
@@ -94,16 +95,15 @@ class BatchAnswerer:
     async def _whole(self, body: ChatRequest | CompletionRequest | ResponsesRequest, name: str) -> dict[str, Any]:
         if not isinstance(body, ResponsesRequest):
             with called(body.called):
-                return await (await self.service.accept(body, name, "batch")).whole()
+                return await CompletionWriter(await self.service.accept(body, name, "batch"), self.service).whole()
         if body.previous_response_id is not None:
             raise Refused(
                 "the lines of a batch do not follow each other; send the whole conversation as input",
                 param="previous_response_id",
             )
         with called(body.called):
-            chat = body.chat([])
-            writer = ResponsesWriter(f"resp_{name}", self.service.settings.model_name, body, chat)
-            return await writer.whole(await self.service.accept(chat, name, "batch"))
+            answer = await self.service.accept(body.chat([]), name, "batch")
+            return await ResponsesWriter(answer, self.service, f"resp_{name}", body).whole()
 
     def _body(self, request: BatchRequest) -> Any:
         try:

@@ -38,7 +38,14 @@ class BatchRequest:
 class BatchLine:
     """Where a line is, and what is wrong with it.
 
-    number: from 1. start, size: bytes in the file. key: a digest of its bytes. code, problem: None for a valid line.
+    Args:
+        number: from 1.
+        start: where it begins, in bytes.
+        size: in bytes.
+        key: a digest of its bytes.
+        custom_id: what its author calls it.
+        code: of what is wrong.
+        problem: what is wrong.
     """
 
     number: int
@@ -68,7 +75,7 @@ class _BadLine(ValueError):
 
 def scan(path: Path) -> list[BatchLine]:
     """All lines of a file that are not blank. A broken line says what is wrong. Raises OSError."""
-    found, seen, start = list[BatchLine](), dict[str, int](), 0
+    lines, seen, start = list[BatchLine](), dict[str, int](), 0
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             place, start = (start, len(raw)), start + len(raw)
@@ -83,8 +90,8 @@ def scan(path: Path) -> list[BatchLine]:
                     raise _BadLine("duplicate_custom_id", f"custom_id {name!r} is that of line {first}; make it unique")
             except _BadLine as broken:
                 code, problem = broken.code, str(broken)
-            found.append(BatchLine(number, *place, key, name, code, problem))
-    return found
+            lines.append(BatchLine(number, *place, key, name, code, problem))
+    return lines
 
 
 def read(path: Path, lines: Iterable[BatchLine]) -> Iterator[BatchRequest]:
@@ -178,7 +185,7 @@ class Journal:
 
     def finish(self, lines: Sequence[BatchLine]) -> None:
         """Write the output and remove the journal. Raises KeyError if a valid line has no answer."""
-        with _naming(self.output), written_whole(self.output) as made, made.open("wb") as file:
+        with _naming(self.output), written_whole(self.output) as path, path.open("wb") as file:
             for line in lines:
                 file.write(dumps(self.row(line.key) if line.code is None else line.row) + b"\n")
             file.flush()

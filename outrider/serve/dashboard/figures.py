@@ -24,9 +24,9 @@ class Tick:
     Args:
         elapsed: seconds of the while.
         processor: processor seconds of the whole process.
-        own: those of them that the dashboard took.
+        spent: those of them that the dashboard took.
         steps: how many there were.
-        rows: sequences, summed over steps.
+        sequences: of the steps, summed.
         tokens: written.
         drafted: draft tokens.
         by_depth: for each depth [drafted, accepted], over sequences; a tree drafts at a depth that it reaches.
@@ -39,9 +39,9 @@ class Tick:
 
     elapsed: float = 0.0
     processor: float = 0.0
-    own: float = 0.0
+    spent: float = 0.0
     steps: int = 0
-    rows: int = 0
+    sequences: int = 0
     tokens: int = 0
     drafted: int = 0
     by_depth: list[list[int]] = field(default_factory=lambda: list[list[int]]())
@@ -62,7 +62,7 @@ class Tick:
 
     def add(self, other: Tick) -> None:
         """Add a later record, or that of another server. What it weighed takes the place of what was weighed before."""
-        for name in ("elapsed", "processor", "own", "steps", "rows", "tokens", "drafted"):
+        for name in ("elapsed", "processor", "spent", "steps", "sequences", "tokens", "drafted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for mine, theirs in ((self.plans, other.plans), (self.seconds, other.seconds)):
             mine |= {name: mine.get(name, 0) + value for name, value in theirs.items()}
@@ -94,10 +94,9 @@ def recent(ticks: Sequence[Tick], seconds: float) -> Tick:
 def figures(total: Tick) -> dict[str, Any]:
     """What the page draws; None where nothing happened that could say.
 
-    rate: tokens per second. length: tokens per sequence and step, the target's own included. acceptance: of draft tokens.
-    depth: levels of a draft, 0 without one. survival: the share of drafts whose first j tokens were all accepted.
-    plans: the share of sequences in steps, by what was done for them. weighed: what was said last of each drafter.
-    phases: seconds; `outside` is not in steps.
+    The rate is tokens per second. The length is tokens per sequence and step, with the target's own. The depth counts the levels
+    of a draft, 0 without one. `survival` has the share of drafts whose first j tokens were all accepted. `plans` has the share of
+    sequences in steps, by what was done for them. The phases are in seconds; `outside` is not in steps.
     """
 
     def ratio(part: float, whole: float) -> float | None:
@@ -106,9 +105,9 @@ def figures(total: Tick) -> dict[str, Any]:
     outside = max(total.elapsed - sum(total.seconds.values()), 0.0)
     return {
         "rate": ratio(total.tokens, total.elapsed),
-        "length": ratio(total.tokens, total.rows),
+        "length": ratio(total.tokens, total.sequences),
         "acceptance": ratio(total.accepted, total.drafted),
-        "depth": ratio(total.depth, total.rows),
+        "depth": ratio(total.depth, total.sequences),
         "survival": [accepted / total.by_depth[0][0] for _, accepted in total.by_depth],
         "plans": {name: count / sum(total.plans.values()) for name, count in total.plans.items()},
         "weighed": total.weighed,
@@ -126,8 +125,8 @@ def outlook(total: Tick, seconds: float, speculates: bool) -> dict[str, Any]:
     if not speculates:
         kind, answer = "no", "No: this server decodes plainly."
     elif speed is None:
-        known = f"{count} requests ended over {over} whose time without drafts is known"
-        kind, answer = "unknown", f"Too few requests to say: {known}; outrider bench --base-url measures it."
+        counted = f"{count} requests ended over {over} whose time without drafts is known"
+        kind, answer = "unknown", f"Too few requests to say: {counted}; outrider bench --base-url measures it."
     else:
         kind, word = ("yes", "Yes") if speed["low"] > 1 else ("no", "No") if speed["high"] < 1 else ("even", "No gain")
         between = f"{speed['low']:.2f} to {speed['high']:.2f}"

@@ -1,26 +1,19 @@
-"""The pages of a server: `/`, `/dashboard`, which is live, and `/explain`."""
+"""The pages of a server: `/`, and `/dashboard`, which is live."""
 
 from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Annotated
 
-import anyio
 from fastapi import FastAPI, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from outrider.pages.explained import CostCurve, builtin, curve
-from outrider.pages.page import assemble, bundle
 from outrider.serve.dashboard.viewers import HEADERS, EventStream
+from outrider.serve.page import ASSETS, assemble, bundle
 from outrider.serve.pool import ModelPool
-from outrider.serve.service import Service
-
-ASSETS = Path(__file__).parents[1] / "assets"
 
 
 def install(app: FastAPI, pool: ModelPool) -> None:
@@ -58,20 +51,6 @@ def install(app: FastAPI, pool: ModelPool) -> None:
     @app.post("/dashboard/poll", include_in_schema=False)
     async def poll(viewer: Annotated[str, Query(min_length=1, max_length=64)]) -> Response:
         return Response(pool.dashboard().poll(viewer), headers=HEADERS, media_type="text/event-stream")
-
-    @app.get("/explain", include_in_schema=False)
-    async def explain() -> Response:
-        run = builtin()
-        run = replace(run, costs=[*(cost for one in pool.loaded for cost in own_curves(one)), *run.costs])
-        return Response(await anyio.to_thread.run_sync(run.page), headers=HEADERS, media_type="text/html")
-
-
-def own_curves(service: Service) -> list[CostCurve]:
-    """What a step costs on this server; nothing is known where the draft length is fixed."""
-    planner = service.engine.roster.planner
-    if planner.lengths is not None:
-        return []
-    return [curve(planner.costs.model, f"This server: {service.settings.model_name}", "measured at load")]
 
 
 def _packed(text: str) -> tuple[bytes, bytes]:

@@ -188,15 +188,15 @@ class Dashboard(Audience):
 
     def _shown(self, request: EndedRequest) -> dict[str, Any]:
         """A request for viewers; its texts only if the server's trace holds them too."""
-        found = dict(request.facts)
+        shown = dict(request.facts)
         if self.shows_text:
             prompt, output = request.prompt, request.output[:TOKENS]
             origins = request.origins or "?" * len(request.output)
             runs = groupby(zip(origins, output, strict=False), key=lambda pair: pair[0])
             reader = Detokenizer(self.service.tokens, prompt[:-TOKENS], skip_special_tokens=False)
-            found["prompt"] = reader.push(*prompt[-TOKENS:])
-            found["text"] = [[letter, reader.push(*(t for _, t in some))] for letter, some in runs]
-        return found
+            shown["prompt"] = reader.push(*prompt[-TOKENS:])
+            shown["text"] = [[letter, reader.push(*(t for _, t in some))] for letter, some in runs]
+        return shown
 
 
 class Viewer:

@@ -78,48 +78,37 @@ class Watch:
         for sequence in self.engine.decoder.waiting:  # its prompt is read between two steps
             self._text(sequence.slot, len(sequence.tokens)).saved += plain - taken
         with self._lock:
-            tick = self._tick
-            tick.steps += 1
-            tick.rows += batch
-            for phase in PHASES:
-                tick.seconds[phase] = tick.seconds.get(phase, 0.0) + step.seconds[phase]
             for b, commit in enumerate(step.commits):
-                count, drafted = len(commit.tokens), len(host[b]) - 1
-                tick.tokens += count
+                count, drafted, reached = len(commit.tokens), len(host[b]) - 1, list[list[int]]()
                 new = PLAIN * count
                 if drafted:
                     _, parents = zip(*host[b], strict=True)
                     new = letters(drafted, commit.num_accepted, (commit.nodes or (0,))[-1] in parents, count)
-                    tick.drafted += drafted
-                    depth = max(levels(parents))
-                    tick.by_depth += [[0, 0] for _ in range(depth - len(tick.by_depth))]
-                    for level in range(depth):
-                        tick.by_depth[level][0] += 1
-                        tick.by_depth[level][1] += level < commit.num_accepted
+                    reached = [[1, level < commit.num_accepted] for level in range(max(levels(parents)))]
+                self._tick.add(Tick(sequences=1, tokens=count, drafted=drafted, by_depth=reached))
                 text = self._text(step.slots[b], step.positions[b])
                 text.due += count
                 text.letters.append(new)
                 text.saved += count * plain - taken
             for note in step.draft.notes or [None] * batch:  # a step without room for a draft has no notes
-                what = self._planned(note) if note is not None else NONE
-                tick.plans[what] = tick.plans.get(what, 0) + 1
-            tick.own += thread_time() - begun
+                self._tick.add(Tick(plans={NONE: 1}) if note is None else self._planned(note))
+            seconds_of = {phase: step.seconds[phase] for phase in PHASES}
+            self._tick.add(Tick(steps=1, seconds=seconds_of, spent=thread_time() - begun))
 
     def _text(self, slot: int, position: int) -> WatchedText:
         """What is known of the text in a slot that goes on at a position. It is new if it was not watched up to there."""
-        known = self._texts.get(slot)
-        if known is None or known.due != position:
-            known = self._texts[slot] = WatchedText(position)
-        return known
+        text = self._texts.get(slot)
+        if text is None or text.due != position:
+            text = self._texts[slot] = WatchedText(position)
+        return text
 
-    def _planned(self, note: PlanNote) -> str:
+    def _planned(self, note: PlanNote) -> Tick:
         """What a plan does. Where lengths are fixed, its costs are not those of this machine, so nothing of them is told."""
         plan, planner = note.plan, self.engine.roster.planner
-        if planner.lengths is None:
-            for one in plan.why:
-                about = {"accepted": one.accepted, "tokens": one.tokens, "seconds": one.seconds, "verdict": one.verdict}
-                self._tick.weighed[one.name] = {"name": one.name, **about}
-        return plan.drafter or (READING if plan.read else NONE)
+        names = ("name", "accepted", "tokens", "seconds", "verdict")
+        why = plan.why if planner.lengths is None else ()
+        weighed = {one.name: {name: getattr(one, name) for name in names} for one in why}
+        return Tick(plans={plan.drafter or (READING if plan.read else NONE): 1}, weighed=weighed)
 
     def finished(self, sequence: Sequence) -> None:
         """See `Observer.finished`."""
@@ -154,7 +143,7 @@ class Watch:
         with self._lock:
             now, used = perf_counter(), process_time()
             tick, ended = self._tick, self._ended
-            tick = replace(tick, elapsed=now - self._then, processor=used - self._used, own=tick.own + spent)
+            tick = replace(tick, elapsed=now - self._then, processor=used - self._used, spent=tick.spent + spent)
             self._tick, self._ended, self._then, self._used = Tick(), [], now, used
         return tick, ended
 

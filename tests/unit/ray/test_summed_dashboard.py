@@ -29,7 +29,7 @@ PROMPT = "def quicksort(xs):\n"
 def tick(tokens: int, ended: list[dict[str, Any]] | None = None, problem: str | None = None, **more: Any) -> Any:
     """A tick as a dashboard sends it, with some numbers."""
     engine = {"running": 1, "waiting": 2, "kv_tokens": 30, "kv_limit": 100, "memory_limit": None, "accepted": 4}
-    sums = {"elapsed": 0.5, "steps": 2, "rows": 2, "tokens": tokens, "drafted": 8, "by_depth": [[2, 2], [2, 1]]}
+    sums = {"elapsed": 0.5, "steps": 2, "sequences": 2, "tokens": tokens, "drafted": 8, "by_depth": [[2, 2], [2, 1]]}
     sums |= {"requests": [[1.0, 0.5]], "plans": {"suffix": 1, "none": 1}, "seconds": {"target": 0.2, "draft": 0.1}}
     sums |= {"weighed": {"suffix": {"tokens": float(tokens)}}, **more}
     return {"sums": sums, "time": 100.0, "engine": engine, "problem": problem, "ended": ended or []}

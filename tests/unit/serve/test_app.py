@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import re
 from collections.abc import Iterator
 
 import httpx
@@ -61,53 +59,6 @@ def test_openais_client_completes(client: openai.OpenAI, plain: LLM) -> None:
         spec = out.metrics["speculative_decoding"]  # type: ignore[attr-defined]
         assert spec["num_accepted_draft_tokens"] + spec["num_spec_steps"] >= out.usage.completion_tokens
         assert "per_step_accepted" not in spec
-
-
-def test_openais_client_streams(client: openai.OpenAI, plain: LLM) -> None:
-    chunks = list(
-        client.completions.create(
-            model="code",
-            prompt=PROMPTS[0],
-            max_tokens=40,
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    )
-    expected = plain.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=40))[0].outputs[0]
-    assert "".join(c.choices[0].text for c in chunks if c.choices) == expected.text
-    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["length"]
-    assert chunks[-1].choices == []
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == 40
-    assert chunks[-1].metrics["speculative_decoding"]["num_spec_steps"] > 0  # type: ignore[attr-defined]
-    assert len(chunks) > 5
-
-
-def test_openais_client_chats(client: openai.OpenAI, plain: LLM) -> None:
-    messages = [
-        {"role": "system", "content": "Write Python."},
-        {"role": "user", "content": [{"type": "text", "text": "sort "}, {"type": "text", "text": "a list"}]},
-    ]
-    written = "# system: Write Python.\n# user: sort a list\n# assistant:"
-    params = SamplingParams(temperature=0.9, seed=3, max_tokens=24)
-    expected = plain.generate(written, params)[0].outputs[0].text
-    kwargs = {"model": "code", "messages": messages, "temperature": 0.9, "seed": 3, "max_completion_tokens": 24}
-    out = client.chat.completions.create(**kwargs)
-    assert out.choices[0].message.content == expected
-    assert out.choices[0].message.role == "assistant"
-    with client.chat.completions.create(**kwargs, stream=True) as stream:
-        chunks = list(stream)
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(c.choices[0].delta.content or "" for c in chunks) == expected
-    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
-    more = client.chat.completions.create(**kwargs, tools=[tool])
-    assert more.usage is not None
-    assert out.usage is not None
-    assert more.usage.prompt_tokens > out.usage.prompt_tokens  # the template shows the tools to the model
-    none = client.chat.completions.create(**kwargs, tools=[tool], tool_choice="none")
-    assert none.usage is not None
-    assert none.usage.prompt_tokens == out.usage.prompt_tokens
 
 
 def test_64_mixed_requests_at_once_have_the_texts_of_plain_decoding_one_by_one(live: Live, plain: LLM) -> None:
@@ -301,56 +252,6 @@ def test_metrics_have_vllms_names_behind_the_prefix(live: Live) -> None:
     assert 0 <= after["outrider:kv_cache_usage_perc"] <= 1
 
 
-BAD = [
-    ({"prompt": "x", "temperature": "warm"}, "a valid number, got 'warm'", "temperature"),
-    ({"prompt": "x", "temperature": -1}, "from 0 (greedy) to a million", "temperature"),
-    ({"prompt": "x", "max_tokens": 0}, "greater than or equal to 1", "max_tokens"),
-    ({"prompt": "x", "max_tokens": 10**6}, "use max_tokens=", "max_tokens"),
-    ({"prompt": "x " * 3000}, "reduce the length of the prompt", "prompt"),
-    ({"prompt": ""}, "the prompt is empty", "prompt"),
-    ({"prompt": []}, "empty list", "prompt"),
-    ({"prompt": [99999999]}, "outside the vocabulary", "prompt"),
-    ({"prompt": [-1], "echo": True}, "outside the vocabulary", "prompt"),
-    ({"prompt": [2**64], "echo": True}, "outside the vocabulary", "prompt"),
-    ({"prompt": "x", "n": 17}, "takes 16", "n"),
-    ({"prompt": "x", "stop": ["a"] * 17}, "17 stop strings", "stop"),
-    ({"prompt": "x", "stop": "a" * 300}, "300 characters", "stop"),
-    ({"prompt": "x", "logprobs": 21}, "21 logprobs", "logprobs"),
-    ({"prompt": "x", "logit_bias": {"x": 1}}, "token ids", "logit_bias"),
-    ({"prompt": "x", "logit_bias": {"99999999": 1}}, "outside the vocabulary", "logit_bias"),
-    ({"prompt": "x", "temprature": 1}, "did you mean 'temperature'", "temprature"),
-    ({"prompt": "x", "num_speculative_tokens": 17}, "takes 16", "num_speculative_tokens"),
-    ({"prompt": "x", "method": "magic"}, "no drafter 'magic'", "method"),
-    ({"prompt": "x", "seed": 2**70}, "64 bits", "seed"),
-    ({"prompt": "x", "response_format": {"type": "json_schema"}}, "json_schema", "response_format"),
-    ({"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}}, "foo",
-     "response_format"),
-    ({"prompt": "x", "structured_outputs": {"regex": "(a"}}, "unclosed group", "structured_outputs"),
-    ({"prompt": "x", "structured_outputs": {}}, "takes one of", "structured_outputs"),
-    ({"prompt": "x", "structured_outputs": {"json": {"enum": ["x" * 1_100_000]}}}, "bytes", "structured_outputs"),
-    ({"prompt": "\ud800"}, "surrogate", None),
-    ({"prompt": "x", "other": float("inf")}, "the number Infinity", None),
-    ({"prompt": "x", "temperature": 1e300}, "to a million", "temperature"),
-    ({"messages": []}, "prompt", "prompt"),
-    ({"prompt": "x", "guided_json": {"type": "object"}}, 'send structured_outputs: {"json"', "guided_json"),
-    ({"prompt": "x", "grammar": "root ::= a"}, 'send structured_outputs: {"regex"', "grammar"),
-    ({"prompt": "x", "functions": [{"name": "f"}]}, "send tools", "functions"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("body", "words", "param"), BAD, ids=[f"{i} {w}" for i, (_, w, _) in enumerate(BAD)])
-def test_what_cannot_be_answered_is_refused_with_the_reason(
-    live: Live, body: dict, words: str, param: str | None
-) -> None:
-    content = json.dumps(body).encode()
-    response = httpx.post(live.url + "/v1/completions", content=content, headers={"content-type": "application/json"})
-    assert response.status_code == 400
-    found = error(response)
-    assert words in found["message"]
-    assert (found["type"], found["param"]) == ("invalid_request_error", param)
-    assert not any(secret in found["message"] for secret in ("/work", ".py", ".cc", "Traceback"))
-
-
 def test_errors_of_http_have_the_same_shape(live: Live) -> None:
     url = live.url + "/v1/completions"
     assert error(httpx.post(url, content=b"{nonsense"))["type"] == "invalid_request_error"
@@ -373,42 +274,3 @@ def test_errors_of_http_have_the_same_shape(live: Live) -> None:
     assert "reads text only" in error(bad)["message"]
     bad = ask(live, "/v1/chat/completions", messages=[{"role": "user", "content": "x"}], top_logprobs=2)
     assert (bad.status_code, error(bad)["param"]) == (400, "top_logprobs")
-
-
-def test_grammars_hold_under_speculation_and_the_text_is_plain_decodings(live: Live) -> None:
-    schema = {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 12},
-            "size": {"type": "integer"},
-            "ok": {"type": "boolean"},
-        },
-        "required": ["name", "size", "ok"],
-        "additionalProperties": False,
-    }
-    forms: list[dict] = [
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
-        {"structured_outputs": {"regex": r"[a-c]{3}-\d{2,4}( and [a-z]+){1,2}"}},
-        {"structured_outputs": {"choice": ["yes", "yesterday", "no way"]}},
-        {"response_format": {"type": "json_object"}},
-    ]
-    for number, form in enumerate(forms):
-        for temperature in (0, 1.3):
-            body = {"prompt": PROMPTS[1], "temperature": temperature, "seed": 8, "max_tokens": 60, **form}
-            texts = []
-            for own in ({"disable_spec_decode": True}, {}, {"method": "suffix"}, {"num_speculative_tokens": 9}):
-                choice = ask(live, **body, **own).json()["choices"][0]
-                texts.append((choice["text"], choice["finish_reason"]))
-            assert texts == [texts[0]] * 4
-            text, finish = texts[0]
-            if finish == "stop":
-                if number == 0:
-                    assert set(json.loads(text)) == {"name", "size", "ok"}
-                elif number == 1:
-                    assert re.fullmatch(r"[a-c]{3}-\d{2,4}( and [a-z]+){1,2}", text)
-                elif number == 2:
-                    assert text in ("yes", "yesterday", "no way")
-                else:
-                    json.loads(text)
-            else:
-                assert number in (0, 1, 3)

@@ -1,8 +1,12 @@
-"""All fields of all routes, crossed pairwise: an answer is 2xx, or 4xx with the field named, and no stream has an error."""
+"""All fields of all routes, crossed pairwise: an answer is 2xx, or 4xx with the field named, and no stream has an error.
+
+Then the same bodies, changed at random: no server error, and each error in its form.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import random
 from collections.abc import Iterator
@@ -10,8 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
+from fuzz import json_changed
 from serving import Live, builtin, serving
 
+from outrider.core.infill import Infilling
 from outrider.serve.batch.answer import BatchAnswerer
 from outrider.serve.batch.lines import ENDPOINTS, BatchRequest
 from outrider.serve.options import BatchOptions, ServeOptions
@@ -27,6 +33,31 @@ SCHEMA = {
 PARAMETERS = {"name": "read", "description": "", "parameters": SCHEMA}
 TOOLS = [{"type": "function", "function": PARAMETERS}]
 USER = [{"role": "user", "content": "sort 🙂"}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": '{"path": "a"}'}}
+CALLED = [
+    *USER,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "b", "tool_call_id": "c1"},
+]
+ITEMS = [
+    {"role": "user", "content": [{"type": "input_text", "text": "read a"}]},
+    {"type": "function_call", "call_id": "c1", "name": "read", "arguments": '{"path": "a"}'},
+    {"type": "function_call_output", "call_id": "c1", "output": "b"},
+]
+TEXT = {"type": "text", "text": "read a", "cache_control": {"type": "ephemeral"}}
+BLOCKS = [
+    {"role": "user", "content": [TEXT]},
+    {"role": "assistant", "content": [TEXT, {"type": "tool_use", "id": "t1", "name": "read", "input": {"path": "a"}}]},
+    {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": "t1", "content": [TEXT], "is_error": False}, TEXT],
+    },
+]
+LOOKED = [
+    *USER,
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "read", "arguments": {"path": "a"}}}]},
+    {"role": "tool", "content": "b", "tool_name": "read"},
+]
 # values that are valid alone
 SAMPLING: dict[str, list[Any]] = {
     "temperature": [NOT, None, 0, 1e-9, 1.5, 1e6],
@@ -85,7 +116,7 @@ AXES: dict[str, dict[str, list[Any]]] = {
     "/v1/chat/completions": SHARED
     | MORE
     | {
-        "messages": [USER],
+        "messages": [USER, CALLED],
         "max_tokens": [NOT, 4],
         "max_completion_tokens": [4, 1],
         "logprobs": [NOT, None, True],
@@ -98,7 +129,7 @@ AXES: dict[str, dict[str, list[Any]]] = {
     },
     "/v1/responses": SHARED
     | {
-        "input": ["sort 🙂", USER],
+        "input": ["sort 🙂", USER, ITEMS],
         "max_output_tokens": [1, 4],
         "instructions": [NOT, None, "", "é"],
         "include": [NOT, [], ["message.output_text.logprobs"]],
@@ -110,7 +141,7 @@ AXES: dict[str, dict[str, list[Any]]] = {
     },
     "/v1/messages": SHARED
     | {
-        "messages": [USER],
+        "messages": [USER, BLOCKS],
         "max_tokens": [1, 4],
         "system": [NOT, None, "", "é", [{"type": "text", "text": "é"}]],
         "stop_sequences": [NOT, None, [], ["\n", "🙂"]],
@@ -141,7 +172,7 @@ OPTIONS: dict[str, list[Any]] = {
 }
 OPTIONS["top_k"] = [NOT, None, 0, 1, 2**40]
 AXES["/api/generate"] = OPTIONS | {"prompt": ["x = 🙂"], "raw": [NOT, True], "system": [NOT, None, "", "é"]}
-AXES["/api/chat"] = OPTIONS | {"messages": [USER], "tools": [NOT, None, [], TOOLS]}
+AXES["/api/chat"] = OPTIONS | {"messages": [USER, LOOKED], "tools": [NOT, None, [], TOOLS]}
 TOP = {"stream", "format", "think", "keep_alive", "prompt", "raw", "system", "messages", "tools"}  # of Ollama's fields
 # of any field: what is never a server error, and is refused by the name of the field if it is refused
 WRONG: list[Any] = [
@@ -282,3 +313,72 @@ def test_lines_of_a_batch_are_answered_or_refused_by_name() -> None:
         for line, row in answerer.answers(lines):
             answer = row["response"]
             checked(line.url, [line.body], [(answer["status_code"], json.dumps(answer["body"]))])
+
+
+# ------------------------------------------------------------------------------------------------ bodies changed at random
+
+COUNTS = [150, pytest.param(1500, marks=pytest.mark.long)]  # bodies of a route
+OTHERS: dict[str, Any] = {
+    "/v1/messages/count_tokens": {
+        "model": "code",
+        "messages": BLOCKS,
+        "system": [TEXT],
+        "tool_choice": {"type": "auto"},
+    },
+    "/api/show": {"model": "code", "name": "code", "verbose": False},
+    "/tokenize": {"model": "code", "messages": CALLED, "return_token_strs": True},
+    "/detokenize": {"model": "code", "tokens": [1, 2, 3]},
+}
+
+
+def has_form(path: str, told: Any) -> bool:
+    """Whether an error has the form of its protocol."""
+    if path.startswith("/api/"):
+        return list(told) == ["error"] and isinstance(told["error"], str)
+    error = told["error"]
+    if path.startswith("/v1/messages"):
+        return set(told) == {"type", "error", "request_id"} and set(error) == {"type", "message"}
+    return set(told) == {"error"} and set(error) == {"message", "type", "param", "code"}
+
+
+def changed(path: str, count: int) -> list[Any]:
+    """Bodies of a route, each with a change. The first ones have their longest conversation."""
+    cases = [body_of(path, case) for case in pairs(AXES[path])] if path in AXES else [OTHERS[path]]
+    return [json_changed(copy.deepcopy(cases[n % len(cases)]), random.Random(f"{path} {n}")) for n in range(count)]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("path", [*AXES, *OTHERS])
+def test_a_changed_body_is_answered_or_refused_in_its_form(
+    path: str, count: int, live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = Infilling(live.service.prompts.tokenizer, (), (5, 6, 7), (5, 6, 7))  # type: ignore[arg-type]
+    monkeypatch.setattr(live.service, "infilling", form)
+    bodies = changed(path, count)
+    found = answers(live, path, bodies)
+    bad = [
+        f"{answer.status_code} {answer.text[:200]} for {json.dumps(body)[:600]}"
+        for body, answer in zip(bodies, found, strict=True)
+        if answer.status_code != 200 and (answer.status_code >= 500 or not has_form(path, answer.json()))
+    ]
+    assert not bad, "\n".join(bad)
+    assert 0 < sum(answer.status_code == 200 for answer in found) < count
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_changed_line_of_a_batch_is_answered_or_refused_in_its_form(count: int) -> None:
+    lines = [
+        BatchRequest(f"{path} {n}", str(n), path, body)
+        for path in ENDPOINTS
+        for n, body in enumerate(changed(path, count))
+        if isinstance(body, dict)
+    ]
+    statuses, bad = list[int](), list[str]()
+    with BatchAnswerer(BatchOptions(model="builtin:code", served_model_name="code", max_model_len=300)) as answerer:
+        for line, row in answerer.answers(lines):
+            status, body = row["response"]["status_code"], row["response"]["body"]
+            statuses.append(status)
+            if status != 200 and (status >= 500 or not has_form(line.url, body)):
+                bad.append(f"{line.key}: {body} for {json.dumps(line.body)[:600]}")
+    assert not bad, "\n".join(bad)
+    assert 0 < statuses.count(200) < len(lines)

@@ -89,7 +89,7 @@ def test_plans_are_counted_and_the_last_words_on_each_drafter_are_told() -> None
         seen = watched(live, lambda: [ask(live) for _ in range(3)], lambda seen: len(ended(seen)) == 3)
     total = added(sums(seen))
     found = figures(total)
-    assert sum(total.plans.values()) == total.rows
+    assert sum(total.plans.values()) == total.sequences
     assert sum(found["plans"].values()) == pytest.approx(1)
     assert found["plans"].keys() <= {"none", "reading", "suffix", "draft_model"}
     drafted = found["weighed"]["draft_model"]
@@ -303,7 +303,7 @@ def test_a_text_that_was_not_watched_from_its_start_says_nothing() -> None:
 
 def some(requests: list[tuple[float, float]]) -> Tick:
     """Ticks of half a second, one of them ends in each. requests: its plain seconds, and its seconds."""
-    one = {"steps": 4, "rows": 4, "tokens": 8, "drafted": 8, "by_depth": [[4, 2]], "plans": {"suffix": 4}}
+    one = {"steps": 4, "sequences": 4, "tokens": 8, "drafted": 8, "by_depth": [[4, 2]], "plans": {"suffix": 4}}
     return added(Tick(elapsed=0.5, seconds={"target": 0.4}, requests=[pair], **one) for pair in requests)
 
 

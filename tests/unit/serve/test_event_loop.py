@@ -18,12 +18,12 @@ from serving import Live, builtin, serving
 
 from outrider.core.outputs import Delta
 from outrider.engine.prompts import PromptEncoder
+from outrider.serve import requests as protocol
 from outrider.serve.app import MAX_TOKENIZE
 from outrider.serve.bodies import MAX_PARTS, MAX_VALUES, check_body
 from outrider.serve.encoding import LONG, WIDE
-from outrider.serve.openai import protocol
-from outrider.serve.openai.protocol import MAX_UNKNOWN, ChatRequest, CompletionRequest, DetokenizeRequest
-from outrider.serve.openai.responses_api import ResponsesRequest
+from outrider.serve.protocols.responses import ResponsesRequest
+from outrider.serve.requests import MAX_UNKNOWN, ChatRequest, CompletionRequest, DetokenizeRequest
 
 MANY = 100_000
 

@@ -10,11 +10,11 @@ import httpx
 import pytest
 from serving import Live, builtin, serving
 
-from outrider.serve.anthropic import CountTokensRequest, MessagesRequest
-from outrider.serve.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
-from outrider.serve.openai.protocol import ChatRequest, CommonRequest, CompletionRequest
-from outrider.serve.openai.responses_api import ResponsesRequest
-from outrider.serve.openai.tools import FORMATS, ToolCall, ToolCallReader
+from outrider.serve.protocols.anthropic import CountTokensRequest, MessagesRequest
+from outrider.serve.protocols.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
+from outrider.serve.protocols.responses import ResponsesRequest
+from outrider.serve.requests import ChatRequest, CommonRequest, CompletionRequest
+from outrider.serve.tools import FORMATS, ToolCall, ToolCallReader
 
 TEMPLATE = (
     "{% if tools %}<tool_call> {% for t in tools %}{{ t.function.name }} {% endfor %}\n{% endif %}"

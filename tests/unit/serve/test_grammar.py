@@ -27,8 +27,8 @@ from outrider.drafters.base import DraftContext, NoDraft
 from outrider.drafters.proposal import legal
 from outrider.engine.request import Request
 from outrider.serve.grammar import KEPT, MAX_BYTES, Grammar, Grammars
-from outrider.serve.openai.tools import PLAIN, ToolOffer
 from outrider.serve.options import ServeOptions
+from outrider.serve.tools import PLAIN, ToolOffer
 
 pytest.importorskip("llguidance")
 PATTERN = r"[a-d]{2}(-[0-9]+){1,3}"

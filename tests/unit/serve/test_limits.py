@@ -22,8 +22,8 @@ from serving import Live, builtin, serving
 from outrider import LLM, SamplingParams
 from outrider.core.outputs import Delta
 from outrider.serve import logs
+from outrider.serve.answer import Answer, one_by_one
 from outrider.serve.app import create_app
-from outrider.serve.openai.pending import PendingAnswer, one_by_one
 from outrider.serve.options import ServeOptions
 
 PROMPT = "def quicksort(xs):\n"
@@ -98,7 +98,7 @@ def test_its_openapi_document_holds_under_schemathesis() -> None:
 
 
 def test_a_stream_that_waits_says_so_in_comments(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PendingAnswer, "quiet", 0.02)
+    monkeypatch.setattr(Answer, "quiet", 0.02)
     with serving(llm) as live, Gate(llm, free=0) as gate, streaming(live, max_tokens=4) as response:
         lines = response.iter_lines()
         found = [next(lines) for _ in range(8)]

@@ -20,10 +20,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import TEMPLATE, Live, builtin, serving
 
-from outrider.serve.anthropic import CountTokensRequest, MessagesRequest
-from outrider.serve.openai.protocol import HARMLESS, ChatRequest, CommonRequest, CompletionRequest
-from outrider.serve.openai.responses_api import ResponsesRequest
 from outrider.serve.options import ServeOptions
+from outrider.serve.protocols.anthropic import CountTokensRequest, MessagesRequest
+from outrider.serve.protocols.responses import ResponsesRequest
+from outrider.serve.requests import HARMLESS, ChatRequest, CommonRequest, CompletionRequest
 
 Json = dict[str, Any]
 USER: Json = {"role": "user", "content": "sort a list"}

@@ -15,9 +15,9 @@ import pytest
 from serving import TEMPLATE, Live, builtin, serving
 
 from outrider.core.infill import Infilling
-from outrider.serve.anthropic import MessagesRequest
-from outrider.serve.ollama import OllamaChatRequest
 from outrider.serve.options import ServeOptions
+from outrider.serve.protocols.anthropic import MessagesRequest
+from outrider.serve.protocols.ollama import OllamaChatRequest
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "sort a list"}]
 CALL = {"index": 0, "id": "call_1", "function": {"name": "look", "arguments": {"at": "sky"}}}

@@ -14,8 +14,8 @@ from pydantic import TypeAdapter
 from serving import TEMPLATE, Live, builtin, serving
 
 from outrider.serve.errors import Refused
-from outrider.serve.openai.responses_api import ResponseStore
 from outrider.serve.options import ServeOptions
+from outrider.serve.protocols.responses import ResponseStore
 
 HELLO = [{"role": "user", "content": "sort a list"}]
 LOOK = {
@@ -64,83 +64,6 @@ def chat(live: Live, **body: Any) -> dict[str, Any]:
     response = httpx.post(live.url + "/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
     return response.json()
-
-
-def test_a_response_has_the_text_of_a_chat_and_every_parameter_counts(live: Live, client: openai.OpenAI) -> None:
-    usual = {"temperature": 0.9, "top_p": 0.9}
-    more: dict[str, Any] = {"seed": 3, "top_k": 30, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.3}
-    more |= {"frequency_penalty": 0.2, "stop": ["\n\n\n"], "logit_bias": {"11": 2.0}, "bad_words": ["self"]}
-    expected = chat(live, messages=HELLO, max_tokens=24, **usual, **more)
-    for given in ("sort a list", HELLO, [{"role": "user", "content": [{"type": "input_text", "text": "sort a list"}]}]):
-        made = client.responses.create(
-            model="code",
-            input=given,  # type: ignore[arg-type]
-            max_output_tokens=24,
-            **usual,
-            extra_body=more,
-        )
-        assert made.output_text == expected["choices"][0]["message"]["content"]
-        assert made.usage is not None
-        assert made.usage.input_tokens == expected["usage"]["prompt_tokens"]
-        assert made.usage.output_tokens == expected["usage"]["completion_tokens"]
-        assert (made.temperature, made.top_p, made.max_output_tokens) == (0.9, 0.9, 24)
-        assert made.guarantee == "exact-tokens"  # type: ignore[attr-defined]
-    plain = client.responses.create(model="code", input="sort a list", max_output_tokens=24, temperature=0)
-    for name, value in more.items():  # each parameter alone reaches the engine as it does in a chat
-        body = {"max_tokens": 24, "temperature": 1.0, "seed": 3, name: value}
-        one = client.responses.create(
-            model="code", input=HELLO, max_output_tokens=24, temperature=1.0, extra_body={"seed": 3, name: value}
-        )
-        assert one.output_text == chat(live, messages=HELLO, **body)["choices"][0]["message"]["content"]
-    assert plain.output_text != expected["choices"][0]["message"]["content"]
-
-
-def test_the_status_says_why_a_text_ended(live: Live, client: openai.OpenAI) -> None:
-    cut = client.responses.create(model="code", input="sort", max_output_tokens=3, extra_body={"ignore_eos": True})
-    assert (cut.status, cut.output[0].status) == ("incomplete", "incomplete")  # type: ignore[union-attr]
-    assert cut.incomplete_details is not None
-    assert cut.incomplete_details.reason == "max_output_tokens"
-    [*_, end] = events(live, input="sort", max_output_tokens=3, ignore_eos=True)
-    assert (end["type"], end["response"]["usage"]["output_tokens"]) == ("response.incomplete", 3)
-    text = client.responses.create(model="code", input="sort", temperature=0, max_output_tokens=20).output_text
-    stop = client.responses.create(model="code", input="sort", temperature=0, extra_body={"stop": [text[4:8]]})
-    assert (stop.status, stop.output_text) == ("completed", text[: text.index(text[4:8])])
-    empty = client.responses.create(model="code", input="sort", temperature=0, extra_body={"stop": [text[0]]})
-    assert (empty.status, empty.output_text, len(empty.output)) == ("completed", "", 1)
-    late = events(live, input="sort", max_output_tokens=1900, ignore_eos=True, timeout=0.2)[-1]
-    assert (late["type"], late["response"]["status"]) == ("response.failed", "failed")
-    assert late["response"]["error"] == {"code": "server_error", "message": "the deadline of the request has passed"}
-    assert late["response"]["output"][0]["content"][0]["text"]  # what was written is not lost
-
-
-def test_the_events_of_a_stream_add_up_to_the_response(live: Live, client: openai.OpenAI) -> None:
-    body: dict[str, Any] = {"input": "sort a list", "max_output_tokens": 30, "temperature": 0.8, "seed": 5}
-    found = events(live, **body)
-    kinds = [event["type"].removeprefix("response.") for event in found]
-    deltas = kinds.count("output_text.delta")
-    opening = ["created", "in_progress", "output_item.added", "content_part.added"]
-    closing = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
-    assert kinds == [*opening, *["output_text.delta"] * deltas, *closing]
-    assert deltas > 3
-    text = "".join(event["delta"] for event in found if event["type"] == "response.output_text.delta")
-    final = found[-1]["response"]
-    whole = client.responses.create(
-        model="code", input="sort a list", max_output_tokens=30, temperature=0.8, extra_body={"seed": 5}
-    )
-    assert text == found[-4]["text"] == final["output"][0]["content"][0]["text"] == whole.output_text
-    ids = {event.get("item_id") or event["item"]["id"] for event in found[2:-1]}
-    assert ids == {final["output"][0]["id"]}
-    assert {event["response"]["id"] for event in (found[0], found[1], found[-1])} == {final["id"]}
-    assert set(final) == set(httpx.get(f"{live.url}/v1/responses/{whole.id}").json())
-    options: dict[str, Any] = {
-        "model": "code",
-        "input": "sort a list",
-        "temperature": 0,
-        "extra_body": {"stop": ["\n"]},
-    }
-    with client.responses.stream(**options) as stream:
-        said = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
-        assert stream.get_final_response().output_text == said
 
 
 def test_logprobs_come_where_they_are_asked_for(live: Live, client: openai.OpenAI) -> None:
@@ -248,35 +171,6 @@ def test_tools_are_called_and_their_answers_are_read(live: Live, client: openai.
         text={"format": {"type": "json_schema", "name": "place", "schema": {"enum": ["sky", "sea"]}, "strict": True}},
     )
     assert json.loads(structured.output_text) in ("sky", "sea")  # no spaces that a small model could write for ever
-
-
-REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
-    ({"input": []}, "empty list", "input"),
-    ({}, "Field required", "input"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "text only", "input"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0 has type 'item_reference'", "input"),
-    ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "send its function_call", "input"),
-    ({"input": [{"type": "message", "content": "x"}]}, "input.0.role is one of", "input"),
-    ({"input": "x", "tools": [{"type": "web_search"}]}, "runs no tools of its own", "tools"),
-    ({"input": "x", "background": True}, "outrider batch", "background"),
-    ({"input": "x", "conversation": "conv_1"}, "previous_response_id", "conversation"),
-    ({"input": "x", "max_tokens": 5}, "max_output_tokens", "max_tokens"),
-    ({"input": "x", "n": 2}, "one text", "n"),
-    ({"input": "x", "response_format": {"type": "json_object"}}, "calls it text", "response_format"),
-    ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "schema is missing", "text"),
-    ({"input": "x", "instrutions": "y"}, "did you mean 'instructions'", "instrutions"),
-    ({"input": "x", "temperature": -1}, "from 0 (greedy) to a million", "temperature"),
-    ({"input": "x", "previous_response_id": "resp_1"}, "the last 256 in memory", "previous_response_id"),
-]
-
-
-@pytest.mark.parametrize(("body", "words", "param"), REFUSED, ids=[words for _, words, _ in REFUSED])
-def test_what_a_response_cannot_be_is_refused(live: Live, body: dict, words: str, param: str | None) -> None:
-    response = httpx.post(live.url + "/v1/responses", json=body)
-    assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    assert words in error["message"]
-    assert error["param"] == param
 
 
 def test_a_wrong_method_is_told_all_methods_of_the_path(live: Live) -> None:

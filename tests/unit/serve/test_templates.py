@@ -13,7 +13,6 @@ import pytest
 from serving import Live, builtin, serving
 
 from outrider import LLM
-from outrider.models.chat_template import chat_prompt
 from outrider.serve.assembly import set_chat_template
 from outrider.serve.batch.answer import BatchAnswerer
 from outrider.serve.batch.lines import BatchRequest
@@ -21,8 +20,6 @@ from outrider.serve.encoding import give_way
 from outrider.serve.options import BatchOptions
 
 FOLDER = Path(__file__).parents[2] / "data" / "templates"
-WORDS = {"type": "object", "properties": {"word": {"type": "string"}}}
-TEMPLATES = ["qwen2.5", "lfm2", "llama-3.1", "command-r", "deepseek-v3.1", "smolvlm", "mistral-nemo"]
 
 
 @pytest.fixture(scope="module")
@@ -52,86 +49,6 @@ def test_the_prompt_is_what_transformers_makes(live: Live, llm: LLM) -> None:
     template: Any = llm.tokenizer
     expected = template.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=True)
     assert found["prompt_token_ids"] == expected["input_ids"]
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_each_protocol_gives_the_same_prompt(live: Live, llm: LLM, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """One conversation with instructions, a call and its result: what a client of each protocol sends for it."""
-    source: Any = (FOLDER / f"{name}.jinja").read_text()
-    if (tools := FOLDER / f"{name}.tool_use.jinja").exists():
-        source = {"default": source, "tool_use": tools.read_text()}
-    monkeypatch.setattr(llm.tokenizer, "chat_template", source)
-    prompts, requests = list[list[int]](), live.service.prompts.requests
-    monkeypatch.setattr(
-        live.service.prompts, "requests", lambda ids, *args, **more: prompts.append(ids) or requests(ids, *args, **more)
-    )
-    about, result = {"name": "look", "description": "Looks."}, "a fox"
-    call = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": '{"word": "fox"}'}}
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Look for it."},
-        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "function_call": None},
-        {"role": "tool", "tool_call_id": "abcdefghi", "content": result},
-    ]
-    tools = [{"type": "function", "function": {**about, "parameters": WORDS}}]
-    bodies: dict[str, dict[str, Any]] = {
-        "/v1/chat/completions": {"messages": messages, "tools": tools, "max_tokens": 1},
-        "/v1/responses": {
-            "instructions": "Be brief.",
-            "input": [
-                {"role": "user", "content": [{"type": "input_text", "text": "Look for it."}]},
-                {"type": "function_call", "call_id": "abcdefghi", "name": "look", "arguments": '{"word": "fox"}'},
-                {"type": "function_call_output", "call_id": "abcdefghi", "output": result},
-            ],
-            "tools": [{"type": "function", **about, "parameters": WORDS}],
-            "max_output_tokens": 1,
-        },
-        "/v1/messages": {
-            "system": [{"type": "text", "text": "Be brief."}],
-            "messages": [
-                {"role": "user", "content": "Look for it."},
-                {
-                    "role": "assistant",
-                    "content": [{"type": "tool_use", "id": "abcdefghi", "name": "look", "input": {"word": "fox"}}],
-                },
-                {
-                    "role": "user",
-                    "content": [
-                        {
-                            "type": "tool_result",
-                            "tool_use_id": "abcdefghi",
-                            "content": [{"type": "text", "text": result}],
-                        }
-                    ],
-                },
-            ],
-            "tools": [{**about, "input_schema": WORDS}],
-            "max_tokens": 1,
-        },
-        "/api/chat": {
-            "messages": [
-                *messages[:2],
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [{"id": "abcdefghi", "function": {"name": "look", "arguments": {"word": "fox"}}}],
-                },
-                {"role": "tool", "tool_name": "look", "content": result},
-            ],
-            "tools": tools,
-            "stream": False,
-            "options": {"num_predict": 1},
-        },
-    }
-    for path, body in bodies.items():
-        answer = post(live, path, **body)
-        assert answer.status_code == 200, (path, answer.text)
-    [ids] = {tuple(ids) for ids in prompts}
-    assert len(prompts) == len(bodies)
-    shown = llm.tokenizer.decode(list(ids))  # type: ignore[union-attr]
-    assert all(text in shown for text in ("Be brief.", "Look for it.", "look", "fox", result))
-    llm_prompt = chat_prompt(llm.tokenizer, messages, tools=tools, add_generation_prompt=True)
-    assert llm.tokenizer(llm_prompt, add_special_tokens=False)["input_ids"] == list(ids)  # type: ignore[misc]
 
 
 def test_instructions_reach_the_model_as_developer_and_as_system(live: Live, llm: LLM) -> None:

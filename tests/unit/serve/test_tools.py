@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from serving import TEMPLATE, Live, builtin, serving
 
 from outrider.serve.grammar import Grammar, Grammars
-from outrider.serve.openai.tools import FORMATS, PLAIN, ToolCallReader, ToolOffer, chosen, offered
+from outrider.serve.tools import FORMATS, PLAIN, ToolCallReader, ToolOffer, chosen, offered
 
 LOOK = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 TOOLS = [
@@ -44,6 +44,14 @@ TEXTS = [
     ("hermes", '<tool_call>{"name": "look", "arguments": {"x": 1e999}}</tool_call>', ..., []),
     ("hermes", "<tool_call>" + "[" * 100_000, ..., []),
     ("hermes", "a < b <tool", ..., []),
+    ("hermes", '<tool_call>\n{"name": "look", "arguments": {"x": "x\ny\t"}}\n</tool_call>', "", [("look", {"x": "x\ny\t"})]),
+    ("hermes", '<tool_call>{"name": "stop", "arguments": null}</tool_call><tool_call>{"name": "stop"}</tool_call>', "",
+     [STOPS] * 2),
+    ("hermes", '<tool_call>{"arguments": {"x": "</tool_call> 北京 🙂"}, "name": "look"}', "",
+     [("look", {"x": "</tool_call> 北京 🙂"})]),
+    ("hermes", '<tool_call>{"name": "rm", "arguments": {}}</tool_call><tool_call>{"name": "stop"}</tool_call>',
+     '<tool_call>{"name": "rm", "arguments": {}}</tool_call>', [STOPS]),
+    ("hermes", '<tool_call>{{"name": "stop"}}</tool_call>', ..., []),
     ("llama3_json", ONE.replace("arguments", "parameters"), "", [LOOKS]),
     ("llama3_json", f"\n {ONE}; {TWO}", "", [LOOKS, STOPS]),
     ("llama3_json", f"<|python_tag|>{ONE}", "", [LOOKS]),
@@ -56,7 +64,7 @@ TEXTS = [
     ("mistral", "[TOOL_CALLS] [{]", "[TOOL_CALLS] [{]", []),
     ("mistral", "no call</s>", "no call", []),
     ("mistral", "[TOOL_CALLS]look", "[TOOL_CALLS]look", []),
-]
+]  # fmt: skip
 
 
 def read(name: str, pieces: list[str]) -> tuple[str, list[tuple[str, dict]]]:

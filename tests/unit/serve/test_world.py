@@ -14,7 +14,6 @@ import httpx
 import pytest
 from serving import Live, builtin, serving
 
-from outrider.serve.openai.tools import FORMATS, ToolCallReader
 from outrider.serve.options import ServeOptions
 
 CHAT, TEXT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
@@ -182,29 +181,3 @@ def test_each_chunk_has_a_usage_that_is_null_before_the_last(live: Live) -> None
     assert data[-1] == "[DONE]"
     assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 4)
-
-
-CALLS = [  # what models of the hermes format write, and the arguments of the calls in it
-    ('<tool_call>\n{"name": "f", "arguments": {"a": "x\ny\t"}}\n</tool_call>', [{"a": "x\ny\t"}]),
-    ('<tool_call>{"name": "f", "arguments": null}</tool_call>', [{}]),
-    ('<tool_call>{"name": "f"}</tool_call>', [{}]),
-    ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [{"a": 1}]),
-    ('<tool_call>{"arguments": {"a": "</tool_call>"}, "name": "f"}</tool_call>', [{"a": "</tool_call>"}]),
-    ('<tool_call>{"name": "f", "arguments": {"a": "北京 🙂"}}', [{"a": "北京 🙂"}]),
-    ('<tool_call>{"name": "g", "arguments": {}}</tool_call><tool_call>{"name": "f"}</tool_call>', [{}]),
-    (
-        '<tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
-        [{}, {"a": 1}],
-    ),
-    ('<tool_call>{{"name": "f"}}</tool_call>', []),
-    ('<tool_call>{"name": "f", "arguments": {"a": ', []),
-]
-
-
-@pytest.mark.parametrize("size", [1, 3, 1000])
-@pytest.mark.parametrize(("text", "arguments"), CALLS)
-def test_calls_are_read_as_models_write_them(text: str, arguments: list[Any], size: int) -> None:
-    reader = ToolCallReader(FORMATS["hermes"], ["f"])
-    parts = [text[at : at + size] for at in range(0, len(text), size)]
-    found = [call for part in parts for call in reader.feed(part)[1]] + reader.feed("", True)[1]
-    assert [json.loads(call.arguments) for call in found] == arguments

@@ -22,9 +22,14 @@ from outrider.core.params import BadParameter
 class ToolFormat:
     """How a model family writes calls.
 
-    opening: the text before calls. bare: calls may also be JSON without it. closing: the text after each call; it may
-    be missing at the end of a text. sign: what the chat template contains, if not the opening. key: the name of the
-    arguments; both names are read. A forced answer is `before`, then `begin` JSON `end` with `between` between two, then `after`.
+    A forced answer is `before`, then `begin` JSON `end` with `between` between two, then `after`.
+
+    Args:
+        opening: the text before calls.
+        closing: the text after each call; it may be missing at the end of a text.
+        sign: what the chat template contains, if not the opening.
+        key: the name of the arguments; both names are read.
+        bare: calls may also be JSON without the opening.
     """
 
     opening: str
@@ -95,8 +100,11 @@ def literal(text: str) -> str:
 class ToolOffer:
     """The tools of a request.
 
-    tools: the JSON schema of the arguments, by name. forced: the answer must be a call. only: the name of the one tool
-    that may be called, or None. many: several calls are allowed.
+    Args:
+        tools: the JSON schema of the arguments, by name.
+        forced: the answer must be a call.
+        only: the name of the one tool that may be called, or None.
+        many: several calls are allowed.
     """
 
     tools: Mapping[str, Any]
@@ -161,8 +169,8 @@ def with_tools(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def function_of(tool: Any) -> dict[str, Any]:
     """The function of a tool, which may be flat; empty if it has none."""
-    found = tool.get("function", tool) if isinstance(tool, dict) else None
-    return found if isinstance(found, dict) else {}
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    return function if isinstance(function, dict) else {}
 
 
 def offered(tools: Sequence[Any] | None, choice: Any, many: bool, form: ToolForm = OPENAI) -> ToolOffer | None:
@@ -170,7 +178,7 @@ def offered(tools: Sequence[Any] | None, choice: Any, many: bool, form: ToolForm
 
     None: no calls. Raises BadParameter.
     """
-    given: dict[str, Any] = {}
+    schemas: dict[str, Any] = {}
     for number, tool in enumerate(tools or ()):
         function = tool.get("function")
         name = function.get("name") if isinstance(function, dict) else None
@@ -183,15 +191,15 @@ def offered(tools: Sequence[Any] | None, choice: Any, many: bool, form: ToolForm
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
             raise BadParameter(f"tools.{number}.{form.schema} is the JSON schema of an object", "tools")
-        given[name] = parameters
-    if choice == "none" or (not given and choice in (None, "auto")):
+        schemas[name] = parameters
+    if choice == "none" or (not schemas and choice in (None, "auto")):
         return None
     if choice in (None, "auto"):
-        return ToolOffer(given, many=many)
-    if not given:
+        return ToolOffer(schemas, many=many)
+    if not schemas:
         raise BadParameter("tool_choice asks for a call, and the request has no tools", "tool_choice")
     if choice == "required":
-        return ToolOffer(given, True, many=many)
+        return ToolOffer(schemas, True, many=many)
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if name is None:
@@ -199,9 +207,9 @@ def offered(tools: Sequence[Any] | None, choice: Any, many: bool, form: ToolForm
             'tool_choice is "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
             "tool_choice",
         )
-    if not isinstance(name, str) or name not in given:
+    if not isinstance(name, str) or name not in schemas:
         raise BadParameter(f"tool_choice names {str(name)[:80]!r}, which is not one of the tools", "tool_choice")
-    return ToolOffer(given, True, name, False)
+    return ToolOffer(schemas, True, name, False)
 
 
 class ToolCallReader:
@@ -219,7 +227,7 @@ class ToolCallReader:
     def feed(self, text: str, last: bool = False) -> tuple[str, list[ToolCall]]:
         """As `parts`: all of the content, and all of the calls."""
         parts = self.parts(text, last)
-        return "".join(p for p in parts if isinstance(p, str)), [p for p in parts if isinstance(p, ToolCall)]
+        return "".join(p for p in parts if isinstance(p, str)), [p for p in parts if not isinstance(p, str)]
 
     def parts(self, text: str, last: bool = False) -> list[str | ToolCall]:
         """Add text. Returns the content and the calls that are certain now, in their order. last: there is no more text."""
@@ -230,10 +238,10 @@ class ToolCallReader:
                 parts.append(self._content(last))
                 if not self._inside:
                     break
-            elif (found := self._calls(last)) is None:
+            elif (result := self._calls(last)) is None:
                 break
             else:
-                end, new = found
+                end, new = result
                 if new is None:
                     parts.append(self._clean(self._text[:end]))
                     self._fresh = False
@@ -341,6 +349,6 @@ def begun(text: str, mark: str) -> int:
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
-    found = pattern.match(text, at)
-    assert found is not None
-    return found.end()
+    match = pattern.match(text, at)
+    assert match is not None
+    return match.end()

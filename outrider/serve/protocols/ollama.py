@@ -1,4 +1,4 @@
-"""Ollama's API: its bodies become chats and completions, and the chunks of an answer become its lines.
+"""Ollama's API: its bodies become chats and completions, and the parts of an answer become its lines.
 
 See https://docs.ollama.com/api. What the server cannot do is refused, never left out.
 """
@@ -18,22 +18,15 @@ from pydantic import ConfigDict, Field, model_validator
 from starlette.responses import Response
 
 from outrider._version import __version__
+from outrider.serve.answer import Answer, ChoiceReader, Part, Usage
 from outrider.serve.assembly import Assembly
 from outrider.serve.errors import Refused, called, dumps, json_response
-from outrider.serve.openai.pending import PendingAnswer
-from outrider.serve.openai.protocol import ChatRequest, CompletionRequest, JsonObject, Objects, Texts
-from outrider.serve.openai.tools import ToolForm
-from outrider.serve.openai.translated import (
-    Answering,
-    AnswerTranslator,
-    Event,
-    ThinkingReader,
-    check_whole,
-    thinking_reader,
-    thinks,
-)
 from outrider.serve.pool import PooledModel
+from outrider.serve.requests import ChatRequest, CompletionRequest, JsonObject, Objects, Texts
+from outrider.serve.respond import Event, Responder, Writer
 from outrider.serve.service import Service
+from outrider.serve.thoughts import thinks
+from outrider.serve.tools import ToolForm
 
 API_VERSION = "0.12.10"  # of Ollama's API, as it is spoken here; editors refuse what is older than they need
 # the fields as Ollama calls them
@@ -112,6 +105,7 @@ class OllamaOptions(JsonObject):
 class OllamaChat(ChatRequest):
     """What a body stands for, if its prompt is messages."""
 
+    tells_thoughts = True
     tool_form = ToolForm(names=r"(?s).+", said="a name is a text that is not empty")
 
 
@@ -135,16 +129,16 @@ class OllamaRequest(JsonObject):
     @property
     def keep(self) -> float | None:
         """Seconds that the model stays; None for one that stays until others need its memory. Raises Refused."""
-        given = self.keep_alive
-        if isinstance(given, str):
-            parts = re.fullmatch(_DURATION, given)
+        keep = self.keep_alive
+        if isinstance(keep, str):
+            parts = re.fullmatch(_DURATION, keep)
             if parts is None:
                 raise Refused(
                     'keep_alive is a duration such as "5m" or "1h30m", or a number of seconds', param="keep_alive"
                 )
-            units = re.findall(r"([0-9.]+)(h|ms|m|s)", given) or [(given.lstrip("-"), "s")]
-            given = (-1 if given.startswith("-") else 1) * sum(float(number) * _SECONDS[unit] for number, unit in units)
-        return given if given is not None and 0 <= given < 1e9 else None
+            units = re.findall(r"([0-9.]+)(h|ms|m|s)", keep) or [(keep.lstrip("-"), "s")]
+            keep = (-1 if keep.startswith("-") else 1) * sum(float(number) * _SECONDS[unit] for number, unit in units)
+        return keep if keep is not None and 0 <= keep < 1e9 else None
 
     def _shared(self, room: int) -> dict[str, Any]:
         if self.logprobs:
@@ -185,7 +179,7 @@ class OllamaGenerateRequest(OllamaRequest):
 
     def request(self, room: int, chats: bool) -> ChatRequest | CompletionRequest:
         """The request that this one stands for. chats: the model has a chat template. Raises Refused."""
-        for name, given, why in (
+        for name, value, why in (
             ("images", self.images, "this model reads text only"),
             (
                 "template",
@@ -194,7 +188,7 @@ class OllamaGenerateRequest(OllamaRequest):
             ),
             ("context", self.context, "this server keeps no context; send the messages to /api/chat"),
         ):
-            if given:
+            if value:
                 raise Refused(f"{name}: {why}", param=name)
         if self.suffix or self.raw or not chats:
             if self.system:
@@ -233,43 +227,50 @@ def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
     """A message as chat completions have it. Raises Refused."""
     if given.get("images"):
         raise Refused(f"{where} has images; this model reads text only", param="messages")
-    made = {"role": given.get("role"), "content": given.get("content") or ""}
+    message = {"role": given.get("role"), "content": given.get("content") or ""}
     if thought := given.get("thinking"):
-        made["reasoning_content"] = thought
+        message["reasoning_content"] = thought
     if name := given.get("tool_name"):
-        made["name"] = name
+        message["name"] = name
     if call_id := given.get("tool_call_id"):
-        made["tool_call_id"] = call_id
+        message["tool_call_id"] = call_id
     if isinstance(calls := given.get("tool_calls"), Sequence) and calls:
-        made["tool_calls"] = [{"type": "function", **call} if isinstance(call, dict) else call for call in calls]
-    return made
+        message["tool_calls"] = [{"type": "function", **call} if isinstance(call, dict) else call for call in calls]
+    return message
 
 
-class OllamaWriter(AnswerTranslator):
-    """Writes one answer of `/api/chat` or `/api/generate`."""
+class OllamaWriter(Writer):
+    """Writes one answer of `/api/chat` or `/api/generate`.
+
+    Args:
+        answer: to what the body stands for.
+        model: as the client calls it.
+        arrived: when its request came, a `perf_counter` time.
+        waited: seconds until the model was loaded.
+        chat: whether it is one of `/api/chat`.
+    """
 
     media_type, comment = "application/x-ndjson", b""
 
-    def __init__(self, model: str, arrived: float, waited: float, thinking: ThinkingReader | None, chat: bool) -> None:
-        """model: as the client calls it. arrived: when its request came, a `perf_counter` time. waited: seconds until the model
-        was loaded. thinking: of a model that thinks."""
-        self._model, self._arrived, self._waited, self._thinking, self._chat = model, arrived, waited, thinking, chat
+    def __init__(self, answer: Answer, model: str, arrived: float, waited: float, chat: bool) -> None:
+        super().__init__(answer)
+        self._model, self._arrived, self._waited, self._chat = model, arrived, waited, chat
         self._text, self._thought, self._calls, self._end = "", "", list[dict[str, Any]](), dict[str, Any]()
 
-    def chunk(self, chunk: dict[str, Any]) -> list[Event]:
-        if not chunk["choices"]:
-            return self._close(chunk)
-        choice = chunk["choices"][0]
-        delta, finish = choice.get("delta", {}), choice["finish_reason"]
-        text, thought = delta.get("content") or choice.get("text") or "", ""
-        calls = [_call(call) for call in delta.get("tool_calls") or ()]
-        if self._thinking is not None:
-            thought, text = self._thinking.feed(text, finish is not None or bool(calls))
-        self._text, self._thought, self._calls = self._text + text, self._thought + thought, self._calls + calls
-        check_whole(choice)
-        if finish is not None:
-            self._end = {"done_reason": "length" if finish == "length" else "stop", "seed": choice["seed"]}
-            self._end["guarantee"] = chunk["guarantee"]
+    async def part(self, choice: ChoiceReader, part: Part) -> list[Event]:
+        calls = list[dict[str, Any]]()
+        if (call := part.call) is not None:
+            calls = [{"id": call.id, "function": {"name": call.name, "arguments": json.loads(call.arguments)}}]
+        self._text, self._thought, self._calls = (
+            self._text + part.text,
+            self._thought + part.thought,
+            self._calls + calls,
+        )
+        if (ending := part.ending) is not None:
+            ending.check_whole()
+            self._end = {"done_reason": "length" if ending.finish == "length" else "stop", "seed": choice.sequence.seed}
+            self._end["guarantee"] = self.answer.guarantee
+        text, thought = part.text, part.thought
         return [self._line(text, thought, calls, done=False)] if text or thought or calls else []
 
     def failed(self, refused: Refused) -> list[Event]:
@@ -278,21 +279,21 @@ class OllamaWriter(AnswerTranslator):
     def encoded(self, event: Event) -> bytes:
         return dumps(event) + b"\n"
 
-    def _close(self, totals: dict[str, Any]) -> list[Event]:
+    def totals(self) -> list[Event]:
         """The last line. The prompt is read until the first token, and the text is written from there on."""
-        used, times = totals["usage"], totals["metrics"]
-        first = times["time_to_first_token"]
-        first = times["e2e_latency"] if first is None else first
+        used, clock = Usage.of(self.answer.sequences), self.answer.sequences[0].clock
+        total = clock.total
+        first = total if clock.time_to_first_token is None else clock.time_to_first_token
         figures = {
             **self._end,
             "total_duration": _nanoseconds(perf_counter() - self._arrived),
             "load_duration": _nanoseconds(self._waited),
-            "prompt_eval_count": used["prompt_tokens"],
-            "prompt_eval_duration": _nanoseconds(first - times["time_in_queue"]),
-            "eval_count": used["completion_tokens"],
-            "eval_duration": _nanoseconds(times["e2e_latency"] - first),
+            "prompt_eval_count": used.prompt,
+            "prompt_eval_duration": _nanoseconds(first - clock.queued),
+            "eval_count": used.completion,
+            "eval_duration": _nanoseconds(total - first),
         }
-        self.answer = self._line(self._text, self._thought, self._calls, done=True) | figures
+        self.result = self._line(self._text, self._thought, self._calls, done=True) | figures
         return [self._line("", "", [], done=True) | figures]
 
     def _line(self, text: str, thought: str, calls: list[dict[str, Any]], done: bool) -> Event:
@@ -311,44 +312,46 @@ def loaded(model: str, chat: bool, reason: str) -> Event:
     return _line(model, chat, "", {}, True) | {"done_reason": reason}
 
 
-def _call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    made = {"name": function["name"], "arguments": json.loads(function["arguments"])}
-    return {"id": call["id"], "function": made}
-
-
 def _nanoseconds(seconds: float) -> int:
     return max(0, round(seconds * 1e9))
 
 
-def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict[str, Any]]) -> None:
+def install(app: FastAPI, responder: Responder, documented: dict[int | str, dict[str, Any]]) -> None:
     """Add the routes. documented: what is answered."""
-    pool = answering.pool
+    pool = responder.pool
 
     async def answered(
-        body: OllamaRequest, empty: bool, make: Callable[[Service], ChatRequest | CompletionRequest], request: Request
+        body: OllamaRequest,
+        chat: bool,
+        empty: bool,
+        make: Callable[[Service], ChatRequest | CompletionRequest],
+        request: Request,
     ) -> Response:
-        """The answer to a body. empty: it only loads the model, or lets it go. make: the request that it stands for."""
-        arrived, chat, ends = perf_counter(), isinstance(body, OllamaChatRequest), empty and body.keep == 0
+        """The answer to a body.
+
+        Args:
+            body: what came.
+            chat: it came to `/api/chat`.
+            empty: it only loads the model, or lets it go.
+            make: the request that it stands for.
+            request: the HTTP request.
+        """
+        arrived, ends = perf_counter(), empty and body.keep == 0
         if ends and pool.find(body.name).assembly is None:
             return json_response(loaded(body.model, chat, "unload"))
         service = await pool.lend(body.name, request, keep=body.keep)
         if empty:
             return json_response(loaded(body.model, chat, "unload" if ends else "load"))
+        waited = getattr(request.state, "waited", 0.0)
         with called(CALLED):
-            asked = make(service)
-
-        def writer(pending: PendingAnswer) -> OllamaWriter:
-            thinking = thinking_reader(service, pending) if asked.is_chat else None
-            return OllamaWriter(body.model, arrived, getattr(request.state, "waited", 0.0), thinking, chat)
-
-        with called(CALLED):
-            return await answering.answer(service, asked, request, writer)
+            return await responder.respond(
+                service, make(service), request, lambda answer: OllamaWriter(answer, body.model, arrived, waited, chat)
+            )
 
     @app.post("/api/chat", responses=documented)
     async def chat(body: OllamaChatRequest, request: Request) -> Response:
         """Answer messages. Needs a model with a chat template."""
-        return await answered(body, not body.messages, lambda service: body.chat(service.encoder.max_length), request)
+        return await answered(body, True, not body.messages, lambda s: body.chat(s.encoder.max_length), request)
 
     @app.post("/api/generate", responses=documented)
     async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
@@ -357,7 +360,7 @@ def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict
         def made(service: Service) -> ChatRequest | CompletionRequest:
             return body.request(service.encoder.max_length, bool(service.template))
 
-        return await answered(body, not body.prompt and not body.suffix, made, request)
+        return await answered(body, False, not body.prompt and not body.suffix, made, request)
 
     @app.get("/api/tags", responses=documented)
     async def tags() -> Response:
@@ -438,9 +441,9 @@ def family(service: Service) -> str:
 def details(one: PooledModel) -> dict[str, Any]:
     """What Ollama's clients show beside a name. The kind and the precision are known of a model that is loaded."""
     service = one.assembly and one.assembly.service
-    found = service and service.runtime.loaded
-    weights = found.weights if found else ""
-    level = getattr(found.config, "quantization_level", weights) if found and weights == "gguf" else weights
+    model = service and service.runtime.loaded
+    weights = model.weights if model else ""
+    level = getattr(model.config, "quantization_level", weights) if model and weights == "gguf" else weights
     gguf = weights == "gguf" or one.settings.model.endswith(".gguf")
     kind = family(service) if service else UNKNOWN
     return {

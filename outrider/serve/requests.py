@@ -27,7 +27,7 @@ from pydantic import (
 from outrider.core.docstrings import arguments
 from outrider.core.params import RANGES, BadParameter, SamplingParams
 from outrider.models.chat_template import text_of
-from outrider.serve.openai.tools import OPENAI, ToolForm, ToolOffer, offered, with_tools
+from outrider.serve.tools import OPENAI, ToolForm, ToolOffer, offered, with_tools
 
 # Validation stops at the first wrong item. An error for each of a million items would take minutes.
 Ids = Annotated[list[int], Field(fail_fast=True)]
@@ -144,7 +144,7 @@ def sampling_fields() -> Any:
 class CommonRequest(sampling_fields()):
     """The fields of text completions and chat completions. missing: fields that are refused, and what is said of each.
 
-    is_chat: the prompt is messages.
+    is_chat: the prompt is messages. tells_thoughts: its answer has thoughts apart from the text.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -159,6 +159,7 @@ class CommonRequest(sampling_fields()):
     }
 
     is_chat: ClassVar[bool] = False
+    tells_thoughts: ClassVar[bool] = False
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -231,10 +232,10 @@ class CommonRequest(sampling_fields()):
             raise ValueError(
                 f"the request has {len(unknown)} fields that do not exist; {MAX_UNKNOWN} are ignored, no more"
             )
-        known = [name for name in cls.model_fields if len(name) > 4]
-        longest = 2 * max(map(len, known))
+        names = [name for name in cls.model_fields if len(name) > 4]
+        longest = 2 * max(map(len, names))
         for key in unknown:
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.85) if len(key) < longest else []
+            close = difflib.get_close_matches(key, names, n=1, cutoff=0.85) if len(key) < longest else []
             if close:
                 raise BadParameter(f"there is no field {key!r}; did you mean {close[0]!r}?", key)
         return data
@@ -252,8 +253,8 @@ class CommonRequest(sampling_fields()):
     @property
     def form(self) -> ResponseFormat | None:
         """The form that the answer must have; None for any text."""
-        given = self.response_format
-        return None if given is None or given.type == "text" else given
+        form = self.response_format
+        return None if form is None or form.type == "text" else form
 
     @property
     def offer(self) -> ToolOffer | None:
@@ -330,7 +331,7 @@ class CommonRequest(sampling_fields()):
                 got = f"{token[:20]!r}: {value:g}"
                 raise BadParameter(f"logit_bias maps token ids to numbers in [-100, 100], got {got}", "logit_bias")
             bias[int(token)] = value
-        given = {f.name: getattr(self, f.name, None) for f in fields(SamplingParams)} | {
+        values = {f.name: getattr(self, f.name, None) for f in fields(SamplingParams)} | {
             "max_tokens": None,
             "logit_bias": bias or None,
             "stop": stops or None,
@@ -338,7 +339,7 @@ class CommonRequest(sampling_fields()):
             "prompt_logprobs": max((x for x in (self.prompt_alternatives, echoed) if x is not None), default=None),
             "prediction": self.prediction and text_of(self.prediction.content, "prediction.content"),
         }
-        return SamplingParams(max_tokens=self.limit or None, **{k: v for k, v in given.items() if v is not None})
+        return SamplingParams(max_tokens=self.limit or None, **{k: v for k, v in values.items() if v is not None})
 
     @property
     def count(self) -> int:
@@ -417,8 +418,10 @@ class CompletionRequest(CommonRequest):
 
     @property
     def prompts(self) -> list[Any]:
-        given = self.prompt
-        many: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+        prompt = self.prompt
+        many: list[Any] = (
+            [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
+        )
         return [p if isinstance(p, str) else {"prompt_token_ids": p} for p in many]
 
 
@@ -506,10 +509,10 @@ class TokenizeRequest(JsonObject):
         if (self.prompt is None) == (self.messages is None):
             raise BadParameter("give a prompt or messages, one of them", "prompt")
         names = set(type(self).model_fields) - {"model", "prompt", "add_special_tokens", "return_token_strs"}
-        given = self.model_dump(include=names, exclude_none=True)
+        values = self.model_dump(include=names, exclude_none=True)
         if self.prompt is None:
-            return ChatRequest.model_validate(given)
-        for name in given:
+            return ChatRequest.model_validate(values)
+        for name in values:
             raise BadParameter(f"{name} is for messages, and a prompt is encoded as it is; leave it out", name)
         return None
 

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: its body becomes a chat request, and the chunks of the answer become one object or typed events.
+"""OpenAI's Responses API: its body becomes a chat request, and the parts of the answer become one object or typed events.
 
 The responses that are kept to go on from are in memory, bounded. See https://platform.openai.com/docs/api-reference/responses.
 What the server cannot do is refused, never left out.
@@ -18,8 +18,10 @@ from pydantic import BeforeValidator, Field, field_validator
 from starlette.responses import Response
 
 from outrider.models.chat_template import check_role, text_of
+from outrider.serve.answer import Answer, ChoiceReader, Part
 from outrider.serve.errors import Refused, answered, called, dumps, json_response, refusing
-from outrider.serve.openai.protocol import (
+from outrider.serve.protocols.openai import TokenTeller, metrics, usage
+from outrider.serve.requests import (
     UNSEEN,
     ChatRequest,
     CommonRequest,
@@ -29,8 +31,9 @@ from outrider.serve.openai.protocol import (
     Texts,
     few,
 )
-from outrider.serve.openai.tools import ToolForm
-from outrider.serve.openai.translated import Answering, AnswerTranslator, Event, cut_by
+from outrider.serve.respond import Event, Responder, Writer
+from outrider.serve.service import Service
+from outrider.serve.tools import ToolCall, ToolForm
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -166,8 +169,8 @@ def _messages(items: Sequence[Any], before: int) -> list[dict[str, Any]]:
     def answer(content: str) -> dict[str, Any]:
         """A message of the assistant, with the thought before it."""
         nonlocal thought
-        made, thought = {"role": "assistant", "content": content, "reasoning_content": thought or None}, ""
-        return made
+        message, thought = {"role": "assistant", "content": content, "reasoning_content": thought or None}, ""
+        return message
 
     for place, item in enumerate(items):
         where = f"input.{place - before}"
@@ -207,25 +210,38 @@ def _messages(items: Sequence[Any], before: int) -> list[dict[str, Any]]:
     return messages
 
 
-class ResponsesWriter(AnswerTranslator):
-    """Writes one response."""
+class ResponsesWriter(Writer):
+    """Writes one response.
+
+    Args:
+        answer: to the chat that the body stands for.
+        service: wrote it.
+        name: the id, from `resp_` on.
+        body: the request.
+        keep: takes the response before its last event, so that the client can go on from it.
+    """
 
     def __init__(
         self,
+        answer: Answer,
+        service: Service,
         name: str,
-        model: str,
         body: ResponsesRequest,
-        chat: ChatRequest,
         keep: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
-        """name: the id, from `resp_` on. model: its served name. body: the request. chat: what it stands for. keep: takes the
-        response before its last event, so that the client can go on from it."""
+        super().__init__(answer)
+        chat = answer.body
+        self._teller = TokenTeller(answer.sequences[0], chat, service.tokens, 0)
         self._name, self._number, self._keep = name.removeprefix("resp_"), 0, keep
         self._message: dict[str, Any] | None = None  # the item that text goes to
-        given = None if body.text is None else body.text.format
-        form = {"type": "text"} if given is None else given.model_dump(by_alias=True, exclude_none=True)
-        form |= {"name": given.name or "output"} if given is not None and given.type == "json_schema" else {}
-        self.answer: dict[str, Any] = {
+        text_format = None if body.text is None else body.text.format
+        form = {"type": "text"} if text_format is None else text_format.model_dump(by_alias=True, exclude_none=True)
+        form |= (
+            {"name": text_format.name or "output"}
+            if text_format is not None and text_format.type == "json_schema"
+            else {}
+        )
+        self.result = {
             "id": name,
             "object": "response",
             "created_at": int(time()),
@@ -238,7 +254,7 @@ class ResponsesWriter(AnswerTranslator):
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": None,
             "metadata": body.metadata or {},
-            "model": model,
+            "model": service.settings.model_name,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
@@ -255,42 +271,39 @@ class ResponsesWriter(AnswerTranslator):
             **({} if body.user is None else {"user": body.user}),
         }
         started = [self._event(f"response.{kind}", response=self._shown()) for kind in ("created", "in_progress")]
-        self.begin = b"".join(map(self.encoded, started))
+        self.begin = [b"".join(map(self.encoded, started))]
 
-    def chunk(self, chunk: dict[str, Any]) -> list[Event]:
-        if not chunk["choices"]:
-            return self._end(chunk)
-        choice = chunk["choices"][0]
-        delta, logprobs = choice["delta"], (choice["logprobs"] or {}).get("content") or []
-        events = list[Event]()
-        if delta.get("content") or logprobs:
-            events += self._text(delta.get("content") or "", logprobs)
-        for call in delta.get("tool_calls") or ():
-            events += self._call(call)
-        if (finish := choice["finish_reason"]) is not None:
-            self.answer |= {"seed": choice["seed"], "guarantee": chunk["guarantee"]}
-            if "note" in choice:
-                self.answer["note"] = choice["note"]
-            if not self.answer["output"]:
+    async def part(self, choice: ChoiceReader, part: Part) -> list[Event]:
+        told = {} if part.delta is None else self._teller.of(part.delta, part.text)
+        logprobs, events = told.get("logprobs", {}).get("content", []), list[Event]()
+        if part.text or logprobs:
+            events += self._text(part.text, logprobs)
+        if part.call is not None:
+            events += self._call(part.call)
+        if (ending := part.ending) is not None:
+            self.result |= {"seed": choice.sequence.seed, "guarantee": self.answer.guarantee}
+            if ending.note is not None:
+                self.result["note"] = ending.note
+            if not self.result["output"]:
                 events += self._text("", [])
-            events += self._close("completed" if finish in ("stop", "tool_calls") else "incomplete")
-            if (reason := cut_by(choice)) is not None:
-                self.answer |= {"status": "failed", "error": {"code": "server_error", "message": reason}}
-            elif finish == "length":
-                self.answer |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+            events += self._close("incomplete" if ending.finish == "length" else "completed")
+            if ending.cut_by is not None:
+                self.result |= {"status": "failed", "error": {"code": "server_error", "message": ending.cut_by}}
+            elif ending.finish == "length":
+                self.result |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
             else:
-                self.answer["status"] = "completed"
+                self.result["status"] = "completed"
         return events
 
     def failed(self, refused: Refused) -> list[Event]:
         events = self._close("incomplete") if self._message is not None else []
-        self.answer |= {"status": "failed", "error": {"code": "server_error", "message": refused.message}}
+        self.result |= {"status": "failed", "error": {"code": "server_error", "message": refused.message}}
         return [*events, self._event("response.failed", response=self._shown())]
 
-    def _end(self, totals: dict[str, Any]) -> list[Event]:
-        used = totals["usage"]
-        self.answer |= {
-            "completed_at": int(time()) if self.answer["status"] == "completed" else None,
+    def totals(self) -> list[Event]:
+        used = usage(self.answer.sequences)
+        self.result |= {
+            "completed_at": int(time()) if self.result["status"] == "completed" else None,
             "usage": {
                 "input_tokens": used["prompt_tokens"],
                 "input_tokens_details": {**used["prompt_tokens_details"], "cache_write_tokens": 0},
@@ -298,20 +311,20 @@ class ResponsesWriter(AnswerTranslator):
                 "output_tokens_details": used["completion_tokens_details"],
                 "total_tokens": used["total_tokens"],
             },
-            "metrics": totals["metrics"],
+            "metrics": metrics(self.answer.sequences, bool(self.answer.body.detailed_metrics)),
         }
-        if self.answer["store"] and self.answer["status"] != "failed":
-            self._keep(self.answer)
-        return [self._event(f"response.{self.answer['status']}", response=self._shown())]
+        if self.result["store"] and self.result["status"] != "failed":
+            self._keep(self.result)
+        return [self._event(f"response.{self.result['status']}", response=self._shown())]
 
     def _text(self, text: str, logprobs: list[Any]) -> list[Event]:
         events = list[Event]()
         if self._message is None:
-            number = len(self.answer["output"])
+            number = len(self.result["output"])
             self._message = _message(f"msg_{self._name}_{number}")
             events.append(self._event("response.output_item.added", item=dict(self._message), output_index=number))
             self._message["content"] = [_part("", [])]
-            self.answer["output"].append(self._message)
+            self.result["output"].append(self._message)
             events.append(self._event("response.content_part.added", **self._place(), part=_part("", [])))
         part = self._message["content"][0]
         part["text"] += text
@@ -320,20 +333,20 @@ class ResponsesWriter(AnswerTranslator):
             events.append(self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs))
         return events
 
-    def _call(self, call: dict[str, Any]) -> list[Event]:
+    def _call(self, call: ToolCall) -> list[Event]:
         events = self._close("completed") if self._message is not None else []
-        place, function = len(self.answer["output"]), call["function"]
+        place = len(self.result["output"])
         item = {
             "id": f"fc_{self._name}_{place}",
             "type": "function_call",
-            "call_id": call["id"],
-            "name": function["name"],
+            "call_id": call.id,
+            "name": call.name,
             "arguments": "",
             "status": "in_progress",
         }
         events.append(self._event("response.output_item.added", item=item, output_index=place))
-        done = {**item, "arguments": function["arguments"], "status": "completed"}
-        self.answer["output"].append(done)
+        done = {**item, "arguments": call.arguments, "status": "completed"}
+        self.result["output"].append(done)
         where = {"item_id": item["id"], "output_index": place}
         for kind, fields in (
             ("delta", {"delta": done["arguments"]}),
@@ -357,10 +370,10 @@ class ResponsesWriter(AnswerTranslator):
 
     def _place(self) -> dict[str, Any]:
         assert self._message is not None
-        return {"item_id": self._message["id"], "output_index": len(self.answer["output"]) - 1, "content_index": 0}
+        return {"item_id": self._message["id"], "output_index": len(self.result["output"]) - 1, "content_index": 0}
 
     def _shown(self) -> dict[str, Any]:
-        return {**self.answer, "output": list(self.answer["output"])}
+        return {**self.result, "output": list(self.result["output"])}
 
     def _event(self, kind: str, **fields: Any) -> Event:
         self._number += 1
@@ -422,26 +435,24 @@ class ResponseStore:
         del self._kept[name]
 
 
-def install(app: FastAPI, answering: Answering, answer: dict[int | str, dict[str, Any]]) -> None:
-    """Add the routes. answer: documents what is answered."""
+def install(app: FastAPI, responder: Responder, documented: dict[int | str, dict[str, Any]]) -> None:
+    """Add the routes. documented: what is answered."""
     store = ResponseStore()
 
-    @app.post("/v1/responses", responses=answer)
+    @app.post("/v1/responses", responses=documented)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answer an input, or go on from an earlier response. Needs a model with a chat template."""
-        service = await answering.pool.lend(body.model, request)
+        service = await responder.pool.lend(body.model, request)
         earlier = body.previous_response_id
         before = [] if earlier is None else store.get(earlier, 400, "previous_response_id").items
 
         def keep(response: dict[str, Any]) -> None:
             store.put(response, [*before, *body.items, *response["output"]])
 
-        name = response_id(answering.pool.settings.replica_name)
-        model = service.settings.model_name
+        name = response_id(responder.pool.settings.replica_name)
         with called(body.called):
-            chat = body.chat(before)
-            return await answering.answer(
-                service, chat, request, lambda _: ResponsesWriter(name, model, body, chat, keep)
+            return await responder.respond(
+                service, body.chat(before), request, lambda answer: ResponsesWriter(answer, service, name, body, keep)
             )
 
     @app.get("/v1/responses/{name}", responses=answered("The response"))

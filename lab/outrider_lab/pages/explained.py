@@ -16,9 +16,9 @@ from pydantic import PlainSerializer, TypeAdapter
 
 from outrider._version import __version__
 from outrider.control import CostModel
-from outrider.pages.page import ASSETS, assemble
+from outrider.serve.page import assemble
 
-BUILTIN = Path(__file__).parent / "builtin.json"
+BUILTIN, ASSETS = Path(__file__).with_name("builtin.json"), Path(__file__).with_name("assets")
 Number = Annotated[float, PlainSerializer(lambda x: float(f"{x:.6g}"))]
 """Six digits of it stand in the page."""
 TopTokens = list[tuple[int, Number]]  # the most likely tokens and their probabilities, most likely first

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: its bodies become chat requests, and the chunks of an answer become its events.
+"""Anthropic's Messages API: its bodies become chat requests, and the parts of an answer become its events.
 
 See https://docs.anthropic.com/en/api/messages and /messages-streaming. What the server cannot do is refused, never left out.
 """
@@ -15,20 +15,14 @@ from pydantic import Field
 from starlette.responses import Response
 
 from outrider.models.chat_template import text_of
+from outrider.serve.answer import Answer, ChoiceReader, Part, Usage
 from outrider.serve.errors import Refused, called, json_response, refusing
 from outrider.serve.logs import log
-from outrider.serve.openai.pending import PendingAnswer
-from outrider.serve.openai.protocol import UNSEEN, ChatRequest, CommonRequest, JsonObject, Objects, Texts
-from outrider.serve.openai.tools import ToolForm
-from outrider.serve.openai.translated import (
-    Answering,
-    AnswerTranslator,
-    Event,
-    ThinkingReader,
-    check_whole,
-    thinking_reader,
-)
+from outrider.serve.protocols.openai import metrics
+from outrider.serve.requests import UNSEEN, ChatRequest, CommonRequest, JsonObject, Objects, Texts
+from outrider.serve.respond import Event, Responder, Writer
 from outrider.serve.service import Service
+from outrider.serve.tools import ToolCall, ToolForm
 
 VERSION = "2023-06-01"
 # Lines before a system text that tell the bill, not the model; clients change them in each request
@@ -62,6 +56,7 @@ class MessagesMetadata(JsonObject):
 class MessagesChat(ChatRequest):
     """What the body of a message stands for."""
 
+    tells_thoughts = True
     tool_form = ToolForm(
         '{"name": ..., "input_schema": a JSON schema}',
         "input_schema",
@@ -135,16 +130,16 @@ class CountTokensRequest(CommonRequest):
 
     def _system(self, headers: str, seen: Callable[[], object]) -> tuple[str, str]:
         """The system text, and the headers that go to another place."""
-        given = [self.system] if isinstance(self.system, str) else self.system or []
+        system = [self.system] if isinstance(self.system, str) else self.system or []
         with refusing("system"):
-            texts = [text_of(x if isinstance(x, str) else [x], f"system.{n}") for n, x in enumerate(given)]
+            texts = [text_of(x if isinstance(x, str) else [x], f"system.{n}") for n, x in enumerate(system)]
         moved = list[str]()
         for number, text in enumerate(texts):
-            if found := _HEADER.match(text):
+            if header := _HEADER.match(text):
                 seen()
                 if headers != "keep":
-                    moved.append(found[0].strip())
-                    texts[number] = text[found.end() :]
+                    moved.append(header[0].strip())
+                    texts[number] = text[header.end() :]
         return "\n\n".join(text for text in texts if text), "\n".join(moved) if headers == "move" else ""
 
 
@@ -155,8 +150,10 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: Texts | None = None
 
     def chat(self, headers: str, seen: Callable[[], object]) -> ChatRequest:
-        made = super().chat(headers, seen)
-        return made.model_copy(update={"max_completion_tokens": self.max_tokens, "stop": self.stop_sequences or None})
+        request = super().chat(headers, seen)
+        return request.model_copy(
+            update={"max_completion_tokens": self.max_tokens, "stop": self.stop_sequences or None}
+        )
 
 
 def _format(given: dict[str, Any], name: str) -> dict[str, Any]:
@@ -168,8 +165,8 @@ def _format(given: dict[str, Any], name: str) -> dict[str, Any]:
 def _loaded(tools: Sequence[dict[str, Any]] | None, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The tools that the model may know: one with `defer_loading` waits until a tool result refers to it."""
     blocks = [block for message in messages for block in _dicts(message.get("content"))]
-    found = [part.get("tool_name") for block in blocks for part in _dicts(block.get("content"))]
-    return [tool for tool in tools or () if not tool.get("defer_loading") or tool.get("name") in found]
+    names = [part.get("tool_name") for block in blocks for part in _dicts(block.get("content"))]
+    return [tool for tool in tools or () if not tool.get("defer_loading") or tool.get("name") in names]
 
 
 def _dicts(given: Any) -> list[dict[str, Any]]:
@@ -210,27 +207,27 @@ def _messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             content = [{"type": "text", "text": content}]
         if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
             raise ValueError(f"{where}.content is a text or a list of blocks")
-        made: dict[str, Any] = {"role": role, "content": ""}
+        turn: dict[str, Any] = {"role": role, "content": ""}
         for place, block in enumerate(content):
             kind, at = block.get("type"), f"{where}.content.{place}"
             if kind in ("text", "document", "image"):
-                made["content"] += _text(block, at)
+                turn["content"] += _text(block, at)
             elif kind == "thinking" and role == "assistant":
-                made["reasoning_content"] = made.get("reasoning_content", "") + str(block.get("thinking", ""))
+                turn["reasoning_content"] = turn.get("reasoning_content", "") + str(block.get("thinking", ""))
             elif kind == "tool_use" and role == "assistant":
                 call_id, name, arguments = block.get("id"), block.get("name"), block.get("input")
                 if not (isinstance(call_id, str) and isinstance(name, str) and isinstance(arguments, dict)):
                     raise ValueError(f"{at} is a tool_use: id and name are texts, input is an object")
                 names[call_id] = name
                 function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-                made.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+                turn.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
             elif kind == "tool_result" and role == "user":
                 call_id = block.get("tool_use_id")
                 if not isinstance(call_id, str) or call_id not in names:
                     raise ValueError(f"{at} answers the call {str(call_id)[:40]!r}, which no message before it made")
-                if made["content"]:
-                    out.append(made)
-                    made = {"role": role, "content": ""}
+                if turn["content"]:
+                    out.append(turn)
+                    turn = {"role": role, "content": ""}
                 inner = block.get("content") or ""
                 parts = [{"type": "text", "text": inner}] if isinstance(inner, str) else inner
                 if not isinstance(parts, list):
@@ -243,8 +240,8 @@ def _messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                     f"{at} has type {str(kind)[:40]!r}; this server takes text, tool_use of the assistant, and tool_result of "
                     "the user"
                 )
-        if made["content"] or made.get("tool_calls") or not out or out[-1]["role"] != "tool":
-            out.append(made)
+        if turn["content"] or turn.get("tool_calls") or not out or out[-1]["role"] != "tool":
+            out.append(turn)
     return out
 
 
@@ -262,16 +259,14 @@ def _text(block: Any, where: str) -> str:
     return block["text"]
 
 
-class MessagesWriter(AnswerTranslator):
-    """Writes one message."""
+class MessagesWriter(Writer):
+    """Writes one message. name: of the request. model: its served name. max_tokens: that were asked for."""
 
-    def __init__(
-        self, name: str, model: str, prompt_tokens: int, max_tokens: int, thinking: ThinkingReader | None
-    ) -> None:
-        """name: of the request. model: its served name. max_tokens: that were asked for. thinking: of a model that thinks."""
-        self._name, self._max_tokens, self._thinking = name, max_tokens, thinking
+    def __init__(self, answer: Answer, name: str, model: str, max_tokens: int) -> None:
+        super().__init__(answer)
+        self._name, self._max_tokens = name, max_tokens
         self._open: dict[str, Any] | None = None  # the block that text goes to
-        self.answer: dict[str, Any] = {
+        self.result = {
             "id": f"msg_{name}",
             "type": "message",
             "role": "assistant",
@@ -279,58 +274,46 @@ class MessagesWriter(AnswerTranslator):
             "content": [],
             **dict.fromkeys(("stop_reason", *_OF_END)),
             **dict.fromkeys(("context_management", "diagnostics")),  # of the beta
-            "usage": _usage(prompt_tokens, 0, 0),
+            "usage": _usage(len(answer.sequences[0].prompt), 0, 0),
         }
-        start = {"type": "message_start", "message": {**self.answer, "content": []}}
-        self.begin = self.encoded(start) + self.encoded({"type": "ping"})
+        start = {"type": "message_start", "message": {**self.result, "content": []}}
+        self.begin = [self.encoded(start) + self.encoded({"type": "ping"})]
 
-    def chunk(self, chunk: dict[str, Any]) -> list[Event]:
-        if not chunk["choices"]:
-            return self._end(chunk)
-        choice = chunk["choices"][0]
-        delta, finish = choice["delta"], choice["finish_reason"]
-        events = self._read(delta.get("content") or "", finish is not None or bool(delta.get("tool_calls")))
-        for call in delta.get("tool_calls") or ():
-            events += self._call(call)
-        if finish is None:
+    async def part(self, choice: ChoiceReader, part: Part) -> list[Event]:
+        events = self._grow("thinking", part.thought) + self._grow("text", part.text)
+        if part.call is not None:
+            events += self._call(part.call)
+        if (ending := part.ending) is None:
             return events
-        check_whole(choice)
-        self.answer |= {"stop_reason": finish, "seed": choice["seed"], "guarantee": chunk["guarantee"]}
-        if "note" in choice:
-            self.answer["note"] = choice["note"]
-        if finish == "tool_calls":
-            self.answer["stop_reason"] = "tool_use"
-        elif finish == "stop":
-            named = isinstance(choice["stop_reason"], str)
-            self.answer["stop_reason"] = "stop_sequence" if named else "end_turn"
-            self.answer["stop_sequence"] = choice["stop_reason"] if named else None
+        ending.check_whole()
+        named = ending.reason if ending.finish == "stop" and isinstance(ending.reason, str) else None
+        stop = "end_turn" if named is None else "stop_sequence"
+        self.result["stop_reason"] = {"tool_calls": "tool_use", "stop": stop}.get(ending.finish, ending.finish)
+        self.result |= {"stop_sequence": named, "seed": choice.sequence.seed, "guarantee": self.answer.guarantee}
+        if ending.note is not None:
+            self.result["note"] = ending.note
         return [*events, *self._close()]
 
     def failed(self, refused: Refused) -> list[Event]:
         return [refused.messages_body(self._name)]
 
-    def _end(self, totals: dict[str, Any]) -> list[Event]:
-        used = totals["usage"]
-        written, cached = used["completion_tokens"], used["prompt_tokens_details"]["cached_tokens"]
-        if self.answer["stop_reason"] == "length":
-            full = written < self._max_tokens
-            self.answer["stop_reason"] = "model_context_window_exceeded" if full else "max_tokens"
-        self.answer |= {"usage": _usage(used["prompt_tokens"], cached, written), "metrics": totals["metrics"]}
-        delta = {name: self.answer[name] for name in ("stop_reason", *_OF_END)}
-        ours = {name: self.answer[name] for name in ("seed", "guarantee", "note", "metrics") if name in self.answer}
-        end = {"type": "message_delta", "delta": delta, "usage": self.answer["usage"], **ours}
+    def totals(self) -> list[Event]:
+        used, detailed = Usage.of(self.answer.sequences), bool(self.answer.body.detailed_metrics)
+        if self.result["stop_reason"] == "length":
+            full = used.completion < self._max_tokens
+            self.result["stop_reason"] = "model_context_window_exceeded" if full else "max_tokens"
+        self.result["usage"] = _usage(used.prompt, used.cached, used.completion)
+        self.result["metrics"] = metrics(self.answer.sequences, detailed)
+        delta = {name: self.result[name] for name in ("stop_reason", *_OF_END)}
+        ours = {name: self.result[name] for name in ("seed", "guarantee", "note", "metrics") if name in self.result}
+        end = {"type": "message_delta", "delta": delta, "usage": self.result["usage"], **ours}
         return [end, {"type": "message_stop"}]
-
-    def _read(self, text: str, last: bool) -> list[Event]:
-        thought = ""
-        if self._thinking is not None:
-            thought, text = self._thinking.feed(text, last)
-        events = self._grow("thinking", thought) if thought else []
-        return [*events, *(self._grow("text", text) if text else [])]
 
     def _grow(self, kind: str, text: str) -> list[Event]:
         """More text of a kind, in the block that is open or in a new one."""
         events = list[Event]()
+        if not text:
+            return events
         if self._open is None or self._open["type"] != kind:
             events += self._close()
             more = {"signature": ""} if kind == "thinking" else {"citations": None}
@@ -339,22 +322,16 @@ class MessagesWriter(AnswerTranslator):
         self._open[kind] += text
         return [*events, self._delta({"type": f"{kind}_delta", kind: text})]
 
-    def _call(self, call: dict[str, Any]) -> list[Event]:
-        function = call["function"]
-        events = [
-            *self._close(),
-            *self._begin(
-                {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}, "caller": _CLIENT}
-            ),
-        ]
-        assert self._open is not None
-        self._open["input"] = json.loads(function["arguments"])
-        events.append(self._delta({"type": "input_json_delta", "partial_json": function["arguments"]}))
+    def _call(self, call: ToolCall) -> list[Event]:
+        block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}, "caller": _CLIENT}
+        events = [*self._close(), *self._begin(block)]
+        block["input"] = json.loads(call.arguments)
+        events.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
         return [*events, *self._close()]
 
     def _begin(self, block: dict[str, Any]) -> list[Event]:
         self._open = block
-        self.answer["content"].append(block)
+        self.result["content"].append(block)
         return [{"type": "content_block_start", "index": self._index, "content_block": dict(block)}]
 
     def _close(self) -> list[Event]:
@@ -363,8 +340,8 @@ class MessagesWriter(AnswerTranslator):
             return []
         events = list[Event]()
         if self._open["type"] == "thinking":
-            self._open["signature"] = self.answer["id"]
-            events.append(self._delta({"type": "signature_delta", "signature": self.answer["id"]}))
+            self._open["signature"] = self.result["id"]
+            events.append(self._delta({"type": "signature_delta", "signature": self.result["id"]}))
         self._open = None
         return [*events, {"type": "content_block_stop", "index": self._index}]
 
@@ -373,7 +350,7 @@ class MessagesWriter(AnswerTranslator):
 
     @property
     def _index(self) -> int:
-        return len(self.answer["content"]) - 1
+        return len(self.result["content"]) - 1
 
 
 def _usage(prompt: int, cached: int, written: int) -> dict[str, int | None]:
@@ -387,14 +364,14 @@ def _usage(prompt: int, cached: int, written: int) -> dict[str, int | None]:
     }
 
 
-def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict[str, Any]]) -> None:
+def install(app: FastAPI, responder: Responder, documented: dict[int | str, dict[str, Any]]) -> None:
     """Add the routes. documented: what is answered."""
     told = False
 
     def headers_seen() -> None:
         """Say once what a header costs."""
         nonlocal told
-        if not told and answering.pool.settings.client_headers == "keep":
+        if not told and responder.pool.settings.client_headers == "keep":
             told = True
             log.warning(
                 "a client begins its system text with header lines. If they change in each request, no prompt begins like an "
@@ -404,7 +381,7 @@ def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict
     async def chat_of(body: CountTokensRequest, version: str, request: Request) -> tuple[Service, ChatRequest]:
         if version < VERSION:  # dates; streams before this one had another form
             raise Refused(f"anthropic-version {version[:40]!r} is older than this server knows; send {VERSION}")
-        service = await answering.pool.lend(body.model, request)
+        service = await responder.pool.lend(body.model, request)
         with called(body.called):
             chat = body.chat(service.settings.client_headers, headers_seen)
         room = chat.max_total_tokens or service.encoder.max_length  # clients ask for more than many models hold
@@ -416,14 +393,11 @@ def install(app: FastAPI, answering: Answering, documented: dict[int | str, dict
     ) -> Response:
         """Answer messages. Needs a model with a chat template."""
         service, chat = await chat_of(body, anthropic_version, request)
-
-        def writer(pending: PendingAnswer) -> MessagesWriter:
-            prompt = len(pending.sequences[0].prompt)
-            name, thinking = request.state.request_id, thinking_reader(service, pending)
-            return MessagesWriter(name, service.settings.model_name, prompt, body.max_tokens, thinking)
-
+        name, model = request.state.request_id, service.settings.model_name
         with called(body.called):
-            return await answering.answer(service, chat, request, writer)
+            return await responder.respond(
+                service, chat, request, lambda answer: MessagesWriter(answer, name, model, body.max_tokens)
+            )
 
     @app.post("/v1/messages/count_tokens", responses=documented)
     async def count_tokens(

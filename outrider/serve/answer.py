@@ -1,0 +1,300 @@
+"""The answer to a request: its texts from the queue to the response, read into the parts that a protocol writes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import abc
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, NamedTuple
+
+from outrider.core.outputs import Delta
+from outrider.drafters.method import PREDICTION
+from outrider.engine import Engine, EngineStopped, QueueFull
+from outrider.engine.request import Request, Sequence
+from outrider.engine.scheduler import LATE
+from outrider.serve.errors import Refused
+from outrider.serve.requests import CommonRequest
+from outrider.serve.thoughts import ThinkingReader
+from outrider.serve.tools import ToolCall, ToolCallReader
+
+
+class Ending(NamedTuple):
+    """Why a choice ended.
+
+    Args:
+        finish: stop, tool_calls or length.
+        reason: the stop string or token; of a text that was cut off, by what.
+        note: what happened to its drafts.
+    """
+
+    finish: str
+    reason: str | int | None
+    note: str | None
+
+    @property
+    def cut_by(self) -> str | int | None:
+        """The deadline, or the end of the server. None for a text that was not cut off."""
+        return self.reason if self.finish == "length" else None
+
+    def check_whole(self) -> None:
+        """Raise Refused for a text that was cut off."""
+        if self.cut_by is not None:
+            raise Refused(f"the answer was cut off: {self.cut_by}", 408 if self.cut_by == LATE else 503)
+
+
+class Part(NamedTuple):
+    """What comes next in a choice, in the order of the fields.
+
+    Args:
+        thought: of a model that thinks, where the protocol tells thoughts from texts.
+        text: of the answer.
+        call: a whole tool call.
+        number: of the call in its choice.
+        delta: whose tokens are told with this part.
+        ending: in the last part.
+    """
+
+    thought: str = ""
+    text: str = ""
+    call: ToolCall | None = None
+    number: int = 0
+    delta: Delta | None = None
+    ending: Ending | None = None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The tokens of an answer.
+
+    Draft tokens do not count, with one exception: as at OpenAI, the rejected tokens of the request's own prediction do.
+
+    Args:
+        prompt: tokens; a prompt counts once for all of its texts.
+        cached: those of them that the prefix cache had.
+        completion: tokens of the texts, and rejected ones.
+        accepted: tokens of a prediction.
+        rejected: tokens of a prediction.
+    """
+
+    prompt: int
+    cached: int
+    completion: int
+    accepted: int
+    rejected: int
+
+    @classmethod
+    def of(cls, sequences: abc.Sequence[Sequence], n: int = 1) -> Usage:
+        """Count `n` texts for each prompt."""
+        firsts, predicted = sequences[::n], [s for s in sequences if s.counts.method == PREDICTION]
+        accepted = sum(sum(s.counts.accepted) for s in predicted)
+        rejected = sum(sum(s.counts.drafted) for s in predicted) - accepted
+        return cls(
+            prompt=sum(len(s.prompt) for s in firsts),
+            cached=sum(s.counts.cached for s in firsts),
+            completion=sum(len(s.output) for s in sequences) + rejected,
+            accepted=accepted,
+            rejected=rejected,
+        )
+
+
+class ChoiceReader:
+    """Reads one text of an answer. How the engine cuts the text changes no part but its size.
+
+    Args:
+        index: of the text in the answer.
+        sequence: the text.
+        shows_tokens: a token is told even if it adds no text.
+        tools: reads tool calls, where tools were offered.
+        thoughts: reads thoughts, where they are told apart.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        sequence: Sequence,
+        shows_tokens: bool = False,
+        tools: ToolCallReader | None = None,
+        thoughts: ThinkingReader | None = None,
+    ) -> None:
+        self.index, self.sequence, self.ended = index, sequence, False
+        self._shows_tokens, self._tools, self._thoughts = shows_tokens, tools, thoughts
+        self.continues = self._behind = bool(sequence.request.continued)
+        self.so_far = {"tokens": len(sequence.request.continued), "drafted": 0, "accepted": 0}
+
+    def count(self, delta: Delta) -> None:
+        """Add a delta to `so_far`."""
+        self.so_far["tokens"] += len(delta.token_ids)
+        self.so_far["drafted"] += delta.drafted
+        self.so_far["accepted"] += delta.accepted
+
+    def read(self, delta: Delta) -> list[Part]:
+        """The parts that a delta completes."""
+        parts = self._split(delta.text)
+        if len(parts) == 1 and parts[0].call is None:
+            return [parts[0]._replace(delta=delta)]
+        # The tokens come last: a client that has read them has the call, so the answer can go on from there.
+        return [*parts, Part(delta=delta)] if self._shows_tokens and delta.token_ids else parts
+
+    def close(self) -> list[Part]:
+        """The parts that were held back, and the end."""
+        self.ended = True
+        parts = self._split("", last=True)
+        thought, text = ("", "") if self._thoughts is None else self._thoughts.feed("", last=True)
+        called = self._tools is not None and self._tools.called > 0
+        return [*parts, Part(thought, text, ending=self.ending(called))]
+
+    def whole(self) -> tuple[str, list[ToolCall]]:
+        """The text and its calls in one piece, thoughts among the text."""
+        if self._tools is None:
+            return self.sequence.new_text, []
+        self._tools.feed(self.sequence.cursor.continued_text)
+        return self._tools.feed(self.sequence.new_text, last=True)
+
+    def ending(self, called: bool) -> Ending:
+        """Why it ended. called: it has tool calls."""
+        finish = self.sequence.finish
+        assert finish is not None
+        # OpenAI has no other name than `length` for a text that was cut off. The reason says by what.
+        name = "length" if finish.finish != "stop" else "tool_calls" if called else "stop"
+        return Ending(name, finish.reason, finish.note or self.sequence.counts.undrafted)
+
+    def _split(self, text: str, last: bool = False) -> list[Part]:
+        """Content and calls of more text."""
+        tools, thoughts = self._tools, self._thoughts
+        if self._behind and tools is not None:  # the text before is known since the sequence had its slot
+            tools.feed(self.sequence.cursor.continued_text)
+        self._behind = False
+        pieces = tools.parts(text, last) if tools is not None else [text] if text else []
+        number = 0 if tools is None else tools.called - sum(not isinstance(piece, str) for piece in pieces)
+        parts = list[Part]()
+        for piece in pieces:
+            if isinstance(piece, str):
+                parts.append(Part("", piece) if thoughts is None else Part(*thoughts.feed(piece)))
+            else:
+                before = ("", "") if thoughts is None else thoughts.feed("", last=True)
+                parts.append(Part(*before, piece, number))
+                number += 1
+        return parts
+
+
+class Answer:
+    """The texts of one HTTP request. Read it once in a `with` block: leaving the block early cancels the texts.
+
+    Args:
+        engine: writes them.
+        requests: one for each text. They are queued at once, all or none.
+        body: what the requests were made of.
+        loop: where the answer is read.
+        name: of the HTTP request.
+        choice: reads a text, from its place and its sequence.
+
+    Raises ValueError for what the engine cannot run, and Refused if it takes nothing now.
+    """
+
+    quiet: ClassVar[float] = 15.0  # seconds without a part, at most
+
+    def __init__(
+        self,
+        engine: Engine,
+        requests: abc.Sequence[Request],
+        body: CommonRequest,
+        loop: asyncio.AbstractEventLoop,
+        name: str,
+        choice: Callable[[int, Sequence], ChoiceReader],
+    ) -> None:
+        self.engine, self.body, self._loop = engine, body, loop
+        self._deltas, self.results = asyncio.Queue[tuple[int, Delta | None]](), dict[int, Sequence]()
+        self._ends_alone = False  # `end` needs no other delta; each wakes the event loop, and the engine waits for it
+        try:
+            self.sequences = engine.submit(
+                [replace(request, sink=partial(self._hand_over, index)) for index, request in enumerate(requests)]
+            )
+        except QueueFull as full:
+            raise Refused(str(full), 429, code="queue_full", retry=full.retry_after) from full
+        except EngineStopped as stopped:
+            raise Refused(str(stopped), 503, code="stopped") from stopped
+        self.id, self.guarantee = ("chatcmpl-" if body.is_chat else "cmpl-") + name, engine.decoder.guarantee.value
+        self.choices = [choice(index, sequence) for index, sequence in enumerate(self.sequences)]
+
+    async def end(self) -> None:
+        """Wait for the end of all texts. Raises Refused if one failed, and what `check_written` raises."""
+        self._ends_alone = True
+        async for _ in self._read():
+            pass
+        self.check_written()
+
+    def check_written(self) -> None:
+        """Raise Refused if all texts were aborted before their first token.
+
+        A deadline that has passed is 408: another server would be as late. A server that stops is 503.
+        """
+        if all(s.finish and s.finish.finish == "abort" and not s.written for s in self.sequences):
+            reason = self.sequences[0].finish and self.sequences[0].finish.reason
+            if reason == LATE:
+                raise Refused(f"nothing was written: {reason}; allow more time", 408, code="timeout")
+            raise Refused(f"nothing was written: {reason}", 503, code="aborted", retry=1)
+
+    async def parts(self, one_token: bool = False) -> AsyncIterator[tuple[ChoiceReader, Part] | None]:
+        """The parts of all texts, as they come; None where none came for a while. one_token: a part has one token at most.
+
+        Raises Refused if a text fails.
+        """
+        silent = False
+        async for index, delta in self._read():
+            if delta is None:
+                if silent:
+                    yield None
+                silent = True
+                continue
+            choice = self.choices[index]
+            choice.count(delta)
+            for step in one_by_one(delta, self.body.shows_tokens) if one_token else [delta]:
+                for part in choice.read(step):
+                    silent = False
+                    yield choice, part
+            for part in choice.close() if delta.ended else ():
+                yield choice, part
+
+    async def _read(self) -> AsyncIterator[tuple[int, Delta | None]]:
+        """Each delta of each text with the text's index, until all texts have ended. None now and then.
+
+        Raises Refused if a text fails."""
+        while len(self.results) < len(self.sequences):
+            index, delta = await self._deltas.get()
+            if delta is not None and delta.ended:
+                result = self.results[index] = self.sequences[index]
+                if result.finish and result.finish.finish == "error":
+                    why = f"the text could not be written: {result.finish.reason}"
+                    raise Refused(why, 500, code="generation_failed")
+            yield index, delta
+
+    def __enter__(self) -> Answer:
+        self._timer = self._loop.call_later(self.quiet / 2, self._tick)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        if len(self.results) < len(self.sequences):
+            self.engine.cancel(self.sequences)
+
+    def _tick(self) -> None:
+        """Wake the reader now and then: a stream that is silent for long has a comment."""
+        self._deltas.put_nowait((0, None))
+        self._timer = self._loop.call_later(self.quiet / 2, self._tick)
+
+    def _hand_over(self, index: int, delta: Delta) -> None:
+        """For the engine's thread: hands a delta to the event loop."""
+        if delta.ended or not self._ends_alone:
+            self._loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))
+
+
+def one_by_one(delta: Delta, tokens: bool = True) -> list[Delta]:
+    """A delta for each token of this one. tokens: those without text, too."""
+    count = max(len(delta.pieces), len(delta.token_ids) if tokens else 0)
+    pieces = [*delta.pieces, *[("", False)] * (count - len(delta.pieces))]
+    return [
+        Delta(piece[0], delta.token_ids[i : i + 1], logprobs=delta.logprobs[i : i + 1])
+        for i, piece in enumerate(pieces)
+    ]

@@ -1,1 +1,0 @@
-"""OpenAI's protocol: requests, answers, streams, tools and the Responses API."""
