@@ -24,10 +24,12 @@ from benchmarks import RESULTS, WORK, machine
 from benchmarks.ruler import differing, markdown, parser, save
 from benchmarks.scale_up import fingerprint
 from benchmarks.texts import humaneval
-from outrider.control import Fixed
+from outrider.control import Controller, Fixed
 from outrider.core.params import SamplingParams
-from outrider.drafters import Drafter, ModelDrafter, NoDraft, make_drafter
+from outrider.drafters import Drafter, ModelDrafter, NoDraft, PlannedDrafter, make_drafter
 from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.registry import lookup_names
+from outrider.engine.calibrate import make_planner
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request, Sequence
 from outrider.engine.scheduler import Scheduler
@@ -46,6 +48,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 DEFAULT = ("float32", "bfloat16", "int8")
 TEMPERATURES = (0.0, 1.0)
+BOTH = "suffix and draft_model"
 WIDE = ("draft_model, trees", "suffix", "token_recycling", "quantized_self int4")  # trees in two rounds of three
 
 
@@ -57,7 +60,7 @@ class Bench:
         self.target: Loaded = load(target, device="cpu", kv_cache_dtype=kv_cache_dtype, **PRECISIONS[weights])
         draft_model = load(draft, device="cpu", **PRECISIONS["int4" if weights == "gguf" else weights]).model
         vocab = self.target.model.vocab_size
-        self.makers: dict[str, Callable[[], Drafter]] = {
+        self.makers: dict[str, Callable[[], Drafter | dict[str, Drafter]]] = {
             "draft_model": lambda: ModelDrafter(draft_model, TEXTS, LENGTH),
             "draft_model, trees": lambda: ModelDrafter(draft_model, TEXTS, LENGTH),
             "wrong": lambda: Wrong(5),
@@ -70,7 +73,6 @@ class Bench:
             "prediction": {"method": "prediction"},
             "token_recycling": {"method": "token_recycling"},
             "layer_skip": {"method": "layer_skip", "assistant_early_exit": max(1, depth // 2)},
-            "suffix and draft_model": {"method": ["suffix", "draft_model"], "model": draft},
             "quantized_self int8": {"method": "quantized_self", "quantization": "int8"},
             "quantized_self int4": {"method": "quantized_self", "quantization": "int4"},
         }
@@ -79,6 +81,10 @@ class Bench:
         if weights == "int4":
             del configs["quantized_self int4"]
         self.makers |= {name: lambda c=c: self._drafter(c) for name, c in configs.items()}
+        self.makers[BOTH] = lambda: {
+            "suffix": self._drafter({"method": "suffix"}),
+            "draft_model": self.makers["draft_model"](),
+        }
 
     def _drafter(self, config: dict[str, Any]) -> Drafter:
         key = json.dumps(config)
@@ -88,9 +94,27 @@ class Bench:
         return self._drafters[key]
 
     def decode(
-        self, drafter: Drafter, drafted: int, requests: abc.Sequence[Request], batch: int, width: int = 1
+        self,
+        drafter: Drafter | dict[str, Drafter],
+        drafted: int,
+        requests: abc.Sequence[Request],
+        batch: int,
+        width: int = 1,
     ) -> list[Sequence]:
-        controller = Fixed(drafted, width, 2 * drafted if width > 1 else None)
+        """The texts of some requests.
+
+        Args:
+            drafter: one, or several by name under a planner.
+            drafted: draft tokens of a step.
+            requests: what is asked for.
+            batch: sequences at once.
+            width: children of a node; more than 1 is a tree.
+        """
+        controller: Controller = Fixed(drafted, width, 2 * drafted if width > 1 else None)
+        if isinstance(drafter, dict):
+            controller = make_planner(SpeculativeConfig.of(None), self.target, drafter, controller)
+            vocab = self.target.model.vocab_size
+            drafter = PlannedDrafter(drafter, controller, vocab, lookup_names(drafter), trusted=[*drafter])
         decoder = Decoder(self.target.model, drafter, controller=controller, num_slots=batch, max_length=LENGTH)
         return Scheduler(decoder, raises=True).generate(requests)
 

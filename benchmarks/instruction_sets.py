@@ -123,6 +123,7 @@ def main() -> int:
     options.add_argument("--precisions", nargs="+", default=["gguf", "int8", "bfloat16"], choices=list(PRECISIONS))
     options.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     options.add_argument("--texts", type=int, default=TEXTS, help="of a wave")
+    options.add_argument("--length", type=int, default=LENGTH, help="tokens of a text")
     options.add_argument("--out", type=Path, help="a file for the result, or its folder")
     options.add_argument("--afresh", action="store_true", help="forget an earlier, unfinished run")
     options.add_argument("--record", type=Path, help="write the texts of this machine")
@@ -135,7 +136,7 @@ def main() -> int:
     if file := args.record or args.against:
         return recorded(args.model, file, args.record is None)
     path = WORK / "instruction-sets.jsonl"
-    mark = [fingerprint(args.model), args.texts, LENGTH, machine.facts()["commit"]]
+    mark = [fingerprint(args.model), args.texts, args.length, machine.facts()["commit"]]
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = path.read_text().splitlines() if path.exists() and not args.afresh else []
     written: dict[str, Texts] = dict(json.loads(line) for line in lines[1:]) if lines[:1] == [json.dumps(mark)] else {}
@@ -148,8 +149,8 @@ def main() -> int:
             break
         key = f"{precision} {isa} {threads} {wave}"
         if key not in written:
-            count = FEW if isa == "portable" else args.texts
-            written[key] = elsewhere(isa, threads, args.model, precision, wave, slots, count)
+            count = min(FEW, args.texts) if isa == "portable" else args.texts
+            written[key] = elsewhere(isa, threads, args.model, precision, wave, slots, count, args.length)
             with path.open("a") as file:
                 file.write(json.dumps([key, written[key]]) + "\n")
         texts = written[key]

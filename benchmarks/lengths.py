@@ -192,6 +192,10 @@ def main() -> None:
     options.add_argument("--nodes", type=int, nargs="+", help="nodes of forwards, the first to compare with")
     options.add_argument("--behind", type=int, nargs="+", default=[128, 8192], help="their lengths of text")
     args = options.parse_args()
+    if args.draft and args.write and max(args.write) <= SHIFT * args.turns:
+        options.error(
+            f"texts end {SHIFT} tokens earlier in each turn: --write {SHIFT * args.turns + 64} or more, or fewer --turns"
+        )
     lengths = Lengths(args)
     print(lengths.journal.machine)
     if args.nodes:

@@ -42,7 +42,7 @@ RUNS = {
     "heads": "--rounds 1 --precisions int8 --draft-vocab 256",
     "identity": "--tokens 1000 --length 16 --weights float32 --afresh --out FOLDER",
     "instruction_sets": "builtin:code --record OUT",
-    "lengths": "builtin:code --folder FOLDER --draft builtin:code-draft --write 64 --tokens 8 --turns 1",
+    "lengths": "builtin:code --folder FOLDER --draft builtin:code-draft --write 256 --tokens 8 --turns 1",
     "never_slower": "--model builtin:code --cases wrong --texts 1 --tokens 64 --out OUT",
     "quality": "builtin:code --quantization int8 --count 2 --length 60 --needle 100 --out OUT",
     "real": f"{PAIR} --methods plain suffix --workloads code --texts 1 --tokens 16 --length 512 --temperatures 0 --only texts "
