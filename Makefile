@@ -29,7 +29,7 @@ check: install
 	$(BIN)/pyright
 
 bench: install
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.real --target builtin:smollm2-135m --minutes 15
 
 # The wheels of every platform, in dist/, and what can be tested of them on this machine.
 dist: .venv-dist/.installed

@@ -23,7 +23,7 @@ PLATFORM = os.environ.get("OUTRIDER_PLATFORM", "")
 SUFFIXES = {"win": ".dll", "mac": ".dylib", "darwin": ".dylib"}  # else .so
 # No -march and no -ffast-math: the instruction set is chosen at run time, and every rounding is meant.
 FLAGS = ["-std=c++20", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
-# Without it gcc shapes the loops around the tiles otherwise: 3% of the time of one row (benchmarks.libraries).
+# Without it gcc shapes the loops around the tiles otherwise: 3% of the time of one row (benchmarks.commits).
 FLAGS += ["-fwrapv"]
 # gcc would sum integer products as trees, and then has too few registers. clang does not know the flag.
 GCC_FLAGS = ["-fno-tree-reassoc"]

@@ -12,8 +12,6 @@ those of a clock. `benchmarks.replays` charges the medians.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import headline, machine
-from benchmarks.real.texts import texts
+from benchmarks.ruler import parser, save, turns
+from benchmarks.texts import texts
 from outrider import LLM, SamplingParams
 from outrider.drafters.base import Drafter
 from outrider.engine.decoder import Decoder
@@ -42,12 +40,12 @@ class Meter:
         self.seconds, self._inside = dict[str, float](), False
 
     def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*given: Any, **more: Any) -> Any:
+        def timed(*args: Any, **options: Any) -> Any:
             if self._inside:
-                return call(*given, **more)
+                return call(*args, **options)
             self._inside, began = True, thread_time()
             try:
-                return call(*given, **more)
+                return call(*args, **options)
             finally:
                 self._inside = False
                 self.seconds[part] = self.seconds.get(part, 0.0) + thread_time() - began
@@ -62,7 +60,7 @@ class Meter:
 
 def write(meter: Meter, decoder: Decoder, text: Sequence, tokens: int) -> list[tuple[str, float, float]]:
     """Kind of each step, microseconds around its draft, and those of lookups, until the text has so many tokens, or ends."""
-    found = list[tuple[str, float, float]]()
+    steps = list[tuple[str, float, float]]()
     while text.finish is None and len(text.output) < tokens:
         meter.seconds.clear()
         began = thread_time()
@@ -77,15 +75,22 @@ def write(meter: Meter, decoder: Decoder, text: Sequence, tokens: int) -> list[t
             kind = "lookup"
         else:
             kind = "asked" if lookup else "rest"
-        found.append((kind, 1e6 * (whole - sum(parts.values())), 1e6 * lookup))
-    return found
+        steps.append((kind, 1e6 * (whole - sum(parts.values())), 1e6 * lookup))
+    return steps
 
 
 def measure(model: str, draft: str | None, count: int, tokens: int) -> dict[str, dict[str, Any]]:
-    """For each kind of step: how many, and quartiles of microseconds, around a draft and of lookups."""
+    """For each kind of step: how many, and quartiles of microseconds, around a draft and of lookups.
+
+    Args:
+        model: the target.
+        draft: a draft model or head; None is the target's default.
+        count: texts of each workload.
+        tokens: of a text, at most.
+    """
     target, meter = load(model), Meter()
     config = {"method": "auto"} | ({"model": draft} if draft else {})
-    sides = [LLM(target, speculative_config=given, max_num_seqs=1) for given in ({"method": "none"}, config)]
+    sides = [LLM(target, speculative_config=c, max_num_seqs=1) for c in ({"method": "none"}, config)]
     vars(target.model)["forward"] = meter.timed("target", target.model.forward)
     for llm in sides:
         verifier = llm.decoder.verifier
@@ -104,9 +109,8 @@ def measure(model: str, draft: str | None, count: int, tokens: int) -> dict[str,
         for llm, text in zip(sides, running, strict=True):
             for _ in llm.decoder.run([text], 0):  # reads the prompt
                 pass
-        while any(text.finish is None for text in running):
-            for llm, text in zip(sides, running, strict=True):
-                steps += write(meter, llm.decoder, text, len(text.output) + TURN)
+        for _, (llm, text) in turns([*zip(sides, running, strict=True)], -(-tokens // TURN), warm=0):
+            steps += write(meter, llm.decoder, text, len(text.output) + TURN)
         if running[0].output != running[1].output:
             raise AssertionError(f"text {n} is not plain decoding's")
         for llm, text in zip(sides, running, strict=True):
@@ -120,23 +124,22 @@ def _quartiles(rows: list[tuple[float, ...]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=headline(__doc__))
-    parser.add_argument("model")
-    parser.add_argument("--draft-model", help="a draft model, or the folder of a head")
-    parser.add_argument("--texts", type=int, default=8, help="of each workload")
-    parser.add_argument("--tokens", type=int, default=96, help="of a text, at most")
-    parser.add_argument("--out", type=Path, help="a file for the measurement")
-    given = parser.parse_args()
-    found = measure(given.model, given.draft_model, given.texts, given.tokens)
-    for kind, row in found.items():
-        (low, middle, high), over = row["around"], row["around"][1] - found["plain"]["around"][1]
+    options = parser(__doc__)
+    options.add_argument("model")
+    options.add_argument("--draft-model", help="a draft model, or the folder of a head")
+    options.add_argument("--texts", type=int, default=8, help="of each workload")
+    options.add_argument("--tokens", type=int, default=96, help="of a text, at most")
+    options.add_argument("--out", type=Path, help="a file for the measurement")
+    args = options.parse_args()
+    kinds = measure(args.model, args.draft_model, args.texts, args.tokens)
+    for kind, row in kinds.items():
+        (low, middle, high), over = row["around"], row["around"][1] - kinds["plain"]["around"][1]
         print(
-            f"{kind:7} {row['steps']:5} steps: {middle:4.0f} us ({low:.0f}-{high:.0f}), {over:4.0f} over plain", end=""
+            f"{kind:7} {row['steps']:5} steps: {middle:4.0f} us ({low:.0f}-{high:.0f}), {over:4.0f} over plain, "
+            f"lookups {row['lookup'][1]:.0f} us"
         )
-        print(f", lookups {row['lookup'][1]:.0f} us")
-    if given.out is not None:
-        made = {"machine": machine.facts(), "model": Path(given.model).name, "draft": given.draft_model, "steps": found}
-        given.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    if args.out:
+        save("around", args.out, model=Path(args.model).name, draft=args.draft_model, steps=kinds)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ is a user of its own, because the server remembers a user's texts. Times are the
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -26,13 +25,12 @@ from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
-
-from benchmarks import headline, machine
-from benchmarks.dashboard import cpu_seconds
-from benchmarks.real.texts import WORKLOADS, texts
+from benchmarks import ROOT
+from benchmarks.machine import cpu_seconds
+from benchmarks.ruler import parser, save, shown, speedup, turns
 from benchmarks.serve import Sample, ask, own_server
-from outrider.core.intervals import interval
+from benchmarks.texts import WORKLOADS, texts
+from outrider.core.intervals import Interval
 
 NAME = "model"
 PLAIN, DEFAULT = {"num_speculative_tokens": 0}, dict[str, Any]()
@@ -41,11 +39,10 @@ Body = dict[str, Any]
 
 def has_chats(url: str) -> bool:
     """Whether the model has a chat template."""
-    told = json.dumps({"messages": [{"role": "user", "content": "Hello"}]}).encode()
+    body = json.dumps({"messages": [{"role": "user", "content": "Hello"}]}).encode()
+    request = urllib.request.Request(f"{url}/tokenize", body, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(
-            urllib.request.Request(f"{url}/tokenize", told, {"Content-Type": "application/json"})
-        ):
+        with urllib.request.urlopen(request):
             return True
     except urllib.error.HTTPError:
         return False
@@ -87,32 +84,35 @@ def compared(
     """What each arm took in each round: seconds, processor seconds of the server, and of each request `latency` and `ttft`.
 
     Raises AssertionError if the texts of two arms differ.
+
+    Args:
+        url: of the server.
+        pid: of its process.
+        rounds: bodies of requests.
+        arms: fields that are added to each body.
+        clients: requests at once.
     """
-    results = list[list[Body]]()
-    for n, bodies in enumerate(rounds):
-        figures, words = [DEFAULT] * len(arms), [list[str]()] * len(arms)
-        for arm in range(len(arms)) if n % 2 else reversed(range(len(arms))):
-            own = {**arms[arm], "user": f"{clients} {n} {arm}"}
-            began, used = perf_counter(), cpu_seconds(pid)
-            samples = asyncio.run(answers(url, [{**body, **own} for body in bodies], clients))
-            figures[arm] = {"seconds": perf_counter() - began, "processor": cpu_seconds(pid) - used}
-            figures[arm] |= {name: [getattr(one, name) for one in samples] for name in ("latency", "ttft")}
-            words[arm] = [one.text for one in samples]
-        differ = [body for body, *one in zip(bodies, *words, strict=True) if len(set(one)) > 1]
+    results, words = [[DEFAULT] * len(arms) for _ in rounds], dict[int, list[str]]()
+    for n, arm in turns(range(len(arms)), len(rounds), warm=0):
+        extra = {**arms[arm], "user": f"{clients} {n} {arm}"}
+        began, used = perf_counter(), cpu_seconds(pid)
+        samples = asyncio.run(answers(url, [{**body, **extra} for body in rounds[n]], clients))
+        results[n][arm] = {"seconds": perf_counter() - began, "processor": cpu_seconds(pid) - used}
+        results[n][arm] |= {name: [getattr(one, name) for one in samples] for name in ("latency", "ttft")}
+        first = words.setdefault(n, [one.text for one in samples])
+        differ = [body for body, a, b in zip(rounds[n], first, samples, strict=True) if a != b.text]
         assert not differ, f"{len(differ)} texts of a round differ, the first one for {differ[0]}"
-        results.append(figures)
     return results
 
 
 def summary(rounds: Sequence[Sequence[Body]], arm: int) -> Body:
     """An arm over the first one, which is plain: speed by wall time, processor time and the median request; delays."""
 
-    def speed(name: str) -> list[float]:
-        over = interval(np.array([[one[0][name], one[arm][name]] for one in rounds]))
-        return [over.value, over.low, over.high]
+    def speed(name: str) -> Interval:
+        return speedup(*([one[side][name] for one in rounds] for side in (0, arm)))
 
     def ratios(name: str) -> list[float]:
-        return [p / own for one in rounds for p, own in zip(one[0][name], one[arm][name], strict=True)]
+        return [p / a for one in rounds for p, a in zip(one[0][name], one[arm][name], strict=True)]
 
     means = [statistics.fmean(one[0]["latency"]) / statistics.fmean(one[arm]["latency"]) for one in rounds]
     slowest = [max(max(one[side]["latency"]) for one in rounds) for side in (0, arm)]
@@ -127,26 +127,23 @@ def summary(rounds: Sequence[Sequence[Body]], arm: int) -> Body:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=headline(__doc__))
-    parser.add_argument("model")
-    parser.add_argument("more", nargs="*", help="further options of the server, behind --")
-    parser.add_argument("--draft-model", help="for `auto`; for its own method: -- --draft-model SMALL")
-    parser.add_argument("--clients", type=int, nargs="+", default=[4, 8, 16], help="at once")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--requests", type=int, default=1, help="of each client in a round")
-    parser.add_argument("--workloads", nargs="+", default=["code", "chat"], choices=WORKLOADS)
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0, 0, 0.7, 1.0], help="one is drawn")
-    parser.add_argument(
-        "--arm", type=json.loads, action="append", default=[], help="fields of requests to compare, too"
-    )
-    parser.add_argument("--checkout", type=Path, help="of the repository, whose server is asked")
-    parser.add_argument("--out", type=Path, help="a file for the measurement")
-    options = parser.parse_args()
+    args = parser(__doc__)
+    args.add_argument("model")
+    args.add_argument("more", nargs="*", help="further options of the server, behind --")
+    args.add_argument("--draft-model", help="for `auto`; for its own method: -- --draft-model SMALL")
+    args.add_argument("--clients", type=int, nargs="+", default=[4, 8, 16], help="at once")
+    args.add_argument("--rounds", type=int, default=10)
+    args.add_argument("--requests", type=int, default=1, help="of each client in a round")
+    args.add_argument("--workloads", nargs="+", default=["code", "chat"], choices=WORKLOADS)
+    args.add_argument("--temperatures", type=float, nargs="+", default=[0, 0, 0.7, 1.0], help="one is drawn")
+    args.add_argument("--arm", type=json.loads, action="append", default=[], help="fields of requests to compare, too")
+    args.add_argument("--checkout", type=Path, default=ROOT, help="of the repository, whose server is asked")
+    args.add_argument("--out", type=Path, help="a file for the measurement")
+    options = args.parse_args()
     draft = ["--draft-model", options.draft_model, "--method", "auto"] if options.draft_model else []
     flags = ["--served-model-name", NAME, "--log-file", "/dev/null", "--prefix-cache", "0", *draft, *options.more]
-    beside = {"checkout": options.checkout.resolve()} if options.checkout else {}
     arms, results = [PLAIN, DEFAULT, *options.arm], list[Body]()
-    with own_server(options.model, *flags, **beside) as (url, process):
+    with own_server(options.model, *flags, checkout=options.checkout.resolve()) as (url, process):
         chat = has_chats(url)
         for clients in options.clients:
             bodies = requests(options.workloads, options.temperatures, chat)
@@ -154,19 +151,19 @@ def main() -> None:
             rounds = compared(url, process.pid, every, arms, clients)
             for arm, extra in enumerate(arms[1:], 1):
                 figures = summary(rounds, arm)
-                results.append({"clients": clients, "extra_body": extra, **figures})
-                (wall, *reach), (work, *other), means = figures["wall"], figures["processor"], figures["rounds"]
+                means = figures["rounds"]
                 print(
                     f"{clients} at once, {json.dumps(extra) if extra else 'default'} over plain, {len(rounds)} rounds, 0 texts "
-                    f"differ: {wall:.2f} times as fast by time ({reach[0]:.2f}-{reach[1]:.2f}), processor time {work:.2f} "
-                    f"({other[0]:.2f}-{other[1]:.2f}), median request {figures['median_request']:.2f}, rounds' means "
-                    f"{means[0]:.2f}-{means[-1]:.2f}; slowest request {figures['slowest_over_plain']:.2f}, first token "
-                    f"{figures['first_token_over_plain']:.2f} of plain's",
+                    f"differ: {shown(figures['wall'])} times as fast by time, processor time {shown(figures['processor'])}, "
+                    f"median request {figures['median_request']:.2f}, rounds' means {means[0]:.2f}-{means[-1]:.2f}; slowest "
+                    f"request {figures['slowest_over_plain']:.2f}, first token {figures['first_token_over_plain']:.2f} of "
+                    "plain's",
                     flush=True,
                 )
+                spans = {name: [r.value, r.low, r.high] for name, r in figures.items() if isinstance(r, Interval)}
+                results.append({"clients": clients, "extra_body": extra, **figures, **spans})
     if options.out is not None:
-        result = {"machine": machine.facts(), "options": vars(options), "results": results}
-        options.out.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")
+        save("clients", options.out, options=vars(options), results=results)
 
 
 if __name__ == "__main__":

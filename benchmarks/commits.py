@@ -1,48 +1,60 @@
-"""Two checkouts of outrider against each other, interleaved: did a change make anything slower?
+"""Two checkouts of outrider against each other, in turns: did a change make anything slower? Or two builds of the kernels.
 
     git worktree add ../old COMMIT        # and build it: copy or compile its native kernels
     python -m benchmarks.commits ../old .
+    python -m benchmarks.commits ../old . --model large.gguf --draft-model small.gguf
+    python -m benchmarks.commits OLD.so NEW.so                                   a matrix that lies in the caches
+    python -m benchmarks.commits OLD.so NEW.so --inputs 8960 --outputs 16384     one that comes from the memory
 
 Each checkout has a process of its own. They write the same texts in turns, so the machine's pace is the same for both. The
-texts must be equal. A ratio above 1 says that the second checkout is faster; the standard error is that of the mean.
+texts must be equal. A ratio above 1 says that the second checkout is faster; it is a median with its interval.
+
+Two files of kernels are loaded into one process. They take turns on linears of one row (decoding), five (a draft) and 64 (a
+prompt), on one thread. Of each the best time is shown, which is stable also on a machine that does other work.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
-import statistics
 import subprocess
 import sys
+from ctypes import c_int32, c_int64, c_void_p
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
-from benchmarks import headline
-from benchmarks.pairs import synthetic
+import numpy as np
+
+from benchmarks.ruler import median_interval, parser, shown, turns
+from benchmarks.scale_up import synthetic
+from outrider.kernels import cpu as native
+from outrider.kernels.cpu import FORMATS
+from outrider.kernels.cpu.library import PackedStruct
 
 WORKER = """
 import json, sys, time, warnings
 warnings.simplefilter("ignore")
 from outrider import LLM, SamplingParams
-made, prompts = {}, [f"def f{n}(x):\\n" for n in range(8)]
+engines, prompts = {}, [f"def f{n}(x):\\n" for n in range(8)]
 for line in sys.stdin:
-    size, drafts, batch, tokens = json.loads(line)
-    if (size, drafts, batch) not in made:
-        for key in [k for k in made if k[0] != size]:
-            del made[key]
-        config = {"method": "draft_model", "model": "builtin:code-draft", "num_speculative_tokens": 4, "controller": "fixed"}
-        made[size, drafts, batch] = LLM(size, speculative_config=config if drafts else None,
-                                        max_num_seqs=batch, max_model_len=256)
+    model, config, batch, tokens = json.loads(line)
+    key = json.dumps([model, config, batch])
+    if key not in engines:
+        for other in [k for k in engines if json.loads(k)[0] != model]:
+            del engines[other]
+        engines[key] = LLM(model, speculative_config=config, max_num_seqs=batch, max_model_len=256)
     params = [SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)] * batch
     start = time.perf_counter()
-    out = made[size, drafts, batch].generate(prompts[:batch], params)
+    out = engines[key].generate(prompts[:batch], params)
     print(json.dumps([time.perf_counter() - start, [o.outputs[0].token_ids for o in out]]), flush=True)
 """
-CASES = [  # size, with a draft model, batch size, tokens, repeats
-    ("160M", False, 1, 48, 9), ("160M", True, 1, 96, 9), ("160M", False, 8, 16, 7), ("160M", True, 8, 32, 7),
-    ("0.5B", False, 1, 20, 5), ("0.5B", True, 1, 40, 7), ("0.5B", False, 8, 8, 5), ("0.5B", True, 8, 16, 5),
-]  # fmt: skip
+SIZES = {
+    "160M": (48, 16),
+    "0.5B": (20, 8),
+}  # tokens of plain decoding, alone and eight at once; drafts write twice as many
 
 
 class Checkout:
@@ -64,27 +76,103 @@ class Checkout:
             raise RuntimeError("a checkout does not run; try its `python -m outrider generate` by hand")
         return json.loads(line)
 
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def checkouts(args: argparse.Namespace) -> None:
+    """Texts of one and of eight sequences, plainly and with a draft model."""
+    draft = {"method": "draft_model", "model": args.draft_model, "num_speculative_tokens": 4, "controller": "fixed"}
+    models = {Path(args.model).name: (args.model, SIZES["160M"])} if args.model else {}
+    models = models or {size: (str(synthetic(size)), tokens) for size, tokens in SIZES.items()}
+    sides = [Checkout(args.old), Checkout(args.new)]
+    for name, (model, lengths) in models.items():
+        for batch, count in zip((1, 8), lengths, strict=True):
+            for method, config, tokens in (("plain", None, count), ("draft", draft, 2 * count)):
+                seconds, texts = [list[float](), list[float]()], dict[int, list[list[int]]]()
+                for number, side in turns((0, 1), args.rounds):
+                    took, text = sides[side].write(model, config, batch, tokens if number >= 0 else 6)
+                    if text != texts.setdefault(number, text):
+                        sys.exit(f"{name}, batch {batch}: the texts differ")
+                    if number >= 0:
+                        seconds[side].append(took)
+                ratio = median_interval([old / new for old, new in zip(*seconds, strict=True)])
+                print(f"{name} {method}, batch {batch}: {shown(ratio)}", flush=True)
+    for side in sides:
+        side.close()
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """A file of kernels, of this version or of an older one, which may lack functions."""
+    library = ctypes.CDLL(str(path.resolve()))
+    library.outrider_panel_bytes.restype = c_int64
+    library.outrider_panel_bytes.argtypes = [c_int32, c_int64]
+    library.outrider_pack.argtypes = [c_void_p, c_void_p, c_int32, *[c_int64] * 4, c_int32]
+    library.outrider_linear.argtypes = [c_void_p, c_void_p, c_void_p, *[c_int64] * 3]
+    return library
+
+
+def weights(library: ctypes.CDLL, name: str, inputs: int, outputs: int) -> tuple[PackedStruct, np.ndarray]:
+    """A matrix of a format, and the memory that it needs to stay."""
+    rng, number = np.random.default_rng(0), FORMATS[name]
+    panel = library.outrider_panel_bytes(number, inputs)
+    room = np.zeros(panel * outputs // 16 + 64, np.uint8)
+    data = room[-room.ctypes.data % 64 :][: panel * outputs // 16]  # on a line of the cache
+    packed = PackedStruct(data.ctypes.data, None, outputs, inputs, panel, number, outputs // 16, None, 0, 0)
+    if name in ("float32", "bfloat16", "float16"):
+        floats = rng.standard_normal((outputs, inputs), dtype=np.float32)
+        library.outrider_pack(ctypes.byref(packed), floats.ctypes.data, 0, outputs, inputs, 1, 0, 0)
+    else:
+        data[:] = rng.integers(0, 60, len(data))  # small scales and any weights
+    return packed, room
+
+
+def libraries(args: argparse.Namespace) -> None:
+    """Linears of each format, instruction set and number of rows."""
+    sides = [open_library(args.old), open_library(args.new)]
+    for isa in native.isas()[::-1]:
+        if isa == "portable" or not all(side.outrider_select_isa(isa.encode()) for side in sides):
+            continue
+        for side in sides:  # here, because one may be the package's own, which was just loaded with more
+            side.outrider_set_threads(1)
+        for name in args.formats:
+            packed, _memory = weights(sides[1], name, args.inputs, args.outputs)
+            for rows in args.rows:
+                x = np.random.default_rng(1).standard_normal((rows, args.inputs), dtype=np.float32)
+                y = np.empty((rows, args.outputs), np.float32)
+                operands = ctypes.byref(packed), x.ctypes.data, y.ctypes.data, rows, args.inputs, args.outputs
+                best, repeats = [float("inf")] * 2, max(1, 24 // rows)
+                for _, side in turns((0, 1), args.rounds, warm=0):
+                    start = perf_counter()
+                    for _ in range(repeats):
+                        sides[side].outrider_linear(*operands)
+                    best[side] = min(best[side], (perf_counter() - start) / repeats)
+                old, new = (1e6 * seconds for seconds in best)
+                print(
+                    f"{isa:12} {name:9} {rows:3} rows: {old:8.1f} us, {new:8.1f} us, old / new {old / new:.3f}",
+                    flush=True,
+                )
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=headline(__doc__))
-    parser.add_argument("old", type=Path, help="folder of a checkout")
-    parser.add_argument("new", type=Path, help="folder of another")
-    args = parser.parse_args()
-    models = {size: str(synthetic(size)) for size, *_ in CASES}
-    old, new = Checkout(args.old), Checkout(args.new)
-    for size, drafts, batch, tokens, repeats in CASES:
-        for side in (old, new):
-            side.write(models[size], drafts, batch, 6)
-        ratios = list[float]()
-        for turn in range(repeats):
-            sides = (old, new) if turn % 2 else (new, old)
-            found = {side: side.write(models[size], drafts, batch, tokens) for side in sides}
-            if found[old][1] != found[new][1]:
-                sys.exit(f"{size}, batch {batch}: the texts differ")
-            ratios.append(found[old][0] / found[new][0])
-        error = statistics.stdev(ratios) / len(ratios) ** 0.5
-        name = f"{size} {'draft' if drafts else 'plain'} batch {batch}"
-        print(f"{name:20} median {statistics.median(ratios):.3f}  mean {statistics.fmean(ratios):.3f} +- {error:.3f}")
+    options = parser(__doc__)
+    options.add_argument("old", type=Path, help="folder of a checkout, or a file of kernels")
+    options.add_argument("new", type=Path, help="another one")
+    options.add_argument("--rounds", type=int, help="9 of checkouts and 100 of kernels, if not given")
+    options.add_argument(
+        "--model", help="of checkouts: the built-in code model at the cost of larger ones, if not given"
+    )
+    options.add_argument("--draft-model", default="builtin:code-draft")
+    options.add_argument("--formats", nargs="+", default=["bfloat16", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+    options.add_argument("--inputs", type=int, default=1536)
+    options.add_argument("--outputs", type=int, default=1024)
+    options.add_argument("--rows", type=int, nargs="+", default=[1, 5, 64])
+    args = options.parse_args()
+    kernels = args.old.is_file()
+    args.rounds = args.rounds or (100 if kernels else 9)
+    (libraries if kernels else checkouts)(args)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a draft with a head costs, for targets of real shapes, with made weights: its own forwards, and all around them.
+"""What a draft with a head costs, for targets of real shapes, with random weights: its own forwards, and all around them.
 
     python -m benchmarks.heads --depth 4 --precisions bfloat16 int8
     python -m benchmarks.heads --kinds          # every kind of head, beside a forward of its target
@@ -9,30 +9,38 @@ chain. What is compared takes turns within a round. Medians over the rounds, the
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, cast
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig, LlamaForCausalLM
 
-from benchmarks import headline
-from benchmarks.head_kinds import kinds_table
-from benchmarks.report import console, rich_table
+from benchmarks.forwards import read_context, some_tokens
+from benchmarks.ruler import markdown, parser, turns
 from outrider.core.types import Budget, Commit
-from outrider.drafters.heads.eagle.drafter import Pairs, eagle_model
+from outrider.drafters.heads.block.drafter import BlockLattice
+from outrider.drafters.heads.block.module import BlockConfig
+from outrider.drafters.heads.eagle.drafter import MaskedPairs, Pairs, eagle_model
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
+from outrider.drafters.heads.mtp import mtp_model
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.kernels import cpu as native
 from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.cache import SlotCache
+from outrider.models.load import load
+from outrider.models.native.model import NativeModel
 from outrider.models.nodes import Nodes
 from outrider.testing.contract import GREEDY, context
 
-HEAD = [
+COSTS = [
     "target",
     "precision",
     "MB read",
@@ -41,9 +49,76 @@ HEAD = [
     "around the forwards, ms",
     "prompt, us a token",
 ]
-TEXT = 512  # tokens of the text before the draft
+KINDS = ["head", "target", "draft, ms", "forward of the target, ms", "a draft token, in forwards", "by weights"]
+TEXT = 512  # tokens before the draft
+ROOM = 2048
+RANK = 256  # of the bias of a DSpark head
+Shapes = dict[str, tuple[int, ...]]
 
 
+def random_weights(shapes: Shapes) -> dict[str, Tensor]:
+    """bfloat16 of the size of trained ones."""
+    return {name: (torch.randn(shape) * 0.02).bfloat16() for name, shape in shapes.items()}
+
+
+class Draft(NamedTuple):
+    """Seconds of a draft.
+
+    Args:
+        prompt: for a token of the prompt.
+        inside: of the head's own forwards.
+        whole: of the update with the last step and of the draft.
+    """
+
+    prompt: float
+    inside: float
+    whole: float
+
+
+class Side:
+    """A drafter with a head, on a text.
+
+    Args:
+        drafter: with one slot.
+        features: numbers that the head reads of a position.
+        name: of the head.
+        target: the model that the head is for.
+        target_name: as the table shows it.
+    """
+
+    def __init__(self, drafter: TreeDrafter, features: int, name: str, target: LanguageModel, target_name: str) -> None:
+        self.drafter, self.features, self.inside = drafter, features, 0.0
+        self.name, self.target, self.target_name = name, target, target_name
+        self.model: Any = cast("Any", drafter.levels).model
+        chains = getattr(self.model, "draft_chains", None)
+
+        def timed(*arguments: Any) -> Any:
+            start = perf_counter()
+            drafts = cast("Any", chains)(*arguments)
+            self.inside += perf_counter() - start
+            return drafts
+
+        if chains is not None:
+            self.model.draft_chains = timed
+
+    def draft(self, depth: int) -> Draft:
+        """A draft of so many tokens behind a text."""
+        drafter: Any = self.drafter
+        text = [(7 * i) % 1000 for i in range(TEXT)]
+        start = perf_counter()
+        drafter.start(0, text, 0, torch.randn(TEXT - 1, self.features))
+        prompt = (perf_counter() - start) / TEXT
+        drafter.propose(context([0], [text], [Budget(1)], GREEDY))
+        text += [3, 5]
+        step, self.inside = context([0], [text], [Budget(depth)], GREEDY), 0.0
+        commit = Commit([3, 5], [0, 1], 1, None, torch.randn(2, self.features))
+        start = perf_counter()
+        drafter.update(step, [commit], cast("Any", None))
+        drafter.propose(step)
+        return Draft(prompt, self.inside, perf_counter() - start)
+
+
+# Precisions of an EAGLE-3 head
 class Shape(NamedTuple):
     """What a head takes from its target."""
 
@@ -83,7 +158,7 @@ class Embedding(LanguageModel):
         raise NotImplementedError
 
 
-def made(shape: Shape, draft_vocab: int) -> HeadWeights[EagleConfig]:
+def eagle_head(shape: Shape, draft_vocab: int) -> HeadWeights[EagleConfig]:
     """A head of EAGLE-3.1 with random weights."""
     config = EagleConfig(
         hidden_size=shape.hidden,
@@ -95,85 +170,148 @@ def made(shape: Shape, draft_vocab: int) -> HeadWeights[EagleConfig]:
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.dim,
         target_hidden_size=shape.hidden,
-        max_position_embeddings=2048,
+        max_position_embeddings=ROOM,
         fc_norm=True,
         norm_output=True,
     )
     with torch.device("meta"):
-        names = {n: t.shape for n, t in Eagle(config).state_dict().items() if "embed" not in n}
-    tensors = {n: (torch.randn(s) * 0.02).bfloat16() for n, s in names.items()}
-    return HeadWeights(config, tensors, torch.arange(draft_vocab) * (shape.vocab // draft_vocab))
+        shapes = {n: tuple(t.shape) for n, t in Eagle(config).state_dict().items() if "embed" not in n}
+    return HeadWeights(config, random_weights(shapes), torch.arange(draft_vocab) * (shape.vocab // draft_vocab))
 
 
-class Timed:
-    """A drafter on a text, and the seconds of its parts."""
-
-    def __init__(self, head: HeadWeights, target: LanguageModel, quantization: str) -> None:
-        self.model = eagle_model(head, target, 2048, quantization)
-        self.drafter = TreeDrafter(Pairs(self.model, 1, 2048))
-        self.size = len(self.model.taps) * head.config.target_hidden_size
-        self.inside = 0.0
-        chains = self.model.draft_chains
-
-        def timed(*given: Any) -> Any:
-            start = perf_counter()
-            found = chains(*given)
-            self.inside += perf_counter() - start
-            return found
-
-        self.model.draft_chains = timed  # type: ignore[method-assign]
-
-    def draft(self, depth: int) -> tuple[float, float, float]:
-        """Seconds in the head's own forwards, around them, and for a token of the prompt."""
-        text = [(7 * i) % 1000 for i in range(TEXT)]
-        start = perf_counter()
-        self.drafter.start(0, text, 0, torch.randn(TEXT - 1, self.size))
-        prompt = (perf_counter() - start) / TEXT
-        self.drafter.propose(context([0], [text], [Budget(1)], GREEDY))
-        text += [3, 5]
-        asked, self.inside = context([0], [text], [Budget(depth)], GREEDY), 0.0
-        commit = Commit([3, 5], [0, 1], 1, None, torch.randn(2, self.size))
-        start = perf_counter()
-        self.drafter.update(asked, [commit], cast("Any", None))
-        self.drafter.propose(asked)
-        return self.inside, perf_counter() - start - self.inside, prompt
+def precisions_table(draft_vocab: int, depth: int, precisions: Sequence[str], rounds: int) -> str:
+    """A line for each target and precision."""
+    body = list[list[str]]()
+    for shape in SHAPES:
+        head = eagle_head(shape, draft_vocab)
+        target = cast("LanguageModel", Embedding(torch.randn(shape.vocab, shape.hidden).bfloat16()))
+        sides = {
+            p: Side(TreeDrafter(Pairs(eagle_model(head, target, ROOM, "none" if p == "bfloat16" else p), 1, ROOM)),
+                    3 * shape.hidden, "EAGLE-3", target, shape.name)
+            for p in precisions
+        }  # fmt: skip
+        drafts: dict[tuple[str, int], list[Draft]] = {(p, length): [] for p in sides for length in (1, depth)}
+        with native.one_torch_thread(torch.device("cpu")):
+            for number, (p, length) in turns([*drafts], rounds):
+                draft = sides[p].draft(length)
+                if number >= 0:
+                    drafts[p, length].append(draft)
+        for p, side in sides.items():
+            first, whole = (statistics.median(d.inside for d in drafts[p, n]) for n in (1, depth))
+            around = statistics.median(d.whole - d.inside for d in drafts[p, depth])
+            prompt = statistics.median(d.prompt for d in drafts[p, depth])
+            figures = [1e3 * first, 1e3 * (whole - first) / (depth - 1), 1e3 * around, 1e6 * prompt]
+            body.append([shape.name, p, f"{side.model.weight_bytes / 1e6:.0f}", *(f"{n:.2f}" for n in figures)])
+    return markdown(COSTS, body)
 
 
-def measure(shape: Shape, draft_vocab: int, depth: int, precisions: Sequence[str], rounds: int) -> list[list[str]]:
-    head = made(shape, draft_vocab)
-    target = cast("LanguageModel", Embedding(torch.randn(shape.vocab, shape.hidden).bfloat16()))
-    sides = {p: Timed(head, target, "none" if p == "bfloat16" else p) for p in precisions}
-    times: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
-    with native.one_torch_thread(torch.device("cpu")):
-        for turn in range(rounds + 1):
-            for precision, side in sides.items():
-                for length in (1, depth):
-                    found = side.draft(length)
-                    if turn:
-                        times.setdefault((precision, length), []).append(found)
-    rows: list[list[str]] = []
-    for precision, side in sides.items():
-        one, all_ = ([*zip(*times[precision, n], strict=True)] for n in (1, depth))
-        first, whole = (statistics.median(t[0]) for t in (one, all_))
-        around, prompt = statistics.median(all_[1]), statistics.median(all_[2])
-        numbers = [1e3 * first, 1e3 * (whole - first) / (depth - 1), 1e3 * around, 1e6 * prompt]
-        rows.append([shape.name, precision, f"{side.model.weight_bytes / 1e6:.0f}", *(f"{n:.2f}" for n in numbers)])
-    return rows
+# Kinds of heads
+def layer(size: int, inner: int, heads: int, kv_heads: int, dim: int, i: int, read: int) -> Shapes:
+    """Shapes of a layer whose attention reads `read` numbers."""
+    qkv = {"q_proj": (heads * dim, read), "k_proj": (kv_heads * dim, read), "v_proj": (kv_heads * dim, read)}
+    shapes = {f"self_attn.{n}": s for n, s in qkv.items()} | {"self_attn.o_proj": (size, heads * dim)}
+    shapes |= {"mlp.gate_proj": (inner, size), "mlp.up_proj": (inner, size), "mlp.down_proj": (size, inner)}
+    shapes |= {"input_layernorm": (size,), "post_attention_layernorm": (size,)}
+    return {f"layers.{i}.{n}.weight": s for n, s in shapes.items()}
+
+
+def sides_of_kinds(depth: int, draft_vocab: int, folder: Path) -> Iterator[Side]:
+    """Heads for a Llama of 234 million weights, and the MTP layer of a GLM of 280 million. bfloat16."""
+    size, inner, heads, kv_heads, dim, vocab, layers = 1024, 3072, 16, 8, 64, 32000, 16
+    config = LlamaConfig(
+        hidden_size=size, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, head_dim=dim, vocab_size=vocab, tie_word_embeddings=True, max_position_embeddings=2048,
+    )  # fmt: skip
+    raw = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    target = NativeModel(raw, own=True)
+    on_target = target, "234M weights"
+    ids = torch.arange(draft_vocab) * (vocab // draft_vocab)
+    common: dict[str, Any] = {
+        "hidden_size": size, "vocab_size": vocab, "draft_vocab_size": draft_vocab, "taps": (1, 7, 12),
+        "intermediate_size": inner, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim,
+        "target_hidden_size": size, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    layer_of = partial(layer, size, inner, heads, kv_heads, dim)
+    ends = {"norm.weight": (size,), "lm_head.weight": (draft_vocab, size), "fc.weight": (size, 3 * size)}
+    paired = ends | layer_of(0, 2 * size) | {"layers.0.hidden_norm.weight": (size,)}
+    eagle = eagle_model(HeadWeights(EagleConfig(**common), random_weights(paired), ids), target, ROOM, "none")
+    yield Side(TreeDrafter(Pairs(eagle, 1, ROOM)), 3 * size, "EAGLE-3", *on_target)
+    masked = EagleConfig(**common, num_layers=2, mask_token_id=5, parallel_drafts=depth)
+    shapes = paired | layer_of(1, size) | {"mask_hidden": (1, 1, 3 * size)}
+    slots = MaskedPairs(HeadWeights(masked, random_weights(shapes), ids), target, 1, ROOM, "none")
+    yield Side(TreeDrafter(slots), 3 * size, "P-EAGLE, 2 layers", *on_target)
+    block = BlockConfig(
+        **common, num_layers=2, block_size=depth, mask_token_id=5, from_anchor=True, markov_rank=RANK, confidence=True
+    )
+    norms = {f"layers.{i}.self_attn.{n}_norm.weight": (dim,) for i in (0, 1) for n in "qk"}
+    tables = {
+        "hidden_norm.weight": (size,), "markov_head.markov_w1.weight": (vocab, RANK), "confidence_head.proj.bias": (1,),
+        "markov_head.markov_w2.weight": (draft_vocab, RANK), "confidence_head.proj.weight": (1, size),
+    }  # fmt: skip
+    shapes = layer_of(0, size) | layer_of(1, size) | ends | norms | tables
+    lattice = BlockLattice(HeadWeights(block, random_weights(shapes), ids), target, 1, ROOM, "none")
+    yield Side(TreeDrafter(lattice), 3 * size, "DSpark, 2 layers", *on_target)
+    yield mtp(folder)
+
+
+def mtp(folder: Path) -> Side:
+    """A checkpoint of GLM-4.5's shape, with the layer behind its last one."""
+    size, layers = 768, 8
+    config = Glm4MoeConfig(
+        vocab_size=32000, hidden_size=size, intermediate_size=2048, num_hidden_layers=layers, num_attention_heads=12,
+        num_key_value_heads=4, moe_intermediate_size=512, n_routed_experts=16, num_experts_per_tok=4,
+        n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1, max_position_embeddings=2048,
+    )  # fmt: skip
+    raw: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    raw.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    last = f"model.layers.{layers - 1}."
+    added = {n.removeprefix(last): t.clone() for n, t in weights.items() if n.startswith(last)}
+    added |= random_weights({"eh_proj.weight": (size, 2 * size)})
+    added |= {f"{n}.weight": torch.ones(size).bfloat16() for n in ("enorm", "hnorm", "shared_head.norm")}
+    save_file(
+        weights | {f"model.layers.{layers}.{n}": t for n, t in added.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    loaded = load(str(folder), device="cpu")
+    drafter = TreeDrafter(Pairs(mtp_model(loaded, ROOM), 1, ROOM))
+    return Side(drafter, size, "MTP", loaded.model, "16 experts, 4 for a token")
+
+
+def kinds_table(depth: int, draft_vocab: int, rounds: int) -> str:
+    """A row for each kind of head. The last column is what `auto` takes for the one before."""
+    body = list[list[str]]()
+    with tempfile.TemporaryDirectory() as folder, native.one_torch_thread(torch.device("cpu")):
+        for side in sides_of_kinds(depth, draft_vocab, Path(folder)):
+            target, cache = side.target, read_context(side.target, TEXT)
+            seconds: dict[str, list[float]] = {"draft": [], "forward": []}
+            for number, what in turns([*seconds], rounds):
+                start = perf_counter()
+                if what == "forward":
+                    target.forward(Nodes(some_tokens(1, target.vocab_size), cache, [0]))
+                took = perf_counter() - start if what == "forward" else side.draft(depth).whole
+                if number >= 0:
+                    seconds[what].append(took)
+            ratio = statistics.median(a / b for a, b in zip(*seconds.values(), strict=True)) / depth
+            draft, one = (1e3 * statistics.median(s) for s in seconds.values())
+            weights = side.model.weight_bytes / target.weight_bytes
+            body.append([side.name, side.target_name, f"{draft:.2f}", f"{one:.2f}", f"{ratio:.3f}", f"{weights:.3f}"])
+    return markdown(KINDS, body)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.heads", description=headline(__doc__))
-    parser.add_argument("--depth", type=int, default=4, help="draft tokens, at least 2")
-    parser.add_argument("--draft-vocab", type=int, default=8192)
-    parser.add_argument("--precisions", nargs="+", choices=("bfloat16", "int8", "int4"), default=["bfloat16", "int8"])
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--kinds", action="store_true", help="every kind of head, beside a forward of its target")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--depth", type=int, default=4, help="draft tokens, at least 2")
+    options.add_argument("--draft-vocab", type=int, default=8192)
+    options.add_argument("--precisions", nargs="+", choices=("bfloat16", "int8", "int4"), default=["bfloat16", "int8"])
+    options.add_argument("--rounds", type=int, default=30)
+    options.add_argument("--kinds", action="store_true", help="every kind of head, beside a forward of its target")
+    args = options.parse_args()
     if args.kinds:
-        console.print(kinds_table(args.depth, args.draft_vocab, args.rounds))
-        return
-    rows = [row for s in SHAPES for row in measure(s, args.draft_vocab, args.depth, args.precisions, args.rounds)]
-    console.print(rich_table(f"an EAGLE-3 head with {args.draft_vocab} tokens, chains of {args.depth}", HEAD, rows))
+        print(kinds_table(args.depth, args.draft_vocab, args.rounds))
+    else:
+        print(precisions_table(args.draft_vocab, args.depth, args.precisions, args.rounds))
 
 
 if __name__ == "__main__":

@@ -5,13 +5,12 @@
     python -m benchmarks.identity --target FILE.gguf --draft FILE.gguf --weights gguf      a model's own file; the draft in int4
 
 A round decodes eight texts plainly, one by one, for every precision and temperature; then every drafter decodes the same
-texts with the same seeds, in batches of 1 to 8 (another size each round) and with 1 to 8 guesses a step. Every token is
+texts with the same seeds, in batches of 1 to 8 (another size each round) and with 1 to 8 draft tokens a step. Every token is
 compared. State is written after every round; the same command goes on where it stopped. Ends with 1 if a token differs.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import abc
@@ -21,13 +20,16 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from benchmarks import RESULTS, WORK, headline, machine
-from benchmarks.pairs import fingerprint
-from benchmarks.prompts import humaneval
-from outrider.control import Fixed
+from benchmarks import RESULTS, WORK, machine
+from benchmarks.ruler import differing, markdown, parser, save
+from benchmarks.scale_up import fingerprint
+from benchmarks.texts import humaneval
+from outrider.control import Controller, Fixed
 from outrider.core.params import SamplingParams
-from outrider.drafters import Drafter, ModelDrafter, NoDraft, make_drafter
+from outrider.drafters import Drafter, ModelDrafter, NoDraft, PlannedDrafter, make_drafter
 from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.registry import lookup_names
+from outrider.engine.calibrate import make_planner
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request, Sequence
 from outrider.engine.scheduler import Scheduler
@@ -46,23 +48,19 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 DEFAULT = ("float32", "bfloat16", "int8")
 TEMPERATURES = (0.0, 1.0)
-WIDE = (
-    "draft_model, trees",
-    "suffix",
-    "token_recycling",
-    "quantized_self int4",
-)  # these draft trees in two rounds of three
+BOTH = "suffix and draft_model"
+WIDE = ("draft_model, trees", "suffix", "token_recycling", "quantized_self int4")  # trees in two rounds of three
 
 
 class Bench:
     """A target in one precision and everything that drafts for it."""
 
     def __init__(self, target: str, draft: str, weights: str, kv_cache_dtype: str = "auto") -> None:
-        self._kept: dict[str, Drafter] = {}
+        self._drafters: dict[str, Drafter] = {}
         self.target: Loaded = load(target, device="cpu", kv_cache_dtype=kv_cache_dtype, **PRECISIONS[weights])
         draft_model = load(draft, device="cpu", **PRECISIONS["int4" if weights == "gguf" else weights]).model
         vocab = self.target.model.vocab_size
-        self.makers: dict[str, Callable[[], Drafter]] = {
+        self.makers: dict[str, Callable[[], Drafter | dict[str, Drafter]]] = {
             "draft_model": lambda: ModelDrafter(draft_model, TEXTS, LENGTH),
             "draft_model, trees": lambda: ModelDrafter(draft_model, TEXTS, LENGTH),
             "wrong": lambda: Wrong(5),
@@ -75,7 +73,6 @@ class Bench:
             "prediction": {"method": "prediction"},
             "token_recycling": {"method": "token_recycling"},
             "layer_skip": {"method": "layer_skip", "assistant_early_exit": max(1, depth // 2)},
-            "suffix and draft_model": {"method": ["suffix", "draft_model"], "model": draft},
             "quantized_self int8": {"method": "quantized_self", "quantization": "int8"},
             "quantized_self int4": {"method": "quantized_self", "quantization": "int4"},
         }
@@ -83,19 +80,41 @@ class Bench:
             del configs["quantized_self int8"]  # no coarser than the target
         if weights == "int4":
             del configs["quantized_self int4"]
-        self.makers |= {name: lambda c=c: self._made(c) for name, c in configs.items()}
+        self.makers |= {name: lambda c=c: self._drafter(c) for name, c in configs.items()}
+        self.makers[BOTH] = lambda: {
+            "suffix": self._drafter({"method": "suffix"}),
+            "draft_model": self.makers["draft_model"](),
+        }
 
-    def _made(self, config: dict[str, Any]) -> Drafter:
+    def _drafter(self, config: dict[str, Any]) -> Drafter:
         key = json.dumps(config)
-        if key not in self._kept:  # rows are released: a drafter may be used again
+        if key not in self._drafters:  # rows are released: a drafter may be used again
             parsed = SpeculativeConfig.of(config)
-            self._kept[key] = make_drafter(parsed, self.target, num_slots=TEXTS, max_length=LENGTH, device="cpu")
-        return self._kept[key]
+            self._drafters[key] = make_drafter(parsed, self.target, num_slots=TEXTS, max_length=LENGTH, device="cpu")
+        return self._drafters[key]
 
     def decode(
-        self, drafter: Drafter, guesses: int, requests: abc.Sequence[Request], batch: int, width: int = 1
+        self,
+        drafter: Drafter | dict[str, Drafter],
+        drafted: int,
+        requests: abc.Sequence[Request],
+        batch: int,
+        width: int = 1,
     ) -> list[Sequence]:
-        controller = Fixed(guesses, width, 2 * guesses if width > 1 else None)
+        """The texts of some requests.
+
+        Args:
+            drafter: one, or several by name under a planner.
+            drafted: draft tokens of a step.
+            requests: what is asked for.
+            batch: sequences at once.
+            width: children of a node; more than 1 is a tree.
+        """
+        controller: Controller = Fixed(drafted, width, 2 * drafted if width > 1 else None)
+        if isinstance(drafter, dict):
+            controller = make_planner(SpeculativeConfig.of(None), self.target, drafter, controller)
+            vocab = self.target.model.vocab_size
+            drafter = PlannedDrafter(drafter, controller, vocab, lookup_names(drafter), trusted=[*drafter])
         decoder = Decoder(self.target.model, drafter, controller=controller, num_slots=batch, max_length=LENGTH)
         return Scheduler(decoder, raises=True).generate(requests)
 
@@ -117,11 +136,6 @@ def garbled(text: abc.Sequence[int]) -> list[int]:
     return [t + 1 if i % 9 == 8 and t else t for i, t in enumerate(text) if i % 20 != 19]
 
 
-def differing(got: abc.Sequence[int], wanted: abc.Sequence[int]) -> int:
-    """Tokens that are not what plain decoding gives, a missing one counted too."""
-    return sum(a != b for a, b in zip(got, wanted, strict=False)) + abs(len(got) - len(wanted))
-
-
 def play(
     bench: Bench, prompts: abc.Sequence[list[int]], turn: int, tokens: int
 ) -> Iterator[tuple[str, int, int, list[Any]]]:
@@ -131,22 +145,12 @@ def play(
         plain = [bench.decode(NoDraft(), 0, [r], 1)[0].output for r in requests]
         expected = [replace(r, prediction=tuple(garbled(p))) for r, p in zip(requests, plain, strict=True)]
         for k, (name, make) in enumerate(bench.makers.items()):
-            batch, guesses = 1 + (turn + k) % TEXTS, 1 + (turn * 3 + k) % 8
+            batch, drafted = 1 + (turn + k) % TEXTS, 1 + (turn * 3 + k) % 8
             width = 1 + (turn + k) % 3 if name in WIDE else 1
-            rows = bench.decode(make(), guesses, expected if name == "prediction" else requests, batch, width)
+            rows = bench.decode(make(), drafted, expected if name == "prediction" else requests, batch, width)
             bad = [differing(r.output, p) for r, p in zip(rows, plain, strict=True)]
-            where = [
-                {
-                    "round": turn,
-                    "text": i,
-                    "temperature": temperature,
-                    "batch": batch,
-                    "guesses": guesses,
-                    "differing": n,
-                }
-                for i, n in enumerate(bad)
-                if n
-            ]
+            case = {"round": turn, "temperature": temperature, "batch": batch, "drafted": drafted}
+            where = [{**case, "text": i, "differing": n} for i, n in enumerate(bad) if n]
             yield name, sum(map(len, plain)), sum(bad), where
 
 
@@ -171,45 +175,27 @@ def run(
     return state
 
 
-def result(state: dict[str, Any], target: str, draft: str) -> dict[str, Any]:
-    """The file that benchmarks.table reads."""
-    units = [
-        {"weights": key.split("/")[0], "drafter": key.split("/")[1], "tokens": n, "differing": bad}
-        for key, (n, bad) in state["units"].items()
-    ]
-    command = " ".join(["python -m benchmarks.identity", *sys.argv[1:]])
-    told = {k: state[k] for k in ("tokens", "differing", "round", "seconds", "where")}
-    return {
-        "name": "identity",
-        "command": command,
-        "machine": {**machine.facts(), "commit": state["mark"][-1]},  # the one that was measured
-        "pair": [target, draft],
-        **told,
-        "units": units,
-    }
+def table(units: abc.Sequence[dict[str, Any]]) -> str:
+    """Markdown: a line for each drafter of each precision."""
+    rows = [[u["weights"], u["drafter"], f"{u['tokens']:,}", str(u["differing"])] for u in units]
+    return markdown(["weights", "drafter", "tokens", "differing"], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.identity", description=headline(__doc__))
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="speculative tokens to compare")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a text")
-    parser.add_argument("--target", default="builtin:code")
-    parser.add_argument("--draft", default="builtin:code-draft")
-    parser.add_argument("--weights", nargs="+", choices=PRECISIONS, default=list(DEFAULT))
-    parser.add_argument("--kv-cache-dtype", choices=list(KV_CACHE_DTYPES), default="auto", help="of the target")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result file")
-    parser.add_argument("--afresh", action="store_true", help="forget an earlier, unfinished run")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--tokens", type=int, default=1_000_000, help="speculative tokens to compare")
+    options.add_argument("--length", type=int, default=128, help="tokens of a text")
+    options.add_argument("--target", default="builtin:code")
+    options.add_argument("--draft", default="builtin:code-draft")
+    options.add_argument("--weights", nargs="+", choices=PRECISIONS, default=list(DEFAULT))
+    options.add_argument("--kv-cache-dtype", choices=list(KV_CACHE_DTYPES), default="auto", help="of the target")
+    options.add_argument("--out", type=Path, default=RESULTS, help="folder for the result file")
+    options.add_argument("--afresh", action="store_true", help="forget an earlier, unfinished run")
+    args = options.parse_args()
     if not 1 <= args.length < LENGTH // 2:
-        parser.error(f"--length must be in 1..{LENGTH // 2 - 1}")
-    mark = [
-        fingerprint(args.target),
-        fingerprint(args.draft),
-        args.length,
-        args.weights,
-        args.kv_cache_dtype,
-        machine.facts()["commit"],
-    ]
+        options.error(f"--length must be in 1..{LENGTH // 2 - 1}")
+    mark = [fingerprint(args.target), fingerprint(args.draft), args.length, args.weights, args.kv_cache_dtype]
+    mark.append(machine.facts()["commit"])
     path = WORK / "identity.json"
     state: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not args.afresh else {}
     if state.get("mark") != mark or state["tokens"] >= args.tokens:
@@ -223,11 +209,13 @@ def main() -> None:
     def after(s: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(s))
-        out = result(s, args.target, args.draft)  # an interrupted run has told what it compared
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / f"{out['machine']['date']}-identity.json").write_text(json.dumps(out, indent=1) + "\n")
-        speed = s["tokens"] / s["seconds"]
-        left = max(args.tokens - s["tokens"], 0) / speed / 60
+        units = [dict(zip(("weights", "drafter"), key.split("/"), strict=True)) for key in s["units"]]
+        units = [u | {"tokens": n, "differing": bad} for u, (n, bad) in zip(units, s["units"].values(), strict=True)]
+        sums = {k: s[k] for k in ("tokens", "differing", "round", "seconds", "where")}
+        save(
+            "identity", args.out, pair=[args.target, args.draft], **sums, units=units
+        )  # an interrupted run has its file
+        left = max(args.tokens - s["tokens"], 0) * s["seconds"] / s["tokens"] / 60
         print(
             f"round {s['round']}: {s['tokens']:,} tokens, {s['differing']} differ, {left:.0f} minutes left", flush=True
         )

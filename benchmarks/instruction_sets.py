@@ -26,10 +26,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS, WORK, headline, machine
-from benchmarks.identity import PRECISIONS, differing
-from benchmarks.pairs import fingerprint
-from benchmarks.prompts import humaneval
+from benchmarks import WORK, machine
+from benchmarks.identity import PRECISIONS
+from benchmarks.ruler import differing, parser, save
+from benchmarks.scale_up import fingerprint
+from benchmarks.texts import humaneval
 from outrider import LLM, SamplingParams
 from outrider.kernels import cpu as native
 
@@ -52,21 +53,31 @@ def write(
     model: str,
     precision: str,
     wave: int,
-    rows: int,
+    slots: int,
     count: int = TEXTS,
     length: int = LENGTH,
     characters: int = CHARACTERS,
 ) -> Texts:
-    """The first texts of a wave, in this process, by batches of `rows`. An odd number of rows takes them from the last on."""
-    llm = LLM(model, max_num_seqs=rows, max_model_len=1024, **PRECISIONS[precision])
+    """The first texts of a wave, in this process.
+
+    Args:
+        model: a GGUF file.
+        precision: one of `PRECISIONS`.
+        wave: which texts.
+        slots: of a batch. An odd number takes the texts from the last on.
+        count: of texts.
+        length: tokens of a text.
+        characters: of a prompt.
+    """
+    llm = LLM(model, max_num_seqs=slots, max_model_len=1024, **PRECISIONS[precision])
     prompts, asked = humaneval(PROMPTS), list[tuple[str, SamplingParams]]()
     for n in range(TEXTS * wave, TEXTS * wave + count):
         # a greedy text begins with a part of a prompt that no other one has
         prompt = prompts[n % PROMPTS][5 * (n // PROMPTS) :][:characters]
         asked.append((prompt, SamplingParams(max_tokens=length, ignore_eos=True, seed=n, **PARAMS[n % len(PARAMS)])))
-    order = asked[:: -1 if rows % 2 else 1]
+    order = asked[:: -1 if slots % 2 else 1]
     texts = [list(o.outputs[0].token_ids) for o in llm.generate(*map(list, zip(*order, strict=True)))]
-    return texts[:: -1 if rows % 2 else 1]
+    return texts[:: -1 if slots % 2 else 1]
 
 
 def elsewhere(isa: str, threads: int, *command: object) -> Texts:
@@ -83,7 +94,7 @@ def elsewhere(isa: str, threads: int, *command: object) -> Texts:
 
 
 def combinations(precisions: list[str], threads: list[int]) -> Iterator[tuple[int, str, str, int, int]]:
-    """(wave, precision, instruction set, threads, rows of a batch), without an end."""
+    """(wave, precision, instruction set, threads, slots of a batch), without an end."""
     sets = [isa for isa in native.isas()[::-1] if native.use_isa(isa)]
     for wave in itertools.count():
         for k, (precision, isa, count) in enumerate(itertools.product(precisions, sets, threads)):
@@ -95,8 +106,8 @@ def recorded(model: str, file: Path, against: bool) -> int:
     wanted: dict[str, Texts] = json.loads(file.read_text())["texts"] if against else {}
     texts, total, wrong = dict[str, Texts](), 0, 0
     for name, count in RECORDED.items():
-        rows = count // 2 if against else count  # a text has other company there
-        texts[name] = write(model, name, 0, rows, count, SHORT, BEGINNING)
+        slots = count // 2 if against else count  # a text has other company there
+        texts[name] = write(model, name, 0, slots, count, SHORT, BEGINNING)
         total += sum(map(len, texts[name]))
         wrong += sum(differing(a, b) for a, b in zip(texts[name], wanted.get(name, texts[name]), strict=True))
         print(f"{native.isa()}, {name}: {wrong} of {total:,} tokens differ", flush=True)
@@ -106,55 +117,58 @@ def recorded(model: str, file: Path, against: bool) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=headline(__doc__))
-    parser.add_argument("model", help="a GGUF file; read also as int8 and as bfloat16")
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="to compare, over all combinations")
-    parser.add_argument("--precisions", nargs="+", default=["gguf", "int8", "bfloat16"], choices=list(PRECISIONS))
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--afresh", action="store_true", help="forget an earlier, unfinished run")
-    parser.add_argument("--record", type=Path, help="write the texts of this machine")
-    parser.add_argument("--against", type=Path, help="compare with the recorded texts of another machine")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    args, rest = parser.parse_known_args()
+    options = parser(__doc__)
+    options.add_argument("model", help="a GGUF file; read also as int8 and as bfloat16")
+    options.add_argument("--tokens", type=int, default=1_000_000, help="to compare, over all combinations")
+    options.add_argument("--precisions", nargs="+", default=["gguf", "int8", "bfloat16"], choices=list(PRECISIONS))
+    options.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    options.add_argument("--texts", type=int, default=TEXTS, help="of a wave")
+    options.add_argument("--length", type=int, default=LENGTH, help="tokens of a text")
+    options.add_argument("--out", type=Path, help="a file for the result, or its folder")
+    options.add_argument("--afresh", action="store_true", help="forget an earlier, unfinished run")
+    options.add_argument("--record", type=Path, help="write the texts of this machine")
+    options.add_argument("--against", type=Path, help="compare with the recorded texts of another machine")
+    options.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args, rest = options.parse_known_args()
     if args.child:
         print(json.dumps(write(args.model, rest[0], *map(int, rest[1:]))))
         return 0
     if file := args.record or args.against:
         return recorded(args.model, file, args.record is None)
     path = WORK / "instruction-sets.jsonl"
-    mark = [fingerprint(args.model), TEXTS, LENGTH, machine.facts()["commit"]]
+    mark = [fingerprint(args.model), args.texts, args.length, machine.facts()["commit"]]
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = path.read_text().splitlines() if path.exists() and not args.afresh else []
-    kept: dict[str, Texts] = dict(json.loads(line) for line in lines[1:]) if lines[:1] == [json.dumps(mark)] else {}
-    path.write_text("".join(json.dumps(line) + "\n" for line in (mark, *kept.items())))
-    found: dict[str, dict[str, Any]] = {}
+    written: dict[str, Texts] = dict(json.loads(line) for line in lines[1:]) if lines[:1] == [json.dumps(mark)] else {}
+    path.write_text("".join(json.dumps(line) + "\n" for line in (mark, *written.items())))
+    units: dict[str, dict[str, Any]] = {}
     wanted: dict[tuple[int, str], Texts] = {}
     total = wrong = 0
-    for wave, precision, isa, threads, rows in combinations(args.precisions, args.threads):
+    for wave, precision, isa, threads, slots in combinations(args.precisions, args.threads):
         if total >= args.tokens:
             break
         key = f"{precision} {isa} {threads} {wave}"
-        if key not in kept:
-            kept[key] = elsewhere(isa, threads, args.model, precision, wave, rows, FEW if isa == "portable" else TEXTS)
+        if key not in written:
+            count = min(FEW, args.texts) if isa == "portable" else args.texts
+            written[key] = elsewhere(isa, threads, args.model, precision, wave, slots, count, args.length)
             with path.open("a") as file:
-                file.write(json.dumps([key, kept[key]]) + "\n")
-        texts = kept[key]
+                file.write(json.dumps([key, written[key]]) + "\n")
+        texts = written[key]
         if (reference := wanted.setdefault((wave, precision), texts)) is texts:
             continue
         bad = sum(differing(a, b) for a, b in zip(texts, reference, strict=False))
         unit = {"precision": precision, "isa": isa, "threads": threads, "tokens": 0, "differing": 0}
-        unit = found.setdefault(f"{precision} {isa} {threads}", unit)
+        unit = units.setdefault(f"{precision} {isa} {threads}", unit)
         unit["tokens"], unit["differing"] = unit["tokens"] + sum(map(len, texts)), unit["differing"] + bad
-        total, wrong = (sum(row[name] for row in found.values()) for name in ("tokens", "differing"))
+        total, wrong = (sum(row[name] for row in units.values()) for name in ("tokens", "differing"))
         print(
             f"wave {wave}, {precision:9} {isa:12} {threads} threads: {bad} differ; in all {wrong} of {total:,}",
             flush=True,
         )
-    for row in found.values():
+    for row in units.values():
         print("{precision:9} {isa:12} {threads} threads: {differing} of {tokens:,} tokens differ".format(**row))
     print(f"{wrong} of {total:,} tokens differ")
-    facts = {"command": " ".join(sys.argv), "machine": machine.facts(), "rows": list(found.values())}
-    (RESULTS / f"{machine.facts()['date']}-instruction-sets.json").write_text(json.dumps(facts, indent=1))
+    save("instruction_sets", args.out, rows=list(units.values()))
     return int(wrong > 0)
 
 

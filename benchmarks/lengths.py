@@ -21,18 +21,14 @@ from contextlib import ExitStack
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
-import torch
-
+from benchmarks.forwards import forward_seconds, random_context
 from benchmarks.peers.llama_server import IK, LLAMA, LlamaServer
-from benchmarks.peers.ours import some_tokens
 from benchmarks.real.journal import Journal
+from benchmarks.ruler import order, parser
 from outrider import LLM, SamplingParams
-from outrider.kernels.vectors import pack_vectors
 from outrider.models.load import load
-from outrider.models.nodes import Nodes
 from outrider.models.tokenizer import complete
 
 OURS, PLANNED, FIXED = "outrider", "outrider with drafts", "outrider with drafts of one length"
@@ -65,8 +61,8 @@ class Theirs:
         self._server, self._folder = server, folder
 
     def write(self, prompt: list[int], count: int) -> dict[str, Any]:
-        known = [int(file.suffix[1:]) for file in self._folder.glob("slot.*")]
-        held = max((n for n in known if n <= len(prompt)), default=0)
+        saved = [int(file.suffix[1:]) for file in self._folder.glob("slot.*")]
+        held = max((n for n in saved if n <= len(prompt)), default=0)
         if held:
             self._server.slot("restore", f"slot.{held}")
         out = self._server.complete(prompt, count, ignore_eos=True, reuse=True)
@@ -90,39 +86,35 @@ class Lengths:
 
     @cached_property
     def text(self) -> list[int]:
-        wanted, found, tokenizer = (
-            max([self.args.prompt, *self.args.write]),
-            list[int](),
-            complete(self.loaded.tokenizer),
-        )
+        wanted, ids = max([self.args.prompt, *self.args.write]), list[int]()
+        tokenizer = complete(self.loaded.tokenizer)
         for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-            if len(found) >= wanted:
+            if len(ids) >= wanted:
                 break
-            found += tokenizer(file.read_text(encoding="utf-8"), verbose=False)["input_ids"]
-        return found[:wanted]
+            ids += tokenizer(file.read_text(encoding="utf-8"), verbose=False)["input_ids"]
+        return ids[:wanted]
 
     def sides(self, stack: ExitStack) -> dict[str, Ours | Theirs]:
         """Those that are asked for."""
         length = min(max([self.args.prompt, *self.args.write]) + self.args.tokens, self.loaded.model.max_length)
-        found = dict[str, Ours | Theirs]()
+        sides = dict[str, Ours | Theirs]()
         if self.args.side != LLAMA:
             config = {"method": "draft_model", "model": self.args.draft} if self.args.draft else {"method": "none"}
             fields = {"prefix_dir": self.folder / "starts", "max_model_len": length, "max_num_seqs": 1}
             llm = LLM(self.loaded, speculative_config=config, **fields)
-            found[OURS] = Ours(llm, method="none")
+            sides[OURS] = Ours(llm, method="none")
             if self.args.draft:
-                found |= {PLANNED: Ours(llm), FIXED: Ours(llm, num_speculative_tokens=self.args.fixed)}
+                sides |= {PLANNED: Ours(llm), FIXED: Ours(llm, num_speculative_tokens=self.args.fixed)}
         if self.args.side != OURS and not self.args.draft:
             for peer, program in ((LLAMA, self.args.program), (IK, self.args.ik)):
                 if program:
                     folder = self.folder / peer
                     folder.mkdir(exist_ok=True)
                     options = ("--slot-save-path", f"{folder}/")
-                    server = LlamaServer(
-                        program, self.args.model, length=-(-length // 256) * 256, options=options, peer=peer
-                    )
-                    found[peer] = Theirs(stack.enter_context(server), folder)
-        return found
+                    room = -(-length // 256) * 256
+                    server = LlamaServer(program, self.args.model, length=room, options=options, peer=peer)
+                    sides[peer] = Theirs(stack.enter_context(server), folder)
+        return sides
 
     def prompt(self, sides: dict[str, Ours | Theirs]) -> None:
         """Read the next piece that the journal does not have, the sides in turns, until all are read."""
@@ -136,9 +128,9 @@ class Lengths:
                 print(f"{name}: the piece to {end:,} took {seconds:.2f} s", flush=True)
         done = {line["end"]: line for line in self.journal.of("piece") if line["end"] in ends}
         for name in (OURS, LLAMA):
-            own = [line["seconds"] for line in self.journal.of("piece") if line["side"] == name and line["end"] in ends]
-            if len(own) == len(done):
-                print(f"{name}: {self.args.prompt:,} tokens in {sum(own):.1f} s")
+            pieces = [p["seconds"] for p in self.journal.of("piece") if p["side"] == name and p["end"] in ends]
+            if len(pieces) == len(done):
+                print(f"{name}: {self.args.prompt:,} tokens in {sum(pieces):.1f} s")
 
     def write(self, sides: dict[str, Ours | Theirs]) -> None:
         """Texts behind prompts, the sides in turns."""
@@ -147,19 +139,13 @@ class Lengths:
             for context in args.write:
                 # with drafts, texts that end elsewhere in one prompt, of which most is known
                 end = max(args.write) - SHIFT * turn if args.draft else context
-                prompt, found = self.text[:end][-context:], {}
-                for name in [*sides] if turn % 2 else [*sides][::-1]:
-                    found[name] = sides[name].write(prompt, args.tokens)
+                prompt = self.text[:end][-context:]
+                texts = {name: sides[name].write(prompt, args.tokens) for name in order([*sides], turn)}
+                words = {name: text.pop("text") for name, text in texts.items()}
+                equal = bool({LLAMA, IK} & {*sides}) or all(text == words[OURS] for text in words.values())
                 if turn:  # the first one warms up
-                    lines = {
-                        n: {"token": f["token"], "first": f["first"], "steps": f["steps"]} for n, f in found.items()
-                    }
-                    equal = bool({LLAMA, IK} & {*found}) or all(
-                        f["text"] == found[OURS]["text"] for f in found.values()
-                    )
-                    self.journal.add(
-                        "write", {"context": context, "tokens": args.tokens}, {"sides": lines, "equal": equal}
-                    )
+                    key = {"context": context, "tokens": args.tokens}
+                    self.journal.add("write", key, {"sides": texts, "equal": equal})
         for context in args.write:
             lines = [
                 line for line in self.journal.of("write") if line["context"] == context and {*line["sides"]} == {*sides}
@@ -181,59 +167,46 @@ class Lengths:
 
     def nodes(self) -> None:
         """A forward over several nodes, behind random keys and values."""
-        args, model = self.args, self.loaded.model
-        times: dict[tuple[int, int], list[float]] = {(c, n): [] for c in args.behind for n in args.nodes}
-        caches = {}
-        for context in args.behind:
-            caches[context] = cache = model.new_cache(1, context + 64)
-            model.forward(Nodes(some_tokens(1, model.vocab_size), cache, [0]), want="none")
-            cache.reserve([0], context + 64)
-            for t in (t for pair in cache.layers for t in pair if t.shape[1]):
-                t[:, :, :context] = pack_vectors(torch.randn(1, t.shape[1], context, t.shape[3]), t.dtype)
-            cache.restore(0, context, cache.snapshot(0))
-        for turn in range(args.turns + 1):
-            for context, n in times:
-                for _ in range(3):
-                    began = perf_counter()
-                    model.forward(Nodes(some_tokens(n, model.vocab_size), caches[context], [0]))
-                    if turn:
-                        times[context, n].append(perf_counter() - began)
-        for context in args.behind:
-            one = statistics.median(times[context, args.nodes[0]])
-            told = (
-                f"{n} in {1e3 * (t := statistics.median(times[context, n])):.1f} ms ({t / one:.2f})" for n in args.nodes
-            )
-            print(f"behind {context:,} tokens, nodes: {', '.join(told)}")
+        model, nodes = self.loaded.model, self.args.nodes
+        sides = {f"behind {n:,} tokens": (model, random_context(model, n)) for n in self.args.behind}
+        for where, times in forward_seconds(sides, nodes, self.args.turns).items():
+            median = {n: statistics.median(times[n]) for n in nodes}
+            shares = (f"{n} in {1e3 * median[n]:.1f} ms ({median[n] / median[nodes[0]]:.2f})" for n in nodes)
+            print(f"{where}, nodes: {', '.join(shares)}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--folder", type=Path, required=True, help="for journals and what was read")
-    parser.add_argument("--program", type=Path, help="llama.cpp's")
-    parser.add_argument("--ik", type=Path, help="a llama-server of ik_llama.cpp")
-    parser.add_argument("--side", choices=(OURS, LLAMA), help="this one alone")
-    parser.add_argument("--draft", help="a draft model, beside plain decoding, in place of llama.cpp")
-    parser.add_argument("--fixed", type=int, default=4, help="draft tokens of a step, beside the planner's choice")
-    parser.add_argument("--prompt", type=int, default=0, help="tokens to read")
-    parser.add_argument("--piece", type=int, default=2048, help="tokens of a piece")
-    parser.add_argument("--write", type=int, nargs="+", default=[], help="lengths of prompts to write behind")
-    parser.add_argument("--tokens", type=int, default=32, help="to write")
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--nodes", type=int, nargs="+", help="nodes of forwards, the first to compare with")
-    parser.add_argument("--behind", type=int, nargs="+", default=[128, 8192], help="their lengths of text")
-    args = parser.parse_args()
-    found = Lengths(args)
-    print(found.journal.machine)
+    options = parser(__doc__)
+    options.add_argument("model")
+    options.add_argument("--folder", type=Path, required=True, help="for journals and what was read")
+    options.add_argument("--program", type=Path, help="llama.cpp's")
+    options.add_argument("--ik", type=Path, help="a llama-server of ik_llama.cpp")
+    options.add_argument("--side", choices=(OURS, LLAMA), help="this one alone")
+    options.add_argument("--draft", help="a draft model, beside plain decoding, in place of llama.cpp")
+    options.add_argument("--fixed", type=int, default=4, help="draft tokens of a step, beside the planner's choice")
+    options.add_argument("--prompt", type=int, default=0, help="tokens to read")
+    options.add_argument("--piece", type=int, default=2048, help="tokens of a piece")
+    options.add_argument("--write", type=int, nargs="+", default=[], help="lengths of prompts to write behind")
+    options.add_argument("--tokens", type=int, default=32, help="to write")
+    options.add_argument("--turns", type=int, default=4)
+    options.add_argument("--nodes", type=int, nargs="+", help="nodes of forwards, the first to compare with")
+    options.add_argument("--behind", type=int, nargs="+", default=[128, 8192], help="their lengths of text")
+    args = options.parse_args()
+    if args.draft and args.write and max(args.write) <= SHIFT * args.turns:
+        options.error(
+            f"texts end {SHIFT} tokens earlier in each turn: --write {SHIFT * args.turns + 64} or more, or fewer --turns"
+        )
+    lengths = Lengths(args)
+    print(lengths.journal.machine)
     if args.nodes:
-        found.nodes()
+        lengths.nodes()
         return
     with ExitStack() as stack:
-        sides = found.sides(stack)
+        sides = lengths.sides(stack)
         if args.prompt:
-            found.prompt(sides)
+            lengths.prompt(sides)
         if args.write:
-            found.write(sides)
+            lengths.write(sides)
 
 
 if __name__ == "__main__":

@@ -3,25 +3,21 @@
     python -m benchmarks.never_slower                                       synthetic 160M, some minutes
     python -m benchmarks.never_slower --cases wrong noisy --texts 2 --tokens 512
 
-In each case plain decoding and the planner write the same texts, in turns of a few tokens (outrider_lab.tune.race).
+In each case plain decoding and the planner write the same texts, in turns of a few tokens.
 Costs are measured as at load. Asked: 0.99 of plain. `after_256` leaves out the first 256 tokens of each text.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks import RESULTS, headline, machine
-from benchmarks.pairs import synthetic
-from benchmarks.report import markdown
+from benchmarks.ruler import markdown, parser, save
+from benchmarks.scale_up import synthetic
 from benchmarks.stretches import TimedRun, interleave
 from outrider.control import Costs, Planner
 from outrider.core.intervals import interval
@@ -36,6 +32,7 @@ from outrider.engine.request import Request
 from outrider.models.load import Loaded, load
 from outrider.testing.stubs import Noisy, Wrong
 
+CASES = ("wrong", "noisy", "as large", "temperature 2")
 FIRST, STRETCH, LENGTH, LIMIT = 256, 16, 2048, Budget(8)
 PROMPT = '"""Tools for reading and writing tables."""\n\nimport csv\n\n\ndef read_table(path):\n'
 
@@ -54,7 +51,15 @@ def cases(target: Loaded, draft: str) -> dict[str, tuple[float, Callable[[int], 
 def measure(
     target: Loaded, make: Callable[[int], Drafter], temperature: float, texts: int, tokens: int
 ) -> dict[str, Any]:
-    """Texts written by both. A new text has a new seed and, as at a server, the planner that has seen the ones before."""
+    """Texts written by both. A new text has a new seed and, as at a server, the planner that has seen the ones before.
+
+    Args:
+        target: writes them.
+        make: the drafter for a number of slots.
+        temperature: of all texts.
+        texts: how many.
+        tokens: of each.
+    """
     assert target.tokenizer is not None
     prompt = target.tokenizer(PROMPT)["input_ids"]
     plain = Decoder(target.model, NoDraft(), num_slots=1, max_length=LENGTH)
@@ -74,36 +79,12 @@ def measure(
         whole += seconds.sum(0)
         after = seconds[FIRST // STRETCH :]
         groups += [after[n : n + 4].sum(0) for n in range(0, len(after), 4)]
-    found = interval(np.array(groups))
+    ratio = interval(np.array(groups or [whole]))
     return {
-        "after_256": round(found.value, 4), "low": round(found.low, 4), "high": round(min(found.high, 99.0), 4),
+        "after_256": round(ratio.value, 4), "low": round(ratio.low, 4), "high": round(min(ratio.high, 99.0), 4),
         "whole": round(float(whole[0] / whole[1]), 4), "texts": texts,
         "plain_tokens_per_second": round(texts * tokens / float(whole[0]), 1),
     }  # fmt: skip
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.never_slower", description=headline(__doc__))
-    parser.add_argument("--model", help="default: builtin:code at the cost of 160 million weights")
-    parser.add_argument("--draft", default="builtin:code-draft")
-    parser.add_argument("--cases", nargs="+")
-    parser.add_argument("--texts", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=768)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    args.model = args.model or str(synthetic("160M"))
-    target, records = load(args.model, device="cpu"), list[dict[str, Any]]()
-    today = datetime.now(UTC).date().isoformat()
-    out = args.out or RESULTS / f"{today}-never-slower.json"
-    for name, (temperature, make) in cases(target, args.draft).items():
-        if args.cases and name not in args.cases:
-            continue
-        records.append({"case": name, **measure(target, make, temperature, args.texts, args.tokens)})
-        print(records[-1], flush=True)
-        made = {"date": today, "machine": machine.facts(), "model": args.model, "tokens": args.tokens}
-        out.write_text(json.dumps({**made, "cases": records}, indent=1) + "\n", encoding="utf-8")
-    print(table(records))
-    print(f"written to {out}")
 
 
 def table(records: list[dict[str, Any]]) -> str:
@@ -112,6 +93,27 @@ def table(records: list[dict[str, Any]]) -> str:
         [r["case"], f"{r['whole']:.3f}", f"{r['after_256']:.3f}", f"{r['low']:.3f}-{r['high']:.3f}"] for r in records
     ]
     return markdown(["drafter", "of plain", "after 256 tokens", "95 %"], body)
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--model", help="default: builtin:code at the cost of 160 million weights")
+    options.add_argument("--draft", default="builtin:code-draft")
+    options.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    options.add_argument("--texts", type=int, default=4)
+    options.add_argument("--tokens", type=int, default=768)
+    options.add_argument("--out", type=Path)
+    args = options.parse_args()
+    model = args.model or str(synthetic("160M"))
+    target, records = load(model, device="cpu"), list[dict[str, Any]]()
+    every = cases(target, args.draft)
+    for name in args.cases:
+        temperature, make = every[name]
+        records.append({"case": name, **measure(target, make, temperature, args.texts, args.tokens)})
+        print(records[-1], flush=True)
+        path = save("never_slower", args.out, model=Path(model).name, tokens=args.tokens, cases=records)
+        print(f"written to {path}")
+    print(table(records))
 
 
 if __name__ == "__main__":

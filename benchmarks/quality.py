@@ -20,12 +20,9 @@ With --llama, llama.cpp's tool reads the same file. All sides then read the text
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,9 +31,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import DATA, headline, machine
 from benchmarks.real.journal import identity
-from benchmarks.report import console, markdown, rich_table
+from benchmarks.ruler import markdown, parser, save
+from benchmarks.texts import lines, spec_bench
 from outrider.models.base import LanguageModel
 from outrider.models.cache import KV_CACHE_DTYPES, SlotCache
 from outrider.models.dtypes import DTYPES, QUANTIZATIONS
@@ -52,7 +49,11 @@ DEPTHS = 9
 class Reading(NamedTuple):
     """What a model makes of a text. One element per predicted token.
 
-    loss: -log p(token). best: the likeliest token. top: log p of tokens `ids` [token, KEPT].
+    Args:
+        loss: -log p(token).
+        best: the likeliest token.
+        top: log p of tokens `ids` [token, KEPT].
+        ids: the tokens that are kept.
     """
 
     loss: Tensor
@@ -63,24 +64,29 @@ class Reading(NamedTuple):
 
 def code(count: int) -> list[str]:
     """The first `count` functions of HumanEval that are kept here, with their solutions."""
-    lines = map(json.loads, (DATA / "humaneval.jsonl").read_text(encoding="utf-8").splitlines())
-    return [line["prompt"] + line["canonical_solution"] for line in lines][:count]
+    return [line["prompt"] + line["canonical_solution"] for line in lines("humaneval")[:count]]
 
 
 def chat(count: int) -> list[str]:
     """The first `count` long prompts of Spec-Bench: articles to summarise, and passages that answer a question."""
-    lines = map(json.loads, (DATA / "spec_bench.jsonl").read_text(encoding="utf-8").splitlines())
-    return [line["turns"][0] for line in lines if line["category"] in ("summarization", "rag")][:count]
+    return [line["turns"][0] for line in spec_bench("summarization", "rag")[:count]]
 
 
 def texts(names: Sequence[str], count: int) -> list[str]:
     """The texts of "code", of "chat", or of text files. Raises FileNotFoundError for a file that is not there."""
-    known = {"code": code, "chat": chat}
-    return [t for n in names for t in (known[n](count) if n in known else [Path(n).read_text(encoding="utf-8")])]
+    kinds = {"code": code, "chat": chat}
+    return [t for n in names for t in (kinds[n](count) if n in kinds else [Path(n).read_text(encoding="utf-8")])]
 
 
-def read(model: LanguageModel, ids: Sequence[int], kv_cache_dtype: str, ids_kept: Tensor | None = None) -> Reading:
-    """Read a text. ids_kept: int64 [token, KEPT], whose log-probabilities are kept; None: those of the likeliest."""
+def read(model: LanguageModel, ids: Sequence[int], kv_cache_dtype: str, top: Tensor | None = None) -> Reading:
+    """Read a text.
+
+    Args:
+        model: that reads it.
+        ids: its tokens.
+        kv_cache_dtype: of the keys and values.
+        top: int64 [token, KEPT], whose log-probabilities are kept; None is those of the likeliest.
+    """
     cache, parts = SlotCache(1, len(ids), kv_cache_dtype), list[Reading]()
     for start in range(0, len(ids) - 1, CHUNK):
         end = min(start + CHUNK, len(ids) - 1)
@@ -88,14 +94,14 @@ def read(model: LanguageModel, ids: Sequence[int], kv_cache_dtype: str, ids_kept
         cache.commit([0], [range(end - start)])
         logp = logits.double().log_softmax(-1)
         wanted = torch.tensor(ids[start + 1 : end + 1])[:, None]
-        kept = logp.topk(min(KEPT, logp.shape[1])).indices if ids_kept is None else ids_kept[start:end]
-        parts.append(Reading(-logp.gather(1, wanted)[:, 0], logp.argmax(-1), logp.gather(1, kept), kept))
+        best = logp.topk(min(KEPT, logp.shape[1])).indices if top is None else top[start:end]
+        parts.append(Reading(-logp.gather(1, wanted)[:, 0], logp.argmax(-1), logp.gather(1, best), best))
     return Reading(*(torch.cat(some) for some in zip(*parts, strict=True)))
 
 
 def needles(model: LanguageModel, tokenizer: Any, kv_cache_dtype: str, length: int) -> int:
     """How many of DEPTHS numbers, each hidden in a text of `length` tokens, are the likeliest continuation at its end."""
-    text, found = tokenizer("\n\n".join(code(10**6)))["input_ids"][:length], 0
+    text, hits = tokenizer("\n\n".join(code(10**6)))["input_ids"][:length], 0
     for depth in range(DEPTHS):
         hint = "\n# The secret number is"
         number = 1_000_000 * (depth + 1) + 871_234 * (depth + 3) % 1_000_000
@@ -107,8 +113,8 @@ def needles(model: LanguageModel, tokenizer: Any, kv_cache_dtype: str, length: i
             model.forward(Nodes(torch.tensor([part]), cache, [0]), want="none")
             cache.commit([0], [range(len(part))])
         best = model.forward(Nodes(torch.tensor([told]), cache, [0])).logits[0].argmax(-1).tolist()
-        found += best[len(asked) - 1 : -1] == told[len(asked) :]
-    return found
+        hits += best[len(asked) - 1 : -1] == told[len(asked) :]
+    return hits
 
 
 def windows(ids: Sequence[int], length: int, first: int | None) -> list[list[int]]:
@@ -127,24 +133,13 @@ def llama_perplexity(program: Path, model: str, text: str, length: int) -> dict[
     with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        command = [
-            str(program),
-            "-m",
-            model,
-            "-f",
-            file.name,
-            "-c",
-            str(length),
-            "-b",
-            str(length),
-            "--ppl-output-type",
-            "0",
-        ]
+        window = ["-c", str(length), "-b", str(length)]
+        command = [str(program), "-m", model, "-f", file.name, *window, "--ppl-output-type", "0"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = re.search(r"PPL = ([0-9.]+) \+/- ([0-9.]+)", done.stdout + done.stderr)
-    if found is None:
+    printed = re.search(r"PPL = ([0-9.]+) \+/- ([0-9.]+)", done.stdout + done.stderr)
+    if printed is None:
         raise RuntimeError(f"{program} printed no perplexity: {done.stderr[-400:]}")
-    perplexity, error = map(float, found.groups())
+    perplexity, error = map(float, printed.groups())
     return {"perplexity": perplexity, "error": error / perplexity}
 
 
@@ -182,44 +177,39 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """A record for each precision of weights, and of keys and values. The first is the reference.
 
-    weights: names of a dtype or a quantization. count, length: texts of a kind and tokens of a text, at most. llama: the tool
-    that reads them, too; all then read windows. needle: tokens of the text in which numbers are hidden, 0 for none.
+    Args:
+        model: a folder, a GGUF file, a hub name or a built-in model.
+        weights: names of a dtype or a quantization.
+        cells: kinds of keys and values.
+        names: of texts.
+        count: texts of a kind, at most.
+        length: tokens of a text, at most.
+        llama: the tool that reads them, too; all then read windows.
+        needle: tokens of the text in which numbers are hidden, 0 for none.
     """
-    references, found = list[Reading](), texts(names, count)
+    references, words, name = list[Reading](), texts(names, count), {"model": Path(model).name}
     for kind in weights:
         precision: dict[str, Any] = {"quantization" if kind in QUANTIZATIONS else "dtype": kind}
         loaded = load(model, **precision)
         if loaded.tokenizer is None:
             raise ValueError(f"{model} has no tokenizer, so no text can be read; give a model with one")
-        ids = [loaded.tokenizer(t)["input_ids"][:length] for t in found]
+        ids = [loaded.tokenizer(text)["input_ids"][:length] for text in words]
         if llama is not None:
-            whole, bos = loaded.tokenizer("\n\n".join(found))["input_ids"], loaded.tokenizer.bos_token_id
+            whole, bos = loaded.tokenizer("\n\n".join(words))["input_ids"], loaded.tokenizer.bos_token_id
             ids = windows(whole, length, bos if whole[0] == bos else None)
         for cell in cells:
-            kept = [r.ids for r in references] or [None] * len(ids)
-            readings = [read(loaded.model, t, cell, k) for t, k in zip(ids, kept, strict=True)]
+            tops = [r.ids for r in references] or [None] * len(ids)
+            readings = [read(loaded.model, t, cell, top) for t, top in zip(ids, tops, strict=True)]
             references = references or readings
+            both = readings, references
             if llama is not None:
-                pairs = zip(readings, references, strict=True)
-                counted = compared(
-                    *zip(*((second_half(a, length), second_half(b, length)) for a, b in pairs), strict=True)
-                )
-                yield {"model": Path(model).name, "weights": loaded.weights, "kv_cache_dtype": cell, **counted}
-                continue
-            yield {
-                "model": Path(model).name,
-                "weights": loaded.weights,
-                "kv_cache_dtype": cell,
-                **compared(readings, references),
-                "found": needles(loaded.model, loaded.tokenizer, cell, needle) if needle else None,
-            }
+                both = tuple([second_half(r, length) for r in some] for some in both)
+            record = {**name, "weights": loaded.weights, "kv_cache_dtype": cell, **compared(*both)}
+            hits = needles(loaded.model, loaded.tokenizer, cell, needle) if needle else None
+            yield record | ({"found": hits} if llama is None else {})
         del loaded
     if llama is not None:
-        yield {
-            "model": Path(model).name,
-            "weights": "llama.cpp",
-            **llama_perplexity(llama, model, "\n\n".join(found), length),
-        }
+        yield {**name, "weights": "llama.cpp", **llama_perplexity(llama, model, "\n\n".join(words), length)}
 
 
 def row(record: dict[str, Any]) -> list[str]:
@@ -245,40 +235,28 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=headline(__doc__))
-    parser.add_argument(
-        "models", nargs="+", metavar="MODEL", help="a folder, a GGUF file, a hub name or a built-in model"
+    options = parser(__doc__)
+    options.add_argument("models", nargs="+", metavar="MODEL", help="a folder, GGUF file, hub name or built-in model")
+    options.add_argument(
+        "--dtype", nargs="+", choices=("auto", *DTYPES), default=["auto"], help="weights kept as these"
     )
-    parser.add_argument("--dtype", nargs="+", choices=("auto", *DTYPES), default=["auto"], help="weights kept as these")
-    parser.add_argument("--quantization", nargs="+", choices=QUANTIZATIONS, default=[], help="and in these precisions")
-    parser.add_argument("--kv-cache-dtype", nargs="+", choices=list(KV_CACHE_DTYPES), default=["auto"])
-    parser.add_argument("--texts", nargs="+", default=["code"], help="code, chat, or text files")
-    parser.add_argument("--count", type=int, default=20, help="texts of a kind, at most")
-    parser.add_argument("--length", type=int, default=400, help="tokens of a text, at most")
-    parser.add_argument("--needle", type=int, default=0, help="tokens of a text in which a number is hidden; 0: none")
-    parser.add_argument("--llama", type=Path, help="llama.cpp's llama-perplexity, which reads the same GGUF file")
-    parser.add_argument("--out", type=Path, help="also write the figures to this file")
-    args = parser.parse_args()
-    result: dict[str, Any] = {
-        "name": "quality",
-        "command": f"python -m benchmarks.quality {' '.join(Path(a).name if '/' in a else a for a in sys.argv[1:])}",
-        "machine": machine.facts(),
-        "texts": args.texts,
-        "models": [],
-        "records": [],
-    }
+    options.add_argument("--quantization", nargs="+", choices=QUANTIZATIONS, default=[], help="and in these precisions")
+    options.add_argument("--kv-cache-dtype", nargs="+", choices=list(KV_CACHE_DTYPES), default=["auto"])
+    options.add_argument("--texts", nargs="+", default=["code"], help="code, chat, or text files")
+    options.add_argument("--count", type=int, default=20, help="texts of a kind, at most")
+    options.add_argument("--length", type=int, default=400, help="tokens of a text, at most")
+    options.add_argument("--needle", type=int, default=0, help="tokens of a text in which a number is hidden; 0: none")
+    options.add_argument("--llama", type=Path, help="llama.cpp's llama-perplexity, which reads the same GGUF file")
+    options.add_argument("--out", type=Path, help="also write the figures to this file")
+    args = options.parse_args()
+    records, weights = list[dict[str, Any]](), [*args.dtype, *args.quantization]
+    sizes = args.texts, args.count, args.length, args.llama, args.needle
     for model in args.models:
-        rows = list[list[str]]()
-        result["models"].append(identity(model))
-        weights = [*args.dtype, *args.quantization]
-        for record in measure(
-            model, weights, args.kv_cache_dtype, args.texts, args.count, args.length, args.llama, args.needle
-        ):
-            result["records"].append(record)
-            rows.append(row(record))
-            if args.out:
-                args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        console.print(rich_table(f"{Path(model).name}: {', '.join(args.texts)}", HEAD, rows))
+        records += measure(model, weights, args.kv_cache_dtype, *sizes)
+        if args.out:
+            models = [identity(name) for name in args.models]
+            save("quality", args.out, texts=args.texts, models=models, records=records)
+    print(table(records))
 
 
 if __name__ == "__main__":

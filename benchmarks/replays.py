@@ -4,7 +4,7 @@
     python -m benchmarks.replays --machines quiet --jitter 0.15
     python -m benchmarks.replays --traces FILE --costs FILE      your own recording and costs (outrider doctor MODEL keeps them)
 
-A replay runs the real planner. Only the drafters are played back (`benchmarks.traces record`), and the target's answer is what
+A replay runs the real planner. Only the drafters are played back (`benchmarks.traces`), and the target's answer is what
 was recorded. Every figure is a speed over plain decoding: seconds of decoding with all drafting and all reading of the draft
 model, without the target's prefill. `first request` starts anew for every text, `server` is one planner for all of them, in
 three orders. The oracle knows what will be accepted.
@@ -12,18 +12,14 @@ three orders. The oracle knows what will be accepted.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS, headline
 from benchmarks.baselines import MovingAverage, Small
-from benchmarks.recorded_texts import read
-from benchmarks.report import markdown
+from benchmarks.ruler import markdown, parser, save
+from benchmarks.traces import read
 from outrider.control import CostModel, DraftCost, Planner
 from outrider.drafters.method import METHODS
 from outrider_lab.tune.recorded import RecordedText
@@ -64,9 +60,9 @@ class Replays:
     def planner(self) -> Planner:
         return auto(self.costs)
 
-    def server(self, names: Sequence[str], own: Planner, texts: Sequence[RecordedText]) -> list[Played]:
+    def server(self, names: Sequence[str], planner: Planner, texts: Sequence[RecordedText]) -> list[Played]:
         """All texts through one planner."""
-        machine = Machine(self.costs, own, names, self.lookups, jitter=self.jitter, seed=3)
+        machine = Machine(self.costs, planner, names, self.lookups, jitter=self.jitter, seed=3)
         return machine.write(texts)
 
     def first(self, names: Sequence[str], make: Callable[[], Planner]) -> list[Played]:
@@ -75,22 +71,22 @@ class Replays:
 
     def rows(self) -> dict[str, list[Played]]:
         """Every setting, by name."""
-        found: dict[str, list[Played]] = {}
+        rows: dict[str, list[Played]] = {}
         for name in self.models:
-            found |= {f"{name} {k}": self.first([name], lambda k=k: fixed(self.costs, k)) for k in range(1, 6)}
+            rows |= {f"{name} {k}": self.first([name], lambda k=k: fixed(self.costs, k)) for k in range(1, 6)}
         for name in self.lookups:
-            found[f"{name} 16"] = self.first([name], lambda: fixed(self.costs, 16))
-        found |= {name: self.first([name], self.planner) for name in self.names}
-        found["auto, first request"] = self.first(self.names, self.planner)
+            rows[f"{name} 16"] = self.first([name], lambda: fixed(self.costs, 16))
+        rows |= {name: self.first([name], self.planner) for name in self.names}
+        rows["auto, first request"] = self.first(self.names, self.planner)
         mixed = list(self.texts)
         random.Random(5).shuffle(mixed)
         for order, texts in (("", self.texts), (", reversed", self.texts[::-1]), (", mixed", mixed)):
-            found[f"auto, server{order}"] = self.server(self.names, self.planner(), texts)
+            rows[f"auto, server{order}"] = self.server(self.names, self.planner(), texts)
         for name, make in (("moving average", MovingAverage), ("small rules", Small)):
-            found[f"{name}, first request"] = [make(self.costs).write(text, self.names) for text in self.texts]
-            own = make(self.costs)
-            found[f"{name}, server, mixed"] = [own.write(text, self.names) for text in mixed]
-        return {**found, "oracle": oracle_texts(self.texts, self.costs, self.models, self.lookups)}
+            rows[f"{name}, first request"] = [make(self.costs).write(text, self.names) for text in self.texts]
+            one = make(self.costs)
+            rows[f"{name}, server, mixed"] = [one.write(text, self.names) for text in mixed]
+        return {**rows, "oracle": oracle_texts(self.texts, self.costs, self.models, self.lookups)}
 
 
 def oracle(text: RecordedText, costs: CostModel, models: Sequence[str], lookups: Sequence[str]) -> float:
@@ -103,20 +99,20 @@ def oracle(text: RecordedText, costs: CostModel, models: Sequence[str], lookups:
     for at in range(end - 1, -1, -1):
         for on in names:  # the model that has read the text, "" for none
             behind = reads[on] if on else 0.0
-            found = plain + behind + best[at + 1, on]
+            least = plain + behind + best[at + 1, on]
             for name in lookups:
                 n = text.drafts[name][at].accepted
                 if n:
                     to = min(at + n + 1, end)
-                    found = min(found, costs.forward(n + 1) + behind * (to - at) + best[to, on])
+                    least = min(least, costs.forward(n + 1) + behind * (to - at) + best[to, on])
             for name in models:
                 cost = costs.drafters[name]
                 first = 0.0 if name == on else cost.read * (len(text.prompt) + at)
                 for n in range(1, text.drafts[name][at].accepted + 1):
                     to = min(at + n + 1, end)
                     taken = cost.first + cost.level * n + cost.read + costs.forward(n + 1)
-                    found = min(found, first + taken + best[to, name])
-            best[at, on] = found
+                    least = min(least, first + taken + best[to, name])
+            best[at, on] = least
     return best[0, ""]
 
 
@@ -150,17 +146,8 @@ def measure(costs: CostModel, texts: Sequence[RecordedText], jitter: float) -> l
 
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Markdown: a line for each machine and temperature, with the settings that matter most."""
-    head = [
-        "machine",
-        "T",
-        "auto, first request",
-        "auto, server",
-        "worst text",
-        "small rules",
-        "moving average",
-        "best single setting",
-        "share of the oracle",
-    ]
+    head = ["machine", "T", "auto, first request", "auto, server", "worst text", "small rules", "moving average"]
+    head += ["best single setting", "share of the oracle"]
     body = list[list[str]]()
     for record in records:
         by = {r["setting"]: r for r in record["settings"]}
@@ -176,32 +163,27 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.replays", description=headline(__doc__))
-    parser.add_argument("--machines", nargs="+", choices=MACHINES, default=list(MACHINES))
-    parser.add_argument("--jitter", type=float, default=0.0, help="of single steps, the deviation of the logarithm")
-    parser.add_argument("--traces", type=Path)
-    parser.add_argument("--costs", type=Path)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    own = CostModel.from_json(args.costs.read_text(encoding="utf-8")) if args.costs else None
+    options = parser(__doc__)
+    options.add_argument("--machines", nargs="+", choices=MACHINES, default=list(MACHINES))
+    options.add_argument("--jitter", type=float, default=0.0, help="of single steps, the deviation of the logarithm")
+    options.add_argument("--traces", type=Path)
+    options.add_argument("--costs", type=Path)
+    options.add_argument("--texts", type=int, help="at each temperature, spread over the file; all, if not given")
+    options.add_argument("--out", type=Path)
+    args = options.parse_args()
+    costs = CostModel.from_json(args.costs.read_text(encoding="utf-8")) if args.costs else None
     records = list[dict[str, Any]]()
-    for machine in ["own"] if own else args.machines:
+    for machine in ["own"] if costs else args.machines:
         every = read(args.traces or TRACES / f"{FILES.get(machine, 'qwen2.5-coder')}.jsonl.gz")
         for temperature in sorted({text.temperature for text in every}):
             texts = [text for text in every if text.temperature == temperature]
-            found = measure(own or MACHINES[machine], texts, args.jitter)
-            records.append({"machine": machine, "temperature": temperature, "texts": len(texts), "settings": found})
+            texts = texts[:: max(1, len(texts) // (args.texts or len(texts)))]
+            settings = measure(costs or MACHINES[machine], texts, args.jitter)
+            records.append({"machine": machine, "temperature": temperature, "texts": len(texts), "settings": settings})
             print(f"\n{machine}, T={temperature:g}, {len(texts)} texts\n")
-            head = ["setting", "all", "worst", *(c for c in found[0] if c not in ("setting", "all", "worst"))]
-            print(
-                markdown(head, [[f"{r[c]:.2f}" if c != "setting" else r[c] for c in head] for r in found]), flush=True
-            )
-    today = datetime.now(UTC).date().isoformat()
-    out = args.out or RESULTS / f"{today}-replays.json"
-    out.write_text(
-        json.dumps({"date": today, "jitter": args.jitter, "records": records}, indent=1) + "\n", encoding="utf-8"
-    )
-    print(f"written to {out}")
+            head = ["setting", "all", "worst", *(c for c in settings[0] if c not in ("setting", "all", "worst"))]
+            print(markdown(head, [[r["setting"], *(f"{r[c]:.2f}" for c in head[1:])] for r in settings]), flush=True)
+    print(f"written to {save('replays', args.out, jitter=args.jitter, records=records)}")
 
 
 if __name__ == "__main__":

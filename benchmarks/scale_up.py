@@ -1,8 +1,9 @@
 """A Llama of any size that computes the function of a small one: costs of a big model, acceptance of a trained pair.
 
+    python -m benchmarks.scale_up builtin:code --size 0.5B --out FOLDER --check
+
 No matrix of the big model is zero, sparse or structured in a way that a kernel could use. So its forwards take as long as with
-random weights (`python -m benchmarks.forward --random`). Let d be the source width, D the big width, and P [D, d] a matrix with
-orthonormal columns:
+random weights. Let d be the source width, D the big width, and P [D, d] a matrix with orthonormal columns:
 
 residual    x' = P x, dense. RMSNorm sees the mean square of D numbers, which is d/D of the small model's. So eps' = eps d/D,
             and the next matrix takes back the extra factor sqrt(D/d).
@@ -22,15 +23,24 @@ new layers  Random q, k, v, gate and up of trained size; heads and neurons come 
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-if TYPE_CHECKING:
-    from transformers import LlamaConfig, LlamaForCausalLM
+from benchmarks import WORK
+from benchmarks.ruler import parser
+from benchmarks.texts import humaneval
+from outrider.models.builtin.shipped import builtin_folder
 
 QUIET = 1e-12  # scale of k in the pairs of dimensions that the small model does not have
 
@@ -229,7 +239,7 @@ class Inflater:
 
     def big_config(self) -> LlamaConfig:
         s = self.size
-        given = self.config.to_dict() | {
+        fields = self.config.to_dict() | {
             "hidden_size": s.hidden,
             "num_hidden_layers": s.layers,
             "num_attention_heads": s.heads,
@@ -240,4 +250,93 @@ class Inflater:
             "tie_word_embeddings": False,
             "dtype": str(self.dtype).removeprefix("torch."),
         }
-        return type(self.config)(**{k: v for k, v in given.items() if k not in ("model_type", "architectures")})
+        return type(self.config)(**{k: v for k, v in fields.items() if k not in ("model_type", "architectures")})
+
+
+def inflate(source: LlamaForCausalLM, size: Size, folder: Path, dtype: torch.dtype, seed: int = 0) -> None:
+    """Write the big model as transformers would, a shard per layer, so that two layers are in memory at most."""
+    fresh = folder.with_name(folder.name + ".new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    big = Inflater(source, size, dtype, seed)
+    index, total = dict[str, str](), 0
+    for i, tensors in enumerate(big.groups()):
+        name = f"model-{i + 1:05d}-of-{size.layers + 1:05d}.safetensors"
+        save_file(tensors, fresh / name, metadata={"format": "pt"})
+        index |= dict.fromkeys(tensors, name)
+        total += sum(t.numel() * t.element_size() for t in tensors.values())
+    meta: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": index}
+    (fresh / "model.safetensors.index.json").write_text(json.dumps(meta, indent=1))
+    config = big.big_config()
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(fresh)
+    source.generation_config.save_pretrained(fresh)
+    shutil.rmtree(folder, ignore_errors=True)
+    fresh.rename(folder)
+
+
+@torch.inference_mode()
+def compare(small: LlamaForCausalLM, big: LlamaForCausalLM, prompts: list[list[int]], tokens: int) -> dict[str, float]:
+    """Largest difference and size of the logits along the small model's greedy text, and greedy tokens that differ."""
+    gap, size, differ, total = 0.0, 0.0, 0, 0
+    for p in prompts:
+        kw: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+        a, b = (cast(Any, m).generate(torch.tensor([p]), **kw)[0] for m in (small, big))
+        differ += int((a != b).sum())
+        total += tokens
+        x, y = (m(a[None]).logits.float() for m in (small, big))
+        gap, size = max(gap, float((x - y).abs().max())), max(size, float(x.abs().max()))
+    return {"max_logit_difference": gap, "max_logit": size, "differing_tokens": differ, "tokens": total}
+
+
+def source_folder(name: str) -> Path:
+    """The folder of a built-in model, or the one that is named."""
+    return builtin_folder(name) if name.startswith("builtin:") else Path(name)
+
+
+def fingerprint(name: str) -> str:
+    """Changes when a model is trained anew. The name is that of a built-in model, a folder or a GGUF file."""
+    weights = Path(name) if Path(name).is_file() else source_folder(name) / "model.safetensors"
+    with weights.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def write(name: str, size: str, folder: Path, dtype: str) -> LlamaForCausalLM:
+    """Write a model of this size that computes the function of the named one, which is returned."""
+    path = source_folder(name)
+    source = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    inflate(source, SIZES[size], folder, getattr(torch, dtype))
+    AutoTokenizer.from_pretrained(path).save_pretrained(folder)  # pyright: ignore[reportAttributeAccessIssue]
+    return source
+
+
+def synthetic(size: str, dtype: str = "bfloat16") -> Path:
+    """The built-in code model at the cost of a larger one. It is written once and kept under work/bench."""
+    folder = WORK / "models" / f"code-{size}-{dtype}"
+    stamp, mark = folder / "source.txt", fingerprint("builtin:code")
+    if not (stamp.exists() and stamp.read_text() == mark):
+        print(f"making {folder.name}", file=sys.stderr, flush=True)
+        write("builtin:code", size, folder, dtype)
+        stamp.write_text(mark)
+    return folder
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("source", help="a small Llama: builtin:code, builtin:code-draft, or a folder")
+    options.add_argument("--size", choices=SIZES, required=True, help="the shape to write")
+    options.add_argument("--out", type=Path, required=True, help="the folder to write")
+    options.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    options.add_argument("--check", action="store_true", help="compare with the source afterwards, in float32")
+    args = options.parse_args()
+    source = write(args.source, args.size, args.out, args.dtype)
+    result: dict[str, Any] = {"parameters": SIZES[args.size].parameters(source.config.vocab_size)}
+    if args.check:
+        tokenizer: Any = AutoTokenizer.from_pretrained(args.out)
+        big = LlamaForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
+        result |= compare(source, big, [tokenizer(p)["input_ids"] for p in humaneval(4)], 64)
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -7,18 +7,18 @@ second server from another checkout of this repository, and asks both in turns.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import httpx
-import numpy as np
 
-from benchmarks.serve import ROOT, own_server
-from outrider.core.intervals import interval
+from benchmarks import ROOT
+from benchmarks.ruler import parser, shown, speedup, turns
+from benchmarks.serve import own_server
 
 TEXT, COUNT = {"type": "string"}, {"type": "integer"}
 
@@ -53,47 +53,42 @@ def ask(url: str, subject: str, schema: dict[str, Any] | None, length: int) -> t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--beside", type=Path, help="another checkout, to compare with")
-    parser.add_argument("--method", default="auto")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("model")
+    options.add_argument("--beside", type=Path, help="another checkout, to compare with")
+    options.add_argument("--method", default="auto")
+    options.add_argument("--max-tokens", type=int, default=64)
+    options.add_argument("--subjects", type=int, default=len(SUBJECTS), help="questions for each schema")
+    args = options.parse_args()
     with contextlib.ExitStack() as stack:
         more = "--method", args.method, "--log-file", "/dev/null"
         urls = {
             str(root): stack.enter_context(own_server(args.model, *more, checkout=root))[0]
             for root in [ROOT, *([args.beside.resolve()] if args.beside else [])]
         }
-        free: dict[str, list[float]] = {root: [] for root in urls}
-        kept: dict[str, list[float]] = {root: [] for root in urls}
+        seconds: dict[tuple[str, bool], list[float]] = {(root, form): [] for root in urls for form in (False, True)}
         valid = dict.fromkeys(urls, 0)
         for root, url in urls.items():
             ask(url, "a chair", None, args.max_tokens)
             first = [ask(url, "a chair", schema, args.max_tokens)[0] for schema in SCHEMAS]
             print(f"{root}: the first request of each schema took {', '.join(f'{s:.1f}' for s in first)} s", flush=True)
-        for subject in SUBJECTS:
-            for schema in SCHEMAS:
-                for root, url in urls.items():
-                    for asked, rows in ((None, free), (schema, kept)):
-                        seconds, tokens, text = ask(url, subject, asked, args.max_tokens)
-                        rows[root].append(seconds / tokens)
-                        if asked:
-                            with contextlib.suppress(ValueError):
-                                json.loads(text)
-                                valid[root] += 1
-        for root in urls:
-            ratio = interval(np.array([free[root], kept[root]]).T)
-            print(
-                f"{root}: {1 / np.mean(free[root]):.1f} tokens/s free, {1 / np.mean(kept[root]):.1f} under a schema: "
-                f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f}); {valid[root]} of {len(kept[root])} whole JSON"
-            )
-        if args.beside:
-            a, b = urls
-            ratio = interval(np.array([kept[b], kept[a]]).T)
-            print(
-                f"under a schema, this checkout over the other: {ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
-            )
+        questions = [(subject, schema) for subject in SUBJECTS[: args.subjects] for schema in SCHEMAS]
+        for number, (root, form) in turns([*seconds], len(questions), warm=0):
+            subject, schema = questions[number]
+            took, tokens, text = ask(urls[root], subject, schema if form else None, args.max_tokens)
+            seconds[root, form].append(took / tokens)
+            with contextlib.suppress(ValueError):
+                json.loads(text)
+                valid[root] += form
+    for root in urls:
+        free, formed = seconds[root, False], seconds[root, True]
+        print(
+            f"{root}: {1 / fmean(free):.1f} tokens/s free, {1 / fmean(formed):.1f} under a schema: "
+            f"{shown(speedup(free, formed))}; {valid[root]} of {len(formed)} whole JSON"
+        )
+    if args.beside:
+        this, other = (seconds[root, True] for root in urls)
+        print(f"under a schema, this checkout over the other: {shown(speedup(other, this))}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 """Load on a server that streams as OpenAI's does, ours or another: throughput and latency by concurrency.
 
     python -m benchmarks.serve --base-url http://127.0.0.1:8000 --model builtin:code --num-prompts 64
-    python -m benchmarks.serve --start work/bench/models/code-0.5B-float32 --config '{"method": "draft_model", ...}'
+    python -m benchmarks.serve --start builtin:code --config '{"method": "draft_model", ...}' --peer theirs=http://127.0.0.1:9000
         --arm off='{"disable_spec_decode": true}' --arm on='{"num_speculative_tokens": 4}' --arm adaptive='{}'
-        --peer llama.cpp --peer llama.cpp:draft:4 --peer transformers --draft work/bench/models/... --type f32
 
 The names of options and of the results' fields are those of `vllm bench serve`. An arm is what is added to each request; arms
-take turns at every concurrency, on the same prompts and seeds, in one server process. A peer (benchmarks/peers/servers.py) is
-an arm with a server of its own. The client reads raw sockets, so that it costs the two cores of a small machine little. Texts
-of the arms are compared: with one seed they must be equal; a peer's are its own. Each arm is a user of its own at each
-concurrency, because a server remembers a user's texts for its drafts.
+take turns at every concurrency, on the same prompts and seeds, in one server process. A peer is an arm with a server of its own,
+which runs. The client reads raw sockets, so that it costs the two cores of a small machine little. Texts of the arms are
+compared: with one seed they must be equal; a peer's are its own. Each arm is a user of its own at each concurrency, because a
+server remembers a user's texts for its drafts.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -31,18 +30,31 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
-from benchmarks import ROOT, headline
-from benchmarks.machine import facts
-from benchmarks.peers.servers import Endpoint, started
-from benchmarks.prompts import humaneval
+from benchmarks import ROOT
+from benchmarks.ruler import parser, save, turns
+from benchmarks.texts import humaneval
 
 Prompt = str | list[int]
-METRICS = ("ttft", "tpot", "itl", "e2el")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a server listens.
+
+    Args:
+        url: without a path.
+        model: what the server calls its model.
+        extra: what each request says beside the usual.
+    """
+
+    url: str
+    model: str
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Sample:
-    """One request. Times in seconds; itls: between the events of its stream."""
+    """One request. Times are in seconds, those of `itls` between the events of its stream."""
 
     started: float
     ttft: float = 0.0
@@ -112,7 +124,6 @@ async def load(
                 if "chat" in options.endpoint
                 else {"prompt": prompt}
             )
-            body = {k: v for k, v in body.items() if k not in end.unknown}
             return await ask(at.hostname or "127.0.0.1", at.port or 80, options.endpoint, body)
 
     started, tasks = perf_counter(), []
@@ -131,15 +142,15 @@ def counters(base_url: str) -> dict[str, float]:
             lines = page.read().decode().splitlines()
     except OSError:
         return {}
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for line in lines:
         if ":spec_decode_" in line and not line.startswith("#") and "_created" not in line:
             name, value = line.split(":", 1)[1].rsplit(" ", 1)
             short = name.partition("{")[0].removesuffix("_total")
             if "position=" in name:
                 short += "." + name.partition('position="')[2].partition('"')[0]
-            found[short] = found.get(short, 0.0) + float(value)
-    return found
+            sums[short] = sums.get(short, 0.0) + float(value)
+    return sums
 
 
 def summary(samples: list[Sample], seconds: float, grown: dict[str, float]) -> dict[str, Any]:
@@ -171,14 +182,14 @@ def summary(samples: list[Sample], seconds: float, grown: dict[str, float]) -> d
                 out[f"p{p}_{name}_ms"] = ordered[min(len(ordered) - 1, int(len(ordered) * p / 100))]
     drafts, drafted = grown.get("spec_decode_num_drafts", 0), grown.get("spec_decode_num_draft_tokens", 0)
     if drafted:
-        kept = grown.get("spec_decode_num_accepted_tokens", 0)
+        accepted = grown.get("spec_decode_num_accepted_tokens", 0)
         per = [grown.get(f"spec_decode_num_accepted_tokens_per_pos.{i}", 0) / drafts for i in range(16)]
         out |= {
-            "spec_decode_acceptance_rate": 100 * kept / drafted,  # percent here, a fraction elsewhere: vLLM's habit
-            "spec_decode_acceptance_length": 1 + kept / drafts,
+            "spec_decode_acceptance_rate": 100 * accepted / drafted,  # percent here, a fraction elsewhere: vLLM's habit
+            "spec_decode_acceptance_length": 1 + accepted / drafts,
             "spec_decode_num_drafts": int(drafts),
             "spec_decode_draft_tokens": int(drafted),
-            "spec_decode_accepted_tokens": int(kept),
+            "spec_decode_accepted_tokens": int(accepted),
             "spec_decode_per_position_acceptance_rates": [x for x in per if x],
         }
     return out
@@ -186,8 +197,13 @@ def summary(samples: list[Sample], seconds: float, grown: dict[str, float]) -> d
 
 @contextmanager
 def own_server(model: str, *more: str, checkout: Path = ROOT) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """`outrider serve MODEL` with further options, on a free port: its address and its process. checkout: of the repository,
-    whose code runs. Raises RuntimeError if it does not start."""
+    """`outrider serve MODEL` on a free port: its address and its process. Raises RuntimeError if it does not start.
+
+    Args:
+        model: what it serves.
+        more: further options.
+        checkout: of the repository, whose code runs.
+    """
     command = [sys.executable, "-m", "outrider", "serve", model, "--port", "0", *more]
     env = os.environ | {"PYTHONPATH": str(checkout)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=checkout, env=env) as process:
@@ -204,97 +220,91 @@ def own_server(model: str, *more: str, checkout: Path = ROOT) -> Iterator[tuple[
 
 @contextmanager
 def server(options: argparse.Namespace, more: Sequence[str] = ()):
-    """A server of our own around the run, where one is asked for; sets the base URL. more: further options for it."""
+    """A server of our own around the run, where one is asked for, with further options. Sets the base URL."""
     if options.start is None:
         yield
         return
-    given = ["--served-model-name", options.model, "--max-num-seqs", str(max(options.max_concurrency))]
-    given += ["--prefix-cache", "0", "--speculative-config", options.config]
-    given += ["--max-model-len", str(options.max_model_len), "--log-file", "/dev/null", *more]
-    with own_server(options.start, *given) as (options.base_url, _):
+    flags = ["--served-model-name", options.model, "--max-num-seqs", str(max(options.max_concurrency))]
+    flags += ["--prefix-cache", "0", "--speculative-config", options.config]
+    flags += ["--max-model-len", str(options.max_model_len), "--log-file", "/dev/null", *more]
+    with own_server(options.start, *flags) as (options.base_url, _):
         yield
 
 
 def take_turns(
     options: argparse.Namespace, arms: Mapping[str, Endpoint], every: Sequence[Prompt], peers: Collection[str]
 ) -> tuple[list[dict[str, Any]], int, int]:
-    """The load on each arm in turn, at every concurrency. peers: arms whose texts are their own.
+    """The load on each arm in turn, at every concurrency.
 
-    Returns a record for each, how many texts differ between the other arms, and how many were compared.
+    Args:
+        options: of the command.
+        arms: servers by name.
+        every: the prompts.
+        peers: arms whose texts are their own.
+
+    Returns:
+        A record for each, how many texts differ between the other arms, and how many were compared.
     """
-    runs, differ, compared = list[dict[str, Any]](), 0, 0
+    runs, texts = list[dict[str, Any]](), dict[int, list[list[str]]]()
     print(f"{'':>4} {'':<18} {'tokens/s':>9} {'TTFT ms':>9} {'TPOT ms':>9} {'p99 ITL':>9} {'length':>7}  failed")
-    for concurrency in options.max_concurrency:
-        count = options.num_prompts or max(4, 2 * concurrency)
-        prompts, texts = [every[i % len(every)] for i in range(count)], list[list[str]]()
-        compared += count
-        for name, end in arms.items():
-            before = counters(end.url)
-            samples, seconds = asyncio.run(load(options, end, prompts, concurrency))
-            after = counters(end.url)
-            found = summary(samples, seconds, {k: v - before.get(k, 0) for k, v in after.items()})
-            if name not in peers:
-                texts.append([s.text for s in samples])
-            runs.append({"arm": name, "extra_body": end.extra, "max_concurrency": concurrency, **found})
-            length = f"{found.get('spec_decode_acceptance_length', 1):.2f}"
-            print(
-                f"{concurrency:>4} {name:<18} {found['output_throughput']:>9.1f} {found.get('median_ttft_ms', 0):>9.0f} "
-                f"{found.get('median_tpot_ms', 0):>9.1f} {found.get('p99_itl_ms', 0):>9.0f} {length:>7}  {found['failed']}",
-                flush=True,
-            )
-            for error in sorted({s.error for s in samples if s.error})[:3]:
-                print(f"     {error}", file=sys.stderr)
-        differ += sum(len(set(same)) > 1 for same in zip(*texts, strict=True))
-    return runs, differ, compared
+    for turn, (name, end) in turns([*arms.items()], len(options.max_concurrency), warm=0):
+        concurrency = options.max_concurrency[turn]
+        prompts = [every[i % len(every)] for i in range(options.num_prompts or max(4, 2 * concurrency))]
+        before = counters(end.url)
+        samples, seconds = asyncio.run(load(options, end, prompts, concurrency))
+        run = summary(samples, seconds, {k: v - before.get(k, 0) for k, v in counters(end.url).items()})
+        if name not in peers:
+            texts.setdefault(turn, []).append([s.text for s in samples])
+        runs.append({"arm": name, "extra_body": end.extra, "max_concurrency": concurrency, **run})
+        print(
+            f"{concurrency:>4} {name:<18} {run['output_throughput']:>9.1f} {run.get('median_ttft_ms', 0):>9.0f} "
+            f"{run.get('median_tpot_ms', 0):>9.1f} {run.get('p99_itl_ms', 0):>9.0f} "
+            f"{run.get('spec_decode_acceptance_length', 1):>7.2f}  {run['failed']}",
+            flush=True,
+        )
+        for error in sorted({s.error for s in samples if s.error})[:3]:
+            print(f"     {error}", file=sys.stderr)
+    same = [len({*some}) == 1 for arms in texts.values() for some in zip(*arms, strict=True)]
+    return runs, same.count(False), len(same)
 
 
-def arm(given: str) -> tuple[str, dict[str, Any]]:
-    name, _, body = given.partition("=")
+def arm(text: str) -> tuple[str, dict[str, Any]]:
+    """NAME=JSON of the command line."""
+    name, _, body = text.partition("=")
     return name, json.loads(body or "{}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=headline(__doc__))
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000")
-    parser.add_argument("--endpoint", default="/v1/completions")
-    parser.add_argument("--model", default="builtin:code")
-    parser.add_argument("--start", help="a model to serve for the run, in place of --base-url")
-    parser.add_argument("--config", default='{"method": "auto"}', help="its speculative_config")
-    parser.add_argument("--max-model-len", type=int, default=1024)
-    parser.add_argument(
-        "--num-prompts", type=int, help="at each concurrency; two a client, at least four, if not given"
-    )
-    parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--max-concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--request-rate", type=float, default=float("inf"))
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num-warmups", type=int, default=1)
-    parser.add_argument("--arm", type=arm, action="append", help="NAME=JSON, added to each request; may be repeated")
-    parser.add_argument(
-        "--peer", action="append", default=[], help="a server of others, see benchmarks/peers/servers.py"
-    )
-    parser.add_argument("--draft", type=Path, help="a draft folder, for peers")
-    parser.add_argument("--type", default="f32", help="the peers' precision: f32, f16, bf16")
-    parser.add_argument("--save-result", type=Path)
-    options = parser.parse_args()
-    given = options.arm or [("off", {"disable_spec_decode": True}), ("on", {})]
-    every = humaneval(32)
-    with server(options), ExitStack() as stack:
-        arms = {name: Endpoint(options.base_url, options.model, extra) for name, extra in given}
-        for name in options.peer:
-            most = max(options.max_concurrency)
-            sizes = (most, options.max_model_len, options.output_len)
-            peer = started(name, Path(options.start), options.draft, options.type, *sizes)
-            arms[name] = stack.enter_context(peer)
+    args = parser(__doc__)
+    args.add_argument("--base-url", default="http://127.0.0.1:8000")
+    args.add_argument("--endpoint", default="/v1/completions")
+    args.add_argument("--model", default="builtin:code")
+    args.add_argument("--start", help="a model to serve for the run, in place of --base-url")
+    args.add_argument("--config", default='{"method": "auto"}', help="its speculative_config")
+    args.add_argument("--max-model-len", type=int, default=1024)
+    args.add_argument("--num-prompts", type=int, help="at each concurrency; two a client, at least four, if not given")
+    args.add_argument("--output-len", type=int, default=64)
+    args.add_argument("--max-concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    args.add_argument("--request-rate", type=float, default=float("inf"))
+    args.add_argument("--temperature", type=float, default=0.0)
+    args.add_argument("--seed", type=int, default=0)
+    args.add_argument("--num-warmups", type=int, default=1)
+    args.add_argument("--arm", type=arm, action="append", help="NAME=JSON, added to each request; may be repeated")
+    args.add_argument("--peer", action="append", default=[], metavar="NAME=URL", help="a server of others that runs")
+    args.add_argument("--save-result", type=Path)
+    options = args.parse_args()
+    bodies = options.arm or [("off", {"disable_spec_decode": True}), ("on", {})]
+    peers, every = dict(peer.split("=", 1) for peer in options.peer), humaneval(32)
+    with server(options):
+        arms = {name: Endpoint(options.base_url, options.model, extra) for name, extra in bodies}
+        arms |= {name: Endpoint(url, options.model) for name, url in peers.items()}
         for end in arms.values():
             asyncio.run(load(options, end, every[: options.num_warmups], 1))
-        runs, differ, compared = take_turns(options, arms, every, set(options.peer))
+        runs, differ, compared = take_turns(options, arms, every, set(peers))
     print(f"texts that differ between arms: {differ} of {compared}")
     if options.save_result:
-        named = {k: v for k, v in vars(options).items() if k not in ("arm", "save_result", "request_rate")}
-        result = {"machine": facts(), "options": named, "texts_that_differ": differ, "runs": runs}
-        options.save_result.write_text(json.dumps(result, indent=1, default=str) + "\n")
+        fields = {k: v for k, v in vars(options).items() if k not in ("arm", "save_result", "request_rate")}
+        save("serve", options.save_result, options=fields, texts_that_differ=differ, runs=runs)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ that was accepted must have been answered once, the tables must be empty, and me
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -22,8 +21,7 @@ from time import perf_counter
 from typing import Any
 from urllib.request import urlopen
 
-from benchmarks import headline
-from benchmarks.machine import facts
+from benchmarks.ruler import parser, save
 from benchmarks.serve import own_server
 
 PROMPTS = [
@@ -35,11 +33,28 @@ PROMPTS = [
 ]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 
+EXTRA: list[dict[str, Any]] = [
+    {}, {}, {"disable_spec_decode": True}, {"num_speculative_tokens": 9}, {"n": 2}, {"logprobs": 2}, {"method": "suffix"},
+    {"prediction": {"type": "content", "content": "import os\nimport sys\n"}}, {"stop": ["return", "\n\n"]}, {"timeout": 0.2},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+]  # fmt: skip
+FIELDS = {"max_tokens": [0, 10**6], "n": [10**6], "stop": [[""]], "seed": [2**80], "top_p": [7]}
+ABSURD = [json.dumps({"prompt": "x", name: value}).encode() for name, some in FIELDS.items() for value in some]
+ABSURD += [b"{", b"[" * 50_000, b'"x"', b"", b'{"prompt": [[[]]]}', b'{"prompt": "\\ud800"}']
+
 
 async def exchange(
     port: int, payload: bytes, *, cut: int | None = None, length: int | None = None, name: str = ""
 ) -> Any:
-    """Send a request and give back the reader and writer. cut: send so many bytes only. length: the length to claim."""
+    """Send a request and give back the reader and writer.
+
+    Args:
+        port: of the server.
+        payload: the body.
+        cut: send so many bytes only.
+        length: the length to claim.
+        name: of the request.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     head += f"X-Request-Id: {name}\r\n" if name else ""
@@ -57,7 +72,14 @@ async def status_of(reader: asyncio.StreamReader) -> int:
 
 
 class Client:
-    """One client, over and over. told: what happened, counted by kind and outcome; wrong: what must not happen."""
+    """One client, over and over.
+
+    Args:
+        port: of the server.
+        seed: of what it does.
+        told: what happened, counted by kind and outcome.
+        wrong: what must not happen.
+    """
 
     def __init__(self, port: int, seed: int, told: Counter[str], wrong: list[str]) -> None:
         self.port, self.draw, self.told, self.wrong = port, random.Random(seed), told, wrong
@@ -79,20 +101,7 @@ class Client:
         draw = self.draw
         body: dict[str, Any] = {"prompt": draw.choice(PROMPTS), "max_tokens": draw.randrange(1, 80), **more}
         body["temperature"] = draw.choice([0, 0.8, 1.3])
-        extra: list[dict[str, Any]] = [
-            {},
-            {},
-            {"disable_spec_decode": True},
-            {"num_speculative_tokens": 9},
-            {"n": 2},
-            {"logprobs": 2},
-            {"method": "suffix"},
-            {"prediction": {"type": "content", "content": "import os\nimport sys\n"}},
-            {"stop": ["return", "\n\n"]},
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
-            {"timeout": 0.2},
-        ]
-        return json.dumps({**body, **draw.choice(extra)}).encode()
+        return json.dumps({**body, **draw.choice(EXTRA)}).encode()
 
     async def streams(self, pause: float = 0.0) -> str:
         reader, writer = await exchange(self.port, self.body(stream=True), name=self.draw.choice(["", "same"]))
@@ -157,19 +166,7 @@ class Client:
 
     async def absurd(self) -> str:
         """Each must be refused, with a reason."""
-        bad: list[bytes] = [
-            json.dumps({"prompt": "x", **more}).encode()
-            for more in (
-                {"max_tokens": 0},
-                {"max_tokens": 10**6},
-                {"n": 10**6},
-                {"stop": [""]},
-                {"seed": 2**80},
-                {"top_p": 7},
-            )
-        ]
-        bad += [b"{", b"[" * 50_000, b'"x"', b"", b'{"prompt": [[[]]]}', b'{"prompt": "\\ud800"}']
-        reader, writer = await exchange(self.port, self.draw.choice(bad))
+        reader, writer = await exchange(self.port, self.draw.choice(ABSURD))
         try:
             status = await status_of(reader)
             if status not in (400, 503):
@@ -179,9 +176,9 @@ class Client:
             writer.close()
 
     async def _refused(self, status: int, reader: asyncio.StreamReader) -> str:
-        found = (await reader.read()).decode()
-        if status not in (400, 408, 429, 503) or '"error"' not in found:
-            self.wrong.append(f"{status}: {found[:300]}")
+        text = (await reader.read()).decode()
+        if status not in (400, 408, 429, 503) or '"error"' not in text:
+            self.wrong.append(f"{status}: {text[:300]}")
         if status == 429:
             await asyncio.sleep(0.05)  # a client that comes back too early, but not at once
         return str(status)
@@ -225,22 +222,21 @@ async def soak(port: int, seconds: float, clients: int, seed: int, watch: Any = 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=headline(__doc__))
-    parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--queue", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save-result", type=Path)
-    options = parser.parse_args()
-    more = ["--max-num-seqs", str(options.rows), "--max-queue", str(options.queue), "--kv-tokens", "2500"]
-    memory: list[int] = []
+    args = parser(__doc__)
+    args.add_argument("--seconds", type=float, default=600)
+    args.add_argument("--slots", type=int, default=4)
+    args.add_argument("--queue", type=int, default=8)
+    args.add_argument("--seed", type=int, default=0)
+    args.add_argument("--save-result", type=Path)
+    options = args.parse_args()
+    more = ["--max-num-seqs", str(options.slots), "--max-queue", str(options.queue), "--kv-tokens", "2500"]
+    memory, clients = list[int](), 2 * (options.slots + options.queue)
     with own_server("builtin:code", "--log-file", "/dev/null", "--prefix-cache", "8", *more) as (url, process):
 
         def watch() -> None:
             pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
             memory.append(pages * os.sysconf("SC_PAGE_SIZE") >> 20)
 
-        clients = 2 * (options.rows + options.queue)
         port = int(url.rpartition(":")[2])
         told, wrong = asyncio.run(soak(port, options.seconds, clients, options.seed, watch))
     if process.returncode not in (0, -signal.SIGTERM):
@@ -254,14 +250,8 @@ def main() -> None:
     print(f"memory: at most {middle} MiB in the second third, {last} MiB in the last")
     print("\n".join(["WRONG:", *wrong[:20]]) if wrong else "nothing is wrong")
     if options.save_result:
-        result = {"machine": facts(), "seconds": options.seconds, "clients": clients, "rows": options.rows}
-        result |= {
-            "queue": options.queue,
-            "told": dict(sorted(told.items())),
-            "memory_mib": memory[::10],
-            "wrong": wrong,
-        }
-        options.save_result.write_text(json.dumps(result, indent=1) + "\n")
+        load = {"seconds": options.seconds, "clients": clients, "slots": options.slots, "queue": options.queue}
+        save("serve_soak", options.save_result, **load, told=told, memory_mib=memory[::10], wrong=wrong)
     sys.exit(bool(wrong))
 
 

@@ -10,7 +10,6 @@ each byte, and fillers.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable
@@ -22,7 +21,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from benchmarks import headline
+from benchmarks.ruler import parser
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -50,21 +49,21 @@ class Family:
 def _attention(f: Family, *, bias: bool = False, gate: bool = False, norm: int | None = 0) -> Shapes:
     """Four matrices. gate: q has an output gate beside it. norm: of q and k, over a head (its dim) or over all heads (None)."""
     q, kv = f.heads * f.dim, f.kv * f.dim
-    found: Shapes = {
+    tensors: Shapes = {
         "attn_norm.weight": (f.hidden,), "attn_q.weight": (q * (2 if gate else 1), f.hidden), "attn_k.weight": (kv, f.hidden),
         "attn_v.weight": (kv, f.hidden), "attn_output.weight": (f.hidden, q),
     }  # fmt: skip
     if bias:
-        found |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
+        tensors |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
     if norm != 0:
-        found |= {"attn_q_norm.weight": (norm or q,), "attn_k_norm.weight": (norm or kv,)}
-    return found
+        tensors |= {"attn_q_norm.weight": (norm or q,), "attn_k_norm.weight": (norm or kv,)}
+    return tensors
 
 
 def _mlp(f: Family, norm: str = "ffn_norm") -> Shapes:
     wide = (f.ffn, f.hidden)
-    found = {"ffn_gate.weight": wide, "ffn_up.weight": wide, "ffn_down.weight": (f.hidden, f.ffn)}
-    return found | ({f"{norm}.weight": (f.hidden,)} if norm else {})
+    tensors = {"ffn_gate.weight": wide, "ffn_up.weight": wide, "ffn_down.weight": (f.hidden, f.ffn)}
+    return tensors | ({f"{norm}.weight": (f.hidden,)} if norm else {})
 
 
 def _experts(f: Family, norm: str = "ffn_norm") -> Shapes:
@@ -80,12 +79,12 @@ def _mamba(f: Family, *, norm: bool) -> Shapes:
         f.more[f"ssm.{n}"] for n in ("inner_size", "state_size", "time_step_rank", "group_count", "conv_kernel")
     )
     mixed = inner + 2 * groups * state
-    found: Shapes = {
+    tensors: Shapes = {
         "attn_norm.weight": (f.hidden,), "ssm_in.weight": (inner + mixed + heads, f.hidden), "ssm_conv1d.weight": (mixed, taps),
         "ssm_conv1d.bias": (mixed,), "ssm_dt.bias": (heads,), "ssm_a": (heads, 1), "ssm_d": (heads, 1),
         "ssm_out.weight": (f.hidden, inner),
     }  # fmt: skip
-    return found | ({"ssm_norm.weight": (groups, inner // groups)} if norm else {})
+    return tensors | ({"ssm_norm.weight": (groups, inner // groups)} if norm else {})
 
 
 def _delta_net(f: Family) -> Shapes:
@@ -122,9 +121,9 @@ def _gemma3(f: Family, i: int) -> Shapes:
 
 
 def _olmo2(f: Family, i: int) -> Shapes:
-    found = _attention(f, norm=None) | _mlp(f, "") | _after(f)
-    del found["attn_norm.weight"]
-    return found
+    tensors = _attention(f, norm=None) | _mlp(f, "") | _after(f)
+    del tensors["attn_norm.weight"]
+    return tensors
 
 
 def _phi3(f: Family, i: int) -> Shapes:
@@ -149,8 +148,8 @@ def _granite(f: Family, i: int) -> Shapes:
 
 
 def _falcon(f: Family, i: int) -> Shapes:
-    found = _attention(f) | _mamba(f, norm=False) | _mlp(f)
-    return found | {"ffn_norm": found.pop("ffn_norm.weight")}  # the name in its files
+    tensors = _attention(f) | _mamba(f, norm=False) | _mlp(f)
+    return tensors | {"ffn_norm": tensors.pop("ffn_norm.weight")}  # the name in its files
 
 
 def _lfm2(f: Family, i: int) -> Shapes:
@@ -179,18 +178,18 @@ def _deepseek(f: Family, i: int) -> Shapes:
             "attn_q_a_norm.weight": (small,),
             "attn_q_b.weight": (f.heads * key, small),
         }
-    found: Shapes = asked | {
+    tensors: Shapes = asked | {
         "attn_norm.weight": (f.hidden,), "attn_kv_a_mqa.weight": (latent + rotated, f.hidden), "attn_kv_a_norm.weight": (latent,),
         "attn_k_b.weight": (f.heads, latent, key - rotated), "attn_v_b.weight": (f.heads, value, latent),
         "attn_output.weight": (f.hidden, f.heads * value),
     }  # fmt: skip
     if i < 1:
-        return found | _mlp(f)
+        return tensors | _mlp(f)
     wide = f.more["expert_feed_forward_length"] * f.more["expert_shared_count"]
     shared = {"ffn_gate_shexp": (wide, f.hidden), "ffn_up_shexp": (wide, f.hidden), "ffn_down_shexp": (f.hidden, wide)}
-    found |= _experts(f) | {f"{n}.weight": s for n, s in shared.items()}
+    tensors |= _experts(f) | {f"{n}.weight": s for n, s in shared.items()}
     sigmoid = f.more["expert_gating_func"] == 2
-    return found | ({"exp_probs_b.bias": (f.more["expert_count"],)} if sigmoid else {})
+    return tensors | ({"exp_probs_b.bias": (f.more["expert_count"],)} if sigmoid else {})
 
 
 def _gpt_oss(f: Family, i: int) -> Shapes:
@@ -207,16 +206,16 @@ def _gpt_oss(f: Family, i: int) -> Shapes:
 
 def _qwen35(f: Family, i: int) -> Shapes:
     """The last layer predicts one token further: it is always attention, with its own projection of a token and a state."""
-    own = i == f.layers - 1
-    mix = _attention(f, gate=True, norm=f.dim) if own or i % 4 == 3 else _delta_net(f)
+    last = i == f.layers - 1
+    mix = _attention(f, gate=True, norm=f.dim) if last or i % 4 == 3 else _delta_net(f)
     next_one = {
         "eh_proj": (f.hidden, 2 * f.hidden),
         "enorm": (f.hidden,),
         "hnorm": (f.hidden,),
         "shared_head_norm": (f.hidden,),
     }
-    found = mix | _mlp(f, "post_attention_norm")
-    return found | ({f"nextn.{n}.weight": s for n, s in next_one.items()} if own else {})
+    tensors = mix | _mlp(f, "post_attention_norm")
+    return tensors | ({f"nextn.{n}.weight": s for n, s in next_one.items()} if last else {})
 
 
 def _shared(f: Family) -> Shapes:
@@ -374,7 +373,7 @@ def cut(family: Family, layers: int) -> Family:
 
 def formats(family: Family) -> dict[str, tuple[tuple[int, ...], str]]:
     """Each tensor's shape, [out, in] for a matrix, and its format."""
-    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    tensors: dict[str, tuple[tuple[int, ...], str]] = {}
     shapes: Shapes = {
         "token_embd.weight": (family.vocab, family.hidden),
         f"{family.final_norm}.weight": (family.hidden,),
@@ -383,8 +382,8 @@ def formats(family: Family) -> dict[str, tuple[tuple[int, ...], str]]:
     for i in range(family.layers):
         shapes |= {f"blk.{i}.{name}": shape for name, shape in family.layer(family, i).items()}
     for name, shape in (shapes | family.extra).items():
-        found[name] = shape, _format(family, name, shape)
-    return found
+        tensors[name] = shape, _format(family, name, shape)
+    return tensors
 
 
 def _format(family: Family, name: str, shape: tuple[int, ...]) -> str:
@@ -407,7 +406,7 @@ def values(name: str, shape: tuple[int, ...], kind: str, rng: np.random.Generato
         z = rng.standard_normal(shape, np.float32)
         if kind == "F16":
             return (z / math.sqrt(shape[-1])).astype(np.float16)
-        return next(made for end, made in _FLOATS.items() if name.endswith(end))(z).astype(np.float32)
+        return next(make for end, make in _FLOATS.items() if name.endswith(end))(z).astype(np.float32)
     size, width = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     raw = np.frombuffer(rng.bytes(math.prod(shape) // size * width), np.uint8).reshape(-1, width).copy()
     deviation = 1 / math.sqrt(shape[-1])
@@ -424,18 +423,18 @@ def values(name: str, shape: tuple[int, ...], kind: str, rng: np.random.Generato
 
 
 def _metadata(family: Family) -> dict[str, Any]:
-    own = {
+    keys = {
         "block_count": family.layers, "context_length": 32768, "embedding_length": family.hidden, "vocab_size": family.vocab,
         "feed_forward_length": family.ffn, "attention.head_count": family.heads, "attention.head_count_kv": family.kv,
         "attention.key_length": family.dim, "attention.value_length": family.dim, "rope.freq_base": family.theta,
         "rope.dimension_count": family.dim, "attention.layer_norm_rms_epsilon": 1e-6,
     } | family.more  # fmt: skip
-    own |= {"nextn_predict_layers": 1} if family.arch == "qwen35" else {}
+    keys |= {"nextn_predict_layers": 1} if family.arch == "qwen35" else {}
     letters = list(bytes_to_unicode().values())
     tokens = [*letters, letters[0] + letters[1], "<|endoftext|>"]
     tokens += [f"[{n}]" for n in range(len(tokens), family.vocab)]
     end = tokens.index("<|endoftext|>")
-    return {f"{family.arch}.{key}": value for key, value in own.items()} | {
+    return {f"{family.arch}.{key}": value for key, value in keys.items()} | {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [3 if i == end else 1 for i in range(family.vocab)],
         "tokenizer.ggml.merges": [f"{letters[0]} {letters[1]}"], "tokenizer.ggml.bos_token_id": end,
@@ -469,11 +468,11 @@ def write(family: Family, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=headline(__doc__))
-    parser.add_argument("family", choices=FAMILIES)
-    parser.add_argument("--gguf", type=Path, required=True, help="the file to write")
-    parser.add_argument("--layers", type=int, help="fewer than the family has")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("family", choices=FAMILIES)
+    options.add_argument("--gguf", type=Path, required=True, help="the file to write")
+    options.add_argument("--layers", type=int, help="fewer than the family has")
+    args = options.parse_args()
     family = FAMILIES[args.family]
     write(cut(family, args.layers) if args.layers else family, args.gguf)
     print(f"{args.gguf}: {args.gguf.stat().st_size / 1e9:.2f} GB", file=sys.stderr)

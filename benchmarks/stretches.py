@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from outrider.control import Controller
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request, Sequence
 from outrider_lab.bench.local import SampleRecorder
@@ -16,20 +15,19 @@ from outrider_lab.bench.local import SampleRecorder
 class TimedRun:
     """One text, written in stretches of tokens, with the time of each.
 
-    controller: for runs that share a decoder; None uses the decoder's own. recorder: receives every step.
-    prefill: seconds for the prompt. seconds: of each stretch, the drafter's own prefill included. All runs of a comparison
-    have the same number of stretches. forwards: seconds in the target and the draft model.
+    Args:
+        decoder: writes it.
+        request: what is asked for.
+        recorder: receives every step.
+        prefill: seconds for the prompt.
+        seconds: of each stretch, the drafter's own prefill included. All runs of a comparison have as many stretches.
     """
 
     decoder: Decoder
     request: Request
-    controller: Controller | None = None
     recorder: SampleRecorder | None = None
     prefill: float = 0.0
     seconds: list[float] = field(default_factory=list)
-    steps: int = 0
-    drafted: int = 0
-    forwards: float = 0.0
     _row: Sequence | None = None
 
     @property
@@ -37,11 +35,6 @@ class TimedRun:
         """The text and its state. Only after `start`."""
         assert self._row is not None
         return self._row
-
-    @property
-    def total(self) -> float:
-        """Seconds of all stretches."""
-        return sum(self.seconds)
 
     @property
     def finished(self) -> bool:
@@ -57,12 +50,8 @@ class TimedRun:
 
     def write(self, tokens: int) -> None:
         """Step until the text has this many tokens, or ends."""
-        self._own_controller()
-        before, began = self.prefill + self.total, perf_counter()
+        before, began = self.prefill + sum(self.seconds), perf_counter()
         for step in self.decoder.run([self.row], tokens):
-            self.steps += 1
-            self.drafted += int(step.draft.num_draft_tokens)
-            self.forwards += step.seconds["draft"] + step.seconds["target"]
             if self.recorder is not None:
                 self.recorder.add(step, 0, self.row, before + perf_counter() - began)
         self.seconds.append(perf_counter() - began)
@@ -70,12 +59,7 @@ class TimedRun:
     def release(self) -> None:
         """Free the slot, if there is one."""
         if self._row is not None:
-            self._own_controller()
             self.decoder.release(self._row.slot)
-
-    def _own_controller(self) -> None:
-        if self.controller is not None:
-            self.decoder.controller = self.controller
 
 
 def interleave(runs: Mapping[str, TimedRun], stretch: int = 8) -> Mapping[str, TimedRun]:

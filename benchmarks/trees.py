@@ -4,27 +4,25 @@
     python -m benchmarks.trees --nodes 8 --tokens 64 --prompts 4  shorter
 
 Every arm drafts the same number of nodes a step for the same prompts and seeds. Arms under `match` write the same text, so
-they are compared at the very same positions; the others keep the law and write their own. Counts, no times.
+they are compared at the very same positions; the others keep the distribution and write their own. Counts, no times.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import abc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks import RESULTS, headline
-from benchmarks.prompts import humaneval
-from benchmarks.report import markdown
+from benchmarks import RESULTS
+from benchmarks.forwards import CONTEXT, forward_seconds, read_context
+from benchmarks.ruler import markdown, parser, save
+from benchmarks.texts import humaneval
 from outrider.control import Fixed
 from outrider.core.params import SamplingParams
 from outrider.core.tree import depth
@@ -35,7 +33,6 @@ from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request
 from outrider.engine.scheduler import Scheduler
 from outrider.models.load import Loaded, load
-from outrider.models.nodes import Nodes
 
 LENGTH = 1024
 WIDTH = 8
@@ -58,8 +55,13 @@ def sized_shape(
 ) -> Shape:
     """The shape with the most committed tokens per second, from the root alone up to the limit.
 
-    target_ms(n): a target's forward over n nodes, the root counted. draft_ms(d): drafting d levels. If nodes are expensive the
-    answer is a chain, or the root alone: "do not speculate". All node counts are tried, for every depth.
+    If nodes are expensive the answer is a chain, or the root alone: "do not speculate". Each depth and node count is tried.
+
+    Args:
+        limit: of depth, width and nodes.
+        by_rank: the chance of a child by its rank.
+        target_ms: time of a target's forward over so many nodes, the root counted.
+        draft_ms: time of drafting so many levels.
     """
     best, rate = Shape((-1,), (0,)), 1.0 / target_ms(1)
     for levels in range(1, limit.depth + 1):
@@ -175,63 +177,42 @@ def measure(
 
 def best_here(target: Loaded, draft: Any, chances: abc.Sequence[float], most: int = 16) -> dict[str, Any]:
     """The tree that pays best on this machine: the optimal shape for these chances, sized by measured forwards."""
-    of_target = seconds(target.model, range(1, most + 2))
-    level = seconds(draft, [1])[1]
+    times = forward_seconds({"target": (target.model, read_context(target.model, CONTEXT))}, range(1, most + 2))[
+        "target"
+    ]
+    of_target = {nodes: min(seconds) for nodes, seconds in times.items()}
+    level = min(forward_seconds({"draft": (draft, read_context(draft, CONTEXT))}, [1])["draft"][1])
     ratio = [round(of_target[n] / of_target[1], 3) for n in (1, 2, 4, 8, 16)]
-
-    def ms(nodes: int) -> float:
-        return of_target[nodes]
-
-    shape = sized_shape(Budget(8, WIDTH, most), chances, ms, lambda levels: levels * level)
+    shape = sized_shape(Budget(8, WIDTH, most), chances, of_target.__getitem__, lambda levels: levels * level)
     deepest = int(depth(torch.tensor([shape.parents])).max())
     rate = (1 + expected_accepted(shape, chances)) * of_target[1]
-    drafted = level * deepest + ms(len(shape.parents))
+    drafted = level * deepest + of_target[len(shape.parents)]
     return {"target_over_one": ratio, "draft_over_target": round(level / of_target[1], 3), "nodes": len(shape.parents) - 1,
             "depth": deepest, "widest": max(shape.widths), "predicted_speedup": round(rate / drafted, 2)}  # fmt: skip
-
-
-def seconds(model: Any, nodes: Iterable[int], context: int = 256, repeats: int = 7) -> dict[int, float]:
-    """The least time of a forward over so many nodes behind a context."""
-    cache, out = model.new_cache(1, context), dict[int, float]()
-    model.forward(Nodes(torch.ones(1, context, dtype=torch.long), cache, [0]), want="none")
-    cache.commit([0], [range(context)])
-    for count in nodes:
-        ids, times = torch.ones(1, count, dtype=torch.long), []
-        for _ in range(repeats):
-            start = perf_counter()
-            model.forward(Nodes(ids, cache, [0]))
-            times.append(perf_counter() - start)
-        out[count] = min(times)
-    return out
 
 
 def table(records: abc.Sequence[dict[str, Any]]) -> str:
     """Markdown: an arm a line, a column for each temperature and node count."""
     columns = sorted({(r["temperature"], r["nodes"]) for r in records})
-    found = {(r["arm"], r["temperature"], r["nodes"]): r for r in records}
-    names = list(dict.fromkeys(r["arm"] for r in records))
+    cells = {(r["arm"], r["temperature"], r["nodes"]): f"{r['accepted']:.2f}" for r in records}
     head = ["accepted tokens per step", *(f"T={t:g}, {n} nodes" for t, n in columns)]
-    body = [[name, *(_cell(found.get((name, *c))) for c in columns)] for name in names]
+    body = [[name, *(cells.get((name, *c), "") for c in columns)] for name in dict.fromkeys(r["arm"] for r in records)]
     return markdown(head, body)
 
 
-def _cell(record: dict[str, Any] | None) -> str:
-    return "" if record is None else f"{record['accepted']:.2f}"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=headline(__doc__))
-    parser.add_argument("--target", default="builtin:code")
-    parser.add_argument("--draft", default="builtin:code-draft")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.3, 0.7, 1.0])
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument(
+    options = parser(__doc__)
+    options.add_argument("--target", default="builtin:code")
+    options.add_argument("--draft", default="builtin:code-draft")
+    options.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 16])
+    options.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.3, 0.7, 1.0])
+    options.add_argument("--tokens", type=int, default=128)
+    options.add_argument("--prompts", type=int, default=8)
+    options.add_argument(
         "--price", action="store_true", help="only: the tree that pays best here, by the newest chances"
     )
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    options.add_argument("--out", type=Path)
+    args = options.parse_args()
     target = load(args.target, device="cpu")  # in the precision of the checkpoint
     draft = load(args.draft, device="cpu").model
     if args.price:
@@ -243,11 +224,8 @@ def main() -> None:
     prompts = [target.tokenizer(p)["input_ids"] for p in humaneval(args.prompts)]  # pyright: ignore[reportOptionalCall]
     records = [r for t in args.temperatures for r in measure(target, draft, prompts, args.nodes, args.tokens, t)]
     print(table(records))
-    today = datetime.now(UTC).date().isoformat()
-    out = args.out or RESULTS / f"{today}-trees.json"
-    made = {"date": today, "target": args.target, "draft": args.draft, "tokens": args.tokens, "prompts": args.prompts}
-    out.write_text(json.dumps({**made, "trees": records}, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {out}")
+    pair = {"target": args.target, "draft": args.draft, "tokens": args.tokens, "prompts": args.prompts}
+    print(f"written to {save('trees', args.out, **pair, trees=records)}")
 
 
 if __name__ == "__main__":

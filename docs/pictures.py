@@ -52,7 +52,7 @@ def explain(browser: Any) -> None:
 def dashboard(browser: Any) -> None:
     """The dashboard of a server at work."""
     sys.path.insert(0, str(IMAGES.parents[1]))
-    from benchmarks.pairs import synthetic
+    from benchmarks.scale_up import synthetic
 
     command = [
         sys.executable,

@@ -1,1 +1,1 @@
-"""The sides of a comparison, each run in its own process: ours, transformers, llama.cpp. Started by `benchmarks.side`."""
+"""Peers: one way to start, ask and stop their servers (`llama_server`), and the programs for their Pythons."""

@@ -20,11 +20,11 @@ def main() -> None:
     sys.path[:0] = [str(tree), str(tree / "gguf-py")]
     from conversion.base import TextModel  # pyright: ignore[reportMissingImports]
 
-    known = TextModel.get_vocab_base_pre
+    base = TextModel.get_vocab_base_pre
 
     def named(self: Any, tokenizer: Any) -> str:
         try:
-            return known(self, tokenizer)
+            return base(self, tokenizer)
         except NotImplementedError:
             return "gpt-2"
 

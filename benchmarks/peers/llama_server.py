@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import time
 import urllib.error
@@ -22,7 +23,6 @@ from typing import Any, Self
 
 from benchmarks import ROOT, WORK
 from benchmarks.machine import cores
-from benchmarks.side import Missing, free_port, pinned, settle
 
 PATIENCE = 300.0  # seconds until a server must be up, and until it must have answered
 LLAMA, IK, OPENVINO = "llama.cpp", "ik_llama.cpp", "openvino"
@@ -43,18 +43,43 @@ NEUTRAL = {
 }  # nothing else costs time or changes a text
 
 
+class Missing(RuntimeError):
+    """This peer is not here; the message says how to get it."""
+
+
+def free_port() -> int:
+    """A port that no process listens on now."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def pinned(threads: int) -> dict[str, str]:
+    """The environment of every side: this many threads.
+
+    They are not bound to cores: a bound OpenMP leaves the thread that loads it, and every process it starts, on one core.
+    """
+    count = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    return count | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+
+
 @dataclass(frozen=True)
 class Answer:
-    """One text. tokens: none where the server tells only text. written: how many tokens.
-    prompt_seconds, seconds: by the server's clock, of the prompt and from the first token to the last.
-    wall: seconds by ours, from request to answer. drafted, accepted: draft tokens of the whole text."""
+    """One text.
+
+    Args:
+        tokens: none where the server tells only text.
+        written: how many tokens.
+        prompt_seconds: for the prompt, by the server's clock.
+        seconds: from the first token to the last, by the same.
+        drafted: draft tokens of the whole text.
+        accepted: those of them that are in it.
+    """
 
     tokens: list[int]
     written: int
-    prompt_tokens: int
     prompt_seconds: float
     seconds: float
-    wall: float
     drafted: int
     accepted: int
 
@@ -80,9 +105,17 @@ def about(program: Path, peer: str = LLAMA) -> str:
 class LlamaServer:
     """A server with one model and one way of decoding. Use as a context manager.
 
-    peer: whose program it is, one of `PEERS`. draft: a draft model.
-    longest: draft tokens of a step, at most. slots: requests side by side,
-    each of `length` tokens. options: further ones of llama-server. Raises Missing, or RuntimeError if it does not start.
+    Raises Missing, or RuntimeError if it does not start.
+
+    Args:
+        program: that starts it.
+        model: a file.
+        draft: a draft model.
+        longest: draft tokens of a step, at most.
+        slots: requests side by side.
+        length: tokens of each.
+        options: further ones of llama-server.
+        peer: whose program it is, one of `PEERS`.
     """
 
     def __init__(
@@ -98,17 +131,17 @@ class LlamaServer:
         peer: str = LLAMA,
     ) -> None:
         port = free_port()
-        given = ["--model", model, "--ctx-size", str(slots * length), "--parallel", str(slots), *options]
-        given += ["--threads", str(cores()), *_BEST[peer], "--host", "127.0.0.1", "--port", str(port)]
+        flags = ["--model", model, "--ctx-size", str(slots * length), "--parallel", str(slots), *options]
+        flags += ["--threads", str(cores()), *_BEST[peer], "--host", "127.0.0.1", "--port", str(port)]
         if draft is not None and peer == IK:
-            given += ["--model-draft", draft, "--spec-type", f"draft:n_max={longest}"]
+            flags += ["--model-draft", draft, "--spec-type", f"draft:n_max={longest}"]
         elif draft is not None:
-            given += ["--spec-type", "draft-simple", "--spec-draft-model", draft, "--spec-draft-n-max", str(longest)]
+            flags += ["--spec-type", "draft-simple", "--spec-draft-model", draft, "--spec-draft-n-max", str(longest)]
         self.url = f"http://127.0.0.1:{port}"
         WORK.joinpath("logs").mkdir(parents=True, exist_ok=True)
         with WORK.joinpath("logs", f"llama-server-{port}.log").open("w+") as log:
             self.process = subprocess.Popen(
-                [*command(program, peer), *given],
+                [*command(program, peer), *flags],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT,
                 env={**os.environ, **pinned(cores())},
             )  # fmt: skip
@@ -133,17 +166,14 @@ class LlamaServer:
         """Write a text of at most so many tokens. reuse: what the last prompt began with is not read again."""
         body: dict[str, Any] = {"prompt": prompt, "n_predict": tokens, "temperature": temperature, "seed": seed}
         body |= {"ignore_eos": ignore_eos, "cache_prompt": reuse, "return_tokens": True, **NEUTRAL}
-        settle()
-        started = time.perf_counter()
+        time.sleep(0.03)  # the threads of the side that answered last fall asleep
         out = self._post("/completion", body)
-        wall, clock = time.perf_counter() - started, out["timings"]
+        clock = out["timings"]
         return Answer(
             tokens=out.get("tokens", []),
             written=clock.get("predicted_n") or len(out["tokens"]),
-            prompt_tokens=clock["prompt_n"],
             prompt_seconds=clock["prompt_ms"] / 1e3,
             seconds=clock["predicted_ms"] / 1e3,
-            wall=wall,
             drafted=clock.get("draft_n", 0),
             accepted=clock.get("draft_n_accepted", 0),
         )

@@ -37,9 +37,9 @@ class OpenVino(Subject):
     def __init__(self) -> None:
         super().__init__()
         model = os.environ["OPENVINO_MODEL"]
-        given: dict[str, Any] = {"INFERENCE_NUM_THREADS": 1, **PRECISION}
-        self.plainly = genai.LLMPipeline(model, "CPU", scheduler_config=genai.SchedulerConfig(), **given)
-        self.speculating = genai.LLMPipeline(model, "CPU", **given, prompt_lookup=True)
+        options: dict[str, Any] = {"INFERENCE_NUM_THREADS": 1, **PRECISION}
+        self.plainly = genai.LLMPipeline(model, "CPU", scheduler_config=genai.SchedulerConfig(), **options)
+        self.speculating = genai.LLMPipeline(model, "CPU", **options, prompt_lookup=True)
         self.tokenizer = self.plainly.get_tokenizer()
         self.end_ids = (int(self.tokenizer.get_eos_token_id()),)
         self.name = f"OpenVINO GenAI {genai.__version__}, {os.path.basename(model)}, prompt lookup"

@@ -27,17 +27,17 @@ class Texts:
     def __init__(self, args: argparse.Namespace) -> None:
         self.guesses = args.lookup or (args.spec_draft_n_max if args.spec_draft_model else 0)
         self.lookup = bool(args.lookup)
-        given: dict[str, Any] = {"INFERENCE_NUM_THREADS": args.threads}
+        options: dict[str, Any] = {"INFERENCE_NUM_THREADS": args.threads}
         if "ONEDNN_MAX_CPU_ISA" in os.environ:
             # It asks the processor itself for bfloat16, which this setting hides from its matrices.
-            given |= {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+            options |= {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
         # As its own default, without what is kept of prompts: with it, a pipeline with a draft model fails at a known prompt.
         schedule = genai.SchedulerConfig()
         schedule.enable_prefix_caching, schedule.max_num_batched_tokens = False, 2**30
         more: dict[str, Any] = {"scheduler_config": schedule, **({"prompt_lookup": True} if args.lookup else {})}
         if args.spec_draft_model:
-            more["draft_model"] = genai.draft_model(folder_of(Path(args.spec_draft_model)), "CPU", **given)
-        self.pipe = genai.LLMPipeline(args.model, "CPU", **given, **more)
+            more["draft_model"] = genai.draft_model(folder_of(Path(args.spec_draft_model)), "CPU", **options)
+        self.pipe = genai.LLMPipeline(args.model, "CPU", **options, **more)
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
         """What llama-server would answer, by the pipeline's own clock."""

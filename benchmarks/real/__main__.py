@@ -15,6 +15,7 @@ workloads or temperatures. The result, with medians and intervals, is written an
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -25,17 +26,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS, WORK, machine
+from benchmarks.forwards import CONTEXT, forward_seconds, read_context, summary
 from benchmarks.peers.llama_server import IK, LLAMA, OPENVINO, about
 from benchmarks.real import report
-from benchmarks.real.forward import forwards
 from benchmarks.real.journal import Journal, identity
 from benchmarks.real.served import served
 from benchmarks.real.sides import METHODS, PLAIN, WEIGHTS, Ours, Peer
 from benchmarks.real.start import measure, measure_llama
-from benchmarks.real.texts import WORKLOADS, texts
+from benchmarks.ruler import command, order, parser
+from benchmarks.texts import WORKLOADS, texts
 from outrider.core.params import SamplingParams
 from outrider.kernels import cpu as native
 from outrider.models.identity import weight_files
+from outrider.models.load import load
 from outrider_lab.bench.prompts import Prompt
 
 PARTS = ("texts", "prompt", "forward", "start", "served")
@@ -57,8 +60,8 @@ class Real:
     def key(self, weights: str) -> dict[str, Any]:
         """What every line of this bout holds."""
         digest = self.files[self.options.target].get("sha256")
-        found = {"target": self.target, "sha256": digest, "draft": self.draft, "weights": weights}
-        return found | ({"head": self.files[self.options.head]["sha256"]} if self.options.head else {})
+        key = {"target": self.target, "sha256": digest, "draft": self.draft, "weights": weights}
+        return key | ({"head": self.files[self.options.head]["sha256"]} if self.options.head else {})
 
     def llama_reads(self, weights: str) -> tuple[str, str | None] | None:
         """The target and draft files, where llama.cpp reads the target as we do."""
@@ -118,16 +121,12 @@ class Real:
                     temperature=key["temperature"], max_tokens=o.tokens, ignore_eos=o.ignore_eos, seed=number
                 )
                 timings: dict[str, Any] = {}
-                for side in sides if number % 2 == 0 else sides[::-1]:
+                for side in order(sides, number):
                     timings |= {name: t.as_dict() for name, t in side.write(ids, params).items()}
-                self.journal.add(
-                    "round",
-                    key,
-                    {"seed": number, "prompt_tokens": len(ids), "timings": timings},
-                )
-                told = {name: round(1e3 * t["seconds"] / max(t["tokens"], 1), 1) for name, t in timings.items()}
+                self.journal.add("round", key, {"seed": number, "prompt_tokens": len(ids), "timings": timings})
+                ms = {name: round(1e3 * t["seconds"] / max(t["tokens"], 1), 1) for name, t in timings.items()}
                 wrong = sum(t["differing"] for name, t in timings.items() if name in ours.llms)
-                print(f"  {prompt.id}, T={key['temperature']:g}: {told}, {wrong} differ", file=sys.stderr, flush=True)
+                print(f"  {prompt.id}, T={key['temperature']:g}: {ms}, {wrong} differ", file=sys.stderr, flush=True)
 
     def prompt(self, weights: str) -> None:
         """Seconds to read a prompt of `PROMPT` tokens, all sides in turns."""
@@ -143,34 +142,40 @@ class Real:
             ids = [token for prompt in texts("code", False, 12) for token in ours.encode(prompt.content)]
             params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
             for number in (0, *left):  # the first one warms
-                found = {}
-                for side in sides if number % 2 == 0 else sides[::-1]:
-                    found |= {n: t.prompt_seconds for n, t in side.write(ids[number : number + PROMPT], params).items()}
-                print(f"  prompt of {PROMPT}: {found}", file=sys.stderr, flush=True)
+                seconds = dict[str, float | None]()
+                for side in order(sides, number):
+                    timings = side.write(ids[number : number + PROMPT], params)
+                    seconds |= {name: timing.prompt_seconds for name, timing in timings.items()}
+                print(f"  prompt of {PROMPT}: {seconds}", file=sys.stderr, flush=True)
                 if number:
-                    self.journal.add("prompt", {**key, "number": number}, {"seconds": found})
+                    self.journal.add("prompt", {**key, "number": number}, {"seconds": seconds})
         o.llama_draft = lengths
 
     def forward(self, weights: str) -> None:
-        """Forwards over several rows."""
-        if not self.journal.has("forward", self.key(weights)):
-            for line in forwards(self.options.target, self.options.draft, weights):
-                self.journal.add("forward", self.key(weights), line)
-                print(f"  {line['model']} {line['ms']} ms, {line['ratio']}", file=sys.stderr, flush=True)
+        """Forwards over several nodes: what verification costs, and a draft token. The draft model is as it is stored."""
+        if self.journal.has("forward", self.key(weights)):
+            return
+        models = {"target": load(self.options.target, device="cpu", **WEIGHTS[weights]).model}
+        if self.options.draft:
+            models["draft model"] = load(self.options.draft, device="cpu").model
+        times = forward_seconds({name: (model, read_context(model, CONTEXT)) for name, model in models.items()})
+        for name, seconds in times.items():
+            line = {"model": name, "context": CONTEXT, **summary(seconds)}
+            self.journal.add("forward", self.key(weights), line)
+            print(f"  {name} {line['ms']} ms, {line['ratio']}", file=sys.stderr, flush=True)
 
     def start(self, weights: str) -> None:
         """Starts of new processes, ours and llama.cpp's."""
         size = self.files[self.options.target].get("bytes")
         read, target = self.llama_reads(weights) if self.options.llama else None, self.options.target
-        for side in ("outrider", "llama.cpp") if read else ("outrider",):
+        measures = {"outrider": lambda: measure(target, weights)}
+        if read:
+            measures["llama.cpp"] = lambda: [measure_llama(self.options.llama, read[0])]
+        for side, run in measures.items():
             key = {**self.key(weights), "side": side, "bytes": size}
             if self.journal.has("start", key):
                 continue
-            for line in (
-                measure(target, weights)
-                if side == "outrider" or not read
-                else [measure_llama(self.options.llama, read[0])]
-            ):
+            for line in run():
                 self.journal.add("start", key, line)
                 print(f"  {side} {line}", file=sys.stderr, flush=True)
 
@@ -195,8 +200,8 @@ class Real:
 
 def programs(options: argparse.Namespace) -> dict[str, Path]:
     """The peers that are given."""
-    given = {LLAMA: options.llama, IK: options.ik, OPENVINO: options.openvino}
-    return {peer: program for peer, program in given.items() if program}
+    every = {LLAMA: options.llama, IK: options.ik, OPENVINO: options.openvino}
+    return {peer: program for peer, program in every.items() if program}
 
 
 def _gguf(name: str | None) -> str | None:
@@ -206,42 +211,36 @@ def _gguf(name: str | None) -> str | None:
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.real", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--target", required=True, help="a GGUF file, a folder, a hub name or a built-in name")
-    parser.add_argument("--draft", help="a draft model, the same way")
-    parser.add_argument("--head", help="the folder of an EAGLE head, for the methods of heads")
-    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=["file"], help="file: as they are stored")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, help="all that are possible, if not given")
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--texts", type=int, default=6, help="of each workload, at most 12")
-    parser.add_argument("--tokens", type=int, default=96, help="of a text, at most")
-    parser.add_argument("--length", type=int, default=1536, help="tokens of prompt and text")
-    parser.add_argument("--ignore-eos", action="store_true", help="write on behind end tokens, on all sides")
-    parser.add_argument("--llama", type=Path, help="a llama-server, or a Python that has xllamacpp; none: leave it out")
-    parser.add_argument(
-        "--ik", type=Path, help="a llama-server of ik_llama.cpp: benchmarks/peers/build_ik_llama_cpp.sh"
-    )
-    parser.add_argument("--openvino", type=Path, help="a Python that has openvino-genai")
-    parser.add_argument(
-        "--openvino-draft", help="its draft model, where it cannot read --draft: benchmarks.peers.requantize"
-    )
-    parser.add_argument(
+    args = parser(__doc__)
+    args.add_argument("--target", required=True, help="a GGUF file, a folder, a hub name or a built-in name")
+    args.add_argument("--draft", help="a draft model, the same way")
+    args.add_argument("--head", help="the folder of an EAGLE head, for the methods of heads")
+    args.add_argument("--weights", nargs="+", choices=WEIGHTS, default=["file"], help="file: as they are stored")
+    args.add_argument("--methods", nargs="+", choices=METHODS, help="all that are possible, if not given")
+    args.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    args.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    args.add_argument("--texts", type=int, default=6, help="of each workload, at most 12")
+    args.add_argument("--tokens", type=int, default=96, help="of a text, at most")
+    args.add_argument("--length", type=int, default=1536, help="tokens of prompt and text")
+    args.add_argument("--ignore-eos", action="store_true", help="write on behind end tokens, on all sides")
+    args.add_argument("--llama", type=Path, help="a llama-server, or a Python that has xllamacpp; none: leave it out")
+    args.add_argument("--ik", type=Path, help="a llama-server of ik_llama.cpp: benchmarks/peers/build_ik_llama_cpp.sh")
+    args.add_argument("--openvino", type=Path, help="a Python that has openvino-genai")
+    args.add_argument("--openvino-draft", help="its draft, where it cannot read --draft: benchmarks.peers.requantize")
+    args.add_argument(
         "--llama-draft", type=int, nargs="*", default=[4, 2, 8], help="llama.cpp's draft tokens of a step"
     )
-    parser.add_argument("--llama-p-min", type=float, default=0.0, help="llama.cpp's least probability of a draft token")
-    parser.add_argument("--llama-sampling", choices=("greedy", "probabilistic"), default="greedy", help="of its draft")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=["texts"])
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8], help="for served")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="for the texts, shared by all --weights")
-    parser.add_argument("--journal", type=Path, default=WORK / "real.jsonl")
-    parser.add_argument("--name", default="real")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result file")
-    options = parser.parse_args(arguments)
+    args.add_argument("--llama-p-min", type=float, default=0.0, help="llama.cpp's least probability of a draft token")
+    args.add_argument("--llama-sampling", choices=("greedy", "probabilistic"), default="greedy", help="of its draft")
+    args.add_argument("--only", nargs="+", choices=PARTS, default=["texts"])
+    args.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8], help="for served")
+    args.add_argument("--minutes", type=float, default=float("inf"), help="for the texts, shared by all --weights")
+    args.add_argument("--journal", type=Path, default=WORK / "real.jsonl")
+    args.add_argument("--name", default="real")
+    args.add_argument("--out", type=Path, default=RESULTS, help="folder for the result file")
+    options = args.parse_args(arguments)
     if options.methods is None:
-        absent = [start for start, given in (("draft_model", options.draft), ("head", options.head)) if not given]
+        absent = [start for start, model in (("draft_model", options.draft), ("head", options.head)) if not model]
         options.methods = [m for m in METHODS if not m.startswith(tuple(absent))]
     return options
 
@@ -250,38 +249,31 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options = options_of(arguments)
     journal = Journal(options.journal)
     real = Real(options, journal)
-    given = sys.argv[1:] if arguments is None else arguments
     limits = [f"{name}={os.environ[name]}" for name in LIMITS if name in os.environ]
-    command = " ".join(
-        [*limits, "python -m benchmarks.real", *(Path(a).name if a.startswith(("/", "~")) else a for a in given)]
-    )
-    told = {peer: about(program, peer) for peer, program in programs(options).items()}
+    versions = {peer: about(program, peer) for peer, program in programs(options).items()}
     journal.add(
-        "run", {"command": command},
-        {"files": real.files, "threads": machine.cores(), "isa": native.isa(), "llama.cpp": told.pop(LLAMA, None), "peers": told},
+        "run", {"command": " ".join([*limits, command("benchmarks.real", arguments)])},
+        {"files": real.files, "threads": machine.cores(), "isa": native.isa(), "llama.cpp": versions.pop(LLAMA, None),
+         "peers": versions},
     )  # fmt: skip
     end = time.monotonic() + 60 * options.minutes
     try:
         for number, weights in enumerate(options.weights):
-            left = end - time.monotonic()
+            now = time.monotonic()
             if "texts" in options.only:
-                real.texts(weights, time.monotonic() + left / (len(options.weights) - number))
-            if "prompt" in options.only:
-                real.prompt(weights)
-            if "forward" in options.only:
-                real.forward(weights)
-            if "start" in options.only:
-                real.start(weights)
-            if "served" in options.only:
-                real.served(weights)
+                real.texts(weights, now + (end - now) / (len(options.weights) - number))
+            for part in (real.prompt, real.forward, real.start, real.served):
+                if part.__name__ in options.only:
+                    part(weights)
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
-    made = report.result(journal, options.name)
+    result = report.result_of(journal, options.name)
     path = options.out / f"{journal.lines[0]['date']}-{options.name}.json"
-    report.write(path, made)
-    print(report.tables(made))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(report.tables(result))
     print(f"\nwritten to {path}", file=sys.stderr)
-    return made
+    return result
 
 
 if __name__ == "__main__":

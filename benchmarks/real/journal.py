@@ -44,9 +44,9 @@ class Journal:
         """Whether there is a measurement with all these fields."""
         return any(all(line.get(k) == v for k, v in key.items()) for line in self.of(kind))
 
-    def add(self, kind: str, key: dict[str, Any], found: dict[str, Any]) -> None:
+    def add(self, kind: str, key: dict[str, Any], figures: dict[str, Any]) -> None:
         """Append a measurement. The commit is recorded with it."""
-        line = {"kind": kind, **key, **found, "commit": self.machine["commit"]}
+        line = {"kind": kind, **key, **figures, "commit": self.machine["commit"]}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         self.lines.append(line)
@@ -64,5 +64,5 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 def identity(model: str) -> dict[str, Any]:
     """A model's name, bytes and sha256: of the contents of its files, one after the other."""
     files = weight_files(model)
-    found = {"bytes": sum(f.stat().st_size for f in files), "sha256": sha256(files)} if files else {}
-    return {"name": public_name(model), **found}
+    facts = {"bytes": sum(f.stat().st_size for f in files), "sha256": sha256(files)} if files else {}
+    return {"name": public_name(model), **facts}

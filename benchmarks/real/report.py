@@ -2,56 +2,43 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import zip_longest
-from pathlib import Path
 from statistics import median
 from typing import Any
-
-import numpy as np
 
 from benchmarks.peers.llama_server import LLAMA, PEERS
 from benchmarks.real.journal import Journal
 from benchmarks.real.sides import PLAIN
-from benchmarks.real.texts import WORKLOADS
-from benchmarks.report import markdown
-from outrider.core.intervals import CONFIDENCE, DRAWS, Interval
+from benchmarks.ruler import markdown, median_interval, shown
+from benchmarks.texts import WORKLOADS
 
 LEAST = 8  # decoded tokens of a text that counts; shorter ones say nothing about a speed
 Round = dict[str, Any]
 
 
-def median_interval(ratios: Sequence[float], seed: int = 0) -> Interval:
-    """The median of a list and its bootstrap interval: texts are drawn anew, with replacement."""
-    values = np.asarray(ratios, float)
-    picks = np.random.default_rng(seed).integers(len(values), size=(DRAWS, len(values)))
-    medians = np.median(values[picks], axis=1)
-    low, high = np.quantile(medians, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Interval(float(np.median(values)), float(low), float(high), len(values))
-
-
 def cells(rounds: Iterable[Round]) -> dict[tuple[Any, ...], list[Round]]:
     """Rounds by target, draft, weights, workload and temperature."""
-    found: dict[tuple[Any, ...], list[Round]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], list[Round]] = defaultdict(list)
     for r in rounds:
-        found[r["target"], r["draft"], r["weights"], r["workload"], r["temperature"]].append(r)
-    return found
+        groups[r["target"], r["draft"], r["weights"], r["workload"], r["temperature"]].append(r)
+    return groups
 
 
 def records(rounds: Iterable[Round]) -> list[dict[str, Any]]:
     """One record for each setting of each cell."""
     out = []
     for (target, draft, weights, workload, temperature), some in cells(rounds).items():
-        kept = [r for r in some if min(t["tokens"] for t in r["timings"].values()) >= LEAST]
-        names = dict.fromkeys(name for r in kept for name in r["timings"])
+        long = [r for r in some if min(t["tokens"] for t in r["timings"].values()) >= LEAST]
+        names = dict.fromkeys(name for r in long for name in r["timings"])
         for name in names:
-            mine = [r for r in kept if name in r["timings"]]
+            mine = [r for r in long if name in r["timings"]]
             out.append(
                 {
                     "target": target, "draft": draft, "weights": weights, "workload": workload, "temperature": temperature,
-                    "setting": name, **_record(name, mine, len(some) - len(kept)),
+                    "setting": name, **_record(name, mine, len(some) - len(long)),
                 }
             )  # fmt: skip
     return out
@@ -75,10 +62,10 @@ def _record(name: str, rounds: list[Round], short: int) -> dict[str, Any]:
         "differing_tokens": total["differing"],
         "commits": sorted({r["commit"] for r in rounds}),
     }  # fmt: skip
-    own = _side(name)
-    if name != own:
-        out["speedup"] = _ratio(rounds, lambda r: _per_token(r["timings"][own]), name)
-    for peer in PEERS if own == PLAIN else ():
+    side = _side(name)
+    if name != side:
+        out["speedup"] = _ratio(rounds, lambda r: _per_token(r["timings"][side]), name)
+    for peer in PEERS if side == PLAIN else ():
         theirs = sorted({n for r in rounds for n in r["timings"] if _side(n) == peer})
         if theirs:
             key = f"over_{peer.removesuffix('.cpp')}"
@@ -106,15 +93,13 @@ def _ratio(rounds: list[Round], base: Callable[[Round], float], name: str) -> di
     """How many times faster than `base`, over the rounds that have both."""
     ratios = list[float]()
     for r in rounds:
-        try:
+        with suppress(KeyError):
             ratios.append(base(r) / _per_token(r["timings"][name]))
-        except KeyError:
-            continue
-    found = median_interval(ratios)
-    return {"value": round(found.value, 3), "low": round(found.low, 3), "high": round(found.high, 3)}
+    ratio = median_interval(ratios)
+    return {"value": round(ratio.value, 3), "low": round(ratio.low, 3), "high": round(ratio.high, 3)}
 
 
-def result(journal: Journal, name: str) -> dict[str, Any]:
+def result_of(journal: Journal, name: str) -> dict[str, Any]:
     """The whole result: commands, files with their hashes, versions and threads; then what was measured."""
     runs = journal.of("run")
     return {
@@ -135,57 +120,52 @@ def result(journal: Journal, name: str) -> dict[str, Any]:
     }
 
 
-def write(path: Path, made: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-
-
-def tables(made: dict[str, Any]) -> str:
+def tables(result: dict[str, Any]) -> str:
     """Markdown: a table for each target and weights, then starts and servers."""
-    parts, every = list[str](), made["records"]
+    parts, every = list[str](), result["records"]
     for target, draft, weights in dict.fromkeys((r["target"], r["draft"], r["weights"]) for r in every):
         some = [r for r in every if (r["target"], r["draft"], r["weights"]) == (target, draft, weights)]
         title = f"**{target}, {'as in the file' if weights == 'file' else weights}**"
         parts.append(f"{title}{f', draft model {draft}' if draft else ''}\n\n{_table(some)}")
-    if made.get("prompt"):
-        parts.append(f"**A prompt, in tokens per second**\n\n{_prompts(made['prompt'])}")
-    if made.get("forward"):
-        parts.append(f"**A forward over several rows, in forwards over one**\n\n{_forwards(made['forward'])}")
-    if made["start"]:
-        parts.append(f"**Start to first token, and memory**\n\n{_starts(made['start'])}")
-    if made["served"]:
-        parts.append(f"**Served**\n\n{_served(made['served'])}")
+    if result.get("prompt"):
+        parts.append(f"**A prompt, in tokens per second**\n\n{_prompts(result['prompt'])}")
+    if result.get("forward"):
+        parts.append(f"**A forward over several rows, in forwards over one**\n\n{_forwards(result['forward'])}")
+    if result["start"]:
+        parts.append(f"**Start to first token, and memory**\n\n{_starts(result['start'])}")
+    if result["served"]:
+        parts.append(f"**Served**\n\n{_served(result['served'])}")
     return "\n\n".join(parts)
 
 
-def conditions(made: dict[str, Any]) -> str:
+def conditions(result: dict[str, Any]) -> str:
     """Markdown: machine, versions, files with their hashes, commands."""
-    m, every = made["machine"], made["records"]
+    m, every = result["machine"], result["records"]
     commits = sorted({c for r in every for c in r["commits"]})
     lines = [
         f"- {m['cpu']} ({m['cores']} cores, {', '.join(m['isa']) or 'no vector extensions named'}), {m['memory_gib']} GiB, "
-        f"{m['system']}; {made['threads']} threads on all sides",
+        f"{m['system']}; {result['threads']} threads on all sides",
         f"- Python {m['python']}, torch {m['torch']}, transformers {m['transformers']}, outrider {m['outrider']} at "
         f"{', '.join(commits)}, {m['date']}",
-        f"- llama.cpp: {made['llama.cpp'] or 'left out'}",
-        *(f"- {peer}: {version}" for peer, version in made.get("peers", {}).items()),
+        f"- llama.cpp: {result['llama.cpp'] or 'left out'}",
+        *(f"- {peer}: {version}" for peer, version in result.get("peers", {}).items()),
         *(
             f"- {f['name']}: {f['bytes']:,} bytes, sha256 `{f['sha256']}`"
-            for f in made["files"].values()
+            for f in result["files"].values()
             if "sha256" in f
         ),
-        *(f"- `{command}`" for command in made["commands"]),
+        *(f"- `{command}`" for command in result["commands"]),
     ]
     return "\n".join(lines)
 
 
-def short(made: dict[str, Any]) -> str:
+def short(result: dict[str, Any]) -> str:
     """Markdown for the README: greedy tokens per second of the largest file that llama.cpp read too, a workload a line."""
-    read = [r for r in made["records"] if r["weights"] == "file" and r["temperature"] == 0]
+    read = [r for r in result["records"] if r["weights"] == "file" and r["temperature"] == 0]
     names = {r["target"] for r in read if r["setting"] == LLAMA}
     if not names:
         return ""
-    target = max(names, key=lambda n: made["files"][n]["bytes"])
+    target = max(names, key=lambda n: result["files"][n]["bytes"])
     some = [r for r in read if r["target"] == target]
     peers = sorted({r["setting"] for r in some if r["setting"].startswith(f"{LLAMA} ")})
     methods = ("draft_model 4", "draft_model", "auto")
@@ -276,7 +256,7 @@ def _prompts(lines: list[dict[str, Any]]) -> str:
         for name in mine[0]["seconds"]:
             speeds = [line["prompt_tokens"] / line["seconds"][name] for line in mine]
             over = median_interval([line["seconds"][name] / line["seconds"][PLAIN] for line in mine])
-            ratio = "" if name == PLAIN else f"{over.value:.2f} ({over.low:.2f}-{over.high:.2f})"
+            ratio = "" if name == PLAIN else shown(over)
             body.append([target, "outrider" if name == PLAIN else name, f"{median(speeds):.0f}", ratio])
     return markdown(head, body)
 

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.llama_server import NEUTRAL, LlamaServer
-from benchmarks.peers.servers import Endpoint
-from benchmarks.real.texts import texts
-from benchmarks.serve import load, server, take_turns
+from benchmarks.serve import Endpoint, load, server, take_turns
+from benchmarks.texts import texts
 
 SERVE = {
     "file": (),
@@ -37,8 +36,17 @@ def served(
     tokens: int,
     llama_draft: int,
 ) -> list[dict[str, Any]]:
-    """A record for each arm and number of clients, with `differing_texts` of our arms. llama: its program, target, draft.
-    count: prompts of code, and of chat.
+    """A record for each arm and number of clients, with `differing_texts` of our arms.
+
+    Args:
+        target: a model.
+        draft: its draft model, if any.
+        weights: one of `SERVE`.
+        llama: llama.cpp's program, target and draft, if it takes part.
+        clients: how many at once.
+        count: prompts of code, and of chat.
+        tokens: of a text.
+        llama_draft: llama.cpp's draft tokens of a step.
     """
     config = {"method": "auto", **({"model": draft} if draft else {})}
     options = argparse.Namespace(
@@ -52,7 +60,6 @@ def served(
             "plain": Endpoint(options.base_url, "model", {"disable_spec_decode": True}),
             "auto": Endpoint(options.base_url, "model"),
         }
-        ours = set(arms)
         if llama is not None:
             program, model, small = llama
             size: dict[str, Any] = {"slots": max(clients), "length": LENGTH}
@@ -64,18 +71,18 @@ def served(
                 arms[name] = Endpoint(drafting.url, "model", {"cache_prompt": False, **NEUTRAL})
         for end in arms.values():
             asyncio.run(load(options, end, every[:1], 1))
-        runs, differ, compared = take_turns(options, arms, every, set(arms) - ours)
+        runs, differ, compared = take_turns(options, arms, every, {name for name in arms if name.startswith("llama")})
     return [run | {"differing_texts": differ, "compared_texts": compared} for run in runs]
 
 
 def _prompts(url: str, count: int) -> list[list[int]]:
     """Code and chat in turn, as our server encodes them: messages where the model has a chat template."""
-    found = list[list[int]]()
+    prompts = list[list[int]]()
     for pair in zip(
         *(zip(texts(w, True, count), texts(w, False, count), strict=True) for w in ("code", "chat")), strict=True
     ):
-        found += [_tokenized(url, message.content, text.content) for message, text in pair]
-    return found
+        prompts += [_tokenized(url, message.content, text.content) for message, text in pair]
+    return prompts
 
 
 def _tokenized(url: str, messages: Any, text: Any) -> list[int]:

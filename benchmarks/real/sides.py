@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.identity import differing
 from benchmarks.peers.llama_server import LLAMA, LOOKUP, LlamaServer
+from benchmarks.ruler import differing
 from benchmarks.stretches import TimedRun, interleave
 from outrider.core.params import SamplingParams
 from outrider.engine.llm import LLM
@@ -58,10 +58,16 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 class Timing:
     """One text by one setting.
 
-    tokens, seconds: of the decode, from the first token (or the first step) to the last. written: tokens of the text.
-    prompt_seconds: for the prompt, None where it was not read anew. steps: of the decode. drafted, accepted: draft tokens.
-    differing: tokens that plain decoding of the same side would not have written. depths: steps in which at least one draft token
-    was accepted, at least two, and so on; ours only.
+    Args:
+        tokens: of the decode, from the first token (or the first step) to the last.
+        seconds: of the same.
+        written: tokens of the text.
+        prompt_seconds: for the prompt, None where it was not read anew.
+        steps: of the decode.
+        drafted: draft tokens.
+        accepted: those of them that are in the text.
+        differing: tokens that plain decoding of the same side would not have written.
+        depths: steps in which at least one draft token was accepted, at least two, and so on; ours only.
     """
 
     tokens: int
@@ -79,10 +85,17 @@ class Timing:
 
 
 class Ours:
-    """One target and an LLM for each method; all share the weights. `missing`: why a method cannot be had here.
+    """One target and an LLM for each method; all share the weights. `missing` says why a method cannot be had here.
 
-    draft, head: the draft model and the folder of the trained head, None for none. `auto` takes the draft model, else the head.
-    limit: tokens of prompt and text. Raises what `LLM` raises for the target itself.
+    Raises what `LLM` raises for the target itself.
+
+    Args:
+        target: a model.
+        draft: its draft model, if any. `auto` takes it, else the head.
+        weights: one of `WEIGHTS`.
+        methods: of `METHODS`.
+        limit: tokens of prompt and text.
+        head: the folder of a trained head, if any.
     """
 
     def __init__(
@@ -95,20 +108,17 @@ class Ours:
         self._prefixes = PrefixCache(PREFIX_BYTES) if self.target.model.batch_invariant else None
         for name in [PLAIN, *(m for m in methods if m != PLAIN)]:
             try:
-                self.llms[name] = self._made(METHODS[name], draft, head)
+                self.llms[name] = self._llm(METHODS[name], draft, head)
             except ValueError as reason:
                 self.missing[name] = str(reason)
                 print(f"  {name} is left out: {reason}", file=sys.stderr, flush=True)
 
-    def _made(self, config: dict[str, Any], draft: str | None, head: str | None) -> LLM:
-        given = dict(config)
-        model = {"draft_model": draft, "eagle": head, "auto": draft or head}.get(given.get("method", ""))
-        if model is not None:
-            given["model"] = model
-        llm = LLM(self.target, speculative_config=given, max_model_len=self.limit, max_num_seqs=1)
-        if (
-            not llm.decoder.drafter.taps
-        ):  # a head must see the target read: what others have read has no features for it
+    def _llm(self, config: dict[str, Any], draft: str | None, head: str | None) -> LLM:
+        model = {"draft_model": draft, "eagle": head, "auto": draft or head}.get(config.get("method", ""))
+        whole = config | ({"model": model} if model is not None else {})
+        llm = LLM(self.target, speculative_config=whole, max_model_len=self.limit, max_num_seqs=1)
+        # A head must see the target read: what others have read has no features for it.
+        if not llm.decoder.drafter.taps:
             llm.decoder.prefixes = self._prefixes
         return llm
 
@@ -168,8 +178,16 @@ def _depths(accepted: Sequence[int]) -> tuple[int, ...]:
 class Peer:
     """A peer on the same file: a server that decodes plainly, one with the draft for each length, and one with its own lookup.
 
-    peer: its name, of `llama_server.PEERS`. lengths: draft tokens of a step, at most. options: further ones of the servers with a
-    draft. Use as a context manager. Raises Missing, or RuntimeError if a server does not start.
+    Use as a context manager. Raises Missing, or RuntimeError if a server does not start.
+
+    Args:
+        program: of the peer.
+        target: a file.
+        draft: another one, if any.
+        lengths: draft tokens of a step, at most.
+        limit: tokens of prompt and text.
+        options: further ones of the servers with a draft.
+        peer: its name, of `llama_server.PEERS`.
     """
 
     def __init__(
@@ -195,7 +213,7 @@ class Peer:
 
     def write(self, prompt: list[int], params: SamplingParams) -> dict[str, Timing]:
         """The text by every setting. `differing` is against this side's own plain text; its numbers may differ from ours."""
-        found, plain = dict[str, Timing](), list[int]()
+        timings, plain = dict[str, Timing](), list[int]()
         assert params.max_tokens is not None
         for name, server in self.servers.items():
             out = server.complete(
@@ -203,7 +221,7 @@ class Peer:
             )
             plain = plain or out.tokens
             timed = out.written - 1
-            found[name] = Timing(
+            timings[name] = Timing(
                 tokens=timed,
                 seconds=out.seconds,
                 written=out.written,
@@ -213,7 +231,7 @@ class Peer:
                 accepted=out.accepted,
                 differing=differing(out.tokens, plain),
             )
-        return found
+        return timings
 
     def __enter__(self) -> Self:
         return self

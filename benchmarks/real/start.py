@@ -7,7 +7,6 @@ This is the measured process itself. It prints one line of JSON; `measure` start
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -20,8 +19,8 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.machine import cores
-from benchmarks.peers.llama_server import LlamaServer
-from benchmarks.side import pinned
+from benchmarks.peers.llama_server import LlamaServer, pinned
+from benchmarks.ruler import parser
 
 PROMPT = "def fibonacci(n):"
 
@@ -37,31 +36,20 @@ def peak(pid: int | str = "self") -> dict[str, int]:
 
 def measure(model: str, weights: str, tokens: int = 32) -> list[dict[str, Any]]:
     """The first and the second start: what the first one keeps in the user's cache folder, the second one finds."""
-    found = []
+    command = [sys.executable, "-m", "benchmarks.real.start", model, "--weights", weights, "--tokens", str(tokens)]
+    starts = []
     with tempfile.TemporaryDirectory() as cache:
+        env = {**os.environ, **pinned(cores()), "XDG_CACHE_HOME": cache}
         for start in ("first", "second"):
             began = time.perf_counter()
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.real.start",
-                model,
-                "--weights",
-                weights,
-                "--tokens",
-                str(tokens),
-            ]
-            with subprocess.Popen(
-                command, cwd=ROOT, env={**os.environ, **pinned(cores()), "XDG_CACHE_HOME": cache},
-                stdout=subprocess.PIPE, text=True,
-            ) as process:  # fmt: skip
+            with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:
                 assert process.stdout is not None
                 process.stdout.readline()
                 seconds, rest = time.perf_counter() - began, process.stdout.read()
             if process.returncode:
                 raise RuntimeError(f"{' '.join(command)} ended with status {process.returncode}")
-            found.append({"start": start, "seconds": round(seconds, 3), **json.loads(rest)})
-    return found
+            starts.append({"start": start, "seconds": round(seconds, 3), **json.loads(rest)})
+    return starts
 
 
 def measure_llama(program: Path, model: str, tokens: int = 32) -> dict[str, Any]:
@@ -76,11 +64,11 @@ def measure_llama(program: Path, model: str, tokens: int = 32) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model")
-    parser.add_argument("--weights", default="file")
-    parser.add_argument("--tokens", type=int, default=32)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("model")
+    options.add_argument("--weights", default="file")
+    options.add_argument("--tokens", type=int, default=32)
+    args = options.parse_args()
     from benchmarks.real.sides import WEIGHTS
     from outrider.core.params import SamplingParams
     from outrider.engine.llm import LLM

@@ -1,6 +1,6 @@
 """A setting in the words of other engines. Each mismatch that a run or a source showed has a test.
 
-`benchmarks.handover.parsers` recorded what the engines' own parsers know and made of each case: the guard of the tables.
+`data/handover-parsers.json` has what the engines' own parsers know and made of each case: the guard of the tables.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from heads import GOLDEN, eagle1_folder, medusa_folder
 
-from benchmarks.handover.parsers import RECORDED, cases
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.eagle.files import write_eagle
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
@@ -23,7 +22,34 @@ from outrider.models.load import Loaded, load
 from outrider.verify import VERIFIERS
 from outrider_lab.handover import ENGINES, TABLES, EngineCommand, exports, head_of, same_tokens, write_head
 
-KNOWN = json.loads(RECORDED.read_text())
+KNOWN = json.loads((Path(__file__).parent / "data" / "handover-parsers.json").read_text())
+PARSED = {"method": "draft_model", "model": "builtin:code-draft", "num_speculative_tokens": 4}
+LENGTHS = {1: 4, 4: 2, 8: 0}
+TREE = {"tree_width": 3, "tree_nodes": 10}
+# What the parsers were asked: a speculative_config, draft tokens by batch size, and whether the draft model has other tokens.
+CASES: dict[str, tuple[dict[str, Any], dict[int, int] | None, bool]] = {
+    "none": ({"method": "none"}, None, False),
+    "draft_model": (PARSED, None, False),
+    "draft_model rejection": ({**PARSED, "verifier": "rejection"}, None, False),
+    "draft_model block": ({**PARSED, "verifier": "block"}, None, False),
+    "draft_model tree": ({**PARSED, **TREE}, None, False),
+    "draft_model int8": ({**PARSED, "quantization": "int8"}, None, False),
+    "draft_model lengths": (PARSED, LENGTHS, False),
+    "draft_model lengths from 2": (PARSED, {2: 6, 4: 3}, False),
+    "draft_model no lengths": (PARSED, {1: 0, 2: 0}, False),
+    "draft_model other tokens": (PARSED, None, True),
+    "ngram": ({"method": "ngram"}, None, False),
+    "ngram lengths": ({"method": "ngram", "num_speculative_tokens": 5}, LENGTHS, False),
+    "ngram tree": ({"method": "ngram", "num_speculative_tokens": 5, **TREE}, None, False),
+    "ngram lookup": ({"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 4}, None, False),
+    "suffix": ({"method": "suffix"}, None, False),
+    "suffix long": ({"method": "suffix", "num_speculative_tokens": 32, "suffix_shared_tokens": 0}, None, False),
+    "suffix corpus": ({"method": "suffix", "corpus": "texts.jsonl"}, None, False),
+    "suffix lengths from 2": ({"method": "suffix", "num_speculative_tokens": 6}, {2: 6, 4: 3}, False),
+    "suffix and draft_model": ({**PARSED, "method": ["suffix", "draft_model"]}, None, False),
+    "layer_skip": ({"method": "layer_skip"}, None, False),
+    "auto": ({"method": "auto"}, None, False),
+}
 DRAFT = {"method": "draft_model", "model": "me/small", "num_speculative_tokens": 4}
 
 
@@ -387,11 +413,11 @@ def test_every_flag_of_a_table_is_known_there(engine: str) -> None:
     assert names <= known, f"{engine} {KNOWN[engine]['version']} does not know {names - known}"
 
 
-@pytest.mark.parametrize("name", cases(None))
+@pytest.mark.parametrize("name", CASES)
 def test_the_parsers_read_what_is_meant(name: str) -> None:
     """What each parser made of the exported line, in vLLM's and SGLang's own words."""
-    case = cases(None)[name]
-    found = by_engine(case.config, case.lengths, other_tokens=case.other_tokens)
+    config, lengths, other_tokens = CASES[name]
+    found = by_engine(config, lengths, other_tokens=other_tokens)
     read = KNOWN["vllm"].get(f"{name}, command")
     told = vllm(found["vLLM"]) if found["vLLM"].command else {}
     assert (read is not None) == found["vLLM"].supported

@@ -381,11 +381,11 @@ def test_the_replayed_step_is_the_one_on_the_page(tmp_path: Path, monkeypatch: p
 
 def test_the_figures_to_choose_by_are_measured() -> None:
     """Each speedup of the table by task stands in the generated table of docs/performance.md."""
-    measured = (DOCS / "performance.md").read_text().split("## Every drafter")[1].split("**0.5B float32**")[0]
+    measured = (DOCS / "performance.md").read_text().split("### One pair")[1].split("### Other precisions")[0]
     table = (DOCS / "guides" / "choose.md").read_text().split("## By task")[1].split("## By what you have")[0]
     cited = re.findall(r"\b\d\.\d\d\b", table)
-    assert len(cited) > 20
-    assert not [figure for figure in cited if f"| {figure} (" not in measured]
+    assert len(cited) >= 20
+    assert not [figure for figure in cited if f" ms, {figure} (" not in measured]
 
 
 def test_the_reference_is_fresh() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +15,14 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, quants
 from gguf_files import write_file
 
-from benchmarks.peers.llama_server import about, command
+from benchmarks.peers.llama_server import Missing, about, command
 from benchmarks.peers.requantize import requantize
 from benchmarks.real import report
 from benchmarks.real.__main__ import main
 from benchmarks.real.journal import Journal, identity
 from benchmarks.real.served import served
 from benchmarks.real.sides import Peer
-from benchmarks.real.texts import WORKLOADS, texts
 from benchmarks.shapes import FAMILIES, cut, write
-from benchmarks.side import Missing
 from outrider.core.params import SamplingParams
 from outrider.drafters.heads.eagle.files import write_eagle
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
@@ -69,33 +68,19 @@ def stub(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_every_method_writes_the_plain_text_and_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
-    command = [
-        "--target",
-        "builtin:code",
-        "--draft",
-        "builtin:code-draft",
-        "--methods",
-        "plain",
-        "draft_model 4",
-        "suffix",
-    ]
+    command = shlex.split("--target builtin:code --draft builtin:code-draft --methods plain suffix 'draft_model 4'")
     command += ["--workloads", "code", "chat", "--texts", "1", "--tokens", "16", "--length", "512"]
     command += ["--journal", str(tmp_path / "real.jsonl"), "--out", str(tmp_path)]
     made = main([*command, "--temperatures", "0"])
     assert [(r["workload"], r["setting"]) for r in made["records"]] == [
-        (w, m) for w in ("code", "chat") for m in ("plain", "draft_model 4", "suffix")
+        (w, m) for w in ("code", "chat") for m in ("plain", "suffix", "draft_model 4")
     ]
     before = (tmp_path / "real.jsonl").read_text().splitlines()
     made = main([*command, "--temperatures", "0", "0.8"])
     after = (tmp_path / "real.jsonl").read_text().splitlines()
     assert after[: len(before)] == before
     rounds = [json.loads(line) for line in after if '"kind": "round"' in line]
-    assert [(r["workload"], r["temperature"]) for r in rounds] == [
-        ("code", 0),
-        ("chat", 0),
-        ("code", 0.8),
-        ("chat", 0.8),
-    ]
+    assert [(r["workload"], r["temperature"]) for r in rounds] == [(w, t) for t in (0, 0.8) for w in ("code", "chat")]
     for r in made["records"]:
         assert (r["differing_tokens"], r["texts"]) == (0, 1)
         assert r["tokens"] >= 8
@@ -224,18 +209,6 @@ def test_files_are_known_by_their_hash(tmp_path: Path) -> None:
     assert identity("nobody/absent") == {"name": "nobody/absent"}
 
 
-def test_every_workload_has_twelve_texts_for_chat_and_for_base_models() -> None:
-    for workload in WORKLOADS:
-        base, chat = texts(workload, False), texts(workload, True)
-        assert len({p.id for p in base}) == 12
-        assert [p.id for p in chat] == [p.id for p in base]
-        assert all(isinstance(p.content, str) for p in base)
-        assert all(p.content[0]["role"] == "user" for p in chat if not isinstance(p.content, str))
-        assert not any(isinstance(p.content, str) for p in chat)
-    with pytest.raises(ValueError, match="there are code, chat"):
-        texts("prose", True)
-
-
 def test_a_start_is_a_process_of_its_own(tmp_path: Path) -> None:
     command = ["--target", "builtin:code", "--only", "start", "--journal", str(tmp_path / "j"), "--out", str(tmp_path)]
     made = main(command)
@@ -294,17 +267,6 @@ def test_blocks_of_five_bits_get_eight(tmp_path: Path) -> None:
         np.testing.assert_array_equal(by[1][name].data, by[0][name].data)
     five = [quants.dequantize(side["five"].data, side["five"].tensor_type) for side in by]
     np.testing.assert_allclose(five[1], five[0], atol=np.abs(values).max() / 250)
-
-
-def test_forwards_over_several_rows_are_compared_with_one(tmp_path: Path) -> None:
-    command = ["--target", "builtin:code", "--draft", "builtin:code-draft", "--only", "forward"]
-    command += ["--journal", str(tmp_path / "j"), "--out", str(tmp_path)]
-    made = main(command)
-    assert [(line["model"], line["weights"], line["ratio"]["1"]) for line in made["forward"]] == [
-        ("target", "file", 1.0), ("draft model", "file", 1.0)
-    ]  # fmt: skip
-    assert "**A forward over several rows" in report.tables(made)
-    assert main(command)["forward"] == made["forward"]
 
 
 def test_clients_are_served_the_same_texts() -> None:

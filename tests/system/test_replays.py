@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.recorded_texts import read
 from benchmarks.replays import MACHINES, by_kind, oracle_texts
+from benchmarks.traces import read
 from outrider.control import CostModel, DraftCost, Planner
 from outrider_lab.tune.recorded import RecordedDraft, RecordedText
 from outrider_lab.tune.replay import Machine, Played, auto, fixed, plain_seconds
