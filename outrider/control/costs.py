@@ -19,11 +19,11 @@ MOST = 256  # nodes of a step up to which costs bend
 
 @dataclass(frozen=True)
 class DraftCost:
-    """Seconds of a drafter for one sequence. first: of any draft. level: of each level. read: of a token that it missed."""
+    """Seconds of a drafter for one sequence."""
 
-    first: float
-    level: float
-    read: float
+    first: float  # of any draft
+    level: float  # of each level
+    read: float  # of a token that it missed
 
     def seconds(self, levels: float) -> float:
         """Of a draft of so many levels, at least one."""
@@ -32,18 +32,17 @@ class DraftCost:
 
 @dataclass(frozen=True)
 class CostModel:
-    """What `outrider.engine.calibrate` measured. key: what it was measured on; another key wants another measurement.
+    """What `outrider.engine.calibrate` measured."""
 
-    target: seconds of a step without its draft, by the nodes of all its sequences, the roots counted. drafters: by name.
-    attention: what each node adds for each token of the text behind it that a layer reads. windows: layers by the tokens that
-    they read at most; 0: the whole text.
-    """
-
-    key: dict[str, str]
-    target: dict[int, float]
-    drafters: dict[str, DraftCost] = field(default_factory=lambda: dict[str, DraftCost]())
-    attention: float = 0.0
-    windows: dict[int, int] = field(default_factory=lambda: {0: 1})
+    key: dict[str, str]  # what it was measured on; another key wants another measurement
+    target: dict[
+        int, float
+    ]  # seconds of a step without its draft, by the nodes of all its sequences, the roots counted
+    drafters: dict[str, DraftCost] = field(default_factory=lambda: dict[str, DraftCost]())  # by name
+    attention: float = 0.0  # seconds that each node adds for each token of the text behind it that a layer reads
+    windows: dict[int, int] = field(
+        default_factory=lambda: {0: 1}
+    )  # layers by the tokens that they read at most; 0: all
 
     def forward(self, nodes: int) -> float:
         """Seconds of a step without its draft."""

@@ -47,15 +47,11 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a lookup proposes: a note of `Draft.notes`.
+    """What a lookup proposes: a note of `Draft.notes`."""
 
-    nodes: (token, parent) of each node, the root first. masses: probability of each node as the lookup sees it, 1 for the root.
-    match: tokens of the longest end of the text that occurred before, 0 for none.
-    """
-
-    nodes: Sequence[tuple[int, int]]
-    masses: Sequence[float]
-    match: int
+    nodes: Sequence[tuple[int, int]]  # (token, parent) of each node, the root first
+    masses: Sequence[float]  # probability of each node as the lookup sees it, 1 for the root
+    match: int  # tokens of the longest end of the text that occurred before, 0 for none
 
     def __str__(self) -> str:
         return f"a match of {self.match} tokens"
@@ -72,63 +68,48 @@ class Offer:
 
 @dataclass
 class SequenceAverages:
-    """What is known of a sequence. The moving averages begin with those of all sequences.
+    """What is known of a sequence. The moving averages begin with those of all sequences."""
 
-    written: output tokens. accepted: by draft model or head, the chance that its next token is right. asked: the last step in
-    which it drafted. shift: by lookup, logits by which it is right more often here. lookup: by which part lookups speed up a
-    step. rests: times in a row that they brought less than they cost. idle: the last plan was to do nothing. forced: a grammar
-    may leave no choice.
-    """
-
-    written: int = 0
+    written: int = 0  # output tokens
+    # by draft model or head: the chance that its next token is right, and the last step in which it drafted
     accepted: dict[str, float] = field(default_factory=lambda: dict[str, float]())
     asked: dict[str, int] = field(default_factory=lambda: dict[str, int]())
+    # by lookup: logits by which it is right more often here
     shift: dict[str, float] = field(default_factory=lambda: dict[str, float]())
-    lookup: float = 0.3
-    rests: int = 0
-    idle: bool = False
-    forced: bool = False
+    lookup: float = 0.3  # by which part lookups speed up a step
+    rests: int = 0  # times in a row that they brought less than they cost
+    idle: bool = False  # the last plan was to do nothing
+    forced: bool = False  # a grammar may leave no choice
 
 
 @dataclass(frozen=True)
 class View:
-    """What a plan may know of a sequence.
-
-    written: output tokens so far. left: output tokens that may follow. budget: the largest draft. offers: of lookups, by name.
-    missing: by draft model or head, tokens that it must read before it can draft. fixed: the draft has the budget's size,
-    whatever it is worth. length: tokens so far.
-    """
+    """What a plan may know of a sequence."""
 
     slot: int
-    written: int
-    left: int
-    budget: Budget
-    offers: Mapping[str, Offer]
-    missing: Mapping[str, int]
-    fixed: bool = False
-    length: int = 0
+    written: int  # output tokens so far
+    left: int  # output tokens that may follow
+    budget: Budget  # the largest draft
+    offers: Mapping[str, Offer]  # of lookups, by name
+    missing: Mapping[str, int]  # by draft model or head: tokens that it must read before it can draft
+    fixed: bool = False  # the draft has the budget's size, whatever it is worth
+    length: int = 0  # tokens so far
 
 
 class Choice(NamedTuple):
-    """A drafter as the planner weighed it.
-
-    accepted: the chance that its next token is right. tokens: draft tokens expected to be accepted. seconds: of the step.
-    speed: tokens a second of the step. verdict: "chosen", or why not. levels: of the draft. hopeful: it could be worth it.
-    survival: of the nodes of a lookup's offer, the probability of each. stop: a chain ends behind a token with less.
-    least: nodes with less are not verified.
-    """
+    """A drafter as the planner weighed it."""
 
     name: str
-    accepted: float = 1.0
-    tokens: float = 0.0
-    seconds: float = 0.0
-    speed: float = 0.0
-    verdict: str = "slower"
-    levels: int = 0
-    hopeful: bool = True
-    survival: Sequence[float] = ()
-    stop: float = 0.0
-    least: float = 0.0
+    accepted: float = 1.0  # chance that its next token is right
+    tokens: float = 0.0  # draft tokens expected to be accepted
+    seconds: float = 0.0  # of the step
+    speed: float = 0.0  # tokens a second of the step
+    verdict: str = "slower"  # or "chosen", or why not
+    levels: int = 0  # of the draft
+    hopeful: bool = True  # it could be worth it
+    survival: Sequence[float] = ()  # probability of each node of a lookup's offer
+    stop: float = 0.0  # a chain ends behind a token with less
+    least: float = 0.0  # nodes with less are not verified
 
     def __str__(self) -> str:
         cost = f"{1000 * self.seconds:.1f} ms"
@@ -136,13 +117,12 @@ class Choice(NamedTuple):
 
 
 class StepForecast(NamedTuple):
-    """A step without the draft that is weighed. tokens: that it commits. seconds: of drafting. around: seconds around a
-    draft. forwards: seconds of the rest, with 0, 1, ... nodes more."""
+    """A step without the draft that is weighed."""
 
-    tokens: float
-    seconds: float
-    around: float
-    forwards: Sequence[float]
+    tokens: float  # that it commits
+    seconds: float  # of drafting
+    around: float  # seconds around a draft
+    forwards: Sequence[float]  # seconds of the rest, with 0, 1, ... nodes more
 
     def best(self, name: str, accepted: float, survival: Sequence[float], drafting: Sequence[float] = ()) -> Choice:
         """The prefix of a draft with which the step is fastest.
@@ -166,44 +146,35 @@ class StepForecast(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done for a sequence in a step.
+    """What is done for a sequence in a step."""
 
-    drafter: None decodes plainly. budget: of its draft. read: (drafter, tokens) that it reads without a draft. plain: tokens a
-    second of plain decoding. chosen: the choice that drafts. why: all that was weighed.
-    """
-
-    drafter: str | None
-    budget: Budget = PLAIN
-    read: tuple[str, int] | None = None
-    plain: float = 0.0
-    chosen: Choice | None = None
-    why: tuple[Choice, ...] = ()
+    drafter: str | None  # None decodes plainly
+    budget: Budget = PLAIN  # of its draft
+    read: tuple[str, int] | None = None  # (drafter, tokens) that it reads without a draft
+    plain: float = 0.0  # tokens a second of plain decoding
+    chosen: Choice | None = None  # the choice that drafts
+    why: tuple[Choice, ...] = ()  # all that was weighed
 
 
 class Charge(NamedTuple):
-    """What a drafter took in a step. rows: sequences that it drafted for. levels: of its deepest draft. read: tokens that it had
-    missed."""
+    """What a drafter took in a step."""
 
     name: str
-    rows: int
-    levels: int
-    read: int
+    rows: int  # sequences that it drafted for
+    levels: int  # of its deepest draft
+    read: int  # tokens that it had missed
     seconds: float
 
 
 @dataclass(eq=False)
 class PlanNote:
-    """A plan, and what became of it before the target judged: a note of `Draft.notes`.
-
-    offers: of the lookups. levels: that are verified. charges: of all drafters in this step. stated: the drafter stated its
-    chances.
-    """
+    """A plan, and what became of it before the target judged: a note of `Draft.notes`."""
 
     plan: Plan
-    offers: Mapping[str, Offer]
-    levels: int = 0
-    charges: Sequence[Charge] = ()
-    stated: bool = True
+    offers: Mapping[str, Offer]  # of the lookups
+    levels: int = 0  # that are verified
+    charges: Sequence[Charge] = ()  # of all drafters in this step
+    stated: bool = True  # the drafter stated its chances
 
     def __str__(self) -> str:
         plan = self.plan
