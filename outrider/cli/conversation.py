@@ -36,7 +36,7 @@ _OLLAMA = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 Messages = list[dict[str, str]]
 
 
-class Answer:
+class Reply:
     """A text on standard output, as it comes. On a terminal accepted draft tokens are green."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
         seed = (self.options["seed"] + self._answers) % 2**63
         params = SamplingParams(**{"max_tokens": None, **self.options, "seed": seed})
-        answer = Answer()
+        answer = Reply()
         try:
             answer.write(self._stream(self.messages, params), loops=params.max_tokens is not None)
         except Exception:
@@ -210,7 +210,7 @@ class Conversation:
         tell(f"figures are {rest}" if rest else self._figures)
 
 
-def _note(answer: Answer, limit: int | None) -> str:
+def _note(answer: Reply, limit: int | None) -> str:
     """What a person should know of an answer, beside its text; empty if nothing. It never stands in a pipe of texts."""
     if answer.stopped:
         return "stopped"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from outrider.cli.command import as_command
-from outrider.cli.conversation import Answer
+from outrider.cli.conversation import Reply
 from outrider.cli.options import (
     CODE,
     FolderOptions,
@@ -87,7 +87,7 @@ def generate(
 
 def stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) -> RequestOutput | None:
     """Write the text as it comes, then the summary line. Returns the whole output, or None if ctrl-C ended it."""
-    speculates, answer = llm.config.enabled, Answer()
+    speculates, answer = llm.config.enabled, Reply()
     if speculates and not plain(sys.stdout):
         print(paint("accepted draft tokens", GREEN) + paint(" | tokens of the model itself\n", DIM))
     if sys.stdout.isatty() and not chat:
