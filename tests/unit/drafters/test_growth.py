@@ -120,13 +120,17 @@ def test_a_draft_of_lists_is_the_draft_of_its_tensors(
 ) -> None:
     """Whichever is read first: lists, tensors, or a copy with notes."""
     trees = [[(7, -1), *((token, draw.randrange(n)) for n, (token, _) in enumerate(nodes, 1))] for nodes in some]
-    chances = {b: [1.0, *(chance for _, chance in nodes)] for b, nodes in enumerate(some)} if states else None
+    chances = {
+        b: [1.0, *(chance for _, chance in nodes)] for b, nodes in enumerate(some) if states and draw.random() < 0.7
+    }
+    stated = [chances.get(b) or [0.0] * len(nodes) for b, nodes in enumerate(trees)] if chances else None
     listed = draft_of(trees, chances, ["a note"] * len(trees))
     tokens, parents = tree(trees)
     whole = Draft(tokens, parents, confidence=listed.confidence, notes=("a note",) * len(trees))
     for draft in draw.sample([listed, draft_of(trees, chances).noted(whole.notes), listed.noted(whole.notes)], 3):
         assert torch.equal(draft.tokens, tokens)
         assert torch.equal(draft.parents, parents)
-        assert (draft.host, draft.stated, draft.notes) == (whole.host, whole.stated, whole.notes)
+        assert (draft.host, draft.stated, draft.notes) == (whole.host, stated, whole.notes)
+        assert whole.stated == stated
         assert draft.nodes == tokens.shape[1]
         assert draft.to(torch.device("cpu")) is draft

@@ -90,6 +90,16 @@ def test_a_draft_depends_on_the_newest_features_alone(name: str) -> None:
     assert len(drafts[0][0]) == 4
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_features_behind_a_gap_start_over(name: str) -> None:
+    """As after a prefix that the prefix cache held: what is before the gap does not belong to them."""
+    held, some = made(name).levels.features, torch.zeros(9, 96)
+    held.add(0, some, 0)
+    held.add(0, some, 20)
+    assert (held.waiting[0].first, len(held.waiting[0])) == (20, 9)
+    assert held.cache.length[0] == 0
+
+
 @given(st.lists(st.integers(1, 40), max_size=9), st.integers(0, 60))
 def test_the_newest_features_stay(sizes: list[int], count: int) -> None:
     every = torch.arange(float(sum(sizes)))[:, None]
