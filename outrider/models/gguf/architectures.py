@@ -89,7 +89,7 @@ def config_of(file: GGUFFile) -> PretrainedConfig:
     if settings["vocab_size"] is None:
         raise ValueError(f"{file.paths[0]} has no token_embd.weight; the file is not a whole model")
     try:
-        settings |= read_keys(file, family.keys) | family.constants | family.more(file)
+        settings |= {**read_keys(file, family.keys), **family.constants, **family.more(file)}
         return AutoConfig.for_model(settings.pop("model_type", family.model_type), **settings)
     except Exception as error:  # each architecture checks its settings in its own way
         raise ValueError(f"the configuration in {file.paths[0]} does not fit a {family.model_type}: {error}") from error
