@@ -234,3 +234,11 @@ def repeated(text: str) -> str:
         if text.endswith(piece, 0, len(text) - size) and text.endswith(piece * max(PERIODS, -(-LOOP // size))):
             return piece
     return ""
+
+
+def no_template(model: str) -> str:
+    """Why a model cannot chat, and what it can do."""
+    return (
+        f"{model} is a base model: it has no chat template, so it cannot chat. It continues a text: "
+        f'outrider generate "Once upon a time" -m {model}'
+    )

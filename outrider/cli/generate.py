@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from outrider.cli.command import as_command
-from outrider.cli.conversation import Reply
+from outrider.cli.conversation import Reply, no_template
 from outrider.cli.options import (
     CODE,
     FolderOptions,
@@ -20,7 +20,6 @@ from outrider.cli.options import (
     SamplingOptions,
     TraceOptions,
 )
-from outrider.cli.run import no_template
 from outrider.cli.terminal import DIM, GREEN, check_folders, loading, paint, plain, printable, tell
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from outrider.cli.command import as_command
-from outrider.cli.conversation import Conversation
+from outrider.cli.conversation import Conversation, no_template
 from outrider.cli.options import FolderOptions, LoadOptions, SpeculationOptions, sampling
 from outrider.cli.terminal import RED, loading, tell
 from outrider.core.files import state_folder
@@ -116,11 +116,3 @@ def chat_model(model: str, loaded: LoadOptions, folders: FolderOptions, speculat
     for line in [*llm.notes, *([note] if note else [])]:
         tell(line)
     return llm
-
-
-def no_template(model: str) -> str:
-    """Why a model cannot chat, and what it can do."""
-    return (
-        f"{model} is a base model: it has no chat template, so it cannot chat. It continues a text: "
-        f'outrider generate "Once upon a time" -m {model}'
-    )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, field, replace
 
 from pydantic import TypeAdapter, ValidationError
 
-from outrider.core.interpolate import interpolate
 from outrider.core.suggest import faults
 
 RATE = 0.05  # of all moving averages. [half, double] cost so many hundredths in `benchmarks.replays`: [0.1, 1.2; -0.4, 1.8]
@@ -197,3 +197,20 @@ def assumed(plain: float, weights: Mapping[str, float]) -> CostModel:
     over the target's."""
     drafters = {name: _share(share, plain) for name, share in weights.items()}
     return CostModel({}, {1: plain, 4: 1.35 * plain, 16: 3.0 * plain}, drafters)
+
+
+def interpolate(points: Mapping[int, float], x: float) -> float:
+    """Straight lines through the points; beyond them the last line goes on, never downwards. One point is level."""
+    xs = sorted(points)
+    if x in points:
+        return points[int(x)]
+    if len(xs) == 1:
+        return points[xs[0]]
+    at = min(max(bisect_left(xs, x), 1), len(xs) - 1)
+    low, high = xs[at - 1], xs[at]
+    slope = (points[high] - points[low]) / (high - low)
+    if x > xs[-1]:
+        return points[high] + max(slope, 0.0) * (x - high)
+    if x < xs[0]:
+        return max(points[low] + slope * (x - low), 0.0)
+    return points[low] + slope * (x - low)

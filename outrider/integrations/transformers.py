@@ -237,7 +237,7 @@ def translate(
 
     Raises ValueError.
     """
-    given: dict[str, Any] = {
+    chosen: dict[str, Any] = {
         "temperature": 1.0 if config.do_sample else 0.0,
         "ignore_eos": True,
         "skip_special_tokens": False,
@@ -266,13 +266,13 @@ def translate(
             case lp.SequenceBiasLogitsProcessor():
                 if any(len(s) != 1 for s in p.sequence_bias):
                     raise ValueError("sequence_bias over several tokens is not supported; biases of single tokens are")
-                given["logit_bias"] = {int(s[0]): float(b) for s, b in p.sequence_bias.items()}
+                chosen["logit_bias"] = {int(s[0]): float(b) for s, b in p.sequence_bias.items()}
             case lp.RepetitionPenaltyLogitsProcessor():
                 if p.prompt_ignore_length:
                     raise ValueError(
                         "RepetitionPenaltyLogitsProcessor(prompt_ignore_length=...) is not supported; leave it out"
                     )
-                given["repetition_penalty"] = p.penalty
+                chosen["repetition_penalty"] = p.penalty
             case lp.MinLengthLogitsProcessor():
                 least = max(least, p.min_length - length)
             case lp.MinNewTokensLengthLogitsProcessor():
@@ -280,9 +280,9 @@ def translate(
             case lp.SuppressTokensLogitsProcessor():
                 words += [(int(t),) for t in p.suppress_tokens.tolist()]
             case lp.TemperatureLogitsWarper():
-                given["temperature"] = p.temperature if config.do_sample else 0.0
+                chosen["temperature"] = p.temperature if config.do_sample else 0.0
             case _:
-                given |= {name: getattr(p, name) for name in ("top_k", "top_p", "min_p") if hasattr(p, name)}
+                chosen |= {name: getattr(p, name) for name in ("top_k", "top_p", "min_p") if hasattr(p, name)}
     stops, ends, most = list(stops), list[int](), config.max_length
     for c in criteria:
         match c:
@@ -305,7 +305,7 @@ def translate(
             "stop_strings with min_new_tokens is not supported: in outrider the minimum holds for both; leave one out"
         )
     return SamplingParams(
-        **given, bad_words=words, max_tokens=most - length, min_tokens=least, stop=stops, stop_token_ids=ends
+        **chosen, bad_words=words, max_tokens=most - length, min_tokens=least, stop=stops, stop_token_ids=ends
     )
 
 
@@ -335,7 +335,7 @@ def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]
         raise ValueError(
             "position_ids other than 0, 1, 2, ... of each row's own tokens are not supported; leave them out"
         )
-    return [ids[kept == 1].tolist() for ids, kept in zip(input_ids, mask, strict=True)]
+    return [ids[on == 1].tolist() for ids, on in zip(input_ids, mask, strict=True)]
 
 
 def _pad_id(config: GenerationConfig, params: SamplingParams, rows: int) -> int:

@@ -15,7 +15,7 @@ import torch
 from depths import best_depth
 from scipy.stats import chisquare
 
-from outrider.core.interpolate import interpolate
+from outrider.control.costs import interpolate
 from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import draw
 from outrider.core.tree import ancestor_mask, levels

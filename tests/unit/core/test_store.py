@@ -153,6 +153,9 @@ def test_a_folder_of_two_kinds_is_bounded_for_each_apart(tmp_path: Path) -> None
     for number in range(3):
         texts.make(number)
     assert (prefixes.there(), texts.there()) == ([0, 1], [2])
+    smaller = Shelf("prefixes", tmp_path, limit=1500)
+    smaller.make(3)
+    assert (smaller.there(), texts.there()) == ([3], [2])
 
 
 def test_chains_are_forgotten_from_their_ends(tmp_path: Path) -> None:
