@@ -199,6 +199,7 @@ def test_calls_that_a_model_writes_of_itself_and_broken_ones(live: Live, monkeyp
         ),
         ("<tool_call>{</tool_call>", "<tool_call>{</tool_call>", []),
         ("plain", "plain", []),
+        ("held back <tool", "held back <tool", []),
     ):
         body = {
             "messages": [{"role": "user", "content": "x"}],
