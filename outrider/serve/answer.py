@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import abc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, NamedTuple
@@ -102,6 +102,8 @@ class Usage:
 class ChoiceReader:
     """Reads one text of an answer. How the engine cuts the text changes no part but its size.
 
+    `so_far` has the counts for `continuous_usage_stats`, and `continues` says that the text goes on from an earlier one.
+
     Args:
         index: of the text in the answer.
         sequence: the text.
@@ -123,27 +125,27 @@ class ChoiceReader:
         self.continues = self._behind = bool(sequence.request.continued)
         self.so_far = {"tokens": len(sequence.request.continued), "drafted": 0, "accepted": 0}
 
-    def count(self, delta: Delta) -> None:
-        """Add a delta to `so_far`."""
-        self.so_far["tokens"] += len(delta.token_ids)
-        self.so_far["drafted"] += delta.drafted
-        self.so_far["accepted"] += delta.accepted
+    def read(self, delta: Delta, one_token: bool = False) -> Iterator[Part]:
+        """The parts that a delta completes; after the last one those that were held back, and the end.
 
-    def read(self, delta: Delta) -> list[Part]:
-        """The parts that a delta completes."""
-        parts = self._split(delta.text)
-        if len(parts) == 1 and parts[0].call is None:
-            return [parts[0]._replace(delta=delta)]
-        # The tokens come last: a client that has read them has the call, so the answer can go on from there.
-        return [*parts, Part(delta=delta)] if self._shows_tokens and delta.token_ids else parts
-
-    def close(self) -> list[Part]:
-        """The parts that were held back, and the end."""
-        self.ended = True
-        parts = self._split("", last=True)
-        thought, text = ("", "") if self._thoughts is None else self._thoughts.feed("", last=True)
-        called = self._tools is not None and self._tools.called > 0
-        return [*parts, Part(thought, text, ending=self.ending(called))]
+        one_token: a part has one token at most.
+        """
+        for name, count in (("tokens", len(delta.token_ids)), ("drafted", delta.drafted), ("accepted", delta.accepted)):
+            self.so_far[name] += count
+        for step in one_by_one(delta, self._shows_tokens) if one_token else [delta]:
+            parts = self._split(step.text)
+            if len(parts) == 1 and parts[0].call is None:
+                parts = [parts[0]._replace(delta=step)]
+            elif self._shows_tokens and step.token_ids:
+                # They come last: a client that has read them has the call, so the answer can go on from there.
+                parts.append(Part(delta=step))
+            yield from parts
+        if delta.ended:
+            self.ended = True
+            yield from self._split("", last=True)
+            thought, text = ("", "") if self._thoughts is None else self._thoughts.feed("", last=True)
+            called = self._tools is not None and self._tools.called > 0
+            yield Part(thought, text, ending=self.ending(called))
 
     def whole(self) -> tuple[str, list[ToolCall]]:
         """The text and its calls in one piece, thoughts among the text."""
@@ -249,12 +251,8 @@ class Answer:
                 silent = True
                 continue
             choice = self.choices[index]
-            choice.count(delta)
-            for step in one_by_one(delta, self.body.shows_tokens) if one_token else [delta]:
-                for part in choice.read(step):
-                    silent = False
-                    yield choice, part
-            for part in choice.close() if delta.ended else ():
+            for part in choice.read(delta, one_token):
+                silent = False
                 yield choice, part
 
     async def _read(self) -> AsyncIterator[tuple[int, Delta | None]]:

@@ -349,24 +349,12 @@ class CommonRequest(sampling_fields()):
 
 # Fields that clients send and that change no answer here: they are of the bill, of a cache, of a store or of what this server
 # does not have. They are not misspellings. The last line has fields of another route.
-HARMLESS = {"metadata", "store", "service_tier", "verbosity", "safety_identifier", "prompt_cache_key", "length_penalty"}
-HARMLESS |= {
-    "prompt_cache_retention",
-    "max_tool_calls",
-    "context_management",
-    "cache_control",
-    "inference_geo",
-    "speed",
-}
-HARMLESS |= {
-    "diagnostics",
-    "user_profile_id",
-    "stop_token",
-    "client_metadata",
-    "chat_template_kwargs",
-    "reasoning_effort",
-}
-HARMLESS |= {"max_tokens", "max_completion_tokens", "prompt", "messages", "logprobs", "top_logprobs", "suffix"}
+HARMLESS = {
+    "metadata", "store", "service_tier", "verbosity", "safety_identifier", "prompt_cache_key", "length_penalty",
+    "prompt_cache_retention", "max_tool_calls", "context_management", "cache_control", "inference_geo", "speed",
+    "diagnostics", "user_profile_id", "stop_token", "client_metadata", "chat_template_kwargs", "reasoning_effort",
+    "max_tokens", "max_completion_tokens", "prompt", "messages", "logprobs", "top_logprobs", "suffix",
+}  # fmt: skip
 
 
 class CompletionRequest(CommonRequest):

@@ -91,7 +91,15 @@ class Service:
         prompts, before = _continued(body, prompts, params.n)
         if body.max_total_tokens is not None:
             params = self._within(params, body.max_total_tokens, max(map(len, prompts)))
-        wishes = self._wishes(body, client, owner, waited)
+        seconds = min(body.timeout or math.inf, self.settings.request_timeout) - waited
+        wishes = {
+            "client": client,
+            "owner": owner,
+            "prefill_only": body.limit == 0,
+            "method": body.method,
+            "num_speculative_tokens": body.depth,
+            "deadline": perf_counter() + seconds,
+        }
         loop = asyncio.get_running_loop()
 
         def begin() -> Answer:
@@ -150,18 +158,6 @@ class Service:
         if body.suffix:
             return await self._infilled(body.prompts, body.suffix)
         return [await self.encoder.prompt(prompt) for prompt in body.prompts], ()
-
-    def _wishes(self, body: CommonRequest, client: str, owner: str, waited: float) -> dict[str, Any]:
-        """Fields of all requests of a body."""
-        seconds = min(body.timeout or math.inf, self.settings.request_timeout) - waited
-        return {
-            "client": client,
-            "owner": owner,
-            "prefill_only": body.limit == 0,
-            "method": body.method,
-            "num_speculative_tokens": body.depth,
-            "deadline": perf_counter() + seconds,
-        }
 
     async def _infilled(self, prompts: list[Any], suffix: str) -> tuple[list[list[int]], tuple[int, ...]]:
         """The prompts of gaps before one suffix, and the tokens that end an answer. Raises Refused."""

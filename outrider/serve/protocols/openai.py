@@ -309,16 +309,14 @@ def _likeliest(logprobs: dict[int, float], count: int) -> dict[int, float]:
 def install(app: FastAPI, responder: Responder, documented: dict[int | str, dict[str, Any]]) -> None:
     """Add the routes. documented: what is answered."""
 
-    async def respond(body: CompletionRequest | ChatRequest, request: Request) -> Response:
-        service = await responder.pool.lend(body.model, request, body.timeout)
-        return await responder.respond(service, body, request, lambda answer: CompletionWriter(answer, service))
-
     @app.post("/v1/completions", responses=documented)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several, given as texts or token ids."""
-        return await respond(body, request)
+        service = await responder.pool.lend(body.model, request, body.timeout)
+        return await responder.respond(service, body, request, lambda answer: CompletionWriter(answer, service))
 
     @app.post("/v1/chat/completions", responses=documented)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer messages. Needs a model with a chat template."""
-        return await respond(body, request)
+        service = await responder.pool.lend(body.model, request, body.timeout)
+        return await responder.respond(service, body, request, lambda answer: CompletionWriter(answer, service))

@@ -15,6 +15,11 @@ from hypothesis import settings as quick
 from hypothesis import strategies as st
 from serving import TEMPLATE, Live, builtin, serving
 
+from outrider.core.outputs import Delta
+from outrider.core.params import SamplingParams
+from outrider.core.stopping import StopChecker
+from outrider.engine.request import Request, Sequence
+from outrider.serve.answer import ChoiceReader
 from outrider.serve.grammar import Grammar, Grammars
 from outrider.serve.tools import FORMATS, PLAIN, ToolCallReader, ToolOffer, chosen, offered
 
@@ -199,6 +204,7 @@ def test_calls_that_a_model_writes_of_itself_and_broken_ones(live: Live, monkeyp
         ),
         ("<tool_call>{</tool_call>", "<tool_call>{</tool_call>", []),
         ("plain", "plain", []),
+        ("held back <tool", "held back <tool", []),
     ):
         body = {
             "messages": [{"role": "user", "content": "x"}],
@@ -225,6 +231,14 @@ def test_calls_that_a_model_writes_of_itself_and_broken_ones(live: Live, monkeyp
             assert own[-1]["finish_reason"] == ("tool_calls" if calls else "stop")
             tokens = [t["token"] for c in own if c["logprobs"] for t in c["logprobs"]["content"]]
             assert "".join(tokens).startswith(text)
+
+
+def test_calls_of_one_step_have_numbers_of_their_own() -> None:
+    params = SamplingParams()
+    sequence = Sequence(Request(0, [1], params), StopChecker(params, (), 9))
+    reader = ChoiceReader(0, sequence, tools=ToolCallReader(FORMATS["hermes"], ["look", "stop"]))
+    parts = reader.read(Delta(f"<tool_call>{ONE}</tool_call>\n<tool_call>{TWO}</tool_call>", [5]))
+    assert [(part.number, part.call and part.call.name) for part in parts] == [(0, "look"), (1, "stop")]
 
 
 @pytest.mark.parametrize(
