@@ -179,10 +179,12 @@ def eagle_head(shape: Shape, draft_vocab: int) -> HeadWeights[EagleConfig]:
     return HeadWeights(config, random_weights(shapes), torch.arange(draft_vocab) * (shape.vocab // draft_vocab))
 
 
-def precisions_table(draft_vocab: int, depth: int, precisions: Sequence[str], rounds: int) -> str:
+def precisions_table(
+    targets: Sequence[str], draft_vocab: int, depth: int, precisions: Sequence[str], rounds: int
+) -> str:
     """A line for each target and precision."""
     body = list[list[str]]()
-    for shape in SHAPES:
+    for shape in (s for s in SHAPES if s.name in targets):
         head = eagle_head(shape, draft_vocab)
         target = cast("LanguageModel", Embedding(torch.randn(shape.vocab, shape.hidden).bfloat16()))
         sides = {
@@ -305,13 +307,14 @@ def main() -> None:
     options.add_argument("--depth", type=int, default=4, help="draft tokens, at least 2")
     options.add_argument("--draft-vocab", type=int, default=8192)
     options.add_argument("--precisions", nargs="+", choices=("bfloat16", "int8", "int4"), default=["bfloat16", "int8"])
+    options.add_argument("--targets", nargs="+", choices=[s.name for s in SHAPES], default=[s.name for s in SHAPES])
     options.add_argument("--rounds", type=int, default=30)
     options.add_argument("--kinds", action="store_true", help="every kind of head, beside a forward of its target")
     args = options.parse_args()
     if args.kinds:
         print(kinds_table(args.depth, args.draft_vocab, args.rounds))
     else:
-        print(precisions_table(args.draft_vocab, args.depth, args.precisions, args.rounds))
+        print(precisions_table(args.targets, args.draft_vocab, args.depth, args.precisions, args.rounds))
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class Bench:
         self.makers |= {name: lambda c=c: self._drafter(c) for name, c in configs.items()}
         self.makers[BOTH] = lambda: {
             "suffix": self._drafter({"method": "suffix"}),
-            "draft_model": self.makers["draft_model"](),
+            "draft_model": ModelDrafter(draft_model, TEXTS, LENGTH),
         }
 
     def _drafter(self, config: dict[str, Any]) -> Drafter:

@@ -242,7 +242,8 @@ def main() -> None:
     if process.returncode not in (0, -signal.SIGTERM):
         wrong.append(f"the server ended with {process.returncode}")
     third = max(len(memory) // 3, 1)
-    middle, last = max(memory[third : 2 * third], default=0), max(memory[-third:], default=0)
+    last = max(memory[-third:], default=0)
+    middle = max(memory[third : 2 * third], default=last)
     if last > 1.05 * middle:
         wrong.append(f"memory grew from {middle} to {last} MiB")
     for name, count in sorted(told.items()):

@@ -6,12 +6,15 @@ Nothing is timed here. A new benchmark is found by its file, and needs a row of 
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import re
 import shlex
 import sys
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ from patience import PATIENCE
 from serving import builtin, serving
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import ROOT, clients, edits, forwards, identity, machine, quality, ruler, table, texts
+from benchmarks import ROOT, around, clients, edits, forwards, identity, machine, quality, ruler, table, texts
 from benchmarks.scale_up import Inflater, Size, compare, inflate
 from benchmarks.trees import sized_shape
 from outrider.core.types import Budget
@@ -39,8 +42,8 @@ RUNS = {
     "clients": "builtin:code --draft-model builtin:code-draft --clients 2 --rounds 2 --out OUT",
     "commits": f"{KERNELS} {KERNELS} --rounds 1 --formats Q4_K --rows 1",
     "first_token": """builtin:code --tokens 100 --beside 2 --config '{"method": "suffix"}'""",
-    "heads": "--rounds 1 --precisions int8 --draft-vocab 256",
-    "identity": "--tokens 1000 --length 16 --weights float32 --afresh --out FOLDER",
+    "heads": "--rounds 1 --precisions int8 --targets SmolLM2-135M --draft-vocab 256",
+    "identity": "--tokens 1 --length 4 --weights float32 --afresh --out FOLDER",
     "instruction_sets": "builtin:code --record OUT",
     "lengths": "builtin:code --folder FOLDER --draft builtin:code-draft --write 256 --tokens 8 --turns 1",
     "never_slower": "--model builtin:code --cases wrong --texts 1 --tokens 64 --out OUT",
@@ -55,10 +58,20 @@ RUNS = {
     "shapes": "qwen2.5-0.5b --gguf FOLDER/a.gguf --layers 1",
     "table": "--check",
     "traces": f"{PAIR} --part held --temperatures 0 --texts 1 --out FOLDER/t.jsonl.gz",
-    "trees": f"{PAIR} --nodes 2 --temperatures 1 --tokens 8 --prompts 1 --out OUT",
+    "trees": f"{PAIR} --nodes 2 --temperatures 0 --tokens 8 --prompts 1 --out OUT",
 }
 # Programs for the Python of a peer, and parts of a command.
 PARTS = {"real.start", *(f"peers.{name}" for name in ("convert", "requantize", "openvino_server", "xllamacpp_server"))}
+
+
+SERVED = ("clients", "first_token", "schemas", "serve_soak")  # they start servers, as `serve` does
+
+
+@contextmanager
+def server_here(model: str, *options: str, checkout: Path = ROOT):
+    """In the place of `own_server`: a server in this process, because a new process imports for seconds."""
+    with serving(builtin(), ServeOptions(model="model")) as live:
+        yield live.url, SimpleNamespace(pid=os.getpid(), returncode=0, kill=lambda: None)
 
 
 def commands() -> set[str]:
@@ -104,10 +117,21 @@ def test_each_command_starts_and_has_the_options_of_the_pages(name: str) -> None
 
 
 @pytest.mark.parametrize("name", sorted(RUNS))
-def test_each_command_measures_and_writes_a_result(name: str, tmp_path: Path) -> None:
+def test_each_command_measures_and_writes_a_result(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out.json"
     words = [w.replace("OUT", str(out)).replace("FOLDER", str(tmp_path)) for w in shlex.split(RUNS[name])]
-    printed = run(name, *words)
+    if name in SERVED:
+        module = importlib.import_module(f"benchmarks.{name}")
+        monkeypatch.setattr(module, "own_server", server_here)
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        with suppress(SystemExit):
+            module.main()
+        printed = capsys.readouterr().out
+    else:
+        printed = run(name, *words)
+    assert "WRONG" not in printed
     assert printed or name in ("table", "shapes", "traces")
     if "OUT" in RUNS[name] or name in ("identity", "real"):
         [file] = tmp_path.glob("*.json")
@@ -131,6 +155,17 @@ def test_a_speedup_is_a_ratio_of_sums_and_a_median_has_its_texts_interval() -> N
     assert (middle.value, middle.low, middle.high) == (2.0, 1.0, 9.0)
     assert ruler.shown(middle) == "2.00 (1.00-9.00)"
     assert ruler.differing([1, 2, 3], [1, 5, 3, 4]) == 2
+
+
+def test_a_call_within_another_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(100))
+    monkeypatch.setattr(around, "thread_time", lambda: float(next(ticks)))
+    meter = around.Meter()
+    inner = meter.timed("target", lambda: None)
+    meter.timed("model", inner)()
+    assert meter.seconds == {"model": 1.0}
+    inner()
+    assert meter.seconds == {"model": 1.0, "target": 1.0}
 
 
 def test_ratios_of_forwards_are_taken_within_a_round() -> None:
@@ -219,26 +254,25 @@ def test_quality_reads_the_windows_of_llama_cpps_tool(tmp_path: Path) -> None:
 
 
 def test_the_exactness_run_counts_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "TEXTS", 2)
     bench = identity.Bench("builtin:code", "builtin:code-draft", "float32")
-    bench.makers = {k: bench.makers[k] for k in ("draft_model", "ngram", "wrong")}
-    decode, rounds = bench.decode, list[int]()
+    bench.makers = {k: bench.makers[k] for k in ("ngram", "wrong", identity.BOTH)}
+    decode, ngram, rounds = bench.decode, bench.makers["ngram"](), list[int]()
 
     def spoiled(drafter, *more):
         """The texts of `ngram` end one token early."""
         rows = decode(drafter, *more)
-        for row in rows if type(drafter).__name__ == "NgramDrafter" else ():
-            row.output.pop()
-        return rows
+        return [SimpleNamespace(output=row.output[:-1]) for row in rows] if drafter is ngram else rows
 
     monkeypatch.setattr(bench, "decode", spoiled)
     state = {"mark": ["abc"], "round": 0, "tokens": 0, "differing": 0, "seconds": 0.0, "units": {}, "where": []}
-    identity.run({"float32": bench}, [[1, 2, 3], [4, 5]], 700, 16, state, lambda s: rounds.append(s["round"]))
-    texts_of_a_round = 2 * identity.TEXTS
+    identity.run({"float32": bench}, [[1, 2, 3], [4, 5]], 1, 16, state, lambda s: rounds.append(s["round"]))
+    texts_of_a_round = len(identity.TEMPERATURES) * identity.TEXTS
     assert rounds == [1]
     assert state["tokens"] == 3 * texts_of_a_round * 16
     assert state["differing"] == len(state["where"]) == texts_of_a_round
     assert {name: bad for name, (_, bad) in state["units"].items()} == {
-        "float32/draft_model": 0, "float32/ngram": texts_of_a_round, "float32/wrong": 0
+        "float32/ngram": texts_of_a_round, "float32/wrong": 0, f"float32/{identity.BOTH}": 0
     }  # fmt: skip
 
 
@@ -274,7 +308,7 @@ def test_a_big_model_computes_the_function_of_the_small_one(tmp_path: Path, size
     assert told["max_logit_difference"] < 1e-3 * told["max_logit"]
     assert told["differing_tokens"] == 0
     with torch.no_grad():
-        big.model.layers[1].mlp.up_proj.weight *= 1.5
+        big.lm_head.weight[3] *= 1.5
     assert compare(small, big, [[1, 2, 3]], 8)["max_logit_difference"] > 1e-3 * told["max_logit"]
 
 
