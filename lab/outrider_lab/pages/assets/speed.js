@@ -1,4 +1,4 @@
-// What a draft gains and what it costs. The functions and names are those of outrider/control/shapes.py and core/interpolate.py.
+// What a draft gains and what it costs. The functions and names are those of outrider/drafters/shapes.py and control/costs.py.
 
 /** Survival if every draft token is accepted with probability alpha: alpha, alpha**2, ... */
 export function geometric(alpha, depth) {
