@@ -12,7 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from heads import GOLDEN, MEDUSA, PROMPT, copied, drafter_of, features, golden, medusa_folder, reduced, small_target
+from heads import (
+    GOLDEN,
+    MEDUSA,
+    PROMPT,
+    copied,
+    drafter_of,
+    features,
+    golden,
+    head_folder,
+    medusa_folder,
+    reduced,
+    small_target,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -184,6 +196,17 @@ def test_the_lattice_holds_the_likeliest_nodes(first_order: bool) -> None:
 
 
 # -- texts ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "ids"), [("dspark-small", range(3, 100, 5)), ("medusa-shared", None)])
+def test_a_draft_has_tokens_of_the_heads_vocabulary_alone(kind: str, ids: range | None, tmp_path: Path) -> None:
+    folder = head_folder(kind, tmp_path)
+    made = drafter_of(folder, TARGET)
+    made.start(0, PROMPT, 0, features(TARGET, PROMPT[:-1], made.taps))
+    draft = made.propose(context([0], [PROMPT], [Budget(3, 3, 9)], HOT))
+    tokens = {token for token, _ in draft.host[0][1:]}
+    assert tokens <= set(load_file(folder / "model.safetensors")["token_map"].tolist() if ids is None else ids)
+    assert len(tokens) > 2
 
 
 # -- folders --------------------------------------------------------------------------------------------------------------
