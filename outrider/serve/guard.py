@@ -42,7 +42,7 @@ class Guard:
     """Reads the whole body before the route sees the request, so an incomplete request only costs a connection.
 
     An exception in a route becomes an error response without a traceback. The traceback goes to the log. Each request is told
-    its `owner`, among whom slots are shared: its key, else its client's network.
+    its `owner`: its key, else the network of its client. Owners share the slots.
     """
 
     def __init__(self, app: ASGIApp, settings: ServeOptions, metrics: Metrics) -> None:

@@ -106,12 +106,11 @@ class Responder:
         state = request.state
         waited, client = getattr(state, "waited", 0.0), body.user or state.owner
         with called(body.called):
-            answer = await service.accept(body, state.request_id, client, state.owner, waited)
+            writer = await service.accept(body, writer_of, state.request_id, client, state.owner, waited)
         if self._spans is not None:  # it ends after the answer
-            state.ends.callback(self._spans.watch(answer, service.settings.model_name, body, request.headers))
-        state.ends.enter_context(answer)
-        writer = writer_of(answer)
-        headers = {"x-outrider-guarantee": answer.guarantee}
+            state.ends.callback(self._spans.watch(writer.answer, service.settings.model_name, body, request.headers))
+        state.ends.enter_context(writer.answer)
+        headers = {"x-outrider-guarantee": writer.answer.guarantee}
         if body.stream:
             headers |= {"cache-control": "no-cache", "x-accel-buffering": "no"}
             events = writer.stream(service.settings.pad_seconds)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from outrider.core.extras import install
 from outrider.core.infill import Infilling
@@ -33,6 +33,7 @@ from outrider.serve.requests import (
 from outrider.serve.thoughts import END, ThinkingReader, thinks
 from outrider.serve.tools import PLAIN, ToolCallReader, ToolFormat, ToolOffer, chosen
 
+T = TypeVar("T")
 MaskMaker = Callable[[], GrammarMask]
 
 
@@ -61,12 +62,19 @@ class Service:
         self.encoder = Encoder(self.prompts, engine.decoder.max_length, settings.model_name)
 
     async def accept(
-        self, body: CompletionRequest | ChatRequest, request_id: str, client: str, owner: str = "", waited: float = 0.0
-    ) -> Answer:
-        """Check a request and queue its texts.
+        self,
+        body: CompletionRequest | ChatRequest,
+        make: Callable[[Answer], T],
+        request_id: str,
+        client: str,
+        owner: str = "",
+        waited: float = 0.0,
+    ) -> T:
+        """Check a request and queue its texts. Returns what writes the answer.
 
         Args:
             body: what is asked.
+            make: what writes the answer. It runs beside the event loop, because it may work on the whole prompt.
             request_id: the name of the HTTP request.
             client: as in `Request`.
             owner: as in `Request`.
@@ -102,14 +110,14 @@ class Service:
         }
         loop = asyncio.get_running_loop()
 
-        def begin() -> Answer:
+        def begin() -> T:
             """Beside the event loop, because all of it grows with the request."""
             requests = self._requests(prompts, before, params, mask, wishes)
             if self.settings.log_prompts:
                 log.info("%s asks %s", request_id, [self.tokens.decode(p) for p in prompts])
             if body.return_fingerprint:
                 _ = self.fingerprints  # to make it reads the model's files
-            return Answer(self.engine, requests, body, loop, request_id, partial(self._choice, body, tools))
+            return make(Answer(self.engine, requests, body, loop, request_id, partial(self._choice, body, tools)))
 
         size = sum(map(len, prompts)) * params.n + sum(map(len, body.bad_words or ())) + len(params.prediction or ())
         return await self.encoder.run(begin, LONG + 1 if body.return_fingerprint else size)

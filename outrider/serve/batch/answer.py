@@ -95,15 +95,18 @@ class BatchAnswerer:
     async def _whole(self, body: ChatRequest | CompletionRequest | ResponsesRequest, name: str) -> dict[str, Any]:
         if not isinstance(body, ResponsesRequest):
             with called(body.called):
-                return await CompletionWriter(await self.service.accept(body, name, "batch"), self.service).whole()
+                writer = await self.service.accept(body, lambda a: CompletionWriter(a, self.service), name, "batch")
+                return await writer.whole()
         if body.previous_response_id is not None:
             raise Refused(
                 "the lines of a batch do not follow each other; send the whole conversation as input",
                 param="previous_response_id",
             )
         with called(body.called):
-            answer = await self.service.accept(body.chat([]), name, "batch")
-            return await ResponsesWriter(answer, self.service, f"resp_{name}", body).whole()
+            writer = await self.service.accept(
+                body.chat([]), lambda a: ResponsesWriter(a, self.service, f"resp_{name}", body), name, "batch"
+            )
+            return await writer.whole()
 
     def _body(self, request: BatchRequest) -> Any:
         try:
