@@ -44,7 +44,7 @@ class Steps:
     def __init__(self) -> None:
         self.nodes, self.charges = list[int](), list[Any]()
 
-    def step(self, step: Step, seconds: float) -> None:
+    def step(self, step: Step, seconds: list[float | None]) -> None:
         self.nodes.append(sum(map(len, step.draft.host)))
         self.charges += step.draft.notes[0].charges if step.draft.notes else ()
 

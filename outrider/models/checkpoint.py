@@ -62,7 +62,7 @@ class StoredTensor(NamedTuple):
 class Sizes(NamedTuple):
     """What a model needs of memory."""
 
-    stored: str  # the precision that most weights have, or "gguf" for blocks
+    stored: str  # the precision that "auto" loads: that of the configuration or of most weights; "gguf" for blocks
     matrices: int  # number of weights that can be kept at another precision
     rest: int  # bytes of the others (embeddings, norms), which stay as they are
     blocks: int = 0  # bytes of the matrices as blocks
@@ -71,8 +71,16 @@ class Sizes(NamedTuple):
         return self.rest + (self.blocks if weights == "gguf" else self.matrices * WEIGHT_FORMATS[weights].bytes)
 
 
+def settings(folder: Path) -> dict[str, Any]:
+    """What a folder's config.json says; nothing if there is none."""
+    file = folder / "config.json"
+    return read_settings(file) if file.is_file() else {}
+
+
 def sizes(name: str, folder: Path) -> Sizes | None:
     """Read the headers of a folder's safetensors files. None if it holds only older weights (*.bin).
+
+    A configuration may say another precision than the files have: then the weights get that one when they are loaded.
 
     Raises FileNotFoundError for missing weights and ValueError for an incomplete file.
     """
@@ -88,17 +96,22 @@ def sizes(name: str, folder: Path) -> Sizes | None:
             f"{folder} has a config.json and no weights (*.safetensors); the download is incomplete"
         )
     counts: dict[str, int] = {}
-    matrices = rest = 0
+    matrices = rest = others = 0
     for tensor, stored in tensors(sorted(files)).items():
         counts[stored.format] = counts.get(stored.format, 0) + stored.weights
         if len(stored.shape) > 1 and "embed" not in tensor and "wte" not in tensor:
             matrices += stored.weights
         else:
-            rest += stored.bytes
+            rest, others = rest + stored.bytes, others + stored.weights
     if not counts:
         return None
     most = STORED_DTYPES.get(max(counts, key=lambda code: counts[code]), torch.float32)
-    return Sizes(dtype_name(most) if most in DTYPES.values() else "float32", matrices, rest)
+    if most not in DTYPES.values():
+        return Sizes("float32", matrices, rest)
+    said = str(settings(folder).get("dtype") or settings(folder).get("torch_dtype"))
+    if said in DTYPES and DTYPES[said] != most:
+        return Sizes(said, matrices, others * DTYPES[said].itemsize)
+    return Sizes(dtype_name(most), matrices, rest)
 
 
 def tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
@@ -138,9 +151,8 @@ def indexed(index: Path) -> dict[str, Path]:
 
 def check_folder(folder: Path) -> None:
     """`check_numbers` of a folder's config.json, if it has one. Raises ValueError, also for a header that contradicts itself."""
-    file = folder / "config.json"
-    if file.is_file():
-        check_numbers(file, read_settings(file), shapes(folder))
+    if said := settings(folder):
+        check_numbers(folder / "config.json", said, shapes(folder))
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -300,15 +300,17 @@ def has_chat_template(name: str) -> bool:
 
 
 def stored_bytes(name: str, weights: str | None = None) -> int:
-    """Bytes of the weights of a model, by its files. weights: a precision of another size than that of the files.
+    """Bytes of the weights of a model once it is loaded, by its files. weights: their precision, None for "auto".
 
     Asks no hub: 0 for a model that is only there. Raises what `load` raises for a path that is no model.
     """
     files = gguf_files(name)
     path = Path(files[0] if files else _path(name, _cached))
-    if not files and weights is not None and path.is_dir() and not packs.is_pack(path):
-        stored = checkpoint.sizes(name, path)
-        return 0 if stored is None else int(stored.bytes(weights))
+    if not files and path.is_dir() and not packs.is_pack(path):
+        quantised = weights is None and "quantization_config" in checkpoint.settings(path)
+        need = None if quantised else checkpoint.sizes(name, path)
+        if need is not None:
+            return int(need.bytes(weights or need.stored))
     return sum(file.stat().st_size for file in files or [*path.glob("*.safetensors"), *path.glob("*.bin")])
 
 

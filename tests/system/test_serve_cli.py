@@ -52,7 +52,8 @@ def test_serve_starts_streams_to_the_curl_it_prints_and_hands_back_partial_text_
             connection = http.client.HTTPConnection(found[1], int(found[2]), timeout=PATIENCE)
             connection.request("GET", "/metrics", headers={"authorization": "Bearer k3y"})
             assert b"vllm:spec_decode_num_drafts_total" in connection.getresponse().read()
-            chat = {"model": "builtin:code", "max_tokens": 4, "messages": [{"role": "user", "content": "sort a list"}]}
+            chat = {"model": "builtin:code", "max_tokens": 4, "ignore_eos": True}
+            chat["messages"] = [{"role": "user", "content": "sort a list"}]
             sent = {"authorization": "Bearer k3y", "content-type": "application/json"}
             connection.request("POST", "/v1/chat/completions", json.dumps(chat), sent)
             answer = json.loads(connection.getresponse().read())
@@ -164,7 +165,7 @@ def test_a_narrow_terminal_breaks_no_word_of_the_start(
     ready_lines(ServeOptions(model="m"), 8000, True, "ctrl-C")
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 60
-    text = "\n".join(lines[: lines.index(next(line for line in lines if line.startswith("in a terminal")))])
+    text = "\n".join(lines[: lines.index(next(line for line in lines if line.startswith("in a browser")))])
     curl = shlex.split(text.replace("\\\n", ""))  # as a shell joins them
     assert curl[:2] == ["curl", "-N"]
     assert json.loads(curl[-1])["stream"]

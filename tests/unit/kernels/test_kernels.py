@@ -74,7 +74,9 @@ def blocks(name: str, n: int, k: int, rows: int) -> Case:
     matrix, x = random_blocks(name, n, k), spread(rows, k)
     x[0, :32] = 0
     packed, bits = native.Packed([matrix], "float32"), 16 if name in EIGHT_BITS else 8
-    return Case(rows, lambda r: packed.linear(x[r]), lambda: rounded(x, bits) @ matrix.dense().double().T, 3e-6)
+    # one of 384,000 activations may lie so near to a half that float32 rounds it to the other side: a unit of 32,767
+    close = 3e-6 if bits == 8 else 1e-5
+    return Case(rows, lambda r: packed.linear(x[r]), lambda: rounded(x, bits) @ matrix.dense().double().T, close)
 
 
 def side_by_side(formats: Sequence[str], paired: bool) -> Case:

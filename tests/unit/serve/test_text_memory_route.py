@@ -19,8 +19,8 @@ def test_a_client_drafts_from_its_own_texts_and_deletes_them(tmp_path: Path) -> 
         def ask(key: str, user: str | None) -> tuple[str, int]:
             body = {"prompt": "def mean(values):\n", "max_tokens": 40, "temperature": 0, "user": user}
             out = http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}).json()
-            assert llm.runtime.memory is not None
-            llm.runtime.memory.folder.flush()
+            assert llm.runtime.text_memory is not None
+            llm.runtime.text_memory.folder.flush()
             return out["choices"][0]["text"], out["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]
 
         def deleted(key: str, **query: str) -> int:
