@@ -1,8 +1,9 @@
-# make demo: install and watch it work.  make test: install and run everything that proves it.
+# make demo: install and watch it work.  make test: install and run everything that proves it.  make quick: the exact proofs and
+# the loop alone.
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: install demo test check bench dist clean sanitize
+.PHONY: install demo test quick check bench dist clean sanitize
 
 install: .venv/.installed
 
@@ -20,6 +21,9 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+quick: install
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/exact tests/unit/core tests/unit/verify tests/unit/control tests/unit/engine
 
 check: install
 	$(BIN)/ruff format --check .
