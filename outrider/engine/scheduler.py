@@ -151,7 +151,8 @@ class Scheduler:
                 late = LATE if s.request.deadline <= now else CLOSING
                 self.finish(s, "abort", "cancelled" if s.cancelled else late)
             self._seat()
-            while len(self.running) > 1 and not self._fits(self._held, len(self.running)):
+            bounded = self.kv_limit < math.inf  # else no step adds up what is held
+            while bounded and len(self.running) > 1 and not self._fits(self._held, len(self.running)):
                 self._unseat(next(reversed(self.running)))  # the youngest
             if self.decoder.waiting:
                 self._read(self.decoder.waiting[0])

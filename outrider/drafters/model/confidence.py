@@ -17,7 +17,7 @@ RIVALS = 8  # candidates that share a token's chance
 SCALES = (0.3, 0.4, 0.55, 0.75, 1.0, 1.4)
 START = 0.75
 FOR_HEADS = 1.0
-"""Scales before anything was observed: of a draft model, and of a head (measured: benchmarks.traces priors)."""
+"""Scales before anything was observed: of a draft model, and of a head."""
 _PRIOR = 4.0  # what each step away from START costs at first, in nats; it fades with the observations
 _KEEP = 1 - 1 / 256  # observations after which one counts 1/e
 _CERTAIN = 1e-4  # chances are kept so far from 0 and 1
