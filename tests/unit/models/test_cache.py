@@ -109,8 +109,8 @@ class Cached(RuleBasedStateMachine):
     @rule(slot=slots, data=st.data())
     def restore(self, slot: int, data: st.DataObject) -> None:
         text, states, cells = data.draw(st.sampled_from(self.kept))
-        if len(cells) != len(self.cache.layers):
-            return
+        if [k.shape[0] for k, _ in cells] != [k.shape[1] for k, _ in self.cache.layers]:
+            return  # of a time when a layer was still missing
         cut = len(text) // 2
         self.cache.release(slot)
         blocks = [[(k[:, a:b], v[:, a:b]) for k, v in cells] for a, b in ((0, cut), (cut, len(text)))]
