@@ -1,6 +1,6 @@
 """Set-up that all tests share: helpers, threads, the cache folder, and one hypothesis profile.
 
-Test files import the modules of `tests/support` by name. Small tensors stay on one thread. Calibrations are kept in a
+Test files import the modules of `tests/support`, `lab/tests/support` and `ray/tests/support` by name. Small tensors stay on one thread. Calibrations are kept in a
 temporary folder and not in the user's cache.
 """
 
@@ -19,7 +19,7 @@ import pytest
 import torch
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
-sys.path.insert(0, str(Path(__file__).parent / "tests" / "support"))
+sys.path[:0] = [str(Path(__file__).parent / room / "support") for room in ("tests", "lab/tests", "ray/tests")]
 
 from patience import PATIENCE
 

@@ -12,7 +12,7 @@ import pytest
 from outrider.engine.llm import LLM
 from outrider.engine.trace import Detail, Recorder
 from outrider.serve.options import ServeOptions
-from tests.browser.conftest import violations
+from chromium import violations
 from tests.support.serving import Live, builtin, serving
 
 PROMPT = "def quicksort(xs):\n<b>not markup</b>"

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from outrider.serve.options import ServeOptions
-from tests.browser.conftest import violations
+from chromium import violations
 from tests.support.serving import Live, builtin, serving
 
 HOSTILE = '<img src=x onerror="document.title=1">\u202eb'

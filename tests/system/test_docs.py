@@ -318,7 +318,7 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def test_pages_that_the_code_names_exist() -> None:
-    for folder in ("outrider", "certify", "tests", "benchmarks", "recipes"):
+    for folder in ("outrider", "certify", "lab", "ray", "tests", "benchmarks", "recipes"):
         for file in (ROOT / folder).rglob("*.py"):
             for page in re.findall(r"\bdocs/[\w/]+\.md", file.read_text()):
                 assert (ROOT / page).exists(), f"{name(file)} names {page}"
@@ -326,7 +326,7 @@ def test_pages_that_the_code_names_exist() -> None:
 
 @pytest.mark.parametrize("page", PROSE, ids=name)
 def test_files_that_a_page_names_exist(page: Path) -> None:
-    files = re.findall(r"`((?:outrider|tests|benchmarks|recipes|docs)/[\w./-]+)`", page.read_text())
+    files = re.findall(r"`((?:outrider|lab|ray|certify|tests|benchmarks|recipes|docs)/[\w./-]+)`", page.read_text())
     assert not [file for file in files if not (ROOT / file).exists()]
 
 

@@ -14,6 +14,7 @@ import hypothesis
 import pytest
 
 ROOT = Path(__file__).parents[2]
+TESTS = sorted(path for room in ("", "lab", "ray", "certify") for path in (ROOT / room / "tests").rglob("*.py"))
 
 
 def test_hypothesis_has_no_deadline() -> None:
@@ -24,7 +25,7 @@ def test_hypothesis_has_no_deadline() -> None:
 def test_no_test_sets_its_own_deadline_or_asserts_a_speed() -> None:
     """A test that fails on a busy machine says nothing about the code."""
     wrong = list[str]()
-    for path in sorted((ROOT / "tests").rglob("*.py")):
+    for path in TESTS:
         text = path.read_text()
         if not re.search("deadline|perf_counter|monotonic", text):
             continue
@@ -41,7 +42,7 @@ def test_no_test_sets_its_own_deadline_or_asserts_a_speed() -> None:
 def test_tests_wait_long() -> None:
     """A wait for a page, a process, a thread or an answer is `PATIENCE`. A shorter one fails on a busy machine."""
     wrong = list[str]()
-    for path in sorted((ROOT / "tests").rglob("*.py")):
+    for path in TESTS:
         if path.name == "attack.py" or "foreign" in path.parts:  # these run beside the suite, and measure
             continue
         for call in [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]:

@@ -1,6 +1,6 @@
 """What the page of a run shows, as records. A page holds one `ExplainedRun` as JSON.
 
-The numbers of the page are computed by the ES modules in `assets/`. Tests compare them with Python (tests/browser).
+The numbers of the page are computed by the ES modules in `assets/`. Tests compare them with Python (lab/tests/pages).
 
 A field that is not known is left out of the JSON. Token texts stand in one table, so a token is a number everywhere else.
 """

@@ -1,4 +1,4 @@
-"""Front and engine as Ray Serve runs them, in this process: its own local mode. `tests/system/test_ray.py` has a real cluster."""
+"""Front and engine as Ray Serve runs them, in this process: its own local mode. `ray/tests/test_ray.py` has a real cluster."""
 
 from __future__ import annotations
 

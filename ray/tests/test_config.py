@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from outrider.cli.main import app
 from outrider_ray.options import DeployOptions
 
-RECIPES = Path(__file__).parents[3] / "recipes" / "ray"
+RECIPES = Path(__file__).parents[2] / "recipes" / "ray"
 DRAFT = '{"method": "draft_model", "model": "builtin:code-draft"}'
 COMMANDS = {
     "two_replicas.yaml": "--replicas 2 --cpus 0.5 --max-num-seqs 4",

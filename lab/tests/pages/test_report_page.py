@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from outrider_lab.bench.report.page import write
-from tests.browser.conftest import violations
-from tests.support.runs import PLAIN_SETTING, Simulated, simulate
+from chromium import violations
+from runs import PLAIN_SETTING, Simulated, simulate
 
 # The lines and the text of each name in a table.
 NAMES = """() => [...document.querySelectorAll("table bdi")].map((node) => [node.getClientRects().length, node.textContent])"""

@@ -1,8 +1,8 @@
 """Makes `tests/unit/drafters/heads/golden`: small heads that speculators wrote, with the logits that its own modules compute.
 
-Run by hand, in an environment of its own (`tests/foreign/requirements.txt` says how it is made):
+Run by hand, in an environment of its own (`lab/tests/foreign/requirements.txt` says how it is made):
 
-    python tests/foreign/golden_heads.py
+    python lab/tests/foreign/golden_heads.py
 
 Weights are rounded to bfloat16 before anything is computed, so that the files are small and exact.
 """
@@ -23,7 +23,7 @@ from speculators.models.peagle import PEagleDraftModel
 from speculators.models.peagle import core as peagle_core
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-OUT = Path(__file__).parents[1] / "unit" / "drafters" / "heads" / "golden"
+OUT = Path(__file__).parents[3] / "tests" / "unit" / "drafters" / "heads" / "golden"
 VOCAB, ROWS, LAYERS, HIDDEN, TEXT, STEPS = 128, 48, 8, 32, 20, 4
 EAGLE3 = {
     "eagle3": {},

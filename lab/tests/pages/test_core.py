@@ -296,7 +296,7 @@ class _Told:
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A trace of the small built-in pair, with its model."""
-    from tests.support.explained import small_run
+    from explained import small_run
 
     return small_run(tmp_path_factory.mktemp("run") / "run.jsonl")
 
