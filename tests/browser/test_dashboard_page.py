@@ -8,11 +8,11 @@ from typing import Any
 
 import httpx
 import pytest
+from chromium import violations
 
 from outrider.engine.llm import LLM
 from outrider.engine.trace import Detail, Recorder
 from outrider.serve.options import ServeOptions
-from chromium import violations
 from tests.support.serving import Live, builtin, serving
 
 PROMPT = "def quicksort(xs):\n<b>not markup</b>"

@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+from chromium import violations
 
 from outrider.serve.options import ServeOptions
-from chromium import violations
 from tests.support.serving import Live, builtin, serving
 
 HOSTILE = '<img src=x onerror="document.title=1">\u202eb'

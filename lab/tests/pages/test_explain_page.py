@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import violations
+from explained import HostileTokenizer, long_trace
 
 from outrider.engine.trace import read
 from outrider_lab.explain import explained
 from outrider_lab.pages.explained import ASSETS, builtin
-from chromium import violations
-from explained import HostileTokenizer, long_trace
 
 SECTIONS = ("run", "lossless", "speed", "shape", "attention")
 READY = "body[data-ready=yes]"

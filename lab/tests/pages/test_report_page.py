@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from outrider_lab.bench.report.page import write
 from chromium import violations
 from runs import PLAIN_SETTING, Simulated, simulate
+
+from outrider_lab.bench.report.page import write
 
 # The lines and the text of each name in a table.
 NAMES = """() => [...document.querySelectorAll("table bdi")].map((node) => [node.getClientRects().length, node.textContent])"""
