@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
@@ -104,3 +106,10 @@ def certificate(cert: Path, key: Path) -> None:
     kind = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test"
     options = [*kind.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
     subprocess.run(["openssl", "req", *options], check=True, capture_output=True)
+
+
+@contextmanager
+def server_here(model: str, *options: str, checkout: Path = Path()) -> Iterator[tuple[str, Any]]:
+    """In the place of `benchmarks.serve.own_server`: a server in this process, because a new process imports for seconds."""
+    with serving(builtin(), ServeOptions(model="model")) as live:
+        yield live.url, SimpleNamespace(pid=os.getpid(), returncode=0, kill=lambda: None)

@@ -6,24 +6,22 @@ Nothing is timed here. A new benchmark is found by its file, and needs a row of 
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 import os
 import re
+import runpy
 import shlex
 import sys
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from forked import Forked
-from patience import PATIENCE
-from serving import builtin, serving
+from serving import builtin, server_here, serving
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import ROOT, around, clients, edits, forwards, identity, machine, quality, ruler, table, texts
+from benchmarks import ROOT, around, clients, edits, forwards, identity, machine, quality, ruler, serve, table, texts
 from benchmarks.scale_up import Inflater, Size, compare, inflate
 from benchmarks.trees import sized_shape
 from outrider.core.types import Budget
@@ -33,7 +31,6 @@ from outrider.models.load import load
 from outrider.models.nodes import Nodes
 from outrider.serve.options import ServeOptions
 
-CODE = "import runpy, sys; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 PAIR = "--target builtin:code --draft builtin:code-draft"
 KERNELS = next((ROOT / "outrider" / "kernels" / "cpu").glob("_kernels.*"), None)
 # Small settings of each command. OUT is a result file in FOLDER.
@@ -65,28 +62,27 @@ RUNS = {
 PARTS = {"real.start", *(f"peers.{name}" for name in ("convert", "requantize", "openvino_server", "xllamacpp_server"))}
 
 
-SERVED = ("clients", "first_token", "schemas", "serve_soak")  # they start servers, as `serve` does
-
-
-@contextmanager
-def server_here(model: str, *options: str, checkout: Path = ROOT):
-    """In the place of `own_server`: a server in this process, because a new process imports for seconds."""
-    with serving(builtin(), ServeOptions(model="model")) as live:
-        yield live.url, SimpleNamespace(pid=os.getpid(), returncode=0, kill=lambda: None)
-
-
 def commands() -> set[str]:
     """The modules that can be run, by their names below `benchmarks`."""
     files = [f for f in (ROOT / "benchmarks").rglob("*.py") if "\nif __name__ ==" in f.read_text()]
     return {".".join(f.relative_to(ROOT / "benchmarks").with_suffix("").parts).removesuffix(".__main__") for f in files}
 
 
-def run(name: str, *words: str) -> str:
-    """What a command prints. It fails if the command does."""
-    with Forked(f"benchmarks.{name}", *words, code=CODE) as process:
-        printed = process.stdout.read()
-        assert process.wait(PATIENCE) == 0, process.said[-3000:]
-    return printed
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What a command prints, in this process: a new one imports for seconds. It fails if the command does."""
+
+    def call(name: str, *words: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        code = None
+        try:
+            runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            code = end.code
+        assert not code
+        return capsys.readouterr().out
+
+    return call
 
 
 def test_each_command_has_a_small_run() -> None:
@@ -111,7 +107,7 @@ def test_the_pages_name_commands_of_this_tree() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(RUNS))
-def test_each_command_starts_and_has_the_options_of_the_pages(name: str) -> None:
+def test_each_command_starts_and_has_the_options_of_the_pages(name: str, run: Callable[..., str]) -> None:
     text = run(name, "--help")
     assert f"usage: python -m benchmarks.{name}" in text
     assert not [option for option in on_pages().get(name, ()) if option not in text]
@@ -119,19 +115,12 @@ def test_each_command_starts_and_has_the_options_of_the_pages(name: str) -> None
 
 @pytest.mark.parametrize("name", sorted(RUNS))
 def test_each_command_measures_and_writes_a_result(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out.json"
     words = [w.replace("OUT", str(out)).replace("FOLDER", str(tmp_path)) for w in shlex.split(RUNS[name])]
-    if name in SERVED:
-        module = importlib.import_module(f"benchmarks.{name}")
-        monkeypatch.setattr(module, "own_server", server_here)
-        monkeypatch.setattr(sys, "argv", [name, *words])
-        with suppress(SystemExit):
-            module.main()
-        printed = capsys.readouterr().out
-    else:
-        printed = run(name, *words)
+    monkeypatch.setattr(serve, "own_server", server_here)  # `serve` itself starts a process
+    printed = run(name, *words)
     assert "WRONG" not in printed
     assert printed or name in ("table", "shapes", "traces")
     if "OUT" in RUNS[name] or name in ("identity", "real"):

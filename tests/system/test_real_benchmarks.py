@@ -14,7 +14,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, quants
 from gguf_files import write_file
+from serving import server_here
 
+from benchmarks import serve
 from benchmarks.peers.llama_server import Missing, about, command
 from benchmarks.peers.requantize import requantize
 from benchmarks.real import report
@@ -210,7 +212,16 @@ def test_files_are_known_by_their_hash(tmp_path: Path) -> None:
 
 
 def test_a_start_is_a_process_of_its_own(tmp_path: Path) -> None:
-    command = ["--target", "builtin:code", "--only", "start", "--journal", str(tmp_path / "j"), "--out", str(tmp_path)]
+    command = [
+        "--target",
+        "builtin:code-draft",
+        "--only",
+        "start",
+        "--journal",
+        str(tmp_path / "j"),
+        "--out",
+        str(tmp_path),
+    ]
     made = main(command)
     assert [s["start"] for s in made["start"]] == ["first", "second"]
     for s in made["start"]:
@@ -269,7 +280,8 @@ def test_blocks_of_five_bits_get_eight(tmp_path: Path) -> None:
     np.testing.assert_allclose(five[1], five[0], atol=np.abs(values).max() / 250)
 
 
-def test_clients_are_served_the_same_texts() -> None:
+def test_clients_are_served_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "own_server", server_here)
     lines = served("builtin:code", "builtin:code-draft", "file", None, clients=[1, 2], count=4, tokens=6, llama_draft=4)
     arms = {(line["arm"], line["max_concurrency"], line["failed"]) for line in lines}
     assert arms == {(arm, n, 0) for n in (1, 2) for arm in ("plain", "auto")}
