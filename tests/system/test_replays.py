@@ -24,6 +24,11 @@ KINDS = ("chat", "maths", "code", "short", "edit", "summaries", "retrieval")
 BOTH = ("suffix", "draft_model")
 
 
+def more(*values: object):
+    """The same on another machine or at another temperature."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 @cache
 def texts(name: str, temperature: float) -> tuple[RecordedText, ...]:
     return tuple(text for text in read(TRACES / f"{name}.jsonl.gz") if text.temperature == temperature)
@@ -73,7 +78,7 @@ def orders(some) -> list[list[RecordedText]]:
 
 @pytest.mark.parametrize(
     ("machine", "temperature", "least"),
-    [("quiet", 0.0, 1.9), ("quiet", 0.7, 1.8), ("vnni", 0.0, 1.95), ("vnni", 0.7, 1.85)],
+    [("quiet", 0.0, 1.9), ("quiet", 0.7, 1.8), more("vnni", 0.0, 1.95), more("vnni", 0.7, 1.85)],
 )
 def test_a_server_is_as_fast_as_first_requests_in_any_order(machine: str, temperature: float, least: float) -> None:
     costs, some = MACHINES[machine], texts("qwen2.5-coder", temperature)
@@ -85,7 +90,7 @@ def test_a_server_is_as_fast_as_first_requests_in_any_order(machine: str, temper
         assert found["chat"] > 0.96 * first["chat"]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("temperature", [0.0, more(0.7)])
 def test_it_is_not_behind_the_best_single_method(temperature: float) -> None:
     costs, some = MACHINES["quiet"], texts("qwen2.5-coder", temperature)
     found, singles = in_a_row("quiet", temperature), single(costs, some, BOTH)
@@ -124,7 +129,7 @@ def test_a_draft_as_large_as_the_target_is_never_asked(temperature: float) -> No
     assert with_lookups["all"] > 0.98 * by_kind(one(costs, some, ("suffix",)), costs)["all"]
 
 
-@pytest.mark.parametrize("machine", ["quiet", "vnni"])
+@pytest.mark.parametrize("machine", ["quiet", more("vnni")])
 def test_wrong_costs_are_recovered_from(machine: str) -> None:
     """A server loses little. A first request may be over before the draft model is tried."""
     costs, some = MACHINES[machine], texts("qwen2.5-coder", 0.0)
@@ -194,7 +199,7 @@ def test_clients_side_by_side(machine: str, slots: int, least: float) -> None:
     assert found > 0.9 * best
 
 
-@pytest.mark.parametrize(("temperature", "floor"), [(0.0, 1.0), (0.7, 0.98)])
+@pytest.mark.parametrize(("temperature", "floor"), [(0.0, 1.0), more(0.7, 0.98)])
 def test_a_head_and_lookups_together_are_not_behind_the_best_of_them(temperature: float, floor: float) -> None:
     costs, some = MACHINES["head"], texts("smollm2-head", temperature)[::2]
     names = ("suffix", "eagle")
