@@ -22,7 +22,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from outrider.engine.decoder import draw_seed
 from outrider.engine.scheduler import CLOSING
 from outrider.serve.connection import unless_gone
-from outrider.serve.dashboard.viewers import EventStream
 from outrider.serve.errors import Refused, dumps
 from outrider.serve.guard import OWNER, guards
 from outrider.serve.logs import log
@@ -30,7 +29,6 @@ from outrider.serve.metrics import CONTENT_TYPE, Metrics
 from outrider.serve.options import ServeOptions
 from outrider.serve.protocols.responses import replica_of
 from outrider_ray.calls import DROP_FROM_REQUEST, ReplicaLost, ReplicaRequest, ResponseStart
-from outrider_ray.dashboard import SummedDashboard
 from outrider_ray.metrics import merged_metrics
 
 if TYPE_CHECKING:
@@ -40,6 +38,10 @@ STREAMED = ("/v1/completions", "/v1/chat/completions")
 RESPONSES = "/v1/responses"
 HEAD = 16 << 10  # characters of a prompt that the router sees
 PATIENCE = 60.0  # seconds that a request looks for a replica that lives
+NO_DASHBOARD = (
+    "the dashboard shows one server, and this address has several; /metrics has the counts of all, with the label replica: let "
+    "Prometheus read it, recipes/monitoring has a dashboard for Grafana"
+)
 PAUSE = 0.1  # seconds before the second try; each further one waits twice as long, a second at most
 
 
@@ -49,7 +51,6 @@ class Front:
     def __init__(self, replicas: RayReplicas, settings: ServeOptions, patience: float = PATIENCE) -> None:
         self.replicas, self.settings, self.patience = replicas, settings, patience
         self.metrics, self.moved = Metrics(settings.metrics_prefix, settings.model_name), 0
-        self.dashboard = SummedDashboard(replicas)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI. The guard before it has read the whole body and gave the request its id."""
@@ -72,9 +73,8 @@ class Front:
             page = merged_metrics(await self.replicas.each(call), self.metrics.page(), self.settings.metrics_prefix)
             await Response(page, headers={"content-type": CONTENT_TYPE})(scope, receive, send)
             return
-        if call.path == "/dashboard/events" and call.method == "GET":
-            await EventStream(self.dashboard)(scope, receive, send)
-            return
+        if call.path.startswith("/dashboard"):
+            raise Refused(NO_DASHBOARD, 404)
         parsed = _parsed(body) if call.method == "POST" else None
         if parsed is not None:
             call = replace(call, prompt=_beginning(parsed))
