@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from outrider.engine.trace import read
 from outrider_lab.explain import explained
 from outrider_lab.pages.explained import ASSETS, builtin
+from outrider_lab.traces import read
 from tests.browser.conftest import violations
 from tests.support.explained import HostileTokenizer, long_trace
 

@@ -19,16 +19,17 @@ from typer.testing import CliRunner
 
 from outrider.cli.main import app
 from outrider.core.params import SamplingParams
-from outrider.drafters.heads.eagle.files import read_eagle
+from outrider.drafters.heads.eagle_files import read_eagle
 from outrider.drafters.heads.files import target_digest
-from outrider.drafters.method import TRAINED as METHOD_NAMES
 from outrider.engine.llm import LLM
-from outrider.engine.trace import Recorder, read
+from outrider.engine.trace import Recorder
 from outrider.models.load import load
+from outrider_lab.traces import read
 from outrider_lab.train import trainer
 from outrider_lab.train.answers import AnswerFile, traced_texts
 from outrider_lab.train.folder import RunFolder
 from outrider_lab.train.methods import METHODS
+from outrider_lab.train.settings import TRAINED as METHOD_NAMES
 from outrider_lab.train.settings import TrainingSettings
 from outrider_lab.train.survival import HeldOut, Survival
 from outrider_lab.train.trainer import TrainingBudget, train

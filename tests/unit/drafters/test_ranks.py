@@ -14,8 +14,9 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Budget
 from outrider.drafters.lookup.token_recycling import Ranks, TokenRecyclingDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
-from outrider.drafters.shapes import BY_RANK, expected_accepted, optimal_shape
+from outrider.drafters.shapes import BY_RANK, optimal_shape
 from outrider.testing.toy import ToyModel
+from outrider_lab.gain import expected_accepted
 
 FULL = Budget(1, 8)  # eight siblings
 

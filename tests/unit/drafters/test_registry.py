@@ -16,7 +16,7 @@ from outrider import LLM, SamplingParams
 from outrider.core.types import Budget
 from outrider.drafters import NoDraft, make_drafter, make_drafters
 from outrider.drafters.config import DrafterSetup, SpeculativeConfig
-from outrider.drafters.method import METHODS, DraftMethod, TuneInputs
+from outrider.drafters.method import METHODS, DraftMethod
 from outrider.drafters.model.self_speculation import TargetCache
 from outrider.drafters.registry import (
     level_cost,
@@ -26,7 +26,7 @@ from outrider.drafters.registry import (
 from outrider.kernels import cpu as native
 from outrider.models.load import Loaded, load
 from outrider.testing.stubs import Wrong
-from outrider_lab.cli.tune import candidates
+from outrider_lab.tune.candidates import TuneInputs, candidates
 
 PROMPT = "def read(path):\n    with open(path) as file:\n        return"
 ENV = {**os.environ, "COLUMNS": "400", "TERM": "dumb"}
@@ -90,12 +90,6 @@ def test_no_node_is_no_draft(code: Loaded) -> None:
     assert isinstance(make(code, method="suffix", num_speculative_tokens=0), NoDraft)
     assert isinstance(make(code, method="suffix", tree_nodes=0), NoDraft)
     assert SpeculativeConfig.of({"tree_width": 3, "tree_nodes": 7}).budget == Budget(5, 3, 7)
-
-
-def test_layers_are_searched_where_none_are_named(code: Loaded) -> None:
-    drafter = make(code, method="layer_skip")
-    assert isinstance(drafter.levels, TargetCache)
-    assert 0 < drafter.levels.model.num_layers <= 8
 
 
 @pytest.mark.parametrize(

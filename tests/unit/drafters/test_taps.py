@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 
 import pytest
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.control import Fixed
-from outrider.core.types import Budget
-from outrider.drafters import BaseDrafter, NgramDrafter, NoDraft
+from outrider.core.types import Budget, Commit, Draft
+from outrider.drafters import BaseDrafter, DraftContext, Drafter, NgramDrafter, NoDraft, TargetPass
 from outrider.engine import Engine
 from outrider.engine.prefix_cache import BLOCK
 from outrider.engine.request import Sequence as Text
 from outrider.models.load import load
 from outrider.models.nodes import Nodes
-from outrider.testing.stubs import Tapped, Wrong
+from outrider.testing.stubs import Wrong
 
 BUILTIN = load("builtin:code", dtype="float32", device="cpu")
 TAPS = (0, 3, -1)
@@ -39,6 +39,59 @@ def features(taps: tuple[int, ...]):
         return out[0]
 
     return expected
+
+
+class Tapped(BaseDrafter):
+    """Another drafter with the taps of a trained head. Asserts that it sees what a head needs.
+
+    Each committed position's features must come exactly once and in order, through `start` and `update`, from the first
+    position on that no prefix cache held. `expected` recomputes them where the values are to be checked too.
+    """
+
+    def __init__(
+        self,
+        wrapped: Drafter,
+        taps: tuple[int, ...],
+        expected: Callable[[Sequence[int]], Tensor] | None = None,
+        tolerance: float = 0.0,
+    ) -> None:
+        """expected: tokens -> float [token, feature], what the target gives for a whole sequence."""
+        self.wrapped, self.taps, self.expected, self.tolerance = wrapped, taps, expected, tolerance
+        self.seen: dict[int, int] = {}  # slot -> the position after the last one whose features came
+        self.positions = 0  # checked so far, over all sequences
+
+    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
+        assert len(tokens) > first + len(features), "a token must follow each chunk"
+        self._take(slot, tokens, first, features)
+
+    def propose(self, context: DraftContext) -> Draft:
+        for slot, tokens, prompt in zip(context.slots, context.tokens, context.prompt_lengths, strict=True):
+            seen = self.seen.get(slot, 0)
+            assert seen == len(tokens) - 1 or (not seen and len(tokens) == prompt), (
+                f"slot {slot}: features up to position {seen}, {len(tokens) - 1} are committed"
+            )
+        return self.wrapped.propose(context)
+
+    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+        for slot, tokens, commit in zip(context.slots, context.tokens, commits, strict=True):
+            assert commit.features is not None, "a step without features"
+            first = len(tokens) - 1 - len(commit.features)
+            self._take(slot, tokens, first, commit.features)
+        self.wrapped.update(context, commits, target)
+
+    def release(self, slot: int) -> None:
+        self.seen.pop(slot, None)
+        self.wrapped.release(slot)
+
+    def _take(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
+        next_position = self.seen.get(slot, first)
+        assert first == next_position, f"slot {slot}: position {first} comes where {next_position} was next"
+        self.seen[slot] = first + len(features)
+        self.positions += len(features)
+        if self.expected is not None:
+            want = self.expected(tokens[: first + len(features)])[first:]
+            gap = float((features - want).abs().max()) if len(features) else 0.0
+            assert gap <= self.tolerance, f"slot {slot}: other features than the target's, by {gap:.2g}"
 
 
 def tapped(wrapped: BaseDrafter, taps: tuple[int, ...] = TAPS) -> Tapped:

@@ -17,7 +17,6 @@ from outrider.core.files import cache_folder
 from outrider.core.params import SamplingParams
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.model.draft_model import ModelDrafter
-from outrider.drafters.model.self_speculation import LayerSearch
 from outrider.engine import calibrate as module
 from outrider.engine import decoder
 from outrider.engine.calibrate import AT_LOAD, WHOLE, conditions, costs, costs_of, make_planner, measure
@@ -27,6 +26,7 @@ from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.load import Loaded
 from outrider.testing.stubs import Wrong
 from outrider.testing.toy import ToyModel
+from outrider_lab.layers import LayerSearch
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,8 @@ from torch import Tensor
 from outrider import SamplingParams
 from outrider.core.types import Budget
 from outrider.drafters.heads import layers
-from outrider.drafters.heads.eagle.drafter import Pairs, eagle_model
-from outrider.drafters.heads.eagle.files import read_eagle
-from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
+from outrider.drafters.heads.eagle import Pairs, eagle_model
+from outrider.drafters.heads.eagle_files import EagleConfig, eagle_shapes, read_eagle
 from outrider.drafters.heads.layers import precision_of
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.drafters.model.grower import Growth, Level, TreeDrafter
@@ -23,6 +22,7 @@ from outrider.kernels import cpu as native
 from outrider.models.base import FINAL_NORM
 from outrider.models.nodes import Nodes
 from outrider.testing.contract import GREEDY, context
+from outrider_lab.heads.modules import Eagle, config_for
 
 TARGET = small_target()
 TABLE = TARGET.model.embedding_rows(torch.arange(128))
@@ -30,11 +30,12 @@ TABLE = TARGET.model.embedding_rows(torch.arange(128))
 
 def eagle1() -> HeadWeights[EagleConfig]:
     torch.manual_seed(3)
-    config = EagleConfig.for_target(TARGET.config, eagle1=True, taps=(FINAL_NORM,), fc_bias=True)
-    head = Eagle(config).initialise_(TABLE, TARGET.model.head_rows(torch.arange(128)))
-    tensors = {n: torch.randn_like(t) * 0.2 if t.dim() == 2 else t for n, t in head.state_dict().items()}
-    del tensors["embed_tokens.weight"]
-    return HeadWeights(config, {n: t.detach() for n, t in tensors.items()}, torch.arange(128))
+    config = config_for(EagleConfig, TARGET.config, eagle1=True, taps=(FINAL_NORM,), fc_bias=True)
+    shapes = eagle_shapes(config) | {"lm_head.weight": (128, 32)}
+    tensors = {
+        n: torch.randn(shape) * 0.2 if len(shape) == 2 else torch.rand(shape) + 0.5 for n, shape in shapes.items()
+    }
+    return HeadWeights(config, tensors, torch.arange(128))
 
 
 def weights(name: str) -> HeadWeights[EagleConfig]:
@@ -165,9 +166,6 @@ def test_every_path_of_a_tree_is_a_chain(name: str) -> None:
             for token in path:
                 y, held = causal(head, torch.tensor([[token]]), head.feedback(y), held)
             assert torch.allclose(head.logits(y[0, -1]), got, atol=1e-4)
-
-
-# -- planted faults -------------------------------------------------------------------------------------------------------
 
 
 # -- every way to run it --------------------------------------------------------------------------------------------------

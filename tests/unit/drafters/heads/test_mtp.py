@@ -27,10 +27,9 @@ from outrider import SamplingParams
 from outrider.control import Fixed
 from outrider.drafters import make_drafter, make_drafters
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.heads.eagle.drafter import Pairs
+from outrider.drafters.heads.eagle import Pairs
 from outrider.drafters.heads.features import NativePairs
 from outrider.drafters.heads.mtp import mtp_model
-from outrider.drafters.method import TuneInputs
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.drafters.registry import level_cost
 from outrider.models.base import FINAL_NORM
@@ -38,8 +37,8 @@ from outrider.models.hf.model import HFModel
 from outrider.models.load import Loaded, load, pack
 from outrider.models.mtp import of_folder
 from outrider.models.nodes import Nodes
-from outrider_lab.cli.tune import candidates
 from outrider_lab.handover import exports
+from outrider_lab.tune.candidates import TuneInputs, candidates
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

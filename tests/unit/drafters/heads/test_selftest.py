@@ -20,15 +20,16 @@ from torch import Tensor
 from outrider.core.types import Budget
 from outrider.drafters import make_drafter
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.heads.eagle.drafter import survival
-from outrider.drafters.heads.files import name_target, target_digest
-from outrider.drafters.heads.medusa.files import read_medusa
+from outrider.drafters.heads.eagle import survival
+from outrider.drafters.heads.files import target_digest
+from outrider.drafters.heads.medusa import read_medusa
 from outrider.drafters.heads.selftest import DEPTH, examine, parallel_survival
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
 from outrider.testing.contract import GREEDY, context
+from outrider_lab.heads.writers import name_target
 
 TARGET = small_target()
 TEXT = [(7 * i * i + 3 * i + 11) % 127 for i in range(80)]

@@ -12,8 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from outrider.drafters.config import DrafterSetup
-from outrider.drafters.heads.block.files import read_block
-from outrider.drafters.heads.block.module import BlockConfig, around
+from outrider.drafters.heads.block_files import BlockConfig, read_block
 from outrider.drafters.heads.features import HELD, FeatureCache
 from outrider.drafters.heads.lattice import Lattice
 from outrider.drafters.heads.layers import Linears, PackedLayer, Rotary, precision_of
@@ -166,6 +165,22 @@ class BlockModel:
         shape = key.shape[1], key.shape[2]
         for stored, new in zip(cache.layer(i, shape, shape, key), (key, value), strict=True):
             stored[slot, :, start : start + len(new)] = new.transpose(0, 1)
+
+
+def convolved(x: Tensor, base: Tensor, delta: Tensor) -> Tensor:
+    """A causal convolution over the slots of a block, each with a kernel of its own (DFlash2).
+
+    x: [..., slot, hidden]. base: [tap, hidden]. delta: [..., slot, tap, group], what is added to the kernel of each slot.
+    """
+    kernel = base + delta.repeat_interleave(x.shape[-1] // delta.shape[-1], -1)
+    shifted = (F.pad(x, (0, 0, tap, 0))[..., : x.shape[-2], :] * kernel[..., tap, :] for tap in range(len(base)))
+    return sum(shifted, torch.zeros_like(x))
+
+
+def around(projection: Callable[[Tensor], Tensor], base: Tensor, x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+    """A part of a layer between two convolutions. base: [2, tap, hidden]."""
+    before, after = projection(x).unflatten(-1, (2, base.shape[1], -1)).unbind(-3)
+    return convolved(part(convolved(x, base[0], before)), base[1], after)
 
 
 class BlockLattice(Lattice):

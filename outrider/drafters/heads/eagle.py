@@ -6,6 +6,7 @@ A head works over the slot cache and at draft trees: by the native step, or in t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,7 @@ from outrider.core.tree import chain
 from outrider.core.types import Commit
 from outrider.drafters.base import DraftContext
 from outrider.drafters.config import DrafterSetup
-from outrider.drafters.heads.eagle.files import read_eagle
-from outrider.drafters.heads.eagle.module import EagleConfig, EagleEquations
+from outrider.drafters.heads.eagle_files import EagleConfig, read_eagle
 from outrider.drafters.heads.features import HELD, FeatureCache, HeadOutput, NativePairs, PairModel, last_nodes
 from outrider.drafters.heads.lattice import Lattice
 from outrider.drafters.heads.layers import Linears, PackedLayer, Rotary, precision_of
@@ -129,6 +129,42 @@ def _program(head: HeadWeights[EagleConfig], source: _EagleSource) -> Program:
     last = b.norm(x, "norm", eps=eps) if b.has("norm") else x
     b.head(last, fed_back=last if c.norm_output else x)
     return b.program()
+
+
+class EagleEquations:
+    """The equations of a head (docs/guides/heads.md), over the linears and norms that it has: trained ones or packed ones."""
+
+    config: EagleConfig
+    embed_tokens: Any
+    input_norm: Any
+    fc_norm: Any
+    fc: Any
+    layers: Any
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """g [..., hidden] of features [..., taps * target_hidden], the tapped layers side by side."""
+        config = self.config
+        if config.eagle1:
+            return features
+        if config.norm_before_fc:
+            features = self.input_norm(features)
+        if config.fc_norm:
+            parts = features.chunk(len(config.taps), -1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc(features)
+
+    def pairs(self, tokens: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """(x, residual): what the layer's attention reads, and what its output is added to.
+
+        tokens: int64 [batch, pair]. g: [batch, pair, hidden]. x: [batch, pair, hidden], twice as wide in EAGLE-3.
+        """
+        embedded, layer = self.embed_tokens(tokens).to(g.dtype), self.layers[0]
+        if self.config.eagle1:
+            joined = self.fc(torch.cat([embedded, g], -1))
+            return joined, joined
+        normed = layer.hidden_norm(g)
+        residual = normed if self.config.norm_before_residual else g
+        return torch.cat([layer.input_layernorm(embedded), normed], -1), residual
 
 
 class TorchEagle(EagleEquations, PairModel):
