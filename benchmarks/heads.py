@@ -25,10 +25,8 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig, Llama
 from benchmarks.forwards import read_context, some_tokens
 from benchmarks.ruler import markdown, parser, turns
 from outrider.core.types import Budget, Commit
-from outrider.drafters.heads.block import BlockLattice
-from outrider.drafters.heads.block_files import BlockConfig
-from outrider.drafters.heads.eagle import MaskedPairs, Pairs, eagle_model
-from outrider.drafters.heads.eagle_files import EagleConfig, eagle_shapes
+from outrider.drafters.heads.block import BlockConfig, BlockLattice
+from outrider.drafters.heads.eagle import EagleConfig, MaskedPairs, Pairs, eagle_model, eagle_shapes
 from outrider.drafters.heads.mtp import mtp_model
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.drafters.model.grower import TreeDrafter

@@ -275,7 +275,7 @@ def write_head(head: HeadFolder, engine: str, target: str, folder: Path) -> Path
     """
     import torch
 
-    from outrider.drafters.heads.eagle_files import read_eagle
+    from outrider.drafters.heads.eagle import read_eagle
     from outrider.drafters.heads.medusa import read_medusa
     from outrider_lab.heads.writers import write_eagle, write_medusa
 

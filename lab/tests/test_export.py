@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from outrider.cli.main import app
-from outrider.drafters.heads.eagle_files import EagleConfig
+from outrider.drafters.heads.eagle import EagleConfig
 from outrider.drafters.heads.files import head_kind
 from outrider.models.load import load
 from outrider_lab.heads.modules import Eagle, config_for

@@ -14,7 +14,7 @@ import pytest
 from heads import GOLDEN, eagle1_folder, medusa_folder
 
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.heads.eagle_files import EagleConfig
+from outrider.drafters.heads.eagle import EagleConfig
 from outrider.drafters.heads.files import open_head
 from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.load import Loaded, load

@@ -13,9 +13,9 @@ from heads import EAGLE3, GOLDEN, causal, golden, head_folder, medusa_folder, sm
 from safetensors.torch import load_file
 from torch import Tensor
 
-from outrider.drafters.heads.block_files import read_block
+from outrider.drafters.heads.block import read_block
 from outrider.drafters.heads.config import default_taps
-from outrider.drafters.heads.eagle_files import EagleConfig, read_eagle
+from outrider.drafters.heads.eagle import EagleConfig, read_eagle
 from outrider.drafters.heads.files import head_kind, open_head
 from outrider.drafters.heads.medusa import MedusaWeights, read_medusa
 from outrider_lab.heads.modules import Eagle, config_for

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter
     from outrider.drafters.model.draft_model import ModelDrafter
     from outrider.drafters.planned import PlannedDrafter
-    from outrider.drafters.registry import make_drafter, make_drafters
+    from outrider.drafters.registry import make_drafters
 
 _NAMES = {
     "base": "BaseDrafter DraftContext Drafter NoDraft TargetPass chains",
@@ -31,7 +31,7 @@ _NAMES = {
     "lookup.token_recycling": "TokenRecyclingDrafter",
     "model.cross_tokenizer": "CrossTokenizerDrafter",
     "model.draft_model": "ModelDrafter",
-    "registry": "make_drafter make_drafters",
+    "registry": "make_drafters",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -49,7 +49,6 @@ __all__ = [
     "TargetPass",
     "TokenRecyclingDrafter",
     "chains",
-    "make_drafter",
     "make_drafters",
 ]
 

@@ -59,14 +59,6 @@ def make_drafters(
     return {name: _made(find(name), setup) for name in names}
 
 
-def make_drafter(config: SpeculativeConfig, target: Loaded, *, num_slots: int, max_length: int, device: str) -> Drafter:
-    """Make the drafter of a configuration with one method. Raises ValueError for several, and if it cannot draft here."""
-    if config.budget.max_nodes and (len(config.methods) > 1 or config.method == AUTO):
-        raise ValueError(f"{config.method!r} means several drafters: use make_drafters")
-    drafters = make_drafters(config, target, num_slots=num_slots, max_length=max_length, device=device)
-    return next(iter(drafters.values())) if drafters else _nothing()
-
-
 def request_drafters(setup: DrafterSetup) -> dict[str, Drafter]:
     """Make the drafters that a request can choose on any server, by method name."""
     return {name: method.make(setup) for name, method in METHODS.items() if method.per_request}
@@ -123,14 +115,8 @@ def _fitting(setup: DrafterSetup) -> list[str]:
 # -- what the rows ask ----------------------------------------------------------------------------------------------------
 
 
-def _nothing(*_: DrafterSetup) -> Drafter:
-    from outrider.drafters.base import NoDraft
-
-    return NoDraft()
-
-
-def _auto(setup: DrafterSetup) -> Drafter:
-    raise ValueError('"auto" means several drafters: use make_drafters')
+def _none(setup: DrafterSetup) -> Drafter:
+    raise ValueError(f"{setup.config.method!r} is no drafter")
 
 
 def _brings_draft(setup: DrafterSetup) -> bool:
@@ -174,15 +160,11 @@ def _head(
 
 
 _ROWS = (
-    DraftMethod(
-        NONE,
-        "plain decoding, without draft tokens",
-        _nothing,
-    ),
+    DraftMethod(NONE, "plain decoding, without draft tokens", _none),
     DraftMethod(
         AUTO,
         "the methods that fit this model, chosen at each step; start with this one",
-        _auto,
+        _none,
         default_depth=16,
     ),
     DraftMethod(

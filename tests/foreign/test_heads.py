@@ -20,8 +20,8 @@ from heads import small_config
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from outrider.drafters.heads.block_files import BlockConfig
-from outrider.drafters.heads.eagle_files import EagleConfig
+from outrider.drafters.heads.block import BlockConfig
+from outrider.drafters.heads.eagle import EagleConfig
 from outrider_lab.heads.modules import BlockModule, Eagle, config_for
 from outrider_lab.heads.writers import write_block, write_eagle
 from outrider_lab.train.methods import unrolled

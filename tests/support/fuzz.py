@@ -217,8 +217,7 @@ def _make_head(name: str, folder: Path) -> None:
 
 
 def _load_eagle(folder: Path) -> None:
-    from outrider.drafters.heads.eagle import eagle_model
-    from outrider.drafters.heads.eagle_files import read_eagle
+    from outrider.drafters.heads.eagle import eagle_model, read_eagle
     from outrider.models.base import Chain
 
     target = _target()
@@ -230,7 +229,7 @@ def _load_eagle(folder: Path) -> None:
 
 
 def _load_block(folder: Path) -> None:
-    from outrider.drafters.heads.block_files import read_block
+    from outrider.drafters.heads.block import read_block
 
     read_block(folder, _target())
 

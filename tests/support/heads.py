@@ -14,10 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.drafters.heads.block import BlockLattice
-from outrider.drafters.heads.block_files import read_block
-from outrider.drafters.heads.eagle import MaskedPairs, Pairs, eagle_model
-from outrider.drafters.heads.eagle_files import read_eagle
+from outrider.drafters.heads.block import BlockLattice, read_block
+from outrider.drafters.heads.eagle import MaskedPairs, Pairs, eagle_model, read_eagle
 from outrider.drafters.heads.files import head_kind
 from outrider.drafters.heads.medusa import MedusaLattice, read_medusa
 from outrider.drafters.model.grower import TreeDrafter

@@ -24,7 +24,7 @@ from benchmarks.real.served import served
 from benchmarks.real.sides import Peer
 from benchmarks.shapes import FAMILIES, cut, write
 from outrider.core.params import SamplingParams
-from outrider.drafters.heads.eagle_files import EagleConfig
+from outrider.drafters.heads.eagle import EagleConfig
 from outrider.models.load import load
 from outrider_lab.heads.modules import Eagle, config_for
 from outrider_lab.heads.writers import write_eagle

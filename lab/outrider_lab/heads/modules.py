@@ -16,11 +16,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from outrider.drafters.heads.block import around
-from outrider.drafters.heads.block_files import BlockConfig
+from outrider.drafters.heads.block import BlockConfig, around
 from outrider.drafters.heads.config import FIELDS, HeadShape, default_taps, fields_of, plain_rope
-from outrider.drafters.heads.eagle import EagleEquations
-from outrider.drafters.heads.eagle_files import EagleConfig
+from outrider.drafters.heads.eagle import EagleConfig, EagleEquations
 from outrider.drafters.heads.layers import turned, turns
 from outrider.drafters.heads.medusa import MedusaWeights, read_by
 from outrider.drafters.heads.reading import EMBED, OUTPUT, Config, HeadWeights

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.core.files import read_settings, write_whole, written_whole
-from outrider.drafters.heads.block_files import BlockConfig
+from outrider.drafters.heads.block import BlockConfig
 from outrider.drafters.heads.config import FIELDS, HeadShape
-from outrider.drafters.heads.eagle_files import LAYER_IDS, EagleConfig
+from outrider.drafters.heads.eagle import LAYER_IDS, EagleConfig
 from outrider.drafters.heads.files import DFLASH, DSPARK, EAGLE3, MEDUSA, TARGET_DIGEST
 from outrider.drafters.heads.medusa import MedusaWeights
 from outrider.drafters.heads.reading import EMBED, OUTPUT, HeadWeights

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.heads.block_files import BlockConfig, read_block
+from outrider.drafters.heads.block import BlockConfig, read_block
 from outrider.drafters.heads.config import default_taps
-from outrider.drafters.heads.eagle_files import EagleConfig, read_eagle
+from outrider.drafters.heads.eagle import EagleConfig, read_eagle
 from outrider.drafters.heads.files import DFLASH, DSPARK, EAGLE3, MEDUSA, open_head
 from outrider.drafters.heads.medusa import MedusaWeights, read_medusa
 from outrider.drafters.heads.reading import HeadWeights

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.control import Fixed
 from outrider.core.params import SamplingParams
-from outrider.drafters.heads.eagle_files import EagleConfig
+from outrider.drafters.heads.eagle import EagleConfig
 from outrider.engine.llm import LLM
 from outrider.models.load import load, modules
 from outrider_lab.heads.modules import Eagle, config_for

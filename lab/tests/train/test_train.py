@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from outrider.cli.main import app
 from outrider.core.params import SamplingParams
-from outrider.drafters.heads.eagle_files import read_eagle
+from outrider.drafters.heads.eagle import read_eagle
 from outrider.drafters.heads.files import target_digest
 from outrider.engine.llm import LLM
 from outrider.engine.trace import Recorder

@@ -143,6 +143,10 @@ class Corpus:
         """Forget all documents."""
         self.segments = []
 
+    def drop_before(self, oldest: float) -> None:
+        """Drop segments of an earlier time."""
+        self.segments = [segment for segment in self.segments if segment.since >= oldest]
+
     def take(self, index: Index) -> None:
         """Adds an index as it is, unless it is merged."""
         self._merge(index.tokens, index.since, index)

@@ -20,8 +20,7 @@ from outrider.control import Fixed
 from outrider.core.params import SamplingParams
 from outrider.core.store import HEAD, PREFIXES, Store
 from outrider.drafters.base import Drafter, NoDraft
-from outrider.drafters.heads.eagle import Pairs, eagle_model
-from outrider.drafters.heads.eagle_files import read_eagle
+from outrider.drafters.heads.eagle import Pairs, eagle_model, read_eagle
 from outrider.drafters.model import draft_model
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.grower import TreeDrafter

@@ -113,7 +113,7 @@ print(LLM(sys.argv[1], speculative_config={"method": "auto"}).generate("def f")[
 
 
 def test_a_second_start_with_a_head_imports_nothing_large(file: Path, tmp_path: Path) -> None:
-    from outrider.drafters.heads.eagle_files import EagleConfig
+    from outrider.drafters.heads.eagle import EagleConfig
     from outrider_lab.heads.modules import Eagle, config_for
     from outrider_lab.heads.writers import write_eagle
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider import LLM
-from outrider.drafters.heads.block_files import read_block
-from outrider.drafters.heads.eagle_files import read_eagle
+from outrider.drafters.heads.block import read_block
+from outrider.drafters.heads.eagle import read_eagle
 from outrider.drafters.heads.medusa import read_medusa
 from outrider.models.load import Loaded
 

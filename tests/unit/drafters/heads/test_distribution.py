@@ -16,8 +16,7 @@ from outrider import SamplingParams
 from outrider.control import Fixed
 from outrider.core.sampling import TokenSubset
 from outrider.drafters.base import Drafter
-from outrider.drafters.heads.eagle import Pairs, eagle_model
-from outrider.drafters.heads.eagle_files import EagleConfig, eagle_shapes
+from outrider.drafters.heads.eagle import EagleConfig, Pairs, eagle_model, eagle_shapes
 from outrider.drafters.heads.lattice import Lattice
 from outrider.drafters.heads.medusa import MedusaLattice, MedusaWeights
 from outrider.drafters.heads.reading import HeadWeights

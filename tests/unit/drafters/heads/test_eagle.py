@@ -13,8 +13,7 @@ from torch import Tensor
 from outrider import SamplingParams
 from outrider.core.types import Budget
 from outrider.drafters.heads import layers
-from outrider.drafters.heads.eagle import Pairs, eagle_model
-from outrider.drafters.heads.eagle_files import EagleConfig, eagle_shapes, read_eagle
+from outrider.drafters.heads.eagle import EagleConfig, Pairs, eagle_model, eagle_shapes, read_eagle
 from outrider.drafters.heads.layers import precision_of
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.drafters.model.grower import Growth, Level, TreeDrafter

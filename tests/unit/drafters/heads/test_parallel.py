@@ -27,8 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider.core.types import Budget
-from outrider.drafters.heads.block import BlockModel
-from outrider.drafters.heads.block_files import read_block
+from outrider.drafters.heads.block import BlockModel, read_block
 from outrider.drafters.heads.files import head_kind
 from outrider.drafters.heads.lattice import Lattice
 from outrider.drafters.heads.medusa import MedusaLattice, MedusaWeights, read_medusa

@@ -10,7 +10,7 @@ import torch
 from heads import GOLDEN, copied, drafter_of, golden, small_target
 from safetensors.torch import load_file, save_file
 
-from outrider.drafters.heads.eagle_files import read_eagle
+from outrider.drafters.heads.eagle import read_eagle
 from outrider.drafters.heads.files import head_kind, open_head
 
 TARGET = small_target()
