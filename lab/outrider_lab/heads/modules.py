@@ -8,7 +8,7 @@ x_{t+1} and masks. It attends to itself in both directions, and to the features 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from outrider.drafters.heads.block import BlockConfig, around
+from outrider.drafters.heads.block import BlockConfig
 from outrider.drafters.heads.config import FIELDS, HeadShape, default_taps, fields_of, plain_rope
 from outrider.drafters.heads.eagle import EagleConfig, EagleEquations
 from outrider.drafters.heads.layers import turned, turns
@@ -277,50 +277,18 @@ class BlockAttention(HeadAttention):
         return self.o_proj(heads.reshape(batch, anchors, slots, -1))
 
 
-class BlockConvolution(nn.Module):
-    """The convolutions before and after a part of a layer. One projection of the part's input gives both kernels."""
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        taps, size = config.conv_kernel_size, config.hidden_size
-        self.base_kernel = nn.Parameter(torch.empty(2, taps, size))
-        self.kernel_projection = nn.Linear(size, 2 * taps * (size // config.conv_group_size), bias=False)
-
-    def forward(self, x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
-        """What the part makes of x, [..., slot, hidden]."""
-        return around(self.kernel_projection, self.base_kernel, x, part)
-
-
-class CandidateSelector(nn.Module):
-    """DFlash2's score of a token after another one, added to the logits of the likeliest tokens."""
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
-        self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
-        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
-
-
 class BlockLayer(nn.Module):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
-        self.attention_conv = BlockConvolution(config) if config.conv_kernel_size else None
-        self.mlp_conv = BlockConvolution(config) if config.conv_kernel_size else None
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = BlockAttention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = HeadMLP(config)
 
-    def forward(self, s: Tensor, attend: Callable[[Any, Tensor], Tensor]) -> Tensor:
-        """[..., slot, hidden] of states s of that shape. attend: what the attention makes of normed states."""
-
-        def attended(y: Tensor) -> Tensor:
-            return attend(self.self_attn, y)
-
-        y = self.input_layernorm(s)
-        s = s + (attended(y) if self.attention_conv is None else self.attention_conv(y, attended))
-        y = self.post_attention_layernorm(s)
-        return s + (self.mlp(y) if self.mlp_conv is None else self.mlp_conv(y, self.mlp))
+    def forward(self, s: Tensor, *attended: Tensor) -> Tensor:
+        """[batch, anchor, slot, hidden] of states s of that shape. attended: as of `BlockAttention`."""
+        s = s + self.self_attn(self.input_layernorm(s), *attended)
+        return s + self.mlp(self.post_attention_layernorm(s))
 
 
 class MarkovHead(nn.Module):
@@ -342,7 +310,7 @@ class ConfidenceHead(nn.Module):
 
 
 class BlockModule(HeadModule):
-    """DFlash, DSpark with `markov_rank`, and DFlash2 with `selector_rank`. Embedding and output head are frozen.
+    """DFlash, and DSpark with `markov_rank`. Embedding and output head are frozen.
 
     Args:
         config: Its settings.
@@ -372,7 +340,6 @@ class BlockModule(HeadModule):
             self.lm_head.weight.copy_(output)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
-        self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
 
     @classmethod
     def of(cls, read: HeadWeights[BlockConfig], embedding: Tensor, output: Tensor) -> BlockModule:
@@ -411,9 +378,8 @@ class BlockModule(HeadModule):
         s = self.embed_tokens(ids).to(context.dtype)
         visible = places <= anchors[..., None]
         block, text = (self.turn(at)[..., None, :] for at in (anchors[..., None] + 1 + slots, places))  # for all heads
-        layers: Any = self.layers
-        for layer in layers:
-            s = layer(s, lambda attention, y: attention(y, context, visible, block, text))
+        for layer in self.layers:
+            s = layer(s, context, visible, block, text)
         return self.norm(s)
 
     def drafts(self, tokens: Tensor, features: Tensor, anchors: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:

@@ -1,5 +1,8 @@
-"""Drafts a block of tokens in one forward: DFlash, DFlash2 with its convolutions and its choice among candidates, and DSpark
-with its Markov bias and its confidence."""
+"""Trained drafters of a block of tokens in one forward: DFlash (arXiv 2602.06036), DFlash2 with its convolutions and its choice
+among candidates, and DSpark with its Markov bias and its confidence.
+
+The folders are as speculators, z-lab, Model-Optimizer, DeepSpec and transformers write them.
+"""
 
 from __future__ import annotations
 

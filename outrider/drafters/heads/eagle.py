@@ -1,6 +1,7 @@
 """Trained heads of the EAGLE family: EAGLE-1, EAGLE-3 and EAGLE-3.1 draft chains and trees, P-EAGLE all tokens in one forward.
 
-First the settings and tensors of a head, and how folders say them; then its equations, and how it drafts. A head works over the slot cache and at draft trees: by the native step, or in torch over packed linears.
+First the settings and tensors of a head, and how folders say them; then its equations, and how it drafts. A head works over the
+slot cache and at draft trees: by the native step, or in torch over packed linears.
 """
 
 from __future__ import annotations

@@ -135,11 +135,11 @@ def test_nothing_is_left_of_a_measurement_that_was_far_too_slow(monkeypatch: pyt
     target, models = loaded(), {"draft": drafter()}
     wrong, right = DraftCost(90.0, 1e-7, 0.0), DraftCost(0.1, 0.3, 0.2)
     monkeypatch.setattr(module, "measure", lambda m, d, key, *more: CostModel(dict(key), {1: 1.0}, {"draft": wrong}))
-    monkeypatch.setattr(module, "_drafter", lambda *about: right)
+    monkeypatch.setattr(module, "draft_cost", lambda *about: right)
     config = SpeculativeConfig.model_validate({})
     assert costs(config, target, models).drafters == {"draft": wrong}
     assert costs(config, target, models).drafters == {"draft": right}
-    monkeypatch.setattr(module, "_drafter", lambda *about: wrong)
+    monkeypatch.setattr(module, "draft_cost", lambda *about: wrong)
     assert costs(config, target, models).drafters == {"draft": right}, "and it is stored"
 
 
