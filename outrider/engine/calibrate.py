@@ -279,6 +279,6 @@ class Workbench(Fixed):
         """Time a step over so many nodes: its draft, and the rest."""
         self.budget = Budget(nodes - 1)
         began = perf_counter()
-        step = next(self.decoder.run([self.sequence]))
+        step = self.decoder.round([self.sequence])
         taken, draft = perf_counter() - began, step.seconds["draft"]
         return draft, taken - draft

@@ -43,7 +43,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_text_is_plain_decodings(name: str) -> None:
     model = MODELS[name]()
-    params = [SamplingParams(temperature=0, max_tokens=20), SamplingParams(temperature=1.0, max_tokens=17, top_k=20)]
+    params = [SamplingParams(temperature=0, max_tokens=12), SamplingParams(temperature=1.0, max_tokens=9, top_k=20)]
     requests = [request([3 + i, 1, 2, 5], p, seed=i) for i, p in enumerate(params)]
     plain = plain_texts(model, requests)
     for layers, budget in (([0, 2], Budget(4)), ([1, 3], Budget(3, 2, 5)), ([0, 1, 2, 3], Budget(3))):

@@ -72,7 +72,7 @@ def test_a_draft_does_not_depend_on_how_its_text_was_read(kind: str, temperature
     """Three texts cross the border, together and at their own times, some after steps without a draft. Each draft is that of a
     drafter that sees the text for the first time, alone."""
     budget, drawn = KINDS[kind]
-    params = SamplingParams(temperature=temperature, max_tokens=45, ignore_eos=True)
+    params = SamplingParams(temperature=temperature, max_tokens=30, ignore_eos=True)
     verifier = "match" if not drawn else "rejection" if budget.width == 1 else "traversal"
     drafter, crossed = small(), set[bool]()
     propose = drafter.propose
@@ -131,7 +131,7 @@ def test_the_window_of_a_text_is_found_in_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", ["tli", "slem"])
 def test_a_draft_with_other_tokens_has_a_window_too(way: Way) -> None:
     target = ToyModel(VOCAB, max_length=400)
-    params = SamplingParams(temperature=0.8 if way == "tli" else 0, max_tokens=70, ignore_eos=True)
+    params = SamplingParams(temperature=0.8 if way == "tli" else 0, max_tokens=45, ignore_eos=True)
 
     def made() -> CrossTokenizerDrafter:
         return CrossTokenizerDrafter(ToyModel(12, seed=3, error=0.5, max_length=32), pairing(), 3, way)

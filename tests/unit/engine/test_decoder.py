@@ -45,7 +45,7 @@ def prompts(n: int, seed: int = 0) -> list[list[int]]:
     return [[draw.randrange(1, VOCAB) for _ in range(draw.randrange(1, 9))] for _ in range(n)]
 
 
-@pytest.mark.parametrize(("name", "drafter"), crossed(PARAMETERS, toy_drafters(TARGET)))
+@pytest.mark.parametrize(("name", "drafter"), crossed(PARAMETERS, toy_drafters(TARGET), share=0.1))
 def test_text_is_plain_decodings_for_every_drafter_and_parameter(name: str, drafter: str) -> None:
     requests = [request(p, PARAMETERS[name], seed) for seed, p in enumerate(prompts(2))]
     expected = plain_texts(TARGET, requests)
@@ -55,7 +55,7 @@ def test_text_is_plain_decodings_for_every_drafter_and_parameter(name: str, draf
         assert [r.output for r in rows] == expected, budget
 
 
-@pytest.mark.parametrize("depth", range(9))
+@pytest.mark.parametrize("depth", [0, 1, 3, 8])
 def test_text_is_plain_decodings_at_every_draft_length(depth: int) -> None:
     requests = [request(p, PARAMETERS["sampled"].with_(ignore_eos=True), s) for s, p in enumerate(prompts(2, 1))]
     expected = plain_texts(TARGET, requests)
@@ -155,7 +155,7 @@ def test_accepted_paths_through_trees_leave_the_cache_as_if_decoded_one_by_one()
                 assert held == row.tokens[:-1]
 
 
-@pytest.mark.parametrize("trial", range(20))
+@pytest.mark.parametrize("trial", range(6))
 def test_any_sequence_of_commits_equals_writing_the_kept_tokens(trial: int) -> None:
     draw = torch.Generator().manual_seed(trial)
     cache = SlotCache(2, 2000)
