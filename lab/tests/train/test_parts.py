@@ -358,7 +358,7 @@ def test_what_the_target_says_while_it_writes_is_what_it_says_of_the_text(tmp_pa
     file = AnswerFile(tmp_path / "answers.jsonl")
     llm = LLM("builtin:code", drafter=recorder, controller=Fixed(1), max_num_seqs=3)
     llm.decoder.chunk = 16
-    path, asked = tmp_path / "prompts.jsonl", ["def f(x):", "x = 1\n" * 12, "def f(x):", "import"]
+    path, asked = tmp_path / "prompts.jsonl", ["def f(x):", "x = 1\n" * 6, "def f(x):", "import"]
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))  # one fills more than one chunk
     made = write_answers(
         llm,
