@@ -147,7 +147,7 @@ def check(name: str, folder: Path, tokens: int, seed: int = 0) -> None:
 @pytest.mark.usefixtures("ends")
 @pytest.mark.parametrize("name", KINDS)
 def test_no_token_differs(name: str, tmp_path: Path) -> None:
-    check(name, tmp_path, 250)
+    check(name, tmp_path, 150)
 
 
 @pytest.mark.long

@@ -90,7 +90,7 @@ def test_chains_are_those_of_the_plain_head(name: str, plain: bool) -> None:
         assert proposed(fresh(made, tokens), tokens) == reference(name, tokens)
 
 
-@pytest.mark.parametrize("kind", ["none", "int8"])
+@pytest.mark.parametrize("kind", ["none", "int8", "int4"])
 @pytest.mark.parametrize("name", HEADS)
 def test_the_native_step_agrees_with_torch(name: str, kind: str) -> None:
     """Prompts of different lengths, the last nodes, all nodes of two levels; in a batch, from features and from g."""
@@ -168,19 +168,6 @@ def test_every_path_of_a_tree_is_a_chain(name: str) -> None:
 
 
 # -- every way to run it --------------------------------------------------------------------------------------------------
-
-
-def test_lower_precision_drafts_nearly_the_same() -> None:
-    read = weights("eagle3_full_vocab")
-    tokens = PROMPT[:30]
-    want = None
-    for kind in ("none", "int8", "int4"):
-        made = TreeDrafter(Pairs(eagle_model(read, TARGET.model, 256, kind), 1, 256))
-        made.start(0, tokens, 0, features(TARGET, tokens[:-1], made.taps))
-        ask = context([0], [tokens], [Budget(1)], GREEDY)
-        got = made.levels.open(ask, {0: Growth(tokens[-1], Budget(1))})[0].logits
-        want = got if want is None else want
-        assert float((got - want).norm() / want.norm()) < 0.2
 
 
 def test_a_large_head_is_rounded_only_if_kernels_can_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
