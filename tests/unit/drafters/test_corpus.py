@@ -1,4 +1,4 @@
-"""Texts a user hands in: found by suffix array as by counting, bounded, saved and loaded, and bad ones refused by name."""
+"""Texts a user hands in: found by suffix array as by counting, bounded, and bad ones refused by name."""
 
 from __future__ import annotations
 

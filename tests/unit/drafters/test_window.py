@@ -101,15 +101,6 @@ def test_a_draft_does_not_depend_on_how_its_text_was_read(kind: str, temperature
         assert found == [s.output for one in asked for s in again.generate([one])]
 
 
-def test_steps_without_drafts_across_the_border_are_read_later() -> None:
-    ids, drafter = text(90), small()
-    ask = [context([0], [ids[:n]], [Budget(4)], SamplingParams(temperature=0)) for n in (SIZE - 4, SIZE + 30)]
-    drafter.propose(ask[0])
-    made = drafter.propose(ask[1])
-    assert same(made, small().propose(ask[1]))
-    assert drafter.levels.cache.length[0] <= SIZE
-
-
 def test_the_window_of_a_text_is_found_in_files(tmp_path: Path) -> None:
     """By another process, for a text that is a little longer, and where a text goes on in the next window. Of a window that was
     not read before, only the first tokens are there."""
