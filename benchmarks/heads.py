@@ -25,10 +25,8 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig, Llama
 from benchmarks.forwards import read_context, some_tokens
 from benchmarks.ruler import markdown, parser, turns
 from outrider.core.types import Budget, Commit
-from outrider.drafters.heads.block.drafter import BlockLattice
-from outrider.drafters.heads.block.module import BlockConfig
-from outrider.drafters.heads.eagle.drafter import MaskedPairs, Pairs, eagle_model
-from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
+from outrider.drafters.heads.block import BlockConfig, BlockLattice
+from outrider.drafters.heads.eagle import EagleConfig, MaskedPairs, Pairs, eagle_model, eagle_shapes
 from outrider.drafters.heads.mtp import mtp_model
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.drafters.model.grower import TreeDrafter
@@ -174,8 +172,7 @@ def eagle_head(shape: Shape, draft_vocab: int) -> HeadWeights[EagleConfig]:
         fc_norm=True,
         norm_output=True,
     )
-    with torch.device("meta"):
-        shapes = {n: tuple(t.shape) for n, t in Eagle(config).state_dict().items() if "embed" not in n}
+    shapes = eagle_shapes(config) | {"lm_head.weight": (draft_vocab, shape.hidden)}
     return HeadWeights(config, random_weights(shapes), torch.arange(draft_vocab) * (shape.vocab // draft_vocab))
 
 

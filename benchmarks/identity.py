@@ -26,7 +26,7 @@ from benchmarks.scale_up import fingerprint
 from benchmarks.texts import humaneval
 from outrider.control import Controller, Fixed
 from outrider.core.params import SamplingParams
-from outrider.drafters import Drafter, ModelDrafter, NoDraft, PlannedDrafter, make_drafter
+from outrider.drafters import Drafter, ModelDrafter, NoDraft, PlannedDrafter, make_drafters
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.registry import lookup_names
 from outrider.engine.calibrate import make_planner
@@ -90,7 +90,8 @@ class Bench:
         key = json.dumps(config)
         if key not in self._drafters:  # rows are released: a drafter may be used again
             parsed = SpeculativeConfig.of(config)
-            self._drafters[key] = make_drafter(parsed, self.target, num_slots=TEXTS, max_length=LENGTH, device="cpu")
+            sizes = {"num_slots": TEXTS, "max_length": LENGTH, "device": "cpu"}
+            [self._drafters[key]] = make_drafters(parsed, self.target, **sizes).values()
         return self._drafters[key]
 
     def decode(

@@ -52,7 +52,8 @@ class Steps:
 
     def seconds(self, costs: Costs) -> tuple[float, float]:
         """What they cost: in all, and the part of drafters."""
-        costs.behind, drafting = 0.0, 0.0
+        costs.stand(0.0)
+        drafting = 0.0
         for charge in self.charges:
             drafting += costs.draft(charge.name, charge.rows, charge.levels) if charge.rows else 0.0
             drafting += costs.reading(charge.name, charge.read)

@@ -20,7 +20,7 @@ from benchmarks.ruler import parser
 from benchmarks.texts import lines, texts
 from outrider.control import Fixed
 from outrider.core.params import SamplingParams
-from outrider.drafters import make_drafter
+from outrider.drafters import make_drafters
 from outrider.drafters.config import SpeculativeConfig
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request
@@ -102,8 +102,11 @@ def main(words: Sequence[str] | None = None) -> None:
     model = {"model": options.draft} if options.draft else {}
     configs = {method: {"method": method, **model}, "suffix": {"method": "suffix", "suffix_shared_tokens": 0}}
     drafters = {
-        name: make_drafter(SpeculativeConfig.of(config), target, num_slots=TOGETHER, max_length=LENGTH, device="cpu")
+        name: drafter
         for name, config in configs.items()
+        for drafter in make_drafters(
+            SpeculativeConfig.of(config), target, num_slots=TOGETHER, max_length=LENGTH, device="cpu"
+        ).values()
     }
     have = read(options.out) if options.out.exists() else []
     past = {(text.temperature, tuple(text.prompt)) for text in have}

@@ -28,11 +28,12 @@ from outrider.core.params import SamplingParams
 from outrider.core.tree import depth
 from outrider.core.types import Budget, Siblings, Step
 from outrider.drafters.model.draft_model import ModelDrafter
-from outrider.drafters.shapes import BY_RANK, Shape, expected_accepted, optimal_shape
+from outrider.drafters.shapes import BY_RANK, Shape, optimal_shape
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request
 from outrider.engine.scheduler import Scheduler
 from outrider.models.load import Loaded, load
+from outrider_lab.gain import expected_accepted
 
 LENGTH = 1024
 WIDTH = 8

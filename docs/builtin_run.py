@@ -17,9 +17,10 @@ import typer
 from outrider.core.params import SamplingParams
 from outrider.engine.calibrate import WHOLE, costs_of, measure
 from outrider.engine.llm import LLM
-from outrider.engine.trace import Detail, Recorder, read
+from outrider.engine.trace import Detail, Recorder
 from outrider_lab.explain import explained, rooflines, with_model
 from outrider_lab.pages.explained import BUILTIN, ExplainedRun, curve
+from outrider_lab.traces import read
 
 PROMPT = "The seven days of the week are"
 CHAIN = {"num_speculative_tokens": 3, "controller": "fixed"}

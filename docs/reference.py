@@ -29,7 +29,7 @@ PAGES: dict[str, tuple[str, list[str]]] = {
             "control.planner",
             "control.plan",
             "control.costs",
-            "drafters.combine.planned",
+            "drafters.planned",
             "engine.calibrate",
         ],
     ),
@@ -59,8 +59,8 @@ PAGES: dict[str, tuple[str, list[str]]] = {
     "trace": (
         "record, read, replay",
         [
-            "engine.trace.recorder",
-            "engine.trace.records",
+            "engine.trace",
+            "outrider_lab.traces",
             "outrider_lab.replay",
             "engine.fingerprint",
         ],

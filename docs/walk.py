@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 PACKAGE = str(Path(__file__).parents[1] / "outrider")
-ROOMS = ("serve", "engine", "drafters/combine")  # whose calls are counted
+ROOMS = ("serve", "engine", "drafters/planned")  # whose calls are counted
 BODY = {
     "messages": [{"role": "user", "content": "def add(a, b):\n    return"}],
     "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}],

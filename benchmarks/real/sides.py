@@ -13,10 +13,12 @@ from benchmarks.peers.llama_server import LLAMA, LOOKUP, LlamaServer
 from benchmarks.ruler import differing
 from benchmarks.stretches import TimedRun, interleave
 from outrider.core.params import SamplingParams
+from outrider.drafters.heads.selftest import SAMPLE
 from outrider.engine.llm import LLM
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.models.load import load
 from outrider_lab.bench.local import SampleRecorder
+from outrider_lab.layers import search_layers
 
 STRETCH = 8  # tokens that a method writes before the next one's turn
 PREFIX_BYTES = 2**31
@@ -114,6 +116,9 @@ class Ours:
                 print(f"  {name} is left out: {reason}", file=sys.stderr, flush=True)
 
     def _llm(self, config: dict[str, Any], draft: str | None, head: str | None) -> LLM:
+        if config.get("method") == "layer_skip" and self.target.tokenizer is not None:
+            texts = [self.target.tokenizer(SAMPLE)["input_ids"]]
+            config = config | {"layers": search_layers(self.target.model, texts).layers}
         model = {"draft_model": draft, "eagle": head, "auto": draft or head}.get(config.get("method", ""))
         whole = config | ({"model": model} if model is not None else {})
         llm = LLM(self.target, speculative_config=whole, max_model_len=self.limit, max_num_seqs=1)

@@ -25,7 +25,7 @@ from outrider.engine.decoder import Decoder, signed
 from outrider.engine.llm import LLM
 from outrider.engine.memory import per_token
 from outrider.engine.request import Sequence
-from outrider.engine.trace import Detail, StepRecord, Trace, TracedText
+from outrider.engine.trace import Detail, StepRecord
 from outrider.models.base import LanguageModel
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
@@ -41,6 +41,7 @@ from outrider_lab.pages.explained import (
     curve,
 )
 from outrider_lab.replay import replay, request_of
+from outrider_lab.traces import Trace, TracedText
 
 MOST_STEPS = 400  # of all requests, that are computed again
 COMPARED = 96  # positions of the first request at which drafts are compared

@@ -133,7 +133,7 @@ def _facts(
         "head": head,
         "eagle1": eagle1,
         "eagle3": "eagle" in methods and not eagle1,
-        "head_speculators": head is not None and head.speculators,
+        "head_speculators": head is not None and "speculators_model_type" in head.settings,
         "head_fasterdecoding": head is not None and head.kind == MEDUSA and "num_heads" not in head.settings,
         "reads_model": any(find(method).needs_model for method in methods),
         "model": model,
@@ -275,9 +275,9 @@ def write_head(head: HeadFolder, engine: str, target: str, folder: Path) -> Path
     """
     import torch
 
-    from outrider.drafters.heads.eagle.files import read_eagle, write_eagle
-    from outrider.drafters.heads.eagle.module import Eagle
-    from outrider.drafters.heads.medusa.files import read_medusa, write_medusa
+    from outrider.drafters.heads.eagle import read_eagle
+    from outrider.drafters.heads.medusa import read_medusa
+    from outrider_lab.heads.writers import write_eagle, write_medusa
 
     out = folder / f"head-{engine}"
     if head_kind(out) is not None and out.resolve() == head.path.resolve():
@@ -286,10 +286,7 @@ def write_head(head: HeadFolder, engine: str, target: str, folder: Path) -> Path
     dtype = next((t.dtype for t in head.tensors.values() if t.is_floating_point()), torch.bfloat16)
     if head.kind == MEDUSA:
         return write_medusa(out, read_medusa(head, loaded), "vllm", dtype=dtype)
-    weights = read_eagle(head, loaded)
-    own = weights.own_embedding
-    embedding = torch.zeros(weights.config.vocab_size, weights.config.hidden_size) if own is None else own
-    return write_eagle(out, Eagle.of(weights, embedding), "flat", dtype=dtype, embedding=own is not None)
+    return write_eagle(out, read_eagle(head, loaded), "flat", dtype=dtype)
 
 
 def same_tokens(target: str, draft: str) -> bool | None:

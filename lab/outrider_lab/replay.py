@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.control import Fixed
+from outrider.control import Controller, Fixed
 from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import LogitsDistribution, TokenMask
 from outrider.core.tree import levels, validate
@@ -25,11 +26,11 @@ from outrider.core.types import Draft, Siblings, Step, ints
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter
 from outrider.engine.decoder import Decoder, signed
 from outrider.engine.request import Request
-from outrider.engine.trace.recorder import target_distribution
-from outrider.engine.trace.records import NO_TOKENS, StepRecord, TopProbs, Trace, TracedText, top
+from outrider.engine.trace import NO_TOKENS, StepRecord, TopProbs, target_distribution, top
 from outrider.verify import VERIFIERS, Verifier
 from outrider.verify.batched import draw
 from outrider.verify.reference import Number
+from outrider_lab.traces import Trace, TracedText
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +88,15 @@ class _Recorded(BaseDrafter):
             self.drafter.release(slot)
 
 
+def beside(decoder: Decoder, drafter: Drafter, controller: Controller, **other: Any) -> Decoder:
+    """Another decoder of the same target, with a cache of its own. Only one of the two may run at a time.
+
+    other: what else is not the same, as of `Decoder`."""
+    same = {"verifier": decoder.verifier.name, "num_slots": decoder.cache.num_slots, "max_length": decoder.max_length}
+    same |= {"end_ids": decoder.end_ids, "tokenizer": decoder.tokens.tokenizer}
+    return Decoder(decoder.target, drafter, controller=controller, **(same | other))
+
+
 def replay(
     trace: Trace, decoder: Decoder, step: int, request: int | None = None, mask: TokenMask | None = None
 ) -> Replay:
@@ -108,7 +118,7 @@ def replay(
     verifier = VERIFIERS[trace.header.verifier]
     drawn = verifier.needs_probs and recorded.drafted and recorded.siblings != Siblings.POINT.name
     drafter = _Recorded(recorded, decoder.drafter if drawn else None)
-    again = decoder.sibling(drafter, Fixed(**recorded.budget), verifier=verifier.name, num_slots=1, text_memory=None)
+    again = beside(decoder, drafter, Fixed(**recorded.budget), verifier=verifier.name, num_slots=1)
     row = again.start(request_of(text, mask))
     try:
         row.advance([t for earlier in text.steps[:step] for t in earlier.written], step)

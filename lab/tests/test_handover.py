@@ -14,13 +14,14 @@ import pytest
 from heads import GOLDEN, eagle1_folder, medusa_folder
 
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.heads.eagle.files import write_eagle
-from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
+from outrider.drafters.heads.eagle import EagleConfig
 from outrider.drafters.heads.files import open_head
 from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.load import Loaded, load
 from outrider.verify import VERIFIERS
 from outrider_lab.handover import ENGINES, TABLES, EngineCommand, exports, head_of, same_tokens, write_head
+from outrider_lab.heads.modules import Eagle, config_for
+from outrider_lab.heads.writers import write_eagle
 
 KNOWN = json.loads((Path(__file__).parent / "data" / "handover-parsers.json").read_text())
 PARSED = {"method": "draft_model", "model": "builtin:code-draft", "num_speculative_tokens": 4}
@@ -445,7 +446,7 @@ def code() -> Loaded:
 
 @pytest.fixture
 def head(code: Loaded, tmp_path: Path) -> Path:
-    return write_eagle(tmp_path / "head", Eagle(EagleConfig.for_target(code.config)))
+    return write_eagle(tmp_path / "head", Eagle(config_for(EagleConfig, code.config)).weights())
 
 
 @pytest.mark.parametrize("engine", ["sglang", "trt-llm"])
@@ -457,9 +458,9 @@ def test_a_head_is_written_as_the_engine_reads_it(engine: str, head: Path, tmp_p
     written, opened = open_head(tmp_path / "out" / f"head-{engine}"), open_head(head)
     assert str(written.path) in command.serve + "".join(command.files.values())
     assert not said(command, "head: ")
-    assert opened.speculators
+    assert "speculators_model_type" in opened.settings
     assert written.kind == "eagle3"
-    assert not written.speculators
+    assert "speculators_model_type" not in written.settings
     old, new = opened.tensors, written.tensors
     assert {t.dtype for t in new.values()} == {t.dtype for t in old.values()}
     assert bool((new["fc.weight"] == old["fc.weight"]).all())
@@ -486,7 +487,7 @@ def test_heads_that_an_engine_does_not_run(tmp_path: Path) -> None:
 
 
 def test_a_head_is_not_overwritten(code: Loaded, tmp_path: Path) -> None:
-    own = write_eagle(tmp_path / "head-sglang", Eagle(EagleConfig.for_target(code.config)))
+    own = write_eagle(tmp_path / "head-sglang", Eagle(config_for(EagleConfig, code.config)).weights())
     with pytest.raises(ValueError, match="is the head itself"):
         write_head(open_head(own), "sglang", "builtin:code", tmp_path)
 

@@ -13,12 +13,13 @@ from traces import GREEDY, RICH, SAMPLED, loop, record, replays, three
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
-from outrider.engine.fingerprint import read_fingerprint
 from outrider.engine.request import Request
-from outrider.engine.trace import Detail, read
+from outrider.engine.trace import Detail
 from outrider.testing.toy import ToyModel
 from outrider_lab.cli.replay import _label
+from outrider_lab.fingerprints import read_fingerprint
 from outrider_lab.replay import replay
+from outrider_lab.traces import read
 
 RUNS = [
     ("none", "match", 1), ("draft_model", "match", 1), ("draft_model", "match", 3), ("random", "match", 3),

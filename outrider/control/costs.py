@@ -91,7 +91,8 @@ class Costs:
     """
 
     def __init__(self, model: CostModel) -> None:
-        self.model, self.behind = model, 0.0
+        self.model = model
+        self.stand(0.0)
         self._base = [model.forward(max(n, 1)) for n in range(MOST + 1)]
         self._logs, self._seen = [0.0] * 5, [0.0] * 5  # corrections at 1, 4, 16, 64 and 256 nodes, and their steps
         self._paces = {("", 1): (0.0, 0.0)}  # corrections of the target and of drafters, and steps
@@ -100,15 +101,10 @@ class Costs:
             list[float](),
         )  # that of the target; seconds by nodes, corrected, as far as asked for
 
-    @property
-    def behind(self) -> float:
-        """Tokens of the text behind a node of the step that is weighed now. Attention over them takes time in proportion."""
-        return self._behind
-
-    @behind.setter
-    def behind(self, tokens: float) -> None:
-        self._behind = tokens
-        self._attention = self.model.attention * tokens_read(self.model.windows, tokens)
+    def stand(self, behind: float) -> None:
+        """Steps are weighed behind so many tokens of a text from now on. Attention over them takes time in proportion."""
+        self.behind = behind
+        self._attention = self.model.attention * tokens_read(self.model.windows, behind)
 
     def forward(self, nodes: float) -> float:
         """Seconds of a step without its draft, over so many nodes of all its sequences."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from outrider.core.types import Budget
@@ -64,22 +64,6 @@ class Offer:
             alive.append(alive[parent] * share * chance(match[parent]))
             match.append(match[parent] + 1)
         return alive[1:]
-
-
-@dataclass
-class SequenceAverages:
-    """What is known of a sequence. The moving averages begin with those of all sequences."""
-
-    written: int = 0  # output tokens
-    # by draft model or head: the chance that its next token is right, and the last step in which it drafted
-    accepted: dict[str, float] = field(default_factory=lambda: dict[str, float]())
-    asked: dict[str, int] = field(default_factory=lambda: dict[str, int]())
-    # by lookup: logits by which it is right more often here
-    shift: dict[str, float] = field(default_factory=lambda: dict[str, float]())
-    lookup: float = 0.3  # by which part lookups speed up a step
-    rests: int = 0  # times in a row that they brought less than they cost
-    idle: bool = False  # the last plan was to do nothing
-    forced: bool = False  # a grammar may leave no choice
 
 
 @dataclass(frozen=True)

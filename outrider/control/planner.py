@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import exp
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from outrider.control.costs import RATE, Costs
-from outrider.control.plan import PLAIN, Choice, Controller, Offer, Plan, PlanNote, SequenceAverages, StepForecast, View
+from outrider.control.plan import PLAIN, Choice, Controller, Offer, Plan, PlanNote, StepForecast, View
 from outrider.core.types import Budget
 
 if TYPE_CHECKING:
@@ -37,6 +37,22 @@ DEEPEST = 8  # levels of a draft model's or head's chain [2.3, 0.4; 2.3, 0.4]
 REST = (1, 5, 10, 20)  # steps from a question to lookups to the next, while they bring too little [0.1, 0.1; 0.1, 0.0]
 _MATCH, _SURE = [*CHANCE], max(CHANCE.values())
 _COVERED = "the rest of the answer may not cover the reading"
+
+
+@dataclass
+class SequenceAverages:
+    """What is known of a sequence. The moving averages begin with those of all sequences."""
+
+    written: int = 0  # output tokens
+    # by draft model or head: the chance that its next token is right, and the last step in which it drafted
+    accepted: dict[str, float] = field(default_factory=lambda: dict[str, float]())
+    asked: dict[str, int] = field(default_factory=lambda: dict[str, int]())
+    # by lookup: logits by which it is right more often here
+    shift: dict[str, float] = field(default_factory=lambda: dict[str, float]())
+    lookup: float = 0.3  # by which part lookups speed up a step
+    rests: int = 0  # times in a row that they brought less than they cost
+    idle: bool = False  # the last plan was to do nothing
+    forced: bool = False  # a grammar may leave no choice
 
 
 class Planner:
@@ -88,7 +104,7 @@ class Planner:
         tokens, nodes, drafting, charged = 0, 0, 0.0, 0.0
         for commit, tree in zip(step.commits, step.draft.host, strict=True):
             tokens, nodes = tokens + len(commit.tokens), nodes + len(tree)
-        self.costs.behind = sum(step.positions) / rows
+        self.costs.stand(sum(step.positions) / rows)
         for name, drafted, levels, read, seconds in notes[0].charges if notes else ():
             self.costs.observe_draft(name, drafted, levels, read, seconds)
             charged += seconds
@@ -154,7 +170,7 @@ class Planner:
             views: What is known of the sequences.
             waiting: Sequences whose prompts are not read yet. A draft delays them.
         """
-        self.costs.behind = sum(view.length for view in views) / max(len(views), 1)
+        self.costs.stand(sum(view.length for view in views) / max(len(views), 1))
         asked, plans = {name: sum(name in v.missing for v in views) for v in views for name in v.missing}, list[Plan]()
         for _ in views[:2]:  # a draft for several sequences costs little more than one for one: how many share it?
             plans = [self._plan(view, len(views) - 1, waiting, asked) for view in views]

@@ -1,7 +1,7 @@
 """Drafters propose draft tokens. Imports the kernel and the models; the loop imports it.
 
-`registry` lists the drafting methods. `lookup/` holds drafters without a model, `model/` those with one, and `combine/`
-puts several together. Names are imported when they are first used: the command line reads the registry without torch.
+`registry` lists the drafting methods. `lookup/` holds drafters without a model, `model/` those with one, and
+`planned` puts several together. Names are imported when they are first used: the command line reads the registry without torch.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from outrider.drafters import registry as registry  # fills the table of methods
 
 if TYPE_CHECKING:
     from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, NoDraft, TargetPass, chains
-    from outrider.drafters.combine.planned import PlannedDrafter
     from outrider.drafters.lookup.ngram import NgramDrafter
     from outrider.drafters.lookup.prediction import PredictionDrafter
     from outrider.drafters.lookup.suffix import SuffixDrafter
     from outrider.drafters.lookup.token_recycling import TokenRecyclingDrafter
     from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter
     from outrider.drafters.model.draft_model import ModelDrafter
-    from outrider.drafters.registry import make_drafter, make_drafters
+    from outrider.drafters.planned import PlannedDrafter
+    from outrider.drafters.registry import make_drafters
 
 _NAMES = {
     "base": "BaseDrafter DraftContext Drafter NoDraft TargetPass chains",
-    "combine.planned": "PlannedDrafter",
+    "planned": "PlannedDrafter",
     "lookup.ngram": "NgramDrafter",
     "lookup.prediction": "PredictionDrafter",
     "lookup.suffix": "SuffixDrafter",
     "lookup.token_recycling": "TokenRecyclingDrafter",
     "model.cross_tokenizer": "CrossTokenizerDrafter",
     "model.draft_model": "ModelDrafter",
-    "registry": "make_drafter make_drafters",
+    "registry": "make_drafters",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -49,7 +49,6 @@ __all__ = [
     "TargetPass",
     "TokenRecyclingDrafter",
     "chains",
-    "make_drafter",
     "make_drafters",
 ]
 

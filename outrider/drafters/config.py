@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -77,7 +76,7 @@ class SpeculativeConfig(BaseModel):
     )
     corpus: Any = Field(
         None,
-        description='for suffix: a file, a folder, a saved corpus, {"text": ...}, token ids, or a list of these',
+        description='for suffix: a file, a folder, {"text": ...}, token ids, or a list of these',
     )
     corpus_tokens: int = Field(2**22, ge=1, description="for suffix: tokens read from the corpus, at most")
     suffix_shared_tokens: int = Field(
@@ -128,13 +127,6 @@ class SpeculativeConfig(BaseModel):
             for key in data:
                 if key not in cls.model_fields:
                     raise ValueError(f"speculative_config has no {key!r}{did_you_mean(key, cls.model_fields)}")
-            if data.get("controller") in ("optimal", "calibrated"):
-                warnings.warn(
-                    f'"controller": "{data["controller"]}" is now "adaptive", which measures costs itself',
-                    DeprecationWarning,
-                    stacklevel=2,
-                )
-                data = {**data, "controller": "adaptive"}
             if "method" not in data and data.get("model") is not None:
                 data = {**data, "method": model_method(data["model"])}
             if named := data.get("method"):

@@ -7,7 +7,7 @@ This module imports no torch: the command line lists the methods before anything
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
@@ -27,9 +27,6 @@ PLUGINS = "outrider.drafters"
 NONE, AUTO, PREDICTION = "none", "auto", "prediction"
 """The methods that stand for no drafter, for all that help, and for the text that a request expects."""
 
-TRAINED = ("eagle3", "medusa", "dflash", "dspark")
-"""The kinds of heads that `outrider train` makes."""
-
 LOWER_PRECISION = {
     "float32": ("int8", "int4"),
     "bfloat16": ("int8", "int4"),
@@ -45,17 +42,6 @@ quantized copy. self: a forward pass through some of the target's own layers."""
 
 
 @dataclass(frozen=True)
-class TuneInputs:
-    """What `outrider tune` was given. It decides which methods can be tried."""
-
-    weights: str  # precision of the target's weights
-    draft: str | None = None  # name of a draft model
-    layers: str | None = None  # file of `outrider layers`
-    predictions: bool = False  # whether a prompt brings a prediction
-    mtp: bool = False  # whether the target's checkpoint holds an MTP layer
-
-
-@dataclass(frozen=True)
 class DraftMethod:
     """A drafting method: all that the other modules know about it."""
 
@@ -65,7 +51,6 @@ class DraftMethod:
     make: Callable[[Any], Drafter]
     cost: Cost | None = None  # what one level of a draft costs; None derives it from the drafter (`level_cost`)
     default_depth: int = 5  # draft tokens in a row where the user gives no number
-    tune_depth: int = 8  # the most draft tokens in a row that `outrider tune` tries
     # keys of `SpeculativeConfig` that only this method reads. A new method can read `options` and needs no key
     keys: tuple[str, ...] = ()
     needs_model: bool = False  # the key `model` must name its draft model
@@ -73,9 +58,6 @@ class DraftMethod:
     heads: tuple[str, ...] = ()
     per_request: bool = False  # a request to a server can choose it, whatever the server's own method is
     auto: Callable[[Any], bool] | None = None  # whether the method "auto" uses it for a setup; None if never
-    # configurations that `outrider tune` tries, by name
-    candidates: Callable[[TuneInputs], Mapping[str, dict[str, Any]]] | None = None
-    tune_hint: str = ""  # what `outrider tune` needs to try one
     # what must be there besides the model, in a few words; a draft model or a head need not be named
     requires: str = ""
 
@@ -84,10 +66,6 @@ class DraftMethod:
         """What must be there besides the model, in a few words; `nothing`, or how to give it."""
         model = "-d FOLDER, a trained head" if self.heads else "-d MODEL"
         return self.requires or (model if self.needs_model else "nothing")
-
-    def tune_candidates(self, inputs: TuneInputs) -> Mapping[str, dict[str, Any]]:
-        """The configurations to try, by name."""
-        return {self.name: {"method": self.name}} if self.candidates is None else self.candidates(inputs)
 
 
 def made_by(module: str, function: str = "from_setup") -> Callable[[Any], Drafter]:

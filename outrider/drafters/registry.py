@@ -1,15 +1,14 @@
 """The drafting methods: one row for each, and the way from a configuration to a drafter.
 
 To add a method, write its drafter in one file, with a function `from_setup` that makes it, and add one row to `METHODS`. The
-configuration, the help texts, `auto` and `outrider tune` read the rows. A package can offer a
-method by an entry point (`find`).
+configuration, the help texts and `auto` read the rows. A package can offer a method by an entry point (`find`).
 
 This module imports no torch: the command line lists the methods before anything large is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,6 @@ from outrider.drafters.method import (
     NONE,
     PREDICTION,
     DraftMethod,
-    TuneInputs,
     find,
     made_by,
     model_method,
@@ -59,14 +57,6 @@ def make_drafters(
         return {}
     names = _fitting(setup) if config.method == AUTO else config.methods
     return {name: _made(find(name), setup) for name in names}
-
-
-def make_drafter(config: SpeculativeConfig, target: Loaded, *, num_slots: int, max_length: int, device: str) -> Drafter:
-    """Make the drafter of a configuration with one method. Raises ValueError for several, and if it cannot draft here."""
-    if config.budget.max_nodes and (len(config.methods) > 1 or config.method == AUTO):
-        raise ValueError(f"{config.method!r} means several drafters: use make_drafters")
-    drafters = make_drafters(config, target, num_slots=num_slots, max_length=max_length, device=device)
-    return next(iter(drafters.values())) if drafters else _nothing()
 
 
 def request_drafters(setup: DrafterSetup) -> dict[str, Drafter]:
@@ -125,14 +115,8 @@ def _fitting(setup: DrafterSetup) -> list[str]:
 # -- what the rows ask ----------------------------------------------------------------------------------------------------
 
 
-def _nothing(*_: DrafterSetup) -> Drafter:
-    from outrider.drafters.base import NoDraft
-
-    return NoDraft()
-
-
-def _auto(setup: DrafterSetup) -> Drafter:
-    raise ValueError('"auto" means several drafters: use make_drafters')
+def _none(setup: DrafterSetup) -> Drafter:
+    raise ValueError(f"{setup.config.method!r} is no drafter")
 
 
 def _brings_draft(setup: DrafterSetup) -> bool:
@@ -149,12 +133,6 @@ def _brings(method: str, setup: DrafterSetup) -> bool:
     return head is not None and model_method(head) == method
 
 
-def _with_model(method: str, inputs: TuneInputs) -> Mapping[str, dict[str, Any]]:
-    """The candidate of a method that needs a model, if the model that was given is one of its own."""
-    fits = inputs.draft is not None and model_method(inputs.draft) == method
-    return {method: {"method": method, "model": inputs.draft}} if fits else {}
-
-
 def _has_lower_precision(setup: DrafterSetup) -> bool:
     from outrider.kernels import cpu as native
 
@@ -163,19 +141,17 @@ def _has_lower_precision(setup: DrafterSetup) -> bool:
 
 
 def _head(
-    name: str, text: str, what: str, file: str = "", maker: str = "from_setup", heads: tuple[str, ...] = (), **more: Any
+    name: str, text: str, file: str = "", maker: str = "from_setup", heads: tuple[str, ...] = (), **more: Any
 ) -> DraftMethod:
-    """The row of a method with a trained head. what: it has in its folder. heads: kinds that it reads, if not its name alone."""
+    """The row of a method with a trained head. heads: kinds that it reads, if not its name alone."""
     return DraftMethod(
         name,
         text,
-        made_by(f"heads.{file or name}.drafter", maker),
+        made_by(f"heads.{file or name}", maker),
         cost="model",
         needs_model=True,
         heads=heads or (name,),
         auto=partial(_brings, name),
-        candidates=partial(_with_model, name),
-        tune_hint=f"name the folder of {what}, --draft-model FOLDER",
         **more,
     )
 
@@ -184,20 +160,12 @@ def _head(
 
 
 _ROWS = (
-    DraftMethod(
-        NONE,
-        "plain decoding, without draft tokens",
-        _nothing,
-        candidates=lambda i: {},
-        tune_hint="the others are compared with it",
-    ),
+    DraftMethod(NONE, "plain decoding, without draft tokens", _none),
     DraftMethod(
         AUTO,
         "the methods that fit this model, chosen at each step; start with this one",
-        _auto,
+        _none,
         default_depth=16,
-        candidates=lambda i: {},
-        tune_hint="it is made of the others",
     ),
     DraftMethod(
         "draft_model",
@@ -207,44 +175,33 @@ _ROWS = (
         needs_model=True,
         keys=("draft_vocab", "draft_vocab_corpus", "speculative_token_map"),
         auto=_brings_draft,
-        candidates=partial(_with_model, "draft_model"),
     ),
     _head(
         "eagle",
         "a trained EAGLE-3 or EAGLE-1 head, which reads the model's own layers; helps any text at a few percent of a step",
-        "a head",
         heads=("eagle3", "eagle1"),
-        tune_depth=7,
     ),
     _head(
         "peagle",
         "a trained P-EAGLE head, which drafts all tokens of a step in one forward pass",
-        "a P-EAGLE head",
         file="eagle",
         maker="parallel_from_setup",
-        tune_depth=7,
     ),
     DraftMethod(
         "mtp",
         "the MTP layer of the model's own files (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5); nothing else is needed",
         made_by("heads.mtp"),
         cost="model",
-        tune_depth=4,
         auto=lambda setup: setup.config.model is None and setup.target.has_mtp,
-        candidates=lambda i: {"mtp": {"method": "mtp"}} if i.mtp else {},
-        tune_hint="the model's files hold no MTP layer",
         requires="an MTP layer in the model's files",
     ),
     _head(
         "medusa",
         "trained Medusa heads: each predicts one later token from the model's last state; cheap, and right less often",
-        "Medusa heads",
-        tune_depth=4,
     ),
     _head(
         "dflash",
         "a trained DFlash or DFlash2 drafter, which drafts a block of tokens in one forward pass",
-        "a block drafter",
         file="block",
         heads=("dflash", "dflash2"),
         default_depth=7,
@@ -252,7 +209,6 @@ _ROWS = (
     _head(
         "dspark",
         "a trained DSpark drafter: a block in one pass, then each token corrected by the one before it",
-        "a block drafter",
         file="block",
         default_depth=7,
     ),
@@ -261,13 +217,7 @@ _ROWS = (
         "an int8 or int4 copy of the model itself; helps without a second model where memory bandwidth is the limit",
         made_by("model.self_speculation", "quantized_from_setup"),
         cost="model",
-        tune_depth=4,  # a level costs about half a forward pass of the target
         auto=_has_lower_precision,
-        candidates=lambda i: {
-            f"quantized_self-{weights}": {"method": "quantized_self", "quantization": weights}
-            for weights in LOWER_PRECISION.get(i.weights, ())
-        },
-        tune_hint="no weights are cheaper to read than the model's own",
         requires="a CPU, and weights of more than 4 bits",
     ),
     DraftMethod(
@@ -276,8 +226,6 @@ _ROWS = (
         made_by("model.self_speculation", "layer_skip_from_setup"),
         cost="self",
         keys=("layers", "assistant_early_exit"),
-        candidates=lambda i: {"layer_skip": {"method": "layer_skip", "layers": i.layers}} if i.layers else {},
-        tune_hint="name the layers, --layers FILE",
         requires='"layers", as outrider layers finds them',
     ),
     DraftMethod(
@@ -286,12 +234,9 @@ _ROWS = (
         made_by("lookup.prediction"),
         cost="lookup",
         default_depth=16,
-        tune_depth=16,
         keys=("prediction",),
         per_request=True,
         auto=lambda setup: True,
-        candidates=lambda i: {"prediction": {"method": "prediction"}} if i.predictions else {},
-        tune_hint="no prompt has a prediction",
         requires="--prediction FILE, or one in each request",
     ),
     DraftMethod(
@@ -300,7 +245,6 @@ _ROWS = (
         made_by("lookup.suffix"),
         cost="lookup",
         default_depth=16,
-        tune_depth=16,
         keys=("corpus", "corpus_tokens", "suffix_shared_tokens", "suffix_decoding_min_token_prob"),
         per_request=True,
         auto=lambda setup: True,
@@ -311,7 +255,6 @@ _ROWS = (
         made_by("lookup.ngram"),
         cost="lookup",
         default_depth=10,
-        tune_depth=16,
         keys=("prompt_lookup_min", "prompt_lookup_max"),
         per_request=True,
     ),

@@ -194,7 +194,7 @@ def _attention(target: LanguageModel) -> float:
 
 def _drafters(target: LanguageModel, models: Mapping[str, Drafter], plain: float, rounds: int) -> dict[str, DraftCost]:
     """What drafters cost, without those that cannot draft here. plain: seconds of a plain step."""
-    costs = {n: _drafter(target, drafter, rounds, _most(n, drafter, target, plain)) for n, drafter in models.items()}
+    costs = {n: draft_cost(target, drafter, rounds, _most(n, drafter, target, plain)) for n, drafter in models.items()}
     return {name: cost for name, cost in costs.items() if cost is not None}
 
 
@@ -203,7 +203,7 @@ def _most(name: str, drafter: Drafter, target: LanguageModel, plain: float) -> f
     return _EXPENSIVE * _FEW * level_cost(name, drafter, target) * plain
 
 
-def _drafter(target: LanguageModel, drafter: Drafter, rounds: int, most: float) -> DraftCost | None:
+def draft_cost(target: LanguageModel, drafter: Drafter, rounds: int, most: float) -> DraftCost | None:
     """What a drafter costs; None if it cannot draft here, as on a target with a very short context.
 
     rounds: at least so many; more while a draft of `_FEW` tokens takes longer than `most` seconds.

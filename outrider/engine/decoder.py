@@ -45,6 +45,7 @@ class Decoder:
         free: The other slots.
         waiting: Sequences whose tokens are not all in the cache yet.
         chunk: Prompt tokens per forward.
+        plain: Nothing drafts.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Decoder:
             prefixes: Keys and values of prompts that were read before; None reads every prompt.
             text_memory: Where finished texts are kept for drafts of later ones; None keeps none.
         """
-        self.target, self.drafter = target, drafter or NoDraft()
+        self.target, self.drafter, self.plain = target, drafter or _NO_DRAFT, drafter is None
         self.verifier = VERIFIERS[verifier]
         self.controller = controller or Fixed(5)
         self.max_length = min(max_length or target.max_length, target.max_length)
@@ -87,14 +88,6 @@ class Decoder:
         self.stepping = threading.RLock()  # two schedulers may share a decoder, but not a step
         self._batch: tuple[tuple[int, ...], LogitsWarper, list[int], torch.Tensor] | None = None
 
-    def sibling(self, drafter: Drafter, controller: Controller, **other: Any) -> Decoder:
-        """Another decoder of this target, with a cache of its own. other: what else is not the same, as of `Decoder`.
-
-        Only one of the two may run at a time."""
-        same = {"verifier": self.verifier.name, "num_slots": self.cache.num_slots, "max_length": self.max_length}
-        same |= {"end_ids": self.end_ids, "tokenizer": self.tokens.tokenizer, "text_memory": self.text_memory}
-        return Decoder(self.target, drafter, controller=controller, **(same | other))
-
     def limit(self, max_length: int, prefixes: PrefixCache | None) -> None:
         """Before the first sequence: shorten the longest one, and take another prefix cache.
 
@@ -104,11 +97,6 @@ class Decoder:
         """
         self.max_length, self.prefixes = min(self.max_length, max_length), prefixes
         self.cache.shorten(self.max_length)
-
-    @property
-    def plain(self) -> bool:
-        """Nothing drafts."""
-        return isinstance(self.drafter, NoDraft)
 
     @property
     def guarantee(self) -> Guarantee:

@@ -1,4 +1,5 @@
-"""A fingerprint of an answer: all that its tokens depend on, and the tokens. Any machine can write the text again.
+"""A fingerprint of an answer: all that its tokens depend on, and the tokens. Any machine can write the text again, with
+`outrider_lab.fingerprints`.
 
 On the native path the bits are promised on every machine (docs/lossless.md). Elsewhere they are promised on one machine only.
 A fingerprint has no drafter: under `match` a text does not depend on the draft tokens.
@@ -13,32 +14,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
-
 from outrider.core.files import public_name, write_whole
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
-from outrider.core.suggest import faults
 from outrider.core.types import Guarantee
 from outrider.engine.llm import LLM
 from outrider.engine.request import Request
 from outrider.engine.runtime import Runtime
-from outrider.engine.trace.recorder import describe, request_record
-from outrider.engine.trace.records import Count, Id, RequestRecord, TraceLine
+from outrider.engine.trace import Count, Id, RequestRecord, TraceLine, describe, request_record
 from outrider.kernels import ARITHMETIC
 from outrider.kernels.machine import machine
 from outrider.models.identity import sha256, weight_files
 
 FORMAT: Literal[1] = 1  # increased when a field changes its meaning
-_WORDS = {
-    "sha256": "content of the model's files (sha256)",
-    "dtype": "precision of the weights",
-    "kv_cache_dtype": "keys and values",
-    "max_length": "max_model_len",
-    "end_ids": "end tokens",
-    "path": "path of a forward",
-    "arithmetic": "version of the arithmetic",
-}
 
 
 class Fingerprint(TraceLine):
@@ -77,23 +65,6 @@ class Fingerprint(TraceLine):
         """The sampling parameters, with the seed and the bad words as token ids."""
         return self.request.sampling.with_(seed=self.request.seed, bad_words=self.request.bad_words or ())
 
-    def differences(self, llm: LLM) -> list[str]:
-        """What is not as recorded: content, precision, settings and arithmetic, in words. Empty if the text can be compared."""
-        here = _settings(llm.runtime)
-        return [
-            f"{words}: recorded {getattr(self, name)}, here {here[name]}"
-            for name, words in _WORDS.items()
-            if getattr(self, name) != here[name]
-        ]
-
-
-class _FingerprintedChoice(BaseModel):
-    fingerprint: Fingerprint
-
-
-class _FingerprintedAnswer(BaseModel):
-    choices: list[_FingerprintedChoice] = Field(min_length=1)
-
 
 def fingerprint(llm: LLM, output: RequestOutput, params: SamplingParams, index: int = 0) -> Fingerprint:
     """The fingerprint of an output of `llm.generate(prompt, params)`. index: which of its n texts.
@@ -117,7 +88,7 @@ class Fingerprints:
             runtime: It writes the texts.
             name: Of the model. Folders of this machine are cut off.
         """
-        self._settings = _settings(runtime)
+        self._settings = settings_of(runtime)
         self._model = public_name(name)
 
     def of(self, request: Request, tokens: Sequence[int], finish: str | None) -> Fingerprint:
@@ -137,43 +108,7 @@ class Fingerprints:
         ).sealed()
 
 
-def read_fingerprint(file: str | os.PathLike[str]) -> Fingerprint:
-    """Read a file that `Fingerprint.write` made, or an answer of the server with a fingerprint: the one of its first choice.
-
-    Raises OSError, and ValueError for another file and for a changed one.
-    """
-    raw = Path(file).read_bytes()
-    try:
-        if b'"choices"' in raw:
-            recorded = _FingerprintedAnswer.model_validate_json(raw).choices[0].fingerprint
-        else:
-            recorded = Fingerprint.model_validate_json(raw)
-    except ValidationError as error:
-        raise ValueError(
-            f"{file} is no fingerprint that this outrider reads ({faults(error)[0]}); write one with: outrider generate "
-            'PROMPT --fingerprint FILE, or ask the server with "return_fingerprint": true'
-        ) from None
-    if (now := recorded.sealed().digest) != recorded.digest:
-        raise ValueError(f"{file} was changed after it was written: its digest is {now}, and it says {recorded.digest}")
-    return recorded
-
-
-def rewrite(recorded: Fingerprint, llm: LLM) -> tuple[list[int], int | None]:
-    """Write the text again. Returns its tokens, and where the two texts differ first; None if they are equal.
-
-    llm: with the model and the settings of the fingerprint. Its method does not matter. Raises ValueError that names each
-    difference of content, precision, settings and arithmetic.
-    """
-    if differs := recorded.differences(llm):
-        raise ValueError("the text cannot be compared; " + "; ".join(differs))
-    prompt = {"prompt_token_ids": recorded.request.prompt}
-    text = llm.generate(prompt, recorded.params)[0].outputs[0]
-    pairs = zip([*recorded.tokens, recorded.finish], [*text.token_ids, text.finish_reason], strict=False)
-    at = next((n for n, (one, other) in enumerate(pairs) if one != other), None)
-    return text.token_ids, at
-
-
-def _settings(runtime: Runtime) -> dict[str, Any]:
+def settings_of(runtime: Runtime) -> dict[str, Any]:
     """What the tokens depend on beside the request. Raises ValueError for a text that cannot be written again."""
     loaded, decoder = runtime.loaded, runtime.decoder
     if not decoder.plain and decoder.guarantee is not Guarantee.EXACT_TOKENS:

@@ -17,8 +17,8 @@ from typing import Protocol
 
 from outrider.core.outputs import Delta
 from outrider.core.types import Step
-from outrider.drafters.combine.planned import PlannedDrafter
 from outrider.drafters.method import NONE
+from outrider.drafters.planned import PlannedDrafter
 from outrider.engine.decoder import Decoder
 from outrider.engine.queue import EngineStopped, FairQueue, QueueFull
 from outrider.engine.request import Request, Sequence

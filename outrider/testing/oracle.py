@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from fractions import Fraction
@@ -21,34 +22,87 @@ Text = tuple[int, ...]
 Probs = list[Fraction]
 
 
+class Exact(Fraction):
+    """A fraction whose arithmetic skips what `Fraction` does for other kinds of numbers. It takes a third of the time."""
+
+    def __add__(self, other: Any) -> Any:
+        return _exact(
+            self._numerator * other.denominator + other.numerator * self._denominator,
+            self._denominator * other.denominator,
+        )
+
+    def __sub__(self, other: Any) -> Any:
+        return _exact(
+            self._numerator * other.denominator - other.numerator * self._denominator,
+            self._denominator * other.denominator,
+        )
+
+    def __rsub__(self, other: Any) -> Any:
+        return _exact(
+            other.numerator * self._denominator - self._numerator * other.denominator,
+            self._denominator * other.denominator,
+        )
+
+    def __mul__(self, other: Any) -> Any:
+        return _exact(self._numerator * other.numerator, self._denominator * other.denominator)
+
+    def __truediv__(self, other: Any) -> Any:
+        return _exact(self._numerator * other.denominator, self._denominator * other.numerator)
+
+    def __lt__(self, other: Any) -> bool:
+        return self._numerator * other.denominator < self._denominator * other.numerator
+
+    def __gt__(self, other: Any) -> bool:
+        return self._numerator * other.denominator > self._denominator * other.numerator
+
+    __radd__, __rmul__ = __add__, __mul__  # pyright: ignore[reportAssignmentType]
+
+
+def _exact(over: int, under: int) -> Exact:
+    """over / under in lowest terms."""
+    if under <= 0:
+        return Exact(over, under)  # turns the signs, or raises
+    common, made = math.gcd(over, under), object.__new__(Exact)
+    made._numerator, made._denominator = over // common, under // common
+    return made
+
+
 class Oracle:
     """Takes a scripted branch at each choice, and the first branch after the script. Records the branches and their weight."""
 
     def __init__(self, script: Sequence[int] = ()) -> None:
         self.script = list(script)
         self.trail: list[tuple[int, int]] = []  # (branch taken, branches there are)
-        self.weight = Fraction(1)
         self.position = 0  # of the text; the loop sets it before each step
+        self._over, self._under = 1, 1
+
+    @property
+    def weight(self) -> Fraction:
+        """The probability of the branches taken."""
+        return _exact(self._over, self._under)
 
     def pick(self, weights: Sequence[Fraction | int]) -> int:
         """An index with probability proportional to its weight. Branches without weight do not exist."""
-        live = [i for i, w in enumerate(weights) if w]
+        common = math.lcm(*(w.denominator for w in weights))
+        parts = [w.numerator * (common // w.denominator) for w in weights]
+        live = [i for i, part in enumerate(parts) if part]
         assert live, "a choice among nothing"
-        assert all(weights[i].numerator > 0 for i in live), "a negative probability"
+        assert min(parts) >= 0, "a negative probability"
         if len(live) == 1:
             return live[0]
         branch = self.script[len(self.trail)] if len(self.trail) < len(self.script) else 0
         self.trail.append((branch, len(live)))
-        self.weight *= Fraction(weights[live[branch]]) / sum(weights)
+        self._over, self._under = self._over * parts[live[branch]], self._under * sum(parts)
         return live[branch]
 
     def token(self, probs: Sequence[Any], *, depth: int) -> int:
         return self.pick(probs)
 
     def coin(self, part: Any, whole: Any, *, depth: int, node: int) -> bool:
-        if part >= whole:
-            return whole > 0
-        return self.pick([part, whole - part]) == 0
+        heads, both = part.numerator * whole.denominator, whole.numerator * part.denominator
+        if heads >= both:
+            return both > 0
+        return self.pick([heads, both - heads]) == 0
 
     def next_script(self) -> list[int] | None:
         """The script of the next unexplored run, depth first, or None after the last."""
@@ -65,7 +119,7 @@ def distribution(program: Callable[[Any], Hashable], oracle: type[Oracle] = Orac
     while script is not None:
         choose = oracle(script)
         outcome = program(choose)
-        result[outcome] = result.get(outcome, Fraction(0)) + choose.weight
+        result[outcome] = result.get(outcome, Exact(0)) + choose.weight
         script = choose.next_script()
     assert sum(result.values()) == 1
     return result
@@ -117,11 +171,11 @@ class Toy:
 
 def normal(weights: Sequence[int]) -> Probs:
     total = sum(weights)
-    return [Fraction(w, total) for w in weights] if total else [Fraction(1, len(weights))] * len(weights)
+    return [Exact(w, total) for w in weights] if total else [Exact(1, len(weights))] * len(weights)
 
 
 def point(token: int, vocab: int) -> Probs:
-    return [Fraction(i == token) for i in range(vocab)]
+    return [Exact(i == token) for i in range(vocab)]
 
 
 def toys(count: int, vocab: int = 3) -> Iterator[Toy]:
@@ -257,20 +311,20 @@ def composed(toy: Toy, rule: Rule, drafter: Drafter, length: int) -> dict[Text, 
     is much faster. `test_oracle` checks that the distribution is the same.
     """
     done: dict[Text, Fraction] = {}
-    open_texts: dict[Text, Fraction] = {(): Fraction(1)}
+    open_texts: dict[Text, Fraction] = {(): Exact(1)}
     while open_texts:
         text = min(open_texts, key=len)  # all ways to this text have been added up
         weight = open_texts.pop(text)
         for new, mass in distribution(lambda choose, text=text: step(toy, rule, drafter, text, choose)).items():
             longer = (text + new)[:length]
             bucket = done if len(longer) == length else open_texts
-            bucket[longer] = bucket.get(longer, Fraction(0)) + weight * mass
+            bucket[longer] = bucket.get(longer, Exact(0)) + weight * mass
     return done
 
 
 def plain(toy: Toy, length: int) -> dict[Text, Fraction]:
     """The distribution of plain decoding: the product of the target's own distributions."""
-    result: dict[Text, Fraction] = {(): Fraction(1)}
+    result: dict[Text, Fraction] = {(): Exact(1)}
     for _ in range(length):
         result = {
             (*text, token): weight * mass

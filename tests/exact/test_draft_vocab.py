@@ -102,14 +102,30 @@ def pair() -> tuple[Loaded, LlamaForCausalLM]:
     return load("builtin:code"), LlamaForCausalLM.from_pretrained(builtin_folder("builtin:code-draft"))
 
 
+@cache
+def small_head() -> tuple[LanguageModel, torch.Tensor]:
+    ids = torch.randperm(8192, generator=torch.Generator().manual_seed(0))[:3000].sort().values
+    return NativeModel(pair()[1], "float32", head_ids=ids), ids
+
+
+@cache
+def whole_head() -> LanguageModel:
+    return NativeModel(pair()[1], "float32")
+
+
+@cache
+def even_head() -> LanguageModel:
+    return NativeModel(pair()[1], head_ids=torch.arange(0, 8192, 2))
+
+
 @native_only
 @pytest.mark.parametrize(
     ("verifier", "width"), [("match", 1), ("match", 3), ("rejection", 1), ("rejection", 2), ("block", 1)]
 )
 def test_the_twin_drafts_the_same_tokens(verifier: str, width: int) -> None:
     """Draft for draft, over chains of the native step, chains with filters, trees, and draws for the ratio rules."""
-    target, raw = pair()
-    ids = torch.randperm(target.model.vocab_size, generator=torch.Generator().manual_seed(0))[:3000].sort().values
+    target, _ = pair()
+    small, ids = small_head()
     prompts = [target.tokenizer(text)["input_ids"] for text in STARTS]  # pyright: ignore[reportOptionalCall]
 
     def run(model: LanguageModel) -> tuple[list[list[int]], list[list[list[tuple[int, int]]]]]:
@@ -122,9 +138,8 @@ def test_the_twin_drafts_the_same_tokens(verifier: str, width: int) -> None:
         drafts = [step.draft.host for step, _ in scheduler.run(rows) if step is not None]
         return [s.output for s in rows], drafts
 
-    small, twin = NativeModel(raw, "float32", head_ids=ids), Masked(NativeModel(raw, "float32"), ids)
     texts, drafts = run(small)
-    assert (texts, drafts) == run(twin)
+    assert (texts, drafts) == run(Masked(whole_head(), ids))
     drafted = {token for step in drafts for nodes in step for token, _ in nodes[1:]}
     assert drafted <= set(ids.tolist())
     assert len(drafted) > 20
@@ -149,15 +164,25 @@ def test_a_request_that_allows_no_token_of_the_head(verifier: str, width: int, t
     """The draft ends, and the text goes on; the draft starts again where a token of the head is allowed."""
     if (verifier, width) in (("block", 3),):
         pytest.skip("block judges chains")
-    ids, (target, raw) = torch.arange(0, 8192, 2), pair()
-    model = NativeModel(raw, head_ids=ids)
-    for allowed in (list(range(1, 8192, 2)), list(range(1, 8192, 3))):
-        outputs = []
-        for drafter in (None, ModelDrafter(model, 2, 200)):
-            decoder = Decoder(target.model, drafter, verifier, Fixed(3, width, 6), num_slots=2, max_length=200)
-            params = SamplingParams(temperature=temperature, max_tokens=20, allowed_token_ids=allowed, ignore_eos=True)
-            made = [Request(i, [1 + i, 5, 9], params, i) for i in range(2)]
-            outputs.append([s.output for s in Scheduler(decoder, raises=True).generate(made)])
-        assert all(set(output) <= set(allowed) and len(output) == 20 for output in outputs[1])
+    for step in (2, 3):
+        allowed = range(1, 8192, step)
+        texts = written(ModelDrafter(even_head(), 2, 200), verifier, width, temperature, step)
+        assert all(set(output) <= set(allowed) and len(output) == 20 for output in texts)
         if verifier == "match" or temperature == 0:
-            assert outputs[0] == outputs[1]
+            assert texts == plain_texts(temperature, step)
+
+
+def written(drafter: ModelDrafter | None, verifier: str, width: int, temperature: float, step: int) -> list[list[int]]:
+    """Two texts of every `step`-th token."""
+    decoder = Decoder(pair()[0].model, drafter, verifier, Fixed(3, width, 6), num_slots=2, max_length=200)
+    allowed = [*range(1, 8192, step)]
+    params = SamplingParams(temperature=temperature, max_tokens=20, allowed_token_ids=allowed, ignore_eos=True)
+    return [
+        s.output
+        for s in Scheduler(decoder, raises=True).generate([Request(i, [1 + i, 5, 9], params, i) for i in range(2)])
+    ]
+
+
+@cache
+def plain_texts(temperature: float, step: int) -> list[list[int]]:
+    return written(None, "match", 1, temperature, step)

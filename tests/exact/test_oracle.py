@@ -1,12 +1,16 @@
 """The oracle itself: what proves the verifiers must be right first."""
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from oracles import ReusedCoins, chosen_chain
 
 from outrider.testing.oracle import (
     RULES,
+    Exact,
     Oracle,
     Toy,
     composed,
@@ -18,6 +22,17 @@ from outrider.testing.oracle import (
 )
 
 F = Fraction
+
+
+@given(st.fractions(), st.fractions() | st.integers())
+def test_exact_numbers_are_fractions(a, b):
+    one, results = Exact(a), list[Any]()
+    for x in (a, one):
+        results.append(
+            [x + b, b + x, x - b, b - x, x * b, b * x, x < b, x > b, x == b, x >= b, b and x / b, x and b / x]
+        )
+    assert results[0] == results[1]
+    assert all(r.denominator > 0 for r in results[1])
 
 
 def test_two_dice():

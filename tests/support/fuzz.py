@@ -217,8 +217,7 @@ def _make_head(name: str, folder: Path) -> None:
 
 
 def _load_eagle(folder: Path) -> None:
-    from outrider.drafters.heads.eagle.drafter import eagle_model
-    from outrider.drafters.heads.eagle.files import read_eagle
+    from outrider.drafters.heads.eagle import eagle_model, read_eagle
     from outrider.models.base import Chain
 
     target = _target()
@@ -230,7 +229,7 @@ def _load_eagle(folder: Path) -> None:
 
 
 def _load_block(folder: Path) -> None:
-    from outrider.drafters.heads.block.files import read_block
+    from outrider.drafters.heads.block import read_block
 
     read_block(folder, _target())
 
@@ -274,7 +273,7 @@ def _make_trace(folder: Path) -> None:
 
 
 def _load_trace(folder: Path) -> None:
-    from outrider.engine.trace import read
+    from outrider_lab.traces import read
 
     trace = read(folder / "run.jsonl")
     _ = trace.metrics, trace.acceptance, trace.seconds, [t.tokens for t in trace.texts.values()]

@@ -14,18 +14,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.drafters.heads.block.drafter import BlockLattice
-from outrider.drafters.heads.block.files import read_block
-from outrider.drafters.heads.eagle.drafter import MaskedPairs, Pairs, eagle_model
-from outrider.drafters.heads.eagle.files import read_eagle
-from outrider.drafters.heads.eagle.module import Eagle, KeysValues
+from outrider.drafters.heads.block import BlockLattice, read_block
+from outrider.drafters.heads.eagle import MaskedPairs, Pairs, eagle_model, read_eagle
 from outrider.drafters.heads.files import head_kind
-from outrider.drafters.heads.medusa.drafter import MedusaLattice
-from outrider.drafters.heads.medusa.files import read_medusa
+from outrider.drafters.heads.medusa import MedusaLattice, read_medusa
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.models.load import Loaded
 from outrider.models.native.model import NativeModel
 from outrider.models.nodes import Nodes
+from outrider_lab.heads.modules import Eagle, KeysValues
 
 VOCAB, WIDTH = 64, 64  # of `chain_model`
 GOLDEN = Path(__file__).parents[1] / "unit" / "drafters" / "heads" / "golden"

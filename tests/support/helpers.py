@@ -17,17 +17,20 @@ from outrider.core.params import SamplingParams
 from outrider.core.tree import tree
 from outrider.core.types import Budget, Draft, Step
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, NoDraft
-from outrider.drafters.combine.planned import PlannedDrafter
+from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.lookup.ngram import NgramDrafter
 from outrider.drafters.lookup.prediction import PredictionDrafter
 from outrider.drafters.lookup.suffix import SuffixDrafter
 from outrider.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.drafters.planned import PlannedDrafter
+from outrider.drafters.registry import make_drafters
 from outrider.drafters.shapes import optimal_shape
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request, Sequence
 from outrider.engine.scheduler import Scheduler
 from outrider.models.base import LanguageModel
+from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
 from outrider.testing.stubs import Echo, Noisy, Wrong
 from outrider.testing.toy import ToyModel
@@ -167,6 +170,13 @@ def plain_texts(target: LanguageModel, requests: list[Request], **options) -> li
 
 
 _plain: WeakKeyDictionary[LanguageModel, dict[str, list[int]]] = WeakKeyDictionary()
+
+
+def configured(config: dict[str, Any], target: Loaded, num_slots: int, max_length: int) -> Any:
+    """The drafter of a configuration with one method."""
+    sizes: dict[str, Any] = {"num_slots": num_slots, "max_length": max_length, "device": "cpu"}
+    [drafter] = make_drafters(SpeculativeConfig.of(config), target, **sizes).values()
+    return drafter
 
 
 def toy_drafters(target: ToyModel, rows: int = 4) -> dict[str, Callable[[], Drafter]]:

@@ -13,9 +13,10 @@ from outrider.core.types import Budget
 from outrider.drafters.config import SpeculativeConfig
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Sequence
-from outrider.engine.trace import Detail, Recorder, Trace, describe
+from outrider.engine.trace import Detail, Recorder, describe
 from outrider.testing.toy import ToyModel
 from outrider_lab.replay import Replay, replay
+from outrider_lab.traces import Trace
 
 TARGET = ToyModel(VOCAB, seed=0, max_length=200)
 LOADED = SimpleNamespace(name="toy", weights="float64")

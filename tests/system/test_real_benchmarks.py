@@ -26,9 +26,10 @@ from benchmarks.real.served import served
 from benchmarks.real.sides import Peer
 from benchmarks.shapes import FAMILIES, cut, write
 from outrider.core.params import SamplingParams
-from outrider.drafters.heads.eagle.files import write_eagle
-from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
+from outrider.drafters.heads.eagle import EagleConfig
 from outrider.models.load import load
+from outrider_lab.heads.modules import Eagle, config_for
+from outrider_lab.heads.writers import write_eagle
 
 STUB = """#!{python}
 import json, sys
@@ -103,8 +104,9 @@ def test_every_method_writes_the_plain_text_and_a_run_goes_on_where_it_was(tmp_p
 def test_a_head_sees_the_prompts_and_is_in_the_record(tmp_path: Path) -> None:
     """A made head that repeats the last token: it drafts from the first step on, and its file is named by its hash."""
     target = load("builtin:code")
-    config = EagleConfig.for_target(target.config, norm_output=True, fc_norm=True)
-    write_eagle(tmp_path / "made-head", Eagle(config).initialise_(target.model.embedding_rows(torch.arange(8192))))
+    config = config_for(EagleConfig, target.config, norm_output=True, fc_norm=True)
+    head = Eagle(config).initialise_(target.model.embedding_rows(torch.arange(8192)))
+    write_eagle(tmp_path / "made-head", head.weights())
     command = ["--target", "builtin:code", "--head", str(tmp_path / "made-head"), "--methods", "plain", "head 2"]
     command += ["--workloads", "code", "--texts", "1", "--tokens", "12", "--length", "512", "--temperatures", "0"]
     made = main([*command, "--journal", str(tmp_path / "real.jsonl"), "--out", str(tmp_path)])

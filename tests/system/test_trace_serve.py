@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 from outrider.cli import main as cli
 from outrider.core.params import SamplingParams
 from outrider.drafters.config import SpeculativeConfig
-from outrider.engine.trace import Detail, Recorder, describe, read
+from outrider.engine.trace import Detail, Recorder, describe
 from outrider_lab.replay import replay
+from outrider_lab.traces import read
 
 
 def test_every_job_is_written_down_and_can_be_computed_again(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from outrider.cli.terminal import YELLOW, printable, say, working
 from outrider.core.files import write_whole
 
 if TYPE_CHECKING:
-    from outrider.engine.trace import Trace
     from outrider_lab.pages.explained import ExplainedRun
+    from outrider_lab.traces import Trace
 
 
 @as_command(
@@ -64,8 +64,9 @@ def explain(
 
 def _own(file: Path, model: str | None, recorded: bool) -> ExplainedRun:
     """The run of a trace, with what the model can tell if it is to be loaded."""
-    from outrider.engine.trace import Detail, read
+    from outrider.engine.trace import Detail
     from outrider_lab.explain import explained, with_model
+    from outrider_lab.traces import read
 
     trace = read(file)
     if recorded or trace.header.detail is Detail.COUNTS:

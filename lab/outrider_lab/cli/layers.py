@@ -32,8 +32,9 @@ def layers(
     """
     samples = [path.read_text(encoding="utf-8") for path in texts or []]
     with loading(model):
-        from outrider.drafters.model.self_speculation import SAMPLE, search_layers
+        from outrider.drafters.heads.selftest import SAMPLE
         from outrider.models.load import load
+        from outrider_lab.layers import search_layers
 
         loaded = load(model, **dict(precision))
     if loaded.tokenizer is None:

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from rich.tree import Tree
 
     from outrider.engine.fingerprint import Fingerprint
-    from outrider.engine.trace import RunRecord, Trace, TracedText
+    from outrider.engine.trace import RunRecord
     from outrider_lab.replay import ExplainedNode, Replay
+    from outrider_lab.traces import Trace, TracedText
 
 _STYLES = {"✓": "green", "✗": "red", "·": "dim"}
 
@@ -68,7 +69,7 @@ def replay(
     if trace is None:
         raise ValueError("name a file: outrider replay TRACE, or outrider replay --fingerprint FILE")
     with loading("the trace"):
-        from outrider.engine.trace import read
+        from outrider_lab.traces import read
 
         found = read(trace)
     if found.problem is not None:
@@ -109,9 +110,9 @@ def _precision(recorded: RunRecord | Fingerprint) -> dict[str, Any]:
 
 def _rewrite(file: Path, model: str | None) -> int:
     """Write the text of a fingerprint again and say whether it is the same. Returns the exit code."""
-    from outrider.engine.fingerprint import read_fingerprint, rewrite
     from outrider.engine.llm import LLM
     from outrider.kernels.machine import machine
+    from outrider_lab.fingerprints import read_fingerprint, rewrite
 
     recorded = read_fingerprint(file)
     name = model or recorded.model

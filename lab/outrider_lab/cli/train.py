@@ -8,8 +8,7 @@ from typing import Annotated, Any
 from outrider.cli.command import as_command
 from outrider.cli.options import LoadOptions
 from outrider.cli.terminal import loading
-from outrider.drafters.method import TRAINED
-from outrider_lab.train.settings import TrainingSettings
+from outrider_lab.train.settings import TRAINED, TrainingSettings
 
 
 @as_command(

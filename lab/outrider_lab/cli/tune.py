@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from pydantic import AfterValidator, Field
@@ -31,7 +31,6 @@ from outrider.core.files import write_whole
 from outrider_lab.cli.bench import Prompts, WorkloadOptions
 
 if TYPE_CHECKING:
-    from outrider.drafters.method import TuneInputs
     from outrider_lab.tune.search import Search
 
 
@@ -86,9 +85,9 @@ def tune(
     if workload.max_tokens < 2:
         raise ValueError("one token an answer leaves nothing to draft; use --max-tokens 2 or more")
     with loading(what.model):
-        from outrider.drafters.method import TuneInputs
         from outrider.models.load import load
         from outrider_lab.bench.prompts import read
+        from outrider_lab.tune.candidates import TuneInputs, candidates
 
         read_prompts, notes = read(prompts, workload.num_prompts)
         target = load(what.model, **dict(precision))
@@ -137,25 +136,6 @@ def tune(
     words = f"-m {shlex.quote(what.model)}", f"--speculative-config {given}"
     print("  " + command(f"{program()} generate", "'def f(x):'", *words))
     raise typer.Exit(130 if interrupted else 0)
-
-
-def candidates(inputs: TuneInputs, wanted: list[str] | None) -> list[tuple[str, dict[str, Any]]]:
-    """Names and configurations to try. Raises ValueError for a method that is unknown, or that lacks an input.
-
-    wanted: methods that the user named, None for all.
-    """
-    from outrider.drafters.config import SpeculativeConfig
-    from outrider.drafters.method import METHODS, find
-
-    out = list[tuple[str, dict[str, Any]]]()
-    for name in wanted or METHODS:
-        if wanted:
-            SpeculativeConfig.of({"method": name, **({"model": inputs.draft} if inputs.draft else {})})
-        some = find(name).tune_candidates(inputs)
-        if wanted and not some:
-            raise ValueError(f"--method {name} is nothing to tune here: {find(name).tune_hint}")
-        out += some.items()
-    return out
 
 
 def _run(search: Search) -> None:

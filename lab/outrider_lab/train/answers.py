@@ -14,7 +14,7 @@ from outrider.core.params import SamplingParams
 from outrider.engine.decoder import nth_seed
 from outrider.engine.llm import LLM
 from outrider.engine.request import Request
-from outrider.engine.trace import Trace
+from outrider_lab.traces import Trace
 from outrider_lab.train.prompts import Asked, Source
 
 HELD_OUT = 8  # one prompt of so many in a trace measures the head and does not train it

@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.heads.block.files import read_block, write_block
-from outrider.drafters.heads.block.module import BlockConfig, BlockModule
+from outrider.drafters.heads.block import BlockConfig, read_block
 from outrider.drafters.heads.config import default_taps
-from outrider.drafters.heads.eagle.files import read_eagle, write_eagle
-from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
+from outrider.drafters.heads.eagle import EagleConfig, read_eagle
 from outrider.drafters.heads.files import DFLASH, DSPARK, EAGLE3, MEDUSA, open_head
-from outrider.drafters.heads.medusa.drafter import MedusaModule
-from outrider.drafters.heads.medusa.files import MedusaWeights, read_medusa, write_medusa
+from outrider.drafters.heads.medusa import MedusaWeights, read_medusa
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.models.load import Loaded, modules
 from outrider.models.matrix import dense, matrix_of
+from outrider_lab.heads.modules import BlockModule, Eagle, MedusaModule, config_for
+from outrider_lab.heads.writers import write_block, write_eagle, write_medusa
 from outrider_lab.train.answers import TrainingText
 from outrider_lab.train.batches import Batch, batch_of, draw_anchors
 from outrider_lab.train.method import Beginning, TrainedHead
@@ -61,7 +60,8 @@ def new_block(start: Beginning) -> TrainedBlock:
     else:
         mask = int(start.kept["mask_token_id"])
     least, most, width = *MARKOV, loaded.hidden_size
-    config = BlockConfig.for_target(
+    config = config_for(
+        BlockConfig,
         loaded.config,
         draft_vocab_size=len(ids),
         verifier=start.verifier,
@@ -130,15 +130,15 @@ class TrainedEagle(TrainedHead):
         return ((logits, None) for logits in unrolled(self.module, tokens, taught.features, anchors, self.depth))
 
     def write(self, folder: Path) -> None:
-        write_eagle(folder, self.module, embedding=self._own_embedding)
+        write_eagle(folder, self.module.weights(embedding=self._own_embedding))
 
 
 def new_eagle(start: Beginning) -> TrainedEagle:
     """An EAGLE-3.1 head. Its layer begins as its target's last one (`copy_last_layer_`). Where that is of another kind, the layer
     adds nothing at first."""
     loaded, ids = start.loaded, start.token_ids
-    config = EagleConfig.for_target(
-        loaded.config, draft_vocab_size=len(ids), fc_norm=True, norm_output=True, verifier=start.verifier
+    config = config_for(
+        EagleConfig, loaded.config, draft_vocab_size=len(ids), fc_norm=True, norm_output=True, verifier=start.verifier
     )
     teacher = Teacher(loaded, config.taps)
     torch.manual_seed(start.seed)

@@ -8,6 +8,9 @@ from pydantic import model_validator
 
 from outrider.serve.options import Options, setting
 
+TRAINED = ("eagle3", "medusa", "dflash", "dspark")
+"""The kinds of heads that are trained."""
+
 
 class TrainingSettings(Options):
     """What a run was asked for. A run that goes on must be asked for the same.

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from outrider.control import Fixed
-from outrider.drafters.heads.files import name_target, target_digest
+from outrider.drafters.heads.files import target_digest
 from outrider.engine.llm import LLM
-from outrider.engine.trace import read
+from outrider_lab.heads.writers import name_target
+from outrider_lab.traces import read
 from outrider_lab.train.answers import TrainingText, parted, traced_texts, write_answers
 from outrider_lab.train.batches import batch_of, count_tokens, draw_anchors, epoch, positions
 from outrider_lab.train.folder import Progress, RunFolder, point, verdict

@@ -14,6 +14,8 @@ from outrider.drafters.method import AUTO
 from outrider.drafters.registry import lookup_names, method_of
 from outrider.engine.calibrate import AT_LOAD, measure
 from outrider_lab.bench.prompts import Prompt
+from outrider_lab.replay import beside
+from outrider_lab.tune.candidates import deepest
 from outrider_lab.tune.race import Candidate, Racer
 from outrider_lab.tune.recorded import DraftRecorder, RecordedText, record
 from outrider_lab.tune.replay import DEEPEST, Machine, auto, fixed, plain_seconds
@@ -100,9 +102,8 @@ class Forecasts:
         """Write the prompts plainly, beside the drafters. A later pass writes the same texts. Returns which drafters failed, and
         how."""
         lookups, plain = lookup_names(made), self.racer.plain.decoder
-        deepest = max((m.tune_depth for name in made if name not in lookups and (m := method_of(name))), default=8)
-        recorder = DraftRecorder(made, lookups, deepest)
-        decoder = plain.sibling(recorder, Fixed(DEEPEST), num_slots=TOGETHER)
+        recorder = DraftRecorder(made, lookups, deepest(name for name in made if name not in lookups))
+        decoder = beside(plain, recorder, Fixed(DEEPEST), num_slots=TOGETHER)
         requests = [(p.category, self.racer.request(p)) for p in self.prompts]
         found = record(decoder, recorder, requests)
         if not self.texts:
@@ -117,8 +118,7 @@ class Forecasts:
         found = list[Candidate]()
         for method in self.methods:
             found.append(method)
-            deepest = max((m.tune_depth for n in method.drafters if (m := method_of(n))), default=8)
-            for length in (k for k in LENGTHS if k <= deepest):
+            for length in (k for k in LENGTHS if k <= deepest(method.drafters)):
                 config = {**method.config, "num_speculative_tokens": length, "controller": "fixed"}
                 found.append(Candidate(f"{method.name} k={length}", config, method.drafters, length))
         lookups = [m for m in self.methods if _only_looks_up(m)]

@@ -20,10 +20,10 @@ from heads import small_config
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from outrider.drafters.heads.block.files import write_block
-from outrider.drafters.heads.block.module import BlockConfig, BlockModule
-from outrider.drafters.heads.eagle.files import write_eagle
-from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
+from outrider.drafters.heads.block import BlockConfig
+from outrider.drafters.heads.eagle import EagleConfig
+from outrider_lab.heads.modules import BlockModule, Eagle, config_for
+from outrider_lab.heads.writers import write_block, write_eagle
 from outrider_lab.train.methods import unrolled
 
 CHECKOUTS = Path(os.environ.get("OUTRIDER_FOREIGN", "no checkouts"))
@@ -78,7 +78,7 @@ def random_(head: torch.nn.Module) -> None:
 
 def eagle(target: LlamaForCausalLM, **flags: Any) -> Eagle:
     flags = {"draft_vocab_size": len(SOME)} | flags
-    config = EagleConfig.for_target(target.config, taps=TAPS, **flags)
+    config = config_for(EagleConfig, target.config, taps=TAPS, **flags)
     head = Eagle(config, SOME if config.draft_vocab_size < VOCAB else None)
     head.initialise_(target.get_input_embeddings().weight, target.lm_head.weight)  # pyright: ignore[reportArgumentType]
     head.lm_head.requires_grad_(False)
@@ -106,7 +106,7 @@ def test_speculators_reads_an_eagle_head_and_gives_its_logits(
 ) -> None:
     speculators = pytest.importorskip("speculators")
     head, (tokens, features) = eagle(target, **VARIANTS[name]), text
-    write_eagle(tmp_path, head, dtype=torch.float32, embedding=True)
+    write_eagle(tmp_path, head.weights(embedding=True), dtype=torch.float32)
     config = speculators.SpeculatorModelConfig.from_pretrained(tmp_path)
     config.transformer_layer_config._attn_implementation = "eager"
     theirs, logits = speculators.SpeculatorModel.from_pretrained(tmp_path, config=config).eval(), list[Tensor]()

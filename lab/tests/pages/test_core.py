@@ -20,21 +20,16 @@ from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import draw
 from outrider.core.tree import ancestor_mask, levels
 from outrider.core.types import Budget
-from outrider.drafters.shapes import (
-    BY_RANK,
-    expected_accepted,
-    expected_tokens,
-    geometric,
-    optimal_shape,
-    speedup,
-)
+from outrider.drafters.shapes import BY_RANK, optimal_shape
 from outrider.engine.memory import per_token
-from outrider.engine.trace import StepRecord, read
+from outrider.engine.trace import StepRecord
 from outrider.models.load import load
 from outrider.testing.oracle import distribution, total_variation
 from outrider.verify.reference import reference_match, reference_rejection, residual
 from outrider_lab.explain import _step, model_size
+from outrider_lab.gain import expected_accepted, expected_tokens, geometric, speedup
 from outrider_lab.pages.explained import ExplainedStep, builtin
+from outrider_lab.traces import read
 
 CASES = 40
 Call = Callable[[list[tuple[str, str, list[Any]]]], list[Any]]

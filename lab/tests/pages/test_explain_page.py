@@ -11,9 +11,9 @@ import pytest
 from chromium import violations
 from explained import HostileTokenizer, long_trace
 
-from outrider.engine.trace import read
 from outrider_lab.explain import explained
 from outrider_lab.pages.explained import ASSETS, builtin
+from outrider_lab.traces import read
 
 SECTIONS = ("run", "lossless", "speed", "shape", "attention")
 READY = "body[data-ready=yes]"

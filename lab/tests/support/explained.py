@@ -42,9 +42,9 @@ class HostileTokenizer:
 def long_trace(file: Path, steps: int) -> None:
     """A trace of many steps, whose tokens are those of `HOSTILE` and others."""
     header = {
-        "line": "header", "kind": "outrider-trace", "format": 1, "outrider": "0", "date": "2026-01-01T00:00:00+00:00",
+        "line": "header", "kind": "outrider-trace", "format": 2, "outrider": "0", "date": "2026-01-01T00:00:00+00:00",
         "detail": "tokens", "model": "<b>model</b>", "dtype": "float32", "device": "cpu", "vocab_size": 100,
-        "max_length": 10**6, "batch_invariant": True, "end_ids": [], "drafter": "</script>", "verifier": "match",
+        "max_length": 10**6, "batch_invariant": True, "end_ids": [], "method": "</script>", "verifier": "match",
         "guarantee": "exact-tokens", "machine": {},
     }  # fmt: skip
     request = {
@@ -62,8 +62,9 @@ def long_trace(file: Path, steps: int) -> None:
         lines.append(json.dumps({
             "line": "step", "request": 0, "round": n, "step": n, "position": position, "drafted": 3, "depth": 2,
             "accepted": 2 * right, "refused": 0 if right else 2, "committed": 1 + 2 * right, "rows": 1,
-            "seconds": [0.001, 0.01, 0.001, 0.001], "tokens": [c, a, b, c], "parents": [-1, 0, 0, 1], "siblings": "POINT",
-            "path": [0, 1, 3] if right else [0], "token": b, "budget": [2, 2, 3],
+            "seconds": {"draft": 0.001, "target": 0.01, "verify": 0.001, "commit": 0.001}, "tokens": [c, a, b, c],
+            "parents": [-1, 0, 0, 1], "siblings": "POINT",
+            "path": [0, 1, 3] if right else [0], "token": b, "budget": {"depth": 2, "width": 2, "nodes": 3},
             "note": HOSTILE[2],
         }))  # fmt: skip
         position += 1 + 2 * right

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from outrider.control import Fixed
 from outrider.core.params import SamplingParams
-from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
+from outrider.drafters.heads.eagle import EagleConfig
 from outrider.engine.llm import LLM
 from outrider.models.load import load, modules
+from outrider_lab.heads.modules import Eagle, config_for
 from outrider_lab.train import prompts
 from outrider_lab.train.answers import AnswerFile, TrainingText, parted, write_answers
 from outrider_lab.train.batches import batch_of, count_tokens, draw_anchors, epoch, positions
@@ -42,7 +43,7 @@ def answer(*lengths: int, number: int = 0, temperature: float = 0.0) -> Training
 )
 def test_the_anchored_unroll_is_the_full_one_at_its_anchors(flags: dict[str, bool]) -> None:
     torch.manual_seed(0)
-    head = Eagle(EagleConfig.for_target(TARGET, **flags))
+    head = Eagle(config_for(EagleConfig, TARGET, **flags))
     for p in head.parameters():
         p.data = torch.randn_like(p) * 0.2 if p.dim() == 2 else torch.rand_like(p) + 0.5
     tokens, features, steps = torch.randint(96, (2, 12)), torch.randn(2, 12, 96), 4
@@ -82,7 +83,7 @@ def test_the_gradient_of_the_loss_is_autograds(weight: float) -> None:
 
 def test_the_teacher_of_a_draft_vocabulary_is_a_distribution_and_answers_alone_are_learnt() -> None:
     loaded = load("builtin:code")
-    config = EagleConfig.for_target(loaded.config, draft_vocab_size=7, fc_norm=True, norm_output=True)
+    config = config_for(EagleConfig, loaded.config, draft_vocab_size=7, fc_norm=True, norm_output=True)
     teacher = Teacher(loaded, config.taps)
     assert teacher.scale == pytest.approx(1, abs=0.01)
     ids = torch.tensor([1, 5, 9, 200, 300, 1000, 8000])
@@ -107,7 +108,7 @@ def test_the_teacher_of_a_draft_vocabulary_is_a_distribution_and_answers_alone_a
 
 def test_a_head_can_begin_as_its_targets_last_layer() -> None:
     loaded = load("builtin:code")
-    config = EagleConfig.for_target(loaded.config, fc_norm=True, norm_output=True)
+    config = config_for(EagleConfig, loaded.config, fc_norm=True, norm_output=True)
     target = modules(loaded)
     head = Eagle(config)
     assert copy_last_layer_(head, target, 1.0)
@@ -116,13 +117,13 @@ def test_a_head_can_begin_as_its_targets_last_layer() -> None:
     q = head.layer.self_attn.q_proj(torch.cat([e, head.layer.hidden_norm(x)], -1))
     assert torch.allclose(q, last.self_attn.q_proj(last.input_layernorm(x)), atol=1e-4)
     assert torch.equal(head.layer.mlp.down_proj.weight, last.mlp.down_proj.weight.float())
-    assert not copy_last_layer_(Eagle(EagleConfig.for_target(TARGET, fc_norm=True)), target, 1.0)
-    assert not copy_last_layer_(Eagle(EagleConfig.for_target(loaded.config)), target, 1.0)
+    assert not copy_last_layer_(Eagle(config_for(EagleConfig, TARGET, fc_norm=True)), target, 1.0)
+    assert not copy_last_layer_(Eagle(config_for(EagleConfig, loaded.config)), target, 1.0)
 
 
 def test_a_narrow_head_keeps_the_neurons_that_do_something() -> None:
     torch.manual_seed(0)
-    head = Eagle(EagleConfig.for_target(TARGET))
+    head = Eagle(config_for(EagleConfig, TARGET))
     for p in head.parameters():
         p.data = torch.randn_like(p) * 0.2 if p.dim() == 2 else torch.rand_like(p) + 0.5
     mlp, many = head.layer.mlp, head.config.intermediate_size
@@ -356,13 +357,14 @@ def test_what_the_target_says_while_it_writes_is_what_it_says_of_the_text(tmp_pa
     recorder = FeatureRecorder(kept)
     file = AnswerFile(tmp_path / "answers.jsonl")
     llm = LLM("builtin:code", drafter=recorder, controller=Fixed(1), max_num_seqs=3)
-    path, asked = tmp_path / "prompts.jsonl", ["def f(x):", "x = 1\n" * 60, "def f(x):", "import"]
+    llm.decoder.chunk = 16
+    path, asked = tmp_path / "prompts.jsonl", ["def f(x):", "x = 1\n" * 6, "def f(x):", "import"]
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))  # one fills more than one chunk
     made = write_answers(
         llm,
         sources([str(path)], llm, 0, 48),
         file,
-        length=640,
+        length=80,
         temperatures=[0.0],
         seed=0,
         round_size=8,

@@ -19,18 +19,19 @@ from typer.testing import CliRunner
 
 from outrider.cli.main import app
 from outrider.core.params import SamplingParams
-from outrider.drafters.heads.eagle.files import read_eagle
+from outrider.drafters.heads.eagle import read_eagle
 from outrider.drafters.heads.files import target_digest
-from outrider.drafters.method import TRAINED as METHOD_NAMES
 from outrider.engine.llm import LLM
-from outrider.engine.trace import Recorder, read
+from outrider.engine.trace import Recorder
 from outrider.models.load import load
+from outrider_lab.traces import read
 from outrider_lab.train import trainer
 from outrider_lab.train.answers import AnswerFile, traced_texts
 from outrider_lab.train.folder import RunFolder
 from outrider_lab.train.methods import METHODS
+from outrider_lab.train.settings import TRAINED as METHOD_NAMES
 from outrider_lab.train.settings import TrainingSettings
-from outrider_lab.train.survival import HeldOut, Survival
+from outrider_lab.train.survival import HeldOut
 from outrider_lab.train.trainer import TrainingBudget, train
 
 SETTINGS = TrainingSettings(method="eagle3", model="tiny", length=64, draft_vocab_size=0, batch_tokens=512)
@@ -73,91 +74,59 @@ def stopped_after(lines: int, with_word: str) -> Callable[[str], None]:
     return say
 
 
+@pytest.mark.parametrize(
+    ("method", "tokens"), [("eagle3", 8_000), ("medusa", 8_000), ("dflash", 12_000), ("dspark", 12_000)]
+)
 def test_a_known_structure_is_learnt_and_the_head_is_read_again(
-    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, tokens: int, ring: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "POINTS", 4)
-    said: list[str] = []
-    measured = train(vary(batch_tokens=192), TrainingBudget(tokens=100_000), tmp_path / "head", llm, said.append)
+    for name, value in {"POINTS": 4, "MEASURED_TEXTS": 8, "MUON_RATE": 0.03, "ADAM_RATE": 3e-3}.items():
+        monkeypatch.setattr(trainer, name, value)
+    said = list[str]()
+    # there are few greedy texts, and none that was seen measures
+    settings = vary(method=method, temperatures=(0.0, 2.0), length=32, batch_tokens=64)
+    measured = train(settings, TrainingBudget(tokens=tokens), tmp_path / "head", ring, said.append)
     groups = {s.group: s for s in measured}
-    assert set(groups) == {"all", "self", "temperature 0.8", "temperature 0"}
-    assert groups["temperature 0"].shares[0] > 0.95
-    assert groups["temperature 0.8"].shares[0] > 0.95
-    assert groups["all"].shares[3] > 0.8
+    assert set(groups) == {"all", "self", "temperature 2", "temperature 0"}
+    shares = groups["temperature 0"].shares
+    assert shares[0] > 0.9
+    assert shares[-1] > 0.8  # the last token of a draft too
+    depth = len(shares)
+    assert depth == (4 if method in ("eagle3", "medusa") else 6)
     assert groups["all"].accepted_length == 1 + sum(groups["all"].shares)
     run = json.loads((tmp_path / "head" / "training" / "run.json").read_text())
-    assert run["training"]["tokens"] >= 100_000
-    assert run["curve"][0]["held_out"][0]["S"][0] < 0.5
+    assert run["training"]["tokens"] >= tokens
+    assert run["curve"][0]["held_out"][0]["S"][-1] < 0.3
     assert len(run["curve"]) == trainer.POINTS + 1
-    assert "S_1" in (tmp_path / "head" / "MODEL_CARD.md").read_text()
+    assert f"S_{depth} | tokens a step" in (tmp_path / "head" / "MODEL_CARD.md").read_text()
     assert said[-1].startswith("the first drafted token is right at")
     [last] = [line for line in said if "held-out drafts survive" in line][-1:]
-    assert re.search(r"tokens a step \((\d\.\d\d at temperature 0(\.8)?(, )?){2}\)", last), last
-    weights = read_eagle(tmp_path / "head", llm.loaded)
-    assert len(weights.token_ids) == VOCAB
-    again = train(
-        vary(start=str(tmp_path / "head")),
-        TrainingBudget(tokens=6_000),
-        tmp_path / "more",
-        llm,
-    )
-    assert again[0].shares[0] > 0.9  # a new head has a tenth of it after as many tokens
-
-
-@pytest.mark.parametrize(
-    ("method", "tokens", "batch"), [("medusa", 40_000, 128), ("dflash", 28_000, 256), ("dspark", 28_000, 256)]
-)
-def test_heads_of_several_positions_learn_a_known_structure(
-    method: str, tokens: int, batch: int, ring: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trainer, "POINTS", 3)
-    temperatures = (0.0, 2.0)  # there are few greedy texts, and none that was seen measures
-
-    def greedy(measured: list[Survival]) -> Survival:
-        [found] = [s for s in measured if s.group == "temperature 0"]
-        return found
-
-    every = greedy(
-        train(
-            vary(method=method, temperatures=temperatures, batch_tokens=batch),
-            TrainingBudget(tokens=tokens),
-            tmp_path / "head",
-            ring,
-            lambda _: None,
-        )
-    )
-    assert every.shares[0] > 0.95
-    assert every.shares[-1] > 0.95  # the last token of a draft too
-    run = json.loads((tmp_path / "head" / "training" / "run.json").read_text())
-    assert run["curve"][0]["held_out"][0]["S"][-1] < 0.3
-    depth = len(every.shares)
-    assert depth == (4 if method == "medusa" else 6)
-    assert f"S_{depth} | tokens a step" in (tmp_path / "head" / "MODEL_CARD.md").read_text()
-    # the drafter reads the folder, and nearly all of its draft tokens are accepted
-    fast = LLM(
-        ring.loaded,
-        speculative_config={"model": str(tmp_path / "head"), "num_speculative_tokens": depth, "controller": "fixed"},
-    )
+    assert re.search(r"tokens a step \((\d\.\d\d at temperature [02](, )?){2}\)", last), last
+    # the drafter reads the folder, and its draft tokens are accepted
+    config = {"model": str(tmp_path / "head"), "num_speculative_tokens": depth, "controller": "fixed"}
+    fast = LLM(ring.loaded, speculative_config=config)
     [out] = fast.generate([{"prompt_token_ids": [0, 5]}], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
     counted = out.metrics.speculative_decoding
     assert counted is not None
-    # a text seldom begins with these two tokens; the steps behind are all right
-    assert counted.per_step_accepted[2:] == counted.per_step_drafted[2:]
-    assert sum(counted.per_step_drafted[2:]) > 30
-    more = vary(method=method, temperatures=temperatures, start=str(tmp_path / "head"))
-    again = train(more, TrainingBudget(tokens=3_000), tmp_path / "more", ring, lambda _: None)
-    assert greedy(again).shares[-1] > 0.5  # a new head has nearly none of it after as many tokens
+    # a text seldom begins with these two tokens; most drafts behind are right
+    drafted = sum(counted.per_step_drafted[2:])
+    assert drafted > 30
+    assert sum(counted.per_step_accepted[2:]) > 0.6 * drafted
+    more = settings.with_(start=str(tmp_path / "head"))
+    again = train(more, TrainingBudget(tokens=1_600), tmp_path / "more", ring, lambda _: None)
+    [greedy] = [s for s in again if s.group == "temperature 0"]
+    assert greedy.shares[-1] > 0.5  # a new head has less than 0.3 after as many tokens
 
 
-@pytest.mark.parametrize("method", ["eagle3", "medusa", "dflash", "dspark"])
+@pytest.mark.parametrize("method", ["eagle3", "medusa", "dspark"])
 def test_a_run_that_was_killed_gives_the_same_head_bit_for_bit(
     method: str, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "POINTS", 4)
-    monkeypatch.setattr(trainer, "NEWS_SECONDS", 0.0)
+    for name, value in {"POINTS": 4, "MEASURED_TEXTS": 8, "NEWS_SECONDS": 0.0}.items():
+        monkeypatch.setattr(trainer, name, value)
     eagle = method == "eagle3"
-    settings = vary(method=method, batch_tokens=256, keep_features=eagle, intermediate_size=12 * eagle)
-    budget = TrainingBudget(tokens=8_000 if eagle else 3_000)
+    settings = vary(method=method, length=32, batch_tokens=128, keep_features=eagle, intermediate_size=12 * eagle)
+    budget = TrainingBudget(tokens=4_000 if eagle else 2_400)
     train(settings, budget, tmp_path / "whole", llm, lambda _: None)
     monkeypatch.setattr(trainer, "SAVE_SECONDS", 0.0)
     kills = ((2, "answers:"), (5, "answers:"), (1, "survive"), (5, "loss"), (9, "loss"), (3, "survive"))
@@ -183,14 +152,13 @@ def test_a_run_that_was_killed_gives_the_same_head_bit_for_bit(
 
 def test_minutes_end_a_run_and_more_minutes_go_on(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()
-    monkeypatch.setattr(
-        trainer.time, "monotonic", lambda: next(ticks) / 10
-    )  # each look at the clock takes a tenth of a second
+    # each look at the clock takes an eighth of a second
+    monkeypatch.setattr(trainer.time, "monotonic", lambda: next(ticks) / 8)
     runs, said = [], list[str]()
-    monkeypatch.setattr(trainer, "POINTS", 3)
-    monkeypatch.setattr(trainer, "NEWS_SECONDS", 0)
+    for name, value in {"POINTS": 3, "MEASURED_TEXTS": 8, "NEWS_SECONDS": 0}.items():
+        monkeypatch.setattr(trainer, name, value)
     for minutes in (0.25, 0.5):
-        train(SETTINGS, TrainingBudget(minutes=minutes), tmp_path / "head", llm, said.append)
+        train(vary(length=32, batch_tokens=64), TrainingBudget(minutes=minutes), tmp_path / "head", llm, said.append)
         runs.append(json.loads((tmp_path / "head" / "training" / "run.json").read_text()))
         used = runs[-1]["answers"]["seconds"], runs[-1]["training"]["seconds"]
         assert used == pytest.approx((24 * minutes, 36 * minutes), abs=1.5)
@@ -203,7 +171,7 @@ def test_minutes_end_a_run_and_more_minutes_go_on(llm: LLM, tmp_path: Path, monk
 def test_measurements_read_a_bounded_share_of_what_is_learnt(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A short run has the first one and the last alone, a longer one as many as their price allows."""
+    """A run that is too short for POINTS of them has as many as their price allows."""
     read = list[int]()
 
     class Counted(HeldOut):
@@ -212,14 +180,11 @@ def test_measurements_read_a_bounded_share_of_what_is_learnt(
             read.append(self.tokens)
 
     monkeypatch.setattr(trainer, "HeldOut", Counted)
-    curves = dict[int, list[int]]()
-    for tokens in (3_000, 40_000):
-        folder = tmp_path / str(tokens)
-        train(vary(batch_tokens=256), TrainingBudget(tokens=tokens), folder, llm, lambda _: None)
-        curve = json.loads((folder / "training" / "run.json").read_text())["curve"]
-        curves[tokens] = [later["tokens"] - before["tokens"] for before, later in pairwise(curve)]
-        assert all(learnt >= trainer.LEARNT_BETWEEN * read[-1] for learnt in curves[tokens][:-1])
-    assert len(curves[3_000]) < trainer.POINTS <= len(curves[40_000]) + 10
+    train(vary(length=32, batch_tokens=64), TrainingBudget(tokens=3_000), tmp_path / "head", llm, lambda _: None)
+    curve = json.loads((tmp_path / "head" / "training" / "run.json").read_text())["curve"]
+    learnt = [later["tokens"] - before["tokens"] for before, later in pairwise(curve)]
+    assert 2 < len(curve) < trainer.POINTS
+    assert all(tokens >= trainer.LEARNT_BETWEEN * read[-1] for tokens in learnt[:-1])
 
 
 def served(path: Path, detail: str = "tokens") -> str:
@@ -234,12 +199,12 @@ def served(path: Path, detail: str = "tokens") -> str:
 def test_a_head_that_goes_on_with_a_trace_stays_half_what_it_was(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(vary(batch_tokens=256), TrainingBudget(tokens=3_000), tmp_path / "old", llm, lambda _: None)
+    train(vary(length=32), TrainingBudget(tokens=1_500), tmp_path / "old", llm, lambda _: None)
     settings = vary(batch_tokens=256, texts=served(tmp_path / "served.jsonl"), start=str(tmp_path / "old"))
     found = {"old": load_file(tmp_path / "old" / "model.safetensors")}
     for share in (0.0, 0.5):
         monkeypatch.setattr(trainer, "OLD_SHARE", share)
-        train(settings, TrainingBudget(tokens=2_000), tmp_path / f"{share}", llm, lambda _: None)
+        train(settings, TrainingBudget(tokens=1_000), tmp_path / f"{share}", llm, lambda _: None)
         found[f"{share}"] = load_file(tmp_path / f"{share}" / "model.safetensors")
     for name, mean in found["0.5"].items():
         if mean.is_floating_point():
@@ -353,46 +318,21 @@ def test_texts_that_are_longer_than_the_model_are_refused(llm: LLM, tmp_path: Pa
             train(given, TrainingBudget(tokens=8), tmp_path / "whole", llm, lambda _: None)
 
 
-def test_the_command_says_what_is_wrong_in_one_sentence(tmp_path: Path) -> None:
-    given = [
-        "train",
-        "medusa",
-        "-m",
-        "builtin:code",
-        "--intermediate-size",
-        "12",
-        "--tokens",
-        "900",
-        "-o",
-        str(tmp_path / "head"),
-    ]
-    result = CliRunner().invoke(app, given)
-    assert result.exit_code == 2
-    assert " ".join(result.output.split()).endswith("and this run trains medusa; leave it out")
-
-
 def test_the_command(tmp_path: Path) -> None:
+    def run(method: str, *more: str, ends: int) -> str:
+        given = ["train", method, "-m", "builtin:code", "--tokens", "1500", "--length", "32", "-o", str(out), *more]
+        result = CliRunner().invoke(app, given)
+        assert result.exit_code == ends, result.output
+        return result.output
+
     out = tmp_path / "head"
-    given = [
-        "train",
-        "eagle3",
-        "-m",
-        "builtin:code",
-        "--tokens",
-        "3000",
-        "--draft-vocab-size",
-        "1024",
-        "--length",
-        "64",
-    ]
-    run = CliRunner().invoke(app, [*given, "-o", str(out)])
-    assert run.exit_code == 0, run.output
-    assert "held-out drafts survive" in run.output
-    assert f"the head is in {out}" in run.output
+    said = run("eagle3", "--draft-vocab-size", "1024", ends=0)
+    assert "held-out drafts survive" in said
+    assert f"the head is in {out}" in said
     settings = json.loads((out / "config.json").read_text())
     assert settings["draft_vocab_size"] == 1024
     assert settings["target_sha256"] == target_digest(load("builtin:code"))
-    wrong = CliRunner().invoke(app, ["train", "medusa3", "-m", "builtin:code", "--tokens", "3000", "-o", str(out)])
-    assert wrong.exit_code == 2
-    assert "outrider train eagle3" in wrong.output
+    assert "outrider train eagle3" in run("medusa3", ends=2)
+    wrong = run("medusa", "--intermediate-size", "12", ends=2)
+    assert " ".join(wrong.split()).endswith("and this run trains medusa; leave it out")
     assert tuple(METHODS) == METHOD_NAMES

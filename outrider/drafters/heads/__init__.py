@@ -1,5 +1,5 @@
-"""Trained heads: drafters that read the hidden states of their target. Each kind has a folder with three files.
+"""Trained heads: drafters that read the hidden states of their target.
 
-`files` reads and writes it, `module` has its settings and what is trained, and `drafter` drafts with it. Medusa's module is in
-its drafter. The files here are what kinds share.
+`eagle`, `block`, `medusa` and `mtp` are the kinds: their settings, the reading of their folders, and how they draft. The other
+files are what kinds share. The laboratory trains and writes heads.
 """

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,30 +81,6 @@ class HeadShape:
             frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         return frequencies.float(), float(factor)
 
-    @classmethod
-    def for_target(
-        cls, target: Any, *, draft_vocab_size: int | None = None, taps: Sequence[int] | None = None, **settings: Any
-    ) -> Self:
-        """A head of a target's own shape.
-
-        Args:
-            target: Its configuration of transformers.
-            draft_vocab_size: None for all tokens.
-            taps: None for `default_taps`.
-            settings: Any other field.
-        """
-        text, names = target.get_text_config(), {f.name for f in fields(cls)}
-        # a head has its own activation
-        shape = {f.name: getattr(text, f.name, None) for f in FIELDS if f.name != "hidden_act"}
-        shape = {name: value for name, value in shape.items() if value} | {"draft_vocab_size": draft_vocab_size or 0}
-        values = fields_of(shape, FIELDS, {"head_dim": text.hidden_size // text.num_attention_heads})
-        values["taps"] = tuple(default_taps(text.num_hidden_layers) if taps is None else taps)
-        values["rope_parameters"] = plain_rope(getattr(text, "rope_parameters", None))
-        values["verifier"] = getattr(target, "_name_or_path", None) or None
-        if unknown := sorted(set(settings) - names):
-            raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(sorted(names))}")
-        return cls(**(values | settings))
-
 
 class Field(NamedTuple):
     """A field of a head in its config.json."""
@@ -113,10 +89,9 @@ class Field(NamedTuple):
     kind: Callable[[Any], Any]  # makes the value of what is in the file
     default: Any = None  # its value if it is not there, or the name of the field that it then equals
     key: str = ""  # its name in the file, if that is another one
-    layer: bool = True  # it is in the configuration of the layers, where a layout has one
 
 
-# What a reader and a writer of config.json both walk. A field without a default is known from elsewhere, if it is not there.
+# A field without a default is known from elsewhere, if it is not there.
 FIELDS = (
     Field("hidden_size", int),
     Field("vocab_size", int),
@@ -127,14 +102,9 @@ FIELDS = (
     Field("max_position_embeddings", int, 2048),
     Field("rms_norm_eps", float, 1e-6),
     Field("hidden_act", str, "silu"),
-    Field("draft_vocab_size", int, "vocab_size", layer=False),
-    Field("target_hidden_size", int, "hidden_size", layer=False),
+    Field("draft_vocab_size", int, "vocab_size"),
+    Field("target_hidden_size", int, "hidden_size"),
 )
-
-
-def settings_of(config: HeadShape, fields: Sequence[Field], *, layer: bool) -> dict[str, Any]:
-    """What config.json says of some fields: those of its layers, or the others."""
-    return {f.key or f.name: getattr(config, f.name) for f in fields if f.layer == layer}
 
 
 def fields_of(given: Mapping[str, Any], fields: Sequence[Field], known: dict[str, Any]) -> dict[str, Any]:
@@ -167,49 +137,3 @@ def plain_rope(given: Any) -> dict[str, Any]:
     if rope and all(isinstance(v, dict) for v in rope.values()):  # one for each kind of layer, as Gemma 3 has
         rope = dict(rope.get("full_attention") or next(iter(rope.values())))
     return {"rope_type": "default", "rope_theta": 10000.0} | rope
-
-
-def speculators_settings(config: HeadShape, algorithm: str, tokens: int, **layer: Any) -> dict[str, Any]:
-    """What every folder of speculators says. tokens: draft tokens per step that vLLM starts with. layer: of its layers."""
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-    return {
-        "draft_vocab_size": config.draft_vocab_size,
-        "speculators_config": {
-            "algorithm": algorithm,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": config.verifier},
-        },
-        "speculators_model_type": algorithm,
-        "speculators_version": "0.9.0",
-        "target_hidden_size": wider(config),
-        "tie_word_embeddings": False,
-        "transformer_layer_config": layer_settings(config, rope_parameters=config.rope_parameters, **layer),
-    }
-
-
-def vocabulary_maps(token_ids: Tensor, config: HeadShape) -> dict[str, Tensor]:
-    """d2t int64 [draft_vocab], the *offset* from each row to its token; t2d bool [vocab], the tokens that have a row.
-
-    Nothing for a head of all tokens."""
-    if config.draft_vocab_size == config.vocab_size:
-        return {}
-    ids, has = token_ids.cpu(), torch.zeros(config.vocab_size, dtype=torch.bool)
-    has[ids] = True
-    return {"d2t": ids - torch.arange(len(ids)), "t2d": has}
-
-
-def layer_settings(config: HeadShape, **more: Any) -> dict[str, Any]:
-    """What a configuration of transformers says of a head's layers."""
-    said = {"num_hidden_layers": config.num_layers, "tie_word_embeddings": False}
-    return settings_of(config, FIELDS, layer=True) | said | more
-
-
-def wider(config: HeadShape) -> int | None:
-    """The width of the features, if it is not the head's."""
-    return config.target_hidden_size if config.target_hidden_size != config.hidden_size else None

@@ -1,4 +1,4 @@
-"""A folder that holds a trained head: which kind it is, its settings and its tensors, from every layout in use; and a new one.
+"""A folder that holds a trained head: which kind it is, its settings and its tensors, from every layout in use.
 
 The kind is decided by the settings and the names of the tensors, in the order of `_kind`. No file is trusted to run code:
 `pytorch_model.bin` is read with `weights_only`.
@@ -6,7 +6,6 @@ The kind is decided by the settings and the names of the tensors, in the order o
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 from collections.abc import Callable, Mapping
@@ -17,10 +16,10 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from outrider.core.files import read_settings, write_whole, written_whole
+from outrider.core.files import read_settings
 from outrider.models.checkpoint import header, indexed
 from outrider.models.identity import content
 from outrider.models.load import Loaded
@@ -36,8 +35,6 @@ REFUSED = {
     "hydra": "Hydra heads are not read by any engine",
     "lilicorr": "a transformer of its own chooses among its candidates; DFlash, DFlash2 and DSpark blocks run",
 }
-HEADS = Path(__file__).resolve().parents[2] / "data" / "heads"
-"""Trained heads of this package, in folders with the names of built-in models."""
 TARGET_DIGEST = "target_sha256"
 """The key of config.json that names the model of a head of `outrider train`."""
 _Target = TypeVar("_Target")
@@ -57,11 +54,6 @@ class HeadFolder:
 
     def __fspath__(self) -> str:
         return str(self.path)
-
-    @property
-    def speculators(self) -> bool:
-        """Whether it is in the layout of speculators; else it is a flat one."""
-        return "speculators_model_type" in self.settings
 
     @property
     def verifier(self) -> str | None:
@@ -224,36 +216,6 @@ def own_head(target: str) -> Path | None:
 def head_of(model: Any, target: str) -> Any:
     """The head's folder: the one that was given as `model`, or that of the package for the target."""
     return own_head(target) if model is None else model
-
-
-def store_head(
-    folder: str | Path,
-    settings: dict[str, Any],
-    tensors: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    file: str = "model.safetensors",
-) -> Path:
-    """Write config.json and the file of weights, each whole. Returns the folder, which is made if it is not there.
-
-    dtype: of the floating point tensors. They are copied, because safetensors asks for tensors that share no memory.
-    """
-    out = Path(folder).expanduser()
-    out.mkdir(parents=True, exist_ok=True)
-    stored = {
-        n: t.detach().to("cpu", dtype if t.is_floating_point() else t.dtype, copy=True).contiguous()
-        for n, t in tensors.items()
-    }
-    with written_whole(out / file) as partial:
-        save_file(stored, partial, metadata={"format": "pt"})
-    with written_whole(out / "config.json") as partial:
-        partial.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-    return out
-
-
-def name_target(folder: Path, digest: str) -> None:
-    """Write into a head's config.json which model it is for. digest: of `target_digest`."""
-    settings = read_settings(folder / "config.json") | {TARGET_DIGEST: digest}
-    write_whole(folder / "config.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def target_digest(target: Loaded) -> str | None:

@@ -1,4 +1,4 @@
-"""What heads are made of: modules that are trained, and linears, norms and a rotary embedding for the target's device."""
+"""What heads are made of: linears, norms and a rotary embedding for the target's device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor
 
 from outrider.drafters.heads.config import HeadShape
 from outrider.kernels import cpu as native
@@ -14,7 +14,6 @@ from outrider.models.dtypes import DTYPES, dtype_name
 from outrider.models.hf.linear import PackedLinear
 
 Linear = Callable[[Tensor], Tensor]
-START = 0.02  # standard deviation of the weights that a head's training begins with
 SMALL = 2**22  # weights; a smaller head costs more in calls than in bytes
 
 
@@ -113,62 +112,3 @@ class Rotary:
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """x: float32 [..., head, dim]; positions: int64 [...]."""
         return turned(x, self._table[positions][..., None, :])
-
-
-class HeadModule(nn.Module):
-    """A head that can be trained. Its rotary embedding is computed at the positions that are asked for.
-
-    token_ids: int64 [draft_vocab], ascending: the target's token of each row of the output head; None for all. Raises
-    ValueError for ids that do not fit.
-    """
-
-    token_ids: Tensor
-    _frequencies: Tensor
-
-    def __init__(self, config: HeadShape, token_ids: Tensor | None = None) -> None:
-        super().__init__()
-        self.config, rows = config, config.draft_vocab_size
-        ids = torch.arange(rows, device="cpu") if token_ids is None else token_ids.long().clone()
-        if len(ids) != rows or not bool((ids.diff() > 0).all()) or int(ids[-1]) >= config.vocab_size:
-            raise ValueError(
-                f"token_ids are {rows} ascending ids below {config.vocab_size}, one for each row of the output head; got "
-                f"{len(ids)}, the last {int(ids[-1])}"
-            )
-        frequencies, self._rope_factor = config.rotary()
-        self.register_buffer("token_ids", ids, persistent=False)
-        self.register_buffer("_frequencies", frequencies, persistent=False)
-
-    def turn(self, positions: Tensor) -> Tensor:
-        """float32 [..., dim]: of the rotary embedding at positions [...], for `turned`."""
-        return turns(self._frequencies, self._rope_factor, positions)
-
-
-class HeadAttention(nn.Module):
-    """width: of what it reads. bias: of all linears but the last. norms: of each head's queries and keys."""
-
-    def __init__(self, config: HeadShape, width: int, *, bias: bool = False, norms: bool = False) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(width, queries, bias=bias)
-        self.k_proj = nn.Linear(width, keys, bias=bias)
-        self.v_proj = nn.Linear(width, keys, bias=bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
-        if norms:
-            self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
-
-    def split(self, x: Tensor) -> Tensor:
-        """[batch, pair, head * head_dim] -> [batch, head, pair, head_dim]."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-
-class HeadMLP(nn.Module):
-    def __init__(self, config: HeadShape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.drafters.config import DrafterSetup
-from outrider.drafters.heads.eagle.drafter import Pairs
+from outrider.drafters.heads.eagle import Pairs
 from outrider.drafters.heads.features import HELD, HeadOutput, NativePairs, PairModel, last_nodes
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.models.base import FINAL_NORM, LanguageModel, Want

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from outrider.core.sampling import TokenSubset
 from outrider.drafters.heads.config import FIELDS, Field, HeadShape, fields_of, plain_rope, tap_of
@@ -121,10 +121,8 @@ class HeadReader:
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from error
 
-    def check_whole(self, module: Callable[[], nn.Module], kind: str) -> None:
-        """The tensors must be those of the module that the settings make. kind: of head, in words."""
-        with torch.device("meta"):
-            wanted = {n: tuple(t.shape) for n, t in module().state_dict().items() if n not in _SPARE}
+    def check_whole(self, wanted: Mapping[str, tuple[int, ...]], kind: str) -> None:
+        """The tensors must be those that the settings say. wanted: their shapes. kind: of head, in words."""
         self._needed(*wanted)
         for name, shape in wanted.items():
             if tuple(self.tensors[name].shape) != shape:
@@ -258,3 +256,31 @@ class HeadReader:
         scaling = dict(given.get("rope_scaling") or {})
         kind = scaling.pop("type", None)
         return plain_rope({"rope_theta": float(theta or 10000.0)} | ({"rope_type": kind} if kind else {}) | scaling)
+
+
+def layer_shapes(
+    config: HeadShape, i: int, width: int, *, bias: bool = False, norms: bool = False, input_norm: bool = True
+) -> dict[str, tuple[int, ...]]:
+    """The tensors of layer i of a head.
+
+    Args:
+        config: Of the head.
+        i: Number of the layer.
+        width: Of what its attention reads.
+        bias: All linears of the attention but the last have one.
+        norms: Each head's queries and keys are normed.
+        input_norm: What the attention reads is normed.
+    """
+    size, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
+    queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    rows = {"q": queries, "k": keys, "v": keys}
+    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{n}_proj.weight": (count, width) for n, count in rows.items()}
+    if bias:
+        shapes |= {f"self_attn.{n}_proj.bias": (count,) for n, count in rows.items()}
+    if norms:
+        shapes |= {f"self_attn.{n}_norm.weight": (dim,) for n in "qk"}
+    if input_norm:
+        shapes["input_layernorm.weight"] = (size,)
+    shapes |= {f"mlp.{n}_proj.weight": (inner, size) for n in ("gate", "up")}
+    shapes |= {"self_attn.o_proj.weight": (size, queries), "mlp.down_proj.weight": (size, inner)}
+    return {f"layers.{i}.{n}": shape for n, shape in (shapes | {"post_attention_layernorm.weight": (size,)}).items()}

@@ -22,11 +22,24 @@ from outrider.drafters.heads.files import TARGET_DIGEST, HeadFolder, head_of, ta
 from outrider.drafters.heads.lattice import Lattice
 from outrider.drafters.heads.reading import Config, HeadWeights, log
 from outrider.drafters.model.grower import Levels, TreeDrafter
-from outrider.drafters.model.self_speculation import SAMPLE
 from outrider.models.base import FINAL_NORM, LanguageModel
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
 
+SAMPLE = '''def read_lines(path):
+    """Return the lines of a text file, without those that are empty or start with a hash sign."""
+    lines = []
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            line = line.strip()
+            if line and not line.startswith("#"):
+                lines.append(line)
+    return lines
+
+
+The committee met on Tuesday to discuss the report. It was agreed that the first part should be sent to the members before
+the end of the month, and that the second part would be read again at the next meeting.
+'''
 DEPTH = 3  # draft tokens after each position
 POSITIONS = 96
 SOME = 24  # positions that are tried with a head whose drafts are a forward each

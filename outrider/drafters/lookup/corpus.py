@@ -13,7 +13,6 @@ import hashlib
 import json
 import math
 import warnings
-import zipfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,12 +24,10 @@ from outrider.drafters.lookup.mixture import Context, TextSource
 
 REACH = 64  # tokens of context that are compared
 SAMPLE = 64  # most places of one match that are used
-VERSION = 1
 Entry = str | Path | Mapping[str, str] | Sequence[int]
 LARGEST = 2**18  # tokens of a segment that others are merged to, at most
 BORDER = 2**31 - 1  # separates two documents; no token
 _PART = 2**20  # characters of a long file that are encoded at a time
-_ZIP = b"PK\x03\x04"  # the first bytes of a saved corpus
 
 
 class Index:
@@ -120,14 +117,14 @@ class Corpus:
     """Documents to draft from, at most `limit` tokens. Beyond that the oldest are dropped.
 
     New documents form sorted segments, and segments of similar size are merged. So adding costs little and a match asks few
-    segments. tokenizer: a name of the tokenizer, kept in saved files (`fingerprint`). span: seconds between the times of
-    segments that are merged, at most. One thread may add while others look. Raises ValueError for a limit below 1.
+    segments. span: seconds between the times of segments that are merged, at most. One thread may add while others look. Raises
+    ValueError for a limit below 1.
     """
 
-    def __init__(self, limit: int = 2**22, tokenizer: str = "", span: float = math.inf) -> None:
+    def __init__(self, limit: int = 2**22, span: float = math.inf) -> None:
         if limit < 1:
             raise ValueError(f"a corpus holds 1 token or more, got limit={limit}")
-        self.limit, self.tokenizer, self.span = limit, tokenizer, span
+        self.limit, self.span = limit, span
         self._largest = min(limit // 4, LARGEST)
         self.segments: list[Index] = []  # the oldest first
         self.dropped = 0  # tokens that had to go
@@ -145,6 +142,10 @@ class Corpus:
     def clear(self) -> None:
         """Forget all documents."""
         self.segments = []
+
+    def drop_before(self, oldest: float) -> None:
+        """Drop segments of an earlier time."""
+        self.segments = [segment for segment in self.segments if segment.since >= oldest]
 
     def take(self, index: Index) -> None:
         """Adds an index as it is, unless it is merged."""
@@ -175,47 +176,6 @@ class Corpus:
                 length //= 2
         return contexts
 
-    def save(self, path: str | Path) -> None:
-        """Writes the corpus to one file, sorted, so that it loads quickly."""
-        head = {"corpus": VERSION, "tokenizer": self.tokenizer, "lengths": [len(s) for s in self.segments]}
-        with Path(path).open("wb") as file:
-            np.savez(
-                file,
-                head=np.frombuffer(json.dumps(head).encode(), np.uint8),
-                tokens=_joined([s.tokens for s in self.segments]),
-                order=_joined([s.order for s in self.segments]),
-            )
-
-    @classmethod
-    def load(cls, path: str | Path, tokenizer: str = "", limit: int = 2**22) -> Corpus:
-        """Reads a saved corpus. Raises ValueError for another version, another tokenizer, or another kind of file."""
-        again = f"make it again with Corpus(...).save({str(path)!r})"
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                head, tokens, order = json.loads(file["head"].tobytes()), file["tokens"], file["order"]
-        except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
-            if isinstance(error, FileNotFoundError):
-                raise
-            raise ValueError(f"{path} is not a saved corpus ({error}); {again}") from None
-        if head.get("corpus") != VERSION:
-            raise ValueError(f"{path} is a corpus of version {head.get('corpus')}, this is version {VERSION}; {again}")
-        if head["tokenizer"] != tokenizer:
-            raise ValueError(
-                f"{path} was made with another tokenizer ({head['tokenizer'] or 'none'}, here {tokenizer or 'none'}), and "
-                f"its token ids mean other texts; {again} and this model's tokenizer"
-            )
-        ends = np.cumsum(head["lengths"]).tolist()
-        corpus, start = cls(max(limit, len(tokens)), tokenizer), 0
-        try:
-            if not (len(tokens) == (ends or [0])[-1] and tokens.dtype == order.dtype == np.int32):
-                raise ValueError
-            for end in ends:
-                corpus.segments.append(Index(tokens[start:end], order[start:end]))
-                start = end
-        except ValueError:
-            raise ValueError(f"{path} is damaged: its parts do not fit together; {again}") from None
-        return corpus
-
 
 # -- what a user gives ----------------------------------------------------------------------------------------------------
 
@@ -229,7 +189,7 @@ def fingerprint(tokenizer: Any | None) -> str:
 
 
 def read_corpus(entries: Entry | Sequence[Entry], tokenizer: Any | None, vocab_size: int, limit: int = 2**22) -> Corpus:
-    """A corpus of a file, a folder (all text files in it), a saved corpus, {"text": ...}, token ids, or a list of these.
+    """A corpus of a file, a folder (all text files in it), {"text": ...}, token ids, or a list of these.
 
     Stops at `limit` tokens and warns about what was left out. Raises ValueError, with the name of the entry, if it is empty,
     missing, binary or not UTF-8. In a folder, files that are not text are skipped.
@@ -237,17 +197,8 @@ def read_corpus(entries: Entry | Sequence[Entry], tokenizer: Any | None, vocab_s
     many = _entries(entries)
     if not many:
         raise ValueError("the corpus is an empty list; name a file or a folder, or leave it out")
-    mark, documents, room = fingerprint(tokenizer), list[list[int]](), limit
-    corpus = Corpus(limit, mark)
+    documents, room, corpus = list[list[int]](), limit, Corpus(limit)
     for at, entry in enumerate(many):
-        if isinstance(entry, (str, Path)) and _is_saved(Path(entry)):
-            saved = Corpus.load(entry, mark, limit)
-            for segment in saved.segments:
-                _check(segment.vocabulary, vocab_size, repr(str(entry)))
-            corpus.segments += saved.segments
-            corpus.limit = max(limit, len(corpus))
-            room -= len(saved)
-            continue
         tokens = 0
         for name, ids in _token_lists(entry, tokenizer, vocab_size):
             if len(ids) >= room:  # the border after it takes one
@@ -272,7 +223,7 @@ def read_corpus(entries: Entry | Sequence[Entry], tokenizer: Any | None, vocab_s
 def read_texts(
     entries: Entry | Sequence[Entry], tokenizer: Any | None, vocab_size: int
 ) -> Iterator[tuple[str, list[int]]]:
-    """(name, token ids) of each text of what `read_corpus` takes, long files in parts. A saved corpus is not a text.
+    """(name, token ids) of each text of what `read_corpus` takes, long files in parts.
 
     Raises ValueError, with the name of the entry, for what cannot be read.
     """
@@ -300,13 +251,6 @@ def _token_lists(entry: Any, tokenizer: Any | None, vocab_size: int) -> Iterator
 
 def _is_ids(entry: Any) -> bool:
     return isinstance(entry, Sequence) and bool(entry) and all(isinstance(t, int) for t in entry)
-
-
-def _is_saved(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return path.suffix == ".npz" or file.read(4) == _ZIP
 
 
 def _name(entry: Any) -> str:

@@ -145,8 +145,8 @@ class TextMemory:
 
     def _settle(self, client: _Client) -> None:
         """Drop segments that are too old, and let the folder hold those that are left."""
-        oldest, corpus = time() - self.folder.age, client.corpus
-        corpus.segments = [segment for segment in corpus.segments if segment.since >= oldest]
+        corpus = client.corpus
+        corpus.drop_before(time() - self.folder.age)
         before, client.files, whole = client.files, {}, True
         for segment in corpus.segments:
             file = before.get(segment)
@@ -161,7 +161,8 @@ class TextMemory:
 
     def _forget(self, name: str) -> None:
         held = self._clients.get(name) or _Client(name, Corpus())
-        held.corpus.segments, held.files = [], {}
+        held.corpus.clear()
+        held.files = {}
         for file in self._path(held).glob("*.texts"):
             discard(file)
 

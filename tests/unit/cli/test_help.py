@@ -7,7 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from outrider.cli.main import SHORTER, app
-from outrider.drafters.method import TRAINED
+from outrider_lab.train.settings import TRAINED
 
 GROUP = typer.main.get_command(app)
 COMMANDS = dict(GROUP.commands)  # pyright: ignore[reportAttributeAccessIssue]

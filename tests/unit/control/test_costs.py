@@ -78,12 +78,12 @@ def test_a_text_costs_each_node_its_length() -> None:
     """So what is learned behind a long text does not mislead a short one."""
     costs = Costs(replace(MODEL, attention=1e-4))
     short = [costs.forward(1), costs.forward(6)]
-    costs.behind = 8000.0
+    costs.stand(8000.0)
     assert [costs.forward(1), costs.forward(6)] == pytest.approx([short[0] + 0.8, short[1] + 4.8])
     for _ in range(50):
         costs.observe_forward(1, MODEL.forward(1) + 0.8)
         costs.observe_forward(6, MODEL.forward(6) + 4.8)
-    costs.behind = 0.0
+    costs.stand(0.0)
     assert [costs.forward(1), costs.forward(6)] == pytest.approx(short)
 
 
@@ -92,7 +92,7 @@ def test_layers_with_a_window_read_no_more_of_a_text_than_that() -> None:
     costs = Costs(replace(MODEL, attention=1e-4, windows={1000: 3, 0: 1}))
     short = costs.forward(1)
     for behind, read in ((500.0, 500.0), (1000.0, 1000.0), (8000.0, 2750.0)):
-        costs.behind = behind
+        costs.stand(behind)
         assert costs.forward(1) == pytest.approx(short + 1e-4 * read)
     assert CostModel.from_json(costs.model.to_json()) == costs.model
 

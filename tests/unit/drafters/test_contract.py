@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import VOCAB, decoder, plain_texts, request, toy_drafters
+from helpers import VOCAB, toy_drafters
 
 from outrider.core.params import SamplingParams
 from outrider.core.tree import tree
@@ -28,15 +28,13 @@ DRAWN = ("draft_model", "self", "shape", "unsure")
 
 @pytest.mark.parametrize("name", [n for n in toy_drafters(TARGET) if n not in ("random_tree", "target_tree")])
 def test_contract(name: str) -> None:
-    for seed in range(3):
-        check_drafter(
-            toy_drafters(TARGET)[name],
-            VOCAB,
-            seed,
-            draws=name in DRAWN,
-            shares=name in ("suffix_shared", "token_recycling"),
-            proposes=name not in ("none", "echo"),
-        )
+    check_drafter(
+        toy_drafters(TARGET)[name],
+        VOCAB,
+        draws=name in DRAWN,
+        shares=name in ("suffix_shared", "token_recycling"),
+        proposes=name not in ("none", "echo"),
+    )
 
 
 class _Greedy(BaseDrafter):
@@ -228,13 +226,3 @@ def test_declared_probs_are_those_that_were_drawn_from(error: float) -> None:
                 distribution = ask.warp.select([b]).scores(logits, [before[len(tokens) :]]).softmax(-1)[0]
                 torch.testing.assert_close(made.probs[b, parent], distribution)
                 assert distribution[token] > 0
-
-
-def test_a_draft_model_that_cannot_see_far_drafts_on() -> None:
-    target = ToyModel(VOCAB, max_length=200)
-    near = ModelDrafter(ToyModel(VOCAB, max_length=30), 1, 30)
-    params = SamplingParams(max_tokens=60, ignore_eos=True)
-    engine = decoder(target, near, rows=1)
-    steps = [s for s, _ in engine.steps([request([1, 2], params)]) if s]
-    assert sum(s.draft.nodes == 1 for s in steps) < 3
-    assert [t for s in steps for t in s.commits[0].tokens] == plain_texts(target, [request([1, 2], params)])[0]

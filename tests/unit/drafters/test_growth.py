@@ -14,15 +14,8 @@ from outrider.core.tree import tree
 from outrider.core.types import Budget, Draft
 from outrider.drafters.base import draft_of
 from outrider.drafters.model.grower import Growth
-from outrider.drafters.shapes import (
-    BY_RANK,
-    Shape,
-    expected_accepted,
-    expected_tokens,
-    geometric,
-    optimal_shape,
-    speedup,
-)
+from outrider.drafters.shapes import BY_RANK, Shape, optimal_shape
+from outrider_lab.gain import expected_accepted
 
 
 def all_shapes(nodes: int, budget: Budget) -> list[Shape]:
@@ -66,15 +59,6 @@ def test_a_shape_stays_within_its_budget() -> None:
         assert len(shape.children) == len(shape.parents) - 1  # no child twice
     with pytest.raises(ValueError, match="must not increase"):
         optimal_shape(Budget(2, 2), (0.2, 0.5))
-
-
-@given(alpha=st.floats(0.01, 0.99), gamma=st.integers(0, 20), c=st.floats(0, 1))
-def test_what_chains_gain_is_leviathans(alpha: float, gamma: int, c: float) -> None:
-    tokens = (1 - alpha ** (gamma + 1)) / (1 - alpha)
-    assert expected_tokens(geometric(alpha, gamma)) == pytest.approx(tokens)
-    assert speedup(geometric(alpha, gamma), gamma * c) == pytest.approx(tokens / (gamma * c + 1))
-    with pytest.raises(ValueError, match=r"alpha is a probability, got 1\.5"):
-        geometric(1.5, 3)
 
 
 @given(st.integers(0, 4), st.integers(1, 3), st.integers(0, 9), st.randoms(use_true_random=False))

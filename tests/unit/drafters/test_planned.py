@@ -146,8 +146,11 @@ def test_methods_of_several_drafters_and_none() -> None:
         ValueError, match="there is no drafter 'magic' here; use one of: none, suffix, draft, ngram, auto"
     ):
         used.method("magic")
+    used.tell = lambda said: None
+    used.lose("ngram", [0], RuntimeError("no"))
+    assert used.of_slot(0) == ()
     used.release(0)
-    assert used.of_slot(0) == ("suffix", "draft")
+    assert used.of_slot(0) == ("suffix", "draft"), "the next text of the slot has drafts again"
     with pytest.raises(ValueError, match="several methods need drafters"):
         planned({})
 

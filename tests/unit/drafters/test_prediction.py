@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from helpers import VOCAB, counts, decoder, plain_texts, request
+from helpers import VOCAB
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +14,6 @@ from outrider import LLM, SamplingParams
 from outrider.control import Fixed
 from outrider.core.types import Budget
 from outrider.drafters.lookup.prediction import Alignment, PredictionDrafter
-from outrider.engine.request import Request
 from outrider.testing.contract import check_drafter, context
 from outrider.testing.toy import ToyModel
 
@@ -141,27 +140,6 @@ def test_rows_have_predictions_of_their_own() -> None:
     assert [[t for t, _ in draft.host[b][1:]] for b in range(3)] == [[1, 2], [5, 6], [8, 9]]
     check_drafter(lambda: PredictionDrafter([*range(40)] * 2), 100, 0, draws=False)
     assert written([], [1, 2, 3]) == (3, 0)
-
-
-@pytest.mark.parametrize("changes", [0, 3, 24])
-def test_text_is_plain_decodings_whatever_is_predicted(changes: int) -> None:
-    draw = random.Random(changes)
-    params = SamplingParams(temperature=1, max_tokens=24, ignore_eos=True)
-    requests = [request([s + 1], params, s) for s in range(3)]
-    expected = plain_texts(TARGET, requests)
-    told = []
-    for one, text in zip(requests, expected, strict=True):
-        guess = list(text)
-        for _ in range(changes):
-            guess[draw.randrange(24)] = draw.randrange(VOCAB)
-        told.append(Request(one.id, one.prompt, params, one.seed, prediction=tuple(guess)))
-    steps, rows = [], {}
-    for step, moved in decoder(TARGET, PredictionDrafter(), 8).steps(told):
-        steps += [step] if step else []
-        rows.update({row.id: row.output for row in moved})
-    assert [rows[r.id] for r in told] == expected
-    if not changes:
-        assert counts(steps)[1] >= 3 * 21
 
 
 def test_a_request_brings_its_prediction_as_text() -> None:

@@ -14,8 +14,9 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Budget
 from outrider.drafters.lookup.token_recycling import Ranks, TokenRecyclingDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
-from outrider.drafters.shapes import BY_RANK, expected_accepted, optimal_shape
+from outrider.drafters.shapes import BY_RANK, optimal_shape
 from outrider.testing.toy import ToyModel
+from outrider_lab.gain import expected_accepted
 
 FULL = Budget(1, 8)  # eight siblings
 
@@ -92,7 +93,7 @@ def test_what_was_accepted_shapes_no_text_under_a_law(verifier: str) -> None:
     was taken out and seated again, with all that its drafter had counted lost."""
     target, budget = ToyModel(VOCAB), Budget(4, 4, 8)
     requests = [
-        request([1, n], SamplingParams(temperature=t, max_tokens=80, ignore_eos=True), n)
+        request([1, n], SamplingParams(temperature=t, max_tokens=50, ignore_eos=True), n)
         for n, t in enumerate((0.2, 1.0, 3.0))
     ]
 

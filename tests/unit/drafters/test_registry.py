@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import configured
 
 from outrider import LLM, SamplingParams
 from outrider.core.types import Budget
-from outrider.drafters import NoDraft, make_drafter, make_drafters
+from outrider.drafters import make_drafters
 from outrider.drafters.config import DrafterSetup, SpeculativeConfig
-from outrider.drafters.method import METHODS, DraftMethod, TuneInputs
+from outrider.drafters.method import METHODS, DraftMethod
 from outrider.drafters.model.self_speculation import TargetCache
 from outrider.drafters.registry import (
     level_cost,
@@ -26,7 +27,7 @@ from outrider.drafters.registry import (
 from outrider.kernels import cpu as native
 from outrider.models.load import Loaded, load
 from outrider.testing.stubs import Wrong
-from outrider_lab.cli.tune import candidates
+from outrider_lab.tune.candidates import TuneInputs, candidates
 
 PROMPT = "def read(path):\n    with open(path) as file:\n        return"
 ENV = {**os.environ, "COLUMNS": "400", "TERM": "dumb"}
@@ -62,7 +63,7 @@ def test_what_the_recorded_texts_lack_writes_the_plain_text(config: dict[str, An
 
 
 def make(target: Loaded, **config: Any) -> Any:
-    return make_drafter(SpeculativeConfig.of(config), target, num_slots=1, max_length=256, device="cpu")
+    return configured(config, target, 1, 256)
 
 
 def test_auto_takes_what_there_is(code: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,8 +72,6 @@ def test_auto_takes_what_there_is(code: Loaded, monkeypatch: pytest.MonkeyPatch)
     assert lookup_names(drafters) == ["prediction", "suffix"]
     assert 0.05 < level_cost("draft_model", drafters["draft_model"], code.model) < 0.4
     assert level_cost("suffix", drafters["suffix"], code.model) == 0
-    with pytest.raises(ValueError, match="use make_drafters"):
-        make(code, method="auto")
     unknown = Loaded(code.model, "some-model", code.tokenizer, code.end_ids, code.weights, code.source)
     ask = SpeculativeConfig.of({"method": "auto"})
     made = make_drafters(ask, unknown, num_slots=1, max_length=256, device="cpu")
@@ -87,15 +86,10 @@ def test_auto_takes_what_there_is(code: Loaded, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_no_node_is_no_draft(code: Loaded) -> None:
-    assert isinstance(make(code, method="suffix", num_speculative_tokens=0), NoDraft)
-    assert isinstance(make(code, method="suffix", tree_nodes=0), NoDraft)
+    for key in ("num_speculative_tokens", "tree_nodes"):
+        config = SpeculativeConfig.of({"method": "suffix", key: 0})
+        assert make_drafters(config, code, num_slots=1, max_length=256, device="cpu") == {}
     assert SpeculativeConfig.of({"tree_width": 3, "tree_nodes": 7}).budget == Budget(5, 3, 7)
-
-
-def test_layers_are_searched_where_none_are_named(code: Loaded) -> None:
-    drafter = make(code, method="layer_skip")
-    assert isinstance(drafter.levels, TargetCache)
-    assert 0 < drafter.levels.model.num_layers <= 8
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -15,34 +16,71 @@ from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.control import Fixed
-from outrider.core.types import Budget
-from outrider.drafters import BaseDrafter, NgramDrafter, NoDraft
+from outrider.core.types import Budget, Commit, Draft
+from outrider.drafters import BaseDrafter, DraftContext, Drafter, NgramDrafter, NoDraft, TargetPass
 from outrider.engine import Engine
 from outrider.engine.prefix_cache import BLOCK
 from outrider.engine.request import Sequence as Text
 from outrider.models.load import load
 from outrider.models.nodes import Nodes
-from outrider.testing.stubs import Tapped, Wrong
+from outrider.testing.stubs import Wrong
 
 BUILTIN = load("builtin:code", dtype="float32", device="cpu")
 TAPS = (0, 3, -1)
 PROMPT = [*range(40, 140)]
 
 
-def features(taps: tuple[int, ...]):
-    """What the target gives for a whole text read at once."""
+class Tapped(BaseDrafter):
+    """Another drafter with the taps of a trained head. Asserts that it sees what a head needs.
 
-    def expected(tokens: Sequence[int]) -> Tensor:
-        cache = BUILTIN.model.new_cache(1, len(tokens))
-        out = BUILTIN.model.forward(Nodes(torch.tensor([list(tokens)]), cache, [0]), taps=taps, want="none").features
-        assert out is not None
-        return out[0]
+    Each committed position's features must come exactly once and in order, through `start` and `update`, from the first
+    position on that no prefix cache held; and they must be what the target gives for the whole text.
+    """
 
-    return expected
+    def __init__(self, wrapped: Drafter, taps: tuple[int, ...] = TAPS) -> None:
+        self.wrapped, self.taps = wrapped, taps
+        self.seen: dict[int, int] = {}  # slot -> the position after the last one whose features came
+        self.held = defaultdict[int, list[Tensor]](list)  # slot -> its features since the slot was free
+        self.texts: dict[int, Sequence[int]] = {}
+        self.positions = 0  # checked so far, over all sequences
 
+    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
+        assert len(tokens) > first + len(features), "a token must follow each chunk"
+        self._take(slot, tokens, first, features)
 
-def tapped(wrapped: BaseDrafter, taps: tuple[int, ...] = TAPS) -> Tapped:
-    return Tapped(wrapped, taps, features(taps))
+    def propose(self, context: DraftContext) -> Draft:
+        for slot, tokens, prompt in zip(context.slots, context.tokens, context.prompt_lengths, strict=True):
+            seen = self.seen.get(slot, 0)
+            assert seen == len(tokens) - 1 or (not seen and len(tokens) == prompt), (
+                f"slot {slot}: features up to position {seen}, {len(tokens) - 1} are committed"
+            )
+        return self.wrapped.propose(context)
+
+    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+        for slot, tokens, commit in zip(context.slots, context.tokens, commits, strict=True):
+            assert commit.features is not None, "a step without features"
+            first = len(tokens) - 1 - len(commit.features)
+            self._take(slot, tokens, first, commit.features)
+        self.wrapped.update(context, commits, target)
+
+    def release(self, slot: int) -> None:
+        """The values are compared at the end of a text: those of a position depend on the tokens up to it alone."""
+        stop = self.seen.pop(slot, None)
+        if stop is not None:
+            held, nodes = torch.cat(self.held.pop(slot)), torch.tensor([list(self.texts[slot][:stop])])
+            alone = Nodes(nodes, BUILTIN.model.new_cache(1, stop), [0])
+            want = BUILTIN.model.forward(alone, taps=self.taps, want="none").features
+            assert want is not None
+            assert torch.equal(held, want[0, stop - len(held) :]), f"slot {slot}: other features than the target's"
+        self.wrapped.release(slot)
+
+    def _take(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
+        next_position = self.seen.get(slot, first)
+        assert first == next_position, f"slot {slot}: position {first} comes where {next_position} was next"
+        self.seen[slot] = first + len(features)
+        self.positions += len(features)
+        self.held[slot].append(features.clone())
+        self.texts[slot] = tokens
 
 
 def requests(count: int = 4) -> list:
@@ -72,7 +110,7 @@ DRAFTERS = {
 
 @pytest.mark.parametrize(("chunk", "name"), crossed([1, 5, 256], DRAFTERS, share=0.0))
 def test_each_position_is_seen_once_in_order(name: str, chunk: int) -> None:
-    drafter = tapped(DRAFTERS[name]())
+    drafter = Tapped(DRAFTERS[name]())
     run_ = Loop(BUILTIN.model, drafter, controller=Fixed(3, 2, 5), num_slots=3, max_length=128)
     run_.chunk = chunk
     asked = requests()
@@ -98,7 +136,7 @@ class Rarely(Fixed):
 
 
 def test_steps_that_may_not_draft_call_no_drafter_and_are_seen_before_the_next_draft() -> None:
-    drafter, controller, calls = tapped(Wrong()), Rarely(), []
+    drafter, controller, calls = Tapped(Wrong()), Rarely(), []
     update = drafter.update
     drafter.update = lambda *given: calls.append(controller.step % 5) or update(*given)  # type: ignore[method-assign]
     rows = Loop(BUILTIN.model, drafter, controller=controller, num_slots=1, max_length=128).generate(requests())
@@ -108,7 +146,7 @@ def test_steps_that_may_not_draft_call_no_drafter_and_are_seen_before_the_next_d
 
 @pytest.mark.parametrize("kind", ["together", "per request"])
 def test_two_heads_side_by_side_get_their_own_layers(kind: str) -> None:
-    first, second = tapped(TargetTree(BUILTIN.model), (1, -1)), tapped(Wrong(), (3, 1, 0))
+    first, second = Tapped(TargetTree(BUILTIN.model), (1, -1)), Tapped(Wrong(), (3, 1, 0))
     drafters = {"first": first, "text": NgramDrafter(), "second": second}
     default = None if kind == "together" else "first"
     combined = planned(drafters, ["text"], Budget(3, 3, 9), True, BUILTIN.model.vocab_size, default=default)
@@ -129,7 +167,7 @@ def test_two_heads_side_by_side_get_their_own_layers(kind: str) -> None:
 
 def test_prefix_cache_and_preemption() -> None:
     """Prompts that start alike bring features from the prefix cache. A preempted sequence is read again."""
-    drafter = tapped(Wrong())
+    drafter = Tapped(Wrong())
     llm = LLM(BUILTIN, drafter=drafter, max_num_seqs=3, max_model_len=160)
     with closing(Engine(llm.runtime, kv_tokens=240, prefill_chunk=16)) as eng:
         params = SamplingParams(max_tokens=40, seed=5, ignore_eos=True)
@@ -144,7 +182,7 @@ def test_prefix_cache_and_preemption() -> None:
 
 def test_the_next_turn_of_a_conversation_reads_only_what_is_new() -> None:
     """Answers bring their features to the prefix cache, too: those that ended, and those that a reader stopped."""
-    drafter = tapped(Wrong())
+    drafter = Tapped(Wrong())
     llm = LLM(BUILTIN, drafter=drafter, max_num_seqs=1)
     with closing(Engine(llm.runtime)) as eng:
         assert eng.prefixes is not None

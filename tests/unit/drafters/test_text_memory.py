@@ -83,9 +83,9 @@ def run(loop: Loop, requests: list[Request]) -> list[Sequence]:
 @pytest.mark.parametrize("shared", [False, True])
 def test_no_token_differs_over_processes_that_end_and_files_that_break(shared: bool, tmp_path: Path) -> None:
     draw, said, drafted = random.Random(shared), [[5, 6, 7]], 0
-    for _ in range(5):
+    for _ in range(4):
         loop = process(tmp_path, shared)
-        for _ in range(3):
+        for _ in range(2):
             requests = []
             for n in range(2):
                 start = [*draw.choice(said)[: draw.randrange(2, 60)], *text(draw.randrange(99), draw.randrange(4))]
@@ -98,7 +98,7 @@ def test_no_token_differs_over_processes_that_end_and_files_that_break(shared: b
         for file in held_in(tmp_path):
             if draw.random() < 0.3:
                 file.write_bytes(file.read_bytes()[: draw.randrange(100)])
-    assert drafted > 50
+    assert drafted > 20
 
 
 def test_the_next_process_drafts_what_the_first_one_wrote(tmp_path: Path) -> None:

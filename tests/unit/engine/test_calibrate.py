@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,14 +20,13 @@ from outrider.core.files import cache_folder
 from outrider.core.params import SamplingParams
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.model.draft_model import ModelDrafter
-from outrider.drafters.model.self_speculation import LayerSearch
 from outrider.engine import calibrate as module
 from outrider.engine import decoder
 from outrider.engine.calibrate import AT_LOAD, WHOLE, conditions, costs, costs_of, make_planner, measure
 from outrider.engine.llm import LLM
 from outrider.kernels import cpu as native
 from outrider.models.builtin.shipped import builtin_folder
-from outrider.models.load import Loaded
+from outrider.models.load import Loaded, load
 from outrider.testing.stubs import Wrong
 from outrider.testing.toy import ToyModel
 
@@ -119,8 +121,8 @@ def test_a_drafter_that_another_program_slows_is_measured_again(
     clock: list[float], busy: int, right: tuple[bool, bool]
 ) -> None:
     """At this start or at the next one. No step corrects it: what looks too dear is never asked."""
-    target, calls, config = loaded(), count(1), SpeculativeConfig.model_validate({})
-    timed(target.model, clock, lambda _: 0.01)
+    calls, config = count(1), SpeculativeConfig.model_validate({})
+    target = replace(loaded(), model=timed(copy(loaded().model), clock, lambda _: 0.01))
     head = Timed(clock, lambda: 0.02 if next(calls) <= busy else 0.001)
     for well in right:
         level = costs(config, target, {"head": head}).drafters["head"].level
@@ -135,11 +137,11 @@ def test_nothing_is_left_of_a_measurement_that_was_far_too_slow(monkeypatch: pyt
     target, models = loaded(), {"draft": drafter()}
     wrong, right = DraftCost(90.0, 1e-7, 0.0), DraftCost(0.1, 0.3, 0.2)
     monkeypatch.setattr(module, "measure", lambda m, d, key, *more: CostModel(dict(key), {1: 1.0}, {"draft": wrong}))
-    monkeypatch.setattr(module, "_drafter", lambda *about: right)
+    monkeypatch.setattr(module, "draft_cost", lambda *about: right)
     config = SpeculativeConfig.model_validate({})
     assert costs(config, target, models).drafters == {"draft": wrong}
     assert costs(config, target, models).drafters == {"draft": right}
-    monkeypatch.setattr(module, "_drafter", lambda *about: wrong)
+    monkeypatch.setattr(module, "draft_cost", lambda *about: wrong)
     assert costs(config, target, models).drafters == {"draft": right}, "and it is stored"
 
 
@@ -159,9 +161,8 @@ def test_a_short_context_is_measured_as_far_as_it_goes(length: int) -> None:
     assert cost.target[1] > 0
 
 
+@cache
 def loaded() -> Loaded:
-    from outrider.models.load import load
-
     return load("builtin:code", device="cpu")
 
 
@@ -208,48 +209,25 @@ def test_another_build_of_the_kernels_is_measured_anew(tmp_path: Path, monkeypat
     assert len({tuple(value for name, value in about.items() if name != "kernels") for about in found}) == 1
 
 
-def files(folder: Path, part: str) -> tuple[Any, dict[str, Any]]:
-    """A model's folder, and what of an LLM lies in it: the target, the draft model, or the layers of layer_skip."""
-    shutil.copytree(builtin_folder("builtin:code-draft"), folder)
-    if part == "target":
-        return folder, {"method": "ngram"}
-    if part == "draft":
-        return "builtin:code", {"method": "draft_model", "model": str(folder)}
-    LayerSearch([0], 0.5, 0.5, 1, 1.0).save(folder / "layers.json")
-    return "builtin:code", {"method": "layer_skip", "layers": str(folder / "layers.json")}
-
-
-@pytest.mark.parametrize(
-    ("part", "file"),
-    [
-        ("target", "model.safetensors"),
-        ("target", "config.json"),
-        ("draft", "model.safetensors"),
-        ("layers", "layers.json"),
-    ],
-)
-def test_files_that_are_written_anew_are_measured_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, file: str
-) -> None:
-    counted, place = list[Any](), tmp_path / "model"
-
-    def cheap(target: Any, models: Any, key: Any, *more: Any) -> CostModel:
-        counted.append(key)
-        return CostModel(dict(key), {1: 0.001}, {name: DraftCost(0.0, 0.001, 0.0) for name in models})
-
-    monkeypatch.setattr(module, "measure", cheap)
-    model, config = files(place, part)
-
-    def made() -> int:
-        LLM(str(model), speculative_config=config, max_num_seqs=1)
-        return len(counted)
-
-    assert (made(), made()) == (1, 1)
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("part", ["target", "draft", "layers"])
+def test_files_that_are_written_anew_are_measured_anew(tmp_path: Path, part: str, file: str) -> None:
+    """The target's, the draft model's, and the layers of layer_skip."""
+    place = tmp_path / "model"
+    shutil.copytree(builtin_folder("builtin:code-draft"), place)
+    drafts = {
+        "target": {"method": "ngram"},
+        "draft": {"model": str(place)},
+        "layers": {"method": "layer_skip", "layers": str(place / file)},
+    }
+    config = SpeculativeConfig.of(drafts[part])
+    target = replace(loaded(), source=str(place)) if part == "target" else loaded()
+    before = costs_of(config, target)
     (place / "README.md").write_text("nothing that costs")
-    assert made() == 1
+    assert costs_of(config, target) == before
     stat = (place / file).stat()
     os.utime(place / file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
-    assert (made(), made()) == (2, 2)
+    assert costs_of(config, target) != before
 
 
 @pytest.mark.parametrize("text", ["", "{}", "half a fi"])

@@ -15,7 +15,6 @@ from outrider.core.types import Budget, Draft, Guarantee
 from outrider.drafters.base import DraftContext, NoDraft
 from outrider.engine.request import Request
 from outrider.kernels import cpu as native
-from outrider.models.cache import SlotCache
 from outrider.testing.stubs import Echo, Wrong
 from outrider.testing.toy import ToyModel
 
@@ -45,7 +44,7 @@ def prompts(n: int, seed: int = 0) -> list[list[int]]:
     return [[draw.randrange(1, VOCAB) for _ in range(draw.randrange(1, 9))] for _ in range(n)]
 
 
-@pytest.mark.parametrize(("name", "drafter"), crossed(PARAMETERS, toy_drafters(TARGET)))
+@pytest.mark.parametrize(("name", "drafter"), crossed(PARAMETERS, toy_drafters(TARGET), share=0.1))
 def test_text_is_plain_decodings_for_every_drafter_and_parameter(name: str, drafter: str) -> None:
     requests = [request(p, PARAMETERS[name], seed) for seed, p in enumerate(prompts(2))]
     expected = plain_texts(TARGET, requests)
@@ -55,7 +54,7 @@ def test_text_is_plain_decodings_for_every_drafter_and_parameter(name: str, draf
         assert [r.output for r in rows] == expected, budget
 
 
-@pytest.mark.parametrize("depth", range(9))
+@pytest.mark.parametrize("depth", [0, 1, 3, 8])
 def test_text_is_plain_decodings_at_every_draft_length(depth: int) -> None:
     requests = [request(p, PARAMETERS["sampled"].with_(ignore_eos=True), s) for s, p in enumerate(prompts(2, 1))]
     expected = plain_texts(TARGET, requests)
@@ -98,15 +97,6 @@ def test_text_does_not_depend_on_company_or_on_when_rows_join(trial: int) -> Non
     assert found == expected
 
 
-def test_a_decoder_used_again_remembers_nothing() -> None:
-    chosen = list(PARAMETERS.values()) * 3
-    requests = [request(p, s, seed) for seed, (p, s) in enumerate(zip(prompts(len(chosen), 7), chosen, strict=True))]
-    expected = plain_texts(TARGET, requests)
-    engine = decoder(TARGET, rows=1)
-    for one, text in zip(requests, expected, strict=True):
-        assert engine.generate([Request(0, one.prompt, one.params, one.seed, one.bad_words)])[0].output == text
-
-
 def test_a_row_that_leaves_early_disturbs_nobody() -> None:
     requests = [request(p, PARAMETERS["hot"], s) for s, p in enumerate(prompts(3, 5))]
     expected = plain_texts(TARGET, requests)
@@ -119,17 +109,6 @@ def test_a_row_that_leaves_early_disturbs_nobody() -> None:
     while any(r.finish is None for r in (rows[0], rows[2], again)):
         engine.step()
     assert [rows[0].output, again.output, rows[2].output] == expected
-
-
-def test_a_model_that_drafts_for_itself_is_always_accepted() -> None:
-    for params in (
-        PARAMETERS["greedy"].with_(ignore_eos=True, max_tokens=240),
-        PARAMETERS["hot"].with_(max_tokens=240),
-    ):
-        engine = decoder(TARGET, toy_drafters(TARGET)["self"](), 5)
-        steps = [s for s, _ in engine.steps([request([1, 2], params, i) for i in range(4)]) if s]
-        drafted, accepted = counts(steps)
-        assert drafted == accepted > 700
 
 
 def test_echo_is_accepted_and_wrong_is_not() -> None:
@@ -153,30 +132,6 @@ def test_accepted_paths_through_trees_leave_the_cache_as_if_decoded_one_by_one()
                     continue
                 held = engine.cache.layers[0][0][row.slot, 0, : engine.cache.length[row.slot], 0].long().tolist()
                 assert held == row.tokens[:-1]
-
-
-@pytest.mark.parametrize("trial", range(20))
-def test_any_sequence_of_commits_equals_writing_the_kept_tokens(trial: int) -> None:
-    draw = torch.Generator().manual_seed(trial)
-    cache = SlotCache(2, 2000)
-    expected: list[list[float]] = [[], []]
-    for _ in range(60):
-        count = int(torch.randint(1, 12, (1,), generator=draw))
-        cache.reserve([0, 1], count)
-        keys, values = cache.layer(0, (1, 1), (1, 2), torch.zeros(1, dtype=torch.float64))
-        paths = []
-        for row in range(2):
-            new = torch.rand(count, generator=draw, dtype=torch.float64)
-            start = cache.length[row]
-            keys[row, 0, start : start + count, 0] = new
-            values[row, 0, start : start + count] = new[:, None]
-            path = [0, *(i for i in range(1, count) if torch.rand(1, generator=draw) < 0.5)]
-            expected[row] += new[path].tolist()
-            paths.append(path)
-        cache.commit([0, 1], paths)
-    for row in range(2):
-        assert cache.layers[0][0][row, 0, : cache.length[row], 0].tolist() == expected[row]
-        assert cache.layers[0][1][row, 0, : cache.length[row], 1].tolist() == expected[row]
 
 
 def test_a_broken_row_stops_alone() -> None:

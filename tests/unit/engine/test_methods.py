@@ -109,23 +109,6 @@ def test_long_prompts_are_read_in_pieces_while_others_decode() -> None:
     settled(eng)
 
 
-def test_a_drafter_that_cannot_read_loses_the_sequence_and_not_the_text() -> None:
-    class Failing(ToyModel):
-        def forward(self, nodes, **options):
-            if options.get("want") == "none":
-                raise RuntimeError("/secret")
-            return super().forward(nodes, **options)
-
-    eng = reading(ModelDrafter(Failing(VOCAB, max_length=600), 4, 400))
-    requests = [request([1, 2], LONG.with_(max_tokens=60)), request([4, 3] * 150, LONG.with_(max_tokens=60), 1)]
-    results = run(eng, [read(r) for r in requests])
-    assert [r.output for r in results] == plain_texts(TARGET, requests)
-    assert results[0].counts.undrafted is None
-    assert results[1].counts.undrafted is not None
-    assert "secret" not in results[1].counts.undrafted
-    settled(eng)
-
-
 @pytest.mark.parametrize("length", [0, 1, 7])
 def test_a_length_of_ones_own(length: int) -> None:
     eng = engine(prefix_bytes=0)

@@ -20,8 +20,7 @@ from outrider.control import Fixed
 from outrider.core.params import SamplingParams
 from outrider.core.store import HEAD, PREFIXES, Store
 from outrider.drafters.base import Drafter, NoDraft
-from outrider.drafters.heads.eagle.drafter import Pairs, eagle_model
-from outrider.drafters.heads.eagle.files import read_eagle
+from outrider.drafters.heads.eagle import Pairs, eagle_model, read_eagle
 from outrider.drafters.model import draft_model
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.grower import TreeDrafter
@@ -148,7 +147,7 @@ def check(name: str, folder: Path, tokens: int, seed: int = 0) -> None:
 @pytest.mark.usefixtures("ends")
 @pytest.mark.parametrize("name", KINDS)
 def test_no_token_differs(name: str, tmp_path: Path) -> None:
-    check(name, tmp_path, 250)
+    check(name, tmp_path, 150)
 
 
 @pytest.mark.long

@@ -113,8 +113,9 @@ print(LLM(sys.argv[1], speculative_config={"method": "auto"}).generate("def f")[
 
 
 def test_a_second_start_with_a_head_imports_nothing_large(file: Path, tmp_path: Path) -> None:
-    from outrider.drafters.heads.eagle.files import write_eagle
-    from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
+    from outrider.drafters.heads.eagle import EagleConfig
+    from outrider_lab.heads.modules import Eagle, config_for
+    from outrider_lab.heads.writers import write_eagle
 
     command = """
 import sys
@@ -122,7 +123,7 @@ from outrider import LLM
 head = {"method": "eagle3", "model": sys.argv[2]}
 print(LLM(sys.argv[1], speculative_config=head).generate("def f")[0].outputs[0].token_ids)
 """
-    write_eagle(tmp_path / "head", Eagle(EagleConfig.for_target(load(file).config)))
+    write_eagle(tmp_path / "head", Eagle(config_for(EagleConfig, load(file).config)).weights())
     store.wait()
     assert imported(command, file, tmp_path / "head") <= {"torch", "numpy", "pydantic", "safetensors"}
 

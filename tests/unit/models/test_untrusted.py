@@ -18,8 +18,7 @@ from tokenizers import Tokenizer, models
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
-from outrider.drafters.heads.eagle.drafter import eagle_model
-from outrider.drafters.heads.eagle.files import read_eagle
+from outrider.drafters.heads.eagle import eagle_model, read_eagle
 from outrider.kernels import cpu as native
 from outrider.kernels.cpu import Packed
 from outrider.models import pretrained

@@ -12,10 +12,11 @@ import pytest
 from serving import Live, builtin, serving
 
 from outrider import LLM, SamplingParams
-from outrider.engine.fingerprint import Fingerprint, read_fingerprint, rewrite
+from outrider.engine.fingerprint import Fingerprint
 from outrider.models.load import load
 from outrider.serve.assembly import set_chat_template
 from outrider.serve.options import ServeOptions, served_name
+from outrider_lab.fingerprints import read_fingerprint, rewrite
 
 PROMPT = "def quicksort(xs):\n"
 

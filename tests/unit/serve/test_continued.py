@@ -14,9 +14,10 @@ from serving import PAIR, TEMPLATE, Live, builtin, serving
 from outrider import LLM, SamplingParams
 from outrider.engine.request import Request
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.trace import Recorder, read
+from outrider.engine.trace import Recorder
 from outrider.serve.options import ServeOptions
 from outrider_lab.replay import replay
+from outrider_lab.traces import read
 
 PROMPT = "def quicksort(xs):\n"
 COUNT = 18

@@ -14,9 +14,10 @@ from traces import SAMPLED, loop, record, replays, three
 from outrider.core.noise import Noise
 from outrider.core.tree import depth
 from outrider.core.types import Draft, Siblings, Verdict
-from outrider.engine.trace import Detail, read
+from outrider.engine.trace import Detail
 from outrider.testing.oracle import composed, drawn_chain, judging, plain, toys
 from outrider.verify import VERIFIERS, FixedDistribution, TargetDistribution, reference_rejection, rejection
+from outrider_lab.traces import read
 
 
 def shallow(target: TargetDistribution, draft: Draft, noise: Noise, position: Tensor) -> Verdict:

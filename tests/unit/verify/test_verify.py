@@ -114,24 +114,6 @@ def test_no_draft_token_is_plain_decoding(name):
     assert torch.equal(verdict.token, expected)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_rows_of_all_lengths_side_by_side(name):
-    target = FixedDistribution(hot(1, 2, 3, 4).expand(4, -1, -1))
-    verdict = VERIFIERS[name](target, Draft(*chain([[0], [0, 1], [0, 1, 2, 3], [0, 3]])), noise(4), at(1, 1, 1, 1))
-    assert verdict.accepted.tolist() == [0, 1, 3, 0]
-    assert verdict.token.tolist() == [1, 2, 4, 1]
-    assert [[n for n in row if n >= 0] for row in verdict.path.tolist()] == [[0], [0, 1], [0, 1, 2, 3], [0]]
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_padding_is_no_draft_token(name):
-    """Padding holds token 0, here the token that the target says everywhere."""
-    verdict = VERIFIERS[name](
-        FixedDistribution(hot(0, 0, 0).expand(2, -1, -1)), Draft(*chain([[0], [0, 0, 0]])), noise(2), at(1, 1)
-    )
-    assert verdict.accepted.tolist() == [0, 2]
-
-
 def test_match_walks_trees_out_of_order_and_takes_the_lowest_of_equals():
     #  0 -> 1 (3), 2 (1), 3 (1);  2 -> 4 (0);  3 -> 5 (2);  the target says 1 after the root, and 2 after node 2
     draft = Draft(*tree([[(0, -1), (3, 0), (1, 0), (1, 0), (0, 2), (2, 3)]]))
@@ -187,17 +169,6 @@ def test_an_empty_batch(name):
     draft = Draft(*tree([]), torch.zeros(0, 1, 3), Siblings.IID)
     verdict = VERIFIERS[name](FixedDistribution(torch.zeros(0, 1, 3)), draft, Still(none, none), none)
     assert [len(x) for x in (verdict.path, verdict.accepted, verdict.token)] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("name", RATIO)
-def test_a_drafter_with_the_targets_distribution_is_always_believed(name):
-    distribution = torch.rand(200, 4, 5, generator=torch.Generator().manual_seed(2)).softmax(-1)
-    tokens = torch.cat([torch.zeros(200, 1).long(), torch.arange(600).reshape(200, 3) % 5], 1)
-    draft = Draft(tokens, torch.tensor([[-1, 0, 1, 2]]).expand(200, -1), distribution, Siblings.IID)
-    assert (
-        VERIFIERS[name](FixedDistribution(distribution), draft, noise(200), torch.arange(200)).accepted.tolist()
-        == [3] * 200
-    )
 
 
 @pytest.mark.parametrize("name", RATIO)

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider import LLM
-from outrider.drafters.heads.block.files import read_block
-from outrider.drafters.heads.eagle.files import read_eagle
-from outrider.drafters.heads.medusa.files import read_medusa
+from outrider.drafters.heads.block import read_block
+from outrider.drafters.heads.eagle import read_eagle
+from outrider.drafters.heads.medusa import read_medusa
 from outrider.models.load import Loaded
 
 TARGET = small_target()

@@ -16,15 +16,14 @@ from outrider import SamplingParams
 from outrider.control import Fixed
 from outrider.core.sampling import TokenSubset
 from outrider.drafters.base import Drafter
-from outrider.drafters.heads.eagle.drafter import Pairs, eagle_model
-from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
+from outrider.drafters.heads.eagle import EagleConfig, Pairs, eagle_model, eagle_shapes
 from outrider.drafters.heads.lattice import Lattice
-from outrider.drafters.heads.medusa.drafter import MedusaLattice
-from outrider.drafters.heads.medusa.files import MedusaWeights
+from outrider.drafters.heads.medusa import MedusaLattice, MedusaWeights
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.models.native.model import NativeModel
 from outrider.models.nodes import Nodes
+from outrider_lab.heads.modules import config_for
 
 VOCAB, SAMPLES, FEW, TOKENS = 5, 3000, 400, 3
 PROMPT = [1, 4, 2]
@@ -48,11 +47,9 @@ MODEL, CONFIG = target()
 
 def eagle(kept: tuple[int, ...]) -> TreeDrafter[Pairs]:
     torch.manual_seed(1)
-    config = EagleConfig.for_target(CONFIG, draft_vocab_size=len(kept), taps=(0, 2))
-    head = Eagle(config, torch.tensor(kept))
-    tensors = {
-        n: torch.randn_like(t) * 0.5 if t.dim() == 2 else t for n, t in head.state_dict().items() if "embed" not in n
-    }
+    config = config_for(EagleConfig, CONFIG, draft_vocab_size=len(kept), taps=(0, 2))
+    shapes = eagle_shapes(config) | {"lm_head.weight": (len(kept), 16)}
+    tensors = {n: torch.randn(shape) * 0.5 if len(shape) == 2 else torch.ones(shape) for n, shape in shapes.items()}
     return TreeDrafter(Pairs(eagle_model(HeadWeights(config, tensors, torch.tensor(kept)), MODEL, 64, "none"), 50, 64))
 
 

@@ -8,30 +8,29 @@ from typing import Any
 import pytest
 import torch
 from heads import GOLDEN, KINDS, copied, head_folder, small_target
+from helpers import configured
 from safetensors.torch import save_file
 
 from outrider import LLM, SamplingParams
-from outrider.drafters import make_drafter, make_drafters
+from outrider.drafters import make_drafters
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.heads.eagle.drafter import Pairs, eagle_model, survival
-from outrider.drafters.heads.eagle.files import read_eagle
+from outrider.drafters.heads.eagle import Pairs, eagle_model, read_eagle, survival
 from outrider.drafters.heads.files import open_head, own_head
 from outrider.drafters.heads.selftest import examine
-from outrider.drafters.method import TuneInputs
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.drafters.registry import level_cost
 from outrider.models.builtin.download import DOWNLOADS, find
 from outrider.models.builtin.shipped import data_folder
 from outrider.models.load import load
-from outrider_lab.cli.tune import candidates
 from outrider_lab.handover import exports
+from outrider_lab.tune.candidates import TuneInputs, candidates
 
 TARGET = small_target()
 HEAD = str(GOLDEN / "eagle31")
 
 
 def make(**config: Any) -> Any:
-    return make_drafter(SpeculativeConfig.of(config), TARGET, num_slots=2, max_length=128, device="cpu")
+    return configured(config, TARGET, 2, 128)
 
 
 def texts(config: dict[str, Any] | None) -> list[list[int]]:

@@ -44,8 +44,10 @@ def make(kind: str, folders: dict[str, Path]) -> Callable[[], TreeDrafter[Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_contract(make: Callable[[], TreeDrafter[Any]]) -> None:
-    check_drafter(make, 128, feature_size=32 * len(make().taps))
+def test_the_contract(kind: str, make: Callable[[], TreeDrafter[Any]]) -> None:
+    """Whether draws have the distribution that is declared is asked of one of each shape of lattice."""
+    draws = kind in ("eagle31", "peagle", "medusa-vllm", "dspark")
+    check_drafter(make, 128, draws=draws, feature_size=32 * len(make().taps))
 
 
 def _off_by_one(made: Any) -> None:
@@ -124,7 +126,7 @@ def requests(params: dict[str, Any]) -> list:
     return [request(PROMPT[i : i + n], SamplingParams(max_tokens=14, seed=i, **params), i) for i, n in lengths]
 
 
-@pytest.mark.parametrize(("kind", "params"), crossed(KINDS, PARAMS, share=0.1))
+@pytest.mark.parametrize(("kind", "params"), crossed(KINDS, PARAMS, share=0.0))
 def test_no_text_changes(params: str, make: Callable[[], TreeDrafter[Any]]) -> None:
     asked = requests(PARAMS[params])
     for width, nodes in ((1, None), (3, 9)):
@@ -135,7 +137,7 @@ def test_no_text_changes(params: str, make: Callable[[], TreeDrafter[Any]]) -> N
         assert sum(map(sum, (r.counts.drafted for r in rows))) > 20 or params == "min_tokens"
 
 
-@pytest.mark.parametrize(("kind", "verifier"), crossed(KINDS, ["rejection", "block", "traversal"], share=0.1))
+@pytest.mark.parametrize(("kind", "verifier"), crossed(KINDS, ["rejection", "block", "traversal"], share=0.0))
 def test_other_verifiers_run(verifier: str, make: Callable[[], TreeDrafter[Any]]) -> None:
     for width in (1, 1 if verifier == "block" else 2):
         loop = Loop(TARGET.model, make(), verifier, controller=Fixed(3, width), num_slots=3, max_length=128)
@@ -159,8 +161,7 @@ class EveryThird:
         return []
 
 
-@pytest.mark.parametrize("width", [1, 3], ids=["chain", "tree"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "width"), crossed(KINDS, [1, 3], share=0.0))
 def test_an_engine_changes_no_text(kind: str, width: int, folders: dict[str, Path]) -> None:
     """Greedy and sampled texts: preempted, with stored prefixes, chunked prompts, a grammar, and two without the head."""
     config = {"model": str(folders[kind]), "controller": "fixed", "num_speculative_tokens": 3}

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_files import write_gguf
-from helpers import Loop, plain_texts, request
+from helpers import Loop, configured, plain_texts, request
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, Qwen3_5TextConfig, Qwen3NextConfig
@@ -25,12 +25,11 @@ from transformers.modeling_layers import MtpLayer, MtpModel
 
 from outrider import SamplingParams
 from outrider.control import Fixed
-from outrider.drafters import make_drafter, make_drafters
+from outrider.drafters import make_drafters
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.heads.eagle.drafter import Pairs
+from outrider.drafters.heads.eagle import Pairs
 from outrider.drafters.heads.features import NativePairs
 from outrider.drafters.heads.mtp import mtp_model
-from outrider.drafters.method import TuneInputs
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.drafters.registry import level_cost
 from outrider.models.base import FINAL_NORM
@@ -38,8 +37,8 @@ from outrider.models.hf.model import HFModel
 from outrider.models.load import Loaded, load, pack
 from outrider.models.mtp import of_folder
 from outrider.models.nodes import Nodes
-from outrider_lab.cli.tune import candidates
 from outrider_lab.handover import exports
+from outrider_lab.tune.candidates import TuneInputs, candidates
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -195,7 +194,7 @@ def test_no_text_changes(kind: str, folders: dict[str, Path]) -> None:
     loaded = target(folders[kind], kind)
 
     def drafter() -> TreeDrafter[Pairs]:
-        made = make_drafter(SpeculativeConfig.of({"method": "mtp"}), loaded, num_slots=2, max_length=96, device="cpu")
+        made = configured({"method": "mtp"}, loaded, 2, 96)
         assert isinstance(made.levels, Pairs)
         return made
 
@@ -303,9 +302,7 @@ def test_a_target_with_recurrent_layers(tmp_path: Path) -> None:
     ]
     want = plain_texts(loaded.model, asked, end_ids=())
     for width, nodes in ((1, None), (2, 5)):
-        drafter = make_drafter(
-            SpeculativeConfig.of({"method": "mtp"}), loaded, num_slots=2, max_length=96, device="cpu"
-        )
+        drafter = configured({"method": "mtp"}, loaded, 2, 96)
         loop = Loop(loaded.model, drafter, controller=Fixed(3, width, nodes), num_slots=2, max_length=96)
         loop.chunk = 7
         rows = loop.generate(asked)
@@ -346,8 +343,7 @@ def changed(folder: Path, into: Path, drop: str = "", **settings: Any) -> Loaded
 
 def test_what_cannot_be(folders: dict[str, Path], tmp_path: Path) -> None:
     def make(loaded: Loaded, **config: Any) -> Any:
-        given = SpeculativeConfig.of({"method": "mtp", **config})
-        return make_drafter(given, loaded, num_slots=1, max_length=64, device="cpu")
+        return configured({"method": "mtp", **config}, loaded, 1, 64)
 
     folder, loaded = folders["glm4_moe"], target(folders["qwen3_next"], "qwen3_next")
     with pytest.raises(ValueError, match="part of the target's own checkpoint, so leave out"):

@@ -14,21 +14,21 @@ from typing import Any, cast
 import pytest
 import torch
 from heads import GOLDEN, copied, drafter_of, features, small_target
+from helpers import configured
 from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.core.types import Budget
-from outrider.drafters import make_drafter
-from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.heads.eagle.drafter import survival
-from outrider.drafters.heads.files import name_target, target_digest
-from outrider.drafters.heads.medusa.files import read_medusa
+from outrider.drafters.heads.eagle import survival
+from outrider.drafters.heads.files import target_digest
+from outrider.drafters.heads.medusa import read_medusa
 from outrider.drafters.heads.selftest import DEPTH, examine, parallel_survival
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
 from outrider.testing.contract import GREEDY, context
+from outrider_lab.heads.writers import name_target
 
 TARGET = small_target()
 TEXT = [(7 * i * i + 3 * i + 11) % 127 for i in range(80)]
@@ -152,7 +152,7 @@ def test_a_head_that_names_its_model_is_compared_with_it_first(
         assert found is not None
         name_target(folder, digest.replace("that of the target", found))
     with caplog.at_level(logging.WARNING, "outrider.heads"):
-        make_drafter(SpeculativeConfig.of({"model": str(folder)}), loaded, num_slots=1, max_length=128, device="cpu")
+        configured({"model": str(folder)}, loaded, 1, 128)
     assert words in caplog.text
 
 
@@ -168,8 +168,7 @@ def medusa_folder(into: Path) -> Path:
 
 
 def tried(folder: Path, loaded: Loaded) -> None:
-    config = SpeculativeConfig.of({"model": str(folder), "quantization": "none"})
-    make_drafter(config, loaded, num_slots=2, max_length=256, device="cpu")
+    configured({"model": str(folder), "quantization": "none"}, loaded, 2, 256)
 
 
 # head -> (other settings of its folder, taps by which it was trained, settings with which it was trained, what mends it)

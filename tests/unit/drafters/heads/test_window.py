@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from heads import GOLDEN, small_target
-from helpers import Loop, plain_texts, request
+from helpers import Loop, configured, plain_texts, request
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,9 +15,7 @@ from outrider import LLM, SamplingParams
 from outrider.control import Fixed
 from outrider.core.features import Features
 from outrider.core.types import Budget
-from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads import features
-from outrider.drafters.registry import make_drafter
 from outrider.engine.scheduler import Scheduler
 from outrider.models.nodes import Nodes
 from outrider.testing import contract
@@ -34,8 +32,7 @@ def newest(whole_texts: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(name: str, max_length: int = 256) -> Any:
-    config = SpeculativeConfig.of({"model": str(GOLDEN / name)})
-    return make_drafter(config, TARGET, num_slots=2, max_length=max_length, device="cpu")
+    return configured({"model": str(GOLDEN / name)}, TARGET, 2, max_length)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -1,22 +1,32 @@
-"""Reads Medusa heads, and writes them for vLLM, or for TGI in the layout of FasterDecoding."""
+"""Medusa heads (Cai et al. 2024, arXiv 2401.10774): each head predicts one later token from the last hidden state alone.
+
+Head i gives the logits W_i z of the token i + 2 positions after the state h that it reads. Each of its blocks makes
+z = h + SiLU(A h + b). W_i is its own, or one matrix serves all heads, for all tokens or for some.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from outrider.drafters.heads.files import MEDUSA, HeadFolder, settings_named, store_head
+from outrider.core.sampling import TokenSubset
+from outrider.drafters.base import Resources
+from outrider.drafters.config import DrafterSetup
+from outrider.drafters.heads.files import MEDUSA, HeadFolder, head_of, settings_named
+from outrider.drafters.heads.lattice import Lattice
+from outrider.drafters.heads.layers import Linear, Linears, precision_of
 from outrider.drafters.heads.reading import OUTPUT, HeadReader, log
-from outrider.models.dtypes import dtype_name
+from outrider.drafters.heads.selftest import Misreading, examine, parallel_survival
+from outrider.drafters.model.grower import TreeDrafter
+from outrider.models.base import FINAL_NORM, LanguageModel
 from outrider.models.load import Loaded
 
-LAYOUTS = ("vllm", "tgi")
 _BLOCK = re.compile(r"(?:blocks\.(\d+)\.layers\.(\d+)|(\d+)\.(\d+)\.linear)\.(weight|bias)")
 _OWN = re.compile(r"lm_heads\.(\d+)\.weight|(\d+)\.(\d+)\.weight")
 
@@ -96,57 +106,73 @@ def _ids(path: Path, mapped: Tensor | None, outputs: Sequence[Tensor], vocab_siz
     return ids
 
 
-def write_medusa(
-    folder: str | Path,
-    head: MedusaWeights,
-    layout: str = "vllm",
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    verifier: str | None = None,
-) -> Path:
-    """Write config.json and the weights; returns the folder, which is made if it is not there.
+class MedusaLattice(Lattice):
+    """Levels from the hidden state before the root, which predicted the root. It keeps one state for each sequence."""
 
-    layout: "vllm", or "tgi" for the names of FasterDecoding, which TGI reads too. verifier: name of the target.
+    taps = (FINAL_NORM,)
 
-    Raises ValueError for heads that the layout cannot say.
-    """
-    if layout not in LAYOUTS:
-        raise ValueError(f"Medusa heads are written as {' or '.join(LAYOUTS)}, got {layout!r}")
-    count, layers, outputs = len(head.blocks), len(head.blocks[0]), head.outputs
-    tgi, shared = layout == "tgi", len(outputs) == 1 and count > 1
-    block, output = ("{}.{}.linear", "{}.{}.weight") if tgi else ("blocks.{}.layers.{}", "lm_heads.{}.weight")
-    tensors: dict[str, Tensor] = {OUTPUT: outputs[0]} if shared else {}
-    if not shared:
-        tensors |= {output.format(i, layers): m for i, m in enumerate(outputs)}
-    for i, blocks in enumerate(head.blocks):
-        for j, (weight, bias) in enumerate(blocks):
-            name = block.format(i, j)
-            tensors |= {f"{name}.weight": weight} | ({} if bias is None else {f"{name}.bias": bias})
-    settings: dict[str, Any] = {"model_type": MEDUSA, "torch_dtype": dtype_name(dtype)}
-    if verifier:
-        settings["base_model_name_or_path"] = verifier
-    if tgi:
-        if shared or head.token_ids is not None or head.logit_scale != 1.0:
-            raise ValueError(
-                "the layout 'tgi' has an output matrix of all tokens for each head, or none; these heads share one, have a draft "
-                "vocabulary or scale their logits: write layout='vllm'"
-            )
-        settings |= {"medusa_num_heads": count, "medusa_num_layers": layers}
-        return store_head(folder, settings, tensors, dtype, "medusa_lm_head.safetensors")
-    if not outputs:
-        raise ValueError("vLLM has no Medusa heads with the target's own output head; write layout='tgi'")
-    settings |= {
-        "architectures": ["MedusaModel"],
-        "hidden_size": len(head.blocks[0][0][0]),
-        "medusa_fc_bias": any(b is not None for blocks in head.blocks for _, b in blocks),
-        "num_heads": count,
-        "num_hidden_layers": layers,
-        "original_lm_head": shared,
-        "truncated_vocab_size": len(outputs[0]),
-        "vocab_size": head.vocab_size,
-    }
-    if head.logit_scale != 1.0:
-        settings["logit_scale"] = head.logit_scale
-    if head.token_ids is not None:
-        tensors["token_map"] = head.token_ids
-    return store_head(folder, settings, tensors, dtype)
+    def __init__(self, head: MedusaWeights, target: LanguageModel, quantization: str = "auto") -> None:
+        ids = head.token_ids
+        subset = None if ids is None else TokenSubset(ids.to(target.device), head.vocab_size)
+        super().__init__(head.vocab_size, target.device, len(head.blocks), subset)
+        self.model = MedusaModel(head, target, quantization)
+        self._states: dict[int, tuple[int, Tensor]] = {}  # slot -> (position, hidden [hidden])
+
+    def room(self, slot: int, tokens: list[int]) -> int:
+        position, _ = self._states.get(slot, (-1, None))
+        return self.drafts if position == len(tokens) - 2 >= 0 else 0
+
+    def add(self, slot: int, features: Tensor, first: int) -> None:
+        self._states[slot] = first + len(features) - 1, features[-1].float().clone()
+
+    def release(self, slot: int) -> None:
+        self._states.pop(slot, None)
+
+    def resources(self) -> Resources:
+        return Resources(self.model)
+
+    def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
+        return self.model.logits(torch.stack([self._states[slot][1] for slot in slots]), depth)
+
+
+class MedusaModel:
+    """The heads on packed weights. weight_bytes: that a draft of all depths reads, a share of it for each depth."""
+
+    def __init__(self, head: MedusaWeights, target: LanguageModel, quantization: str) -> None:
+        matrices = [a for blocks in head.blocks for a, _ in blocks] + head.outputs
+        linears = Linears(target.device, precision_of(quantization, matrices))
+        self.heads = [[linears([a], [b]) for a, b in blocks] for blocks in head.blocks]
+        self._outputs: list[Linear] = [linears([m]) for m in head.outputs]
+        self._target, self._scale = target, head.logit_scale
+        self.weight_bytes = linears.bytes // len(self.heads)
+
+    def logits(self, hidden: Tensor, depth: int) -> Tensor:
+        """float32 [batch, depth, kept] of states [batch, hidden]."""
+        states = [read_by(blocks, hidden) for blocks in self.heads[:depth]]
+        if len(self._outputs) > 1:
+            return torch.stack([out(z) for out, z in zip(self._outputs, states, strict=False)], 1) * self._scale
+        read = self._outputs[0] if self._outputs else self._target.output_head
+        return read(torch.stack(states, 1)) * self._scale
+
+
+def read_by(blocks: Sequence[Linear], hidden: Tensor) -> Tensor:
+    """What the output matrix of a head reads, of states [..., hidden]."""
+    for block in blocks:
+        hidden = hidden + F.silu(block(hidden))
+    return hidden
+
+
+def from_setup(setup: DrafterSetup) -> TreeDrafter[MedusaLattice]:
+    target, path = setup.target, head_of(setup.config.model, setup.target.name)
+    head, last = read_medusa(path, target), (target.model.num_layers - 1,)
+
+    def made(given: MedusaWeights) -> TreeDrafter[MedusaLattice]:
+        return TreeDrafter(MedusaLattice(given, target.model, setup.config.quantization))
+
+    drafter = made(head)
+    others: list[Misreading[MedusaLattice]] = [("the last layer before the final norm", last, lambda: made(head))]
+    if len(head.blocks) > 1:
+        later = replace(head, blocks=head.blocks[1:], outputs=head.outputs[1:] or head.outputs)
+        others.append(("the first head for the token that is known already", drafter.taps, lambda: made(later)))
+    examine(drafter, others, parallel_survival, target, target.model.max_length, path)
+    return drafter

@@ -16,13 +16,14 @@ from typer.testing import CliRunner
 from outrider import LLM, SamplingParams
 from outrider.cli.main import app
 from outrider.engine import fingerprint as module
-from outrider.engine.fingerprint import Fingerprint, fingerprint, read_fingerprint, rewrite
+from outrider.engine.fingerprint import Fingerprint, fingerprint
 from outrider.kernels import cpu as native
 from outrider.models.builtin.shipped import builtin_folder
+from outrider_lab.fingerprints import read_fingerprint, rewrite
 
 SMALL = "builtin:code-draft"
 PROMPT = "class Stack:\n"
-RECORDED = sorted((Path(__file__).parents[2] / "data" / "fingerprints").glob("*.json"))
+RECORDED = sorted((Path(__file__).parents[2] / "tests" / "data" / "fingerprints").glob("*.json"))
 GREEDY = SamplingParams(temperature=0, max_tokens=24, seed=0)
 SAMPLED = SamplingParams(
     temperature=0.8,

@@ -15,7 +15,8 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Budget
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.lookup.ngram import NgramDrafter
-from outrider.engine.trace import Detail, Recorder, describe, read
+from outrider.engine.trace import Detail, Recorder, describe
+from outrider_lab.traces import read
 
 # -- written and read ---------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,10 @@
-"""Writes a trace. A recorder reads steps and copies what its `Detail` names. Without a recorder there is no cost.
+"""Traces: a file with each step of a run, as records. `Recorder` writes it (`LLM(..., trace=...)`, `--trace FILE`).
 
-The file has whole lines only: a line is one write, and a line that a full disk cut off is removed. An error while
-writing ends the trace with one warning. It never ends a request.
+The laboratory reads it, sums it up and computes steps again (`outrider replay`). The loop does not know a trace: a recorder is a
+reader of steps, and copies what its `Detail` names. Each line is one JSON object; its field `line` names the record.
+
+The file has whole lines only: a line is one write, and a line that a full disk cut off is removed. An error while writing ends
+the trace with one warning. It never ends a request.
 """
 
 from __future__ import annotations
@@ -13,37 +16,226 @@ from collections import abc
 from contextlib import suppress
 from dataclasses import fields
 from datetime import UTC, datetime
+from enum import Enum
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from outrider._version import __version__
+from outrider.core.origins import letters
 from outrider.core.params import SamplingParams
 from outrider.core.sampling import LogitsDistribution, LogitsWarper, SequenceState
 from outrider.core.tree import levels
 from outrider.core.types import Draft, Step
-from outrider.drafters.combine.planned import PlannedDrafter
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.method import NONE
+from outrider.drafters.planned import PlannedDrafter
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request, Sequence
-from outrider.engine.trace.records import (
-    BudgetLimits,
-    Detail,
-    EndRecord,
-    RequestRecord,
-    RunRecord,
-    StepRecord,
-    TraceLine,
-    top,
-)
 from outrider.kernels.machine import machine
 from outrider.models.load import Loaded
+
+FORMAT: Literal[2] = 2  # increased when a field changes its name or meaning
+NO_TOKENS = (
+    "this trace has counts only; --trace-detail tokens or Recorder(path, Detail.TOKENS) also writes tokens, "
+    "which show the text of the prompts"
+)
+TOP_TOKENS = 5  # tokens of a distribution that `Detail.PROBS` writes
 
 # sampling parameters that a request's line has in another form, or lacks
 _ELSEWHERE = ("seed", "prediction", "bad_words")
 _DEFAULTS = SamplingParams()
+
+Id = Annotated[int, Field(ge=0, lt=2**63)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+TopProbs = list[tuple[Id, float]]  # the most likely tokens and their probabilities, most likely first
+
+
+def top(probs: Tensor) -> TopProbs:
+    """The most likely tokens of a distribution [vocab], without tokens of probability 0."""
+    best = probs.topk(min(TOP_TOKENS, len(probs)))
+    return [(t, p) for t, p in zip(best.indices.tolist(), best.values.tolist(), strict=True) if not p <= 0]
+
+
+class PhaseSeconds(TypedDict):
+    """Seconds of each of `PHASES`."""
+
+    draft: float
+    target: float
+    verify: float
+    commit: float
+
+
+class BudgetLimits(TypedDict):
+    """What a draft may have, at most. Without nodes they are depth times width."""
+
+    depth: Count
+    width: Count
+    nodes: NotRequired[Count | None]
+
+
+class Detail(Enum):
+    """How much of a run a trace holds. Token ids are text: a trace with tokens shows the prompts."""
+
+    COUNTS = "counts"  # numbers of draft and accepted tokens, and times; no tokens and no text
+    TOKENS = "tokens"  # also prompts, drafts and decisions as token ids, enough to compute each step again
+    PROBS = "probs"  # also the most likely tokens of the target's and the draft's distribution at each node
+
+
+class TraceLine(BaseModel):
+    """One line. Unknown fields are an error. The fields have the names of the file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+    def json_line(self) -> bytes:
+        """The line as it is in the file, with its line break."""
+        return self.model_dump_json(exclude_none=True).encode() + b"\n"
+
+
+class RunRecord(TraceLine):
+    """The first line: the version that wrote the trace, and how the run was configured."""
+
+    line: Literal["header"] = "header"
+    kind: Literal["outrider-trace"] = "outrider-trace"
+    format: Literal[2] = FORMAT
+    outrider: str  # its version
+    date: str  # ISO 8601, UTC
+    detail: Detail
+    model: str
+    dtype: str  # precision of the weights: float32, bfloat16, float16, int8, int4
+    kv_cache_dtype: str | None = None  # precision of keys and values: bfloat16, int8; None: as they are computed
+    device: str
+    vocab_size: Count
+    max_length: Count  # tokens of prompt and output
+    batch_invariant: bool  # True: a replay has the same bits, because logits do not depend on the other rows
+    end_ids: list[Id]
+    method: str  # how it drafts; none is plain decoding
+    drafters: list[str] = []  # that may be asked, by name; a request can choose others than the method
+    verifier: str
+    guarantee: str
+    speculative_config: dict[str, Any] = {}  # values other than the defaults
+    machine: dict[str, str]  # processor, cores, versions
+
+
+class RequestRecord(TraceLine):
+    """A request at its start. With `Detail.COUNTS` there is no prompt, and `params` has numbers only."""
+
+    line: Literal["request"] = "request"
+    request: Id
+    prompt_tokens: Count
+    seed: int
+    params: dict[str, Any]  # `SamplingParams` other than the defaults
+    prompt: list[Id] | None = None
+    bad_words: list[list[Id]] | None = None
+    continued: Count = 0  # how many tokens of the prompt are text already, written by an earlier run
+    grammar: bool = False  # whether a grammar constrained the request; the trace does not hold it
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The sampling parameters. Raises ValueError for values that they cannot have."""
+        fields = dict(self.params)
+        try:
+            if fields.get("logit_bias"):
+                fields["logit_bias"] = {int(token): float(bias) for token, bias in fields["logit_bias"].items()}
+            params = SamplingParams(**fields)
+            params.check_vocab(2**63)
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"the sampling parameters cannot be read: {error}") from error
+        return params
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RequestRecord:
+        if self.prompt is not None and len(self.prompt) != self.prompt_tokens:
+            raise ValueError(f"the prompt has {len(self.prompt)} tokens, not {self.prompt_tokens}")
+        if self.continued >= max(1, self.prompt_tokens):
+            raise ValueError(f"{self.continued} of {self.prompt_tokens} prompt tokens are said to be text already")
+        _ = self.sampling
+        return self
+
+
+class StepRecord(TraceLine):
+    """One request in one draft-verify round. Requests of the same round share `round` and `seconds`.
+
+    docs/guides/trace.md describes the fields of all lines in one table.
+    """
+
+    line: Literal["step"] = "step"
+    request: Id
+    round: Count  # of the run
+    step: Count  # of the request; the noise is keyed by it
+    position: Count  # committed tokens before
+    drafted: Count  # draft tokens
+    depth: Count  # levels of the draft
+    accepted: Count  # draft tokens that became text
+    refused: Count  # children of the last accepted node; the verifier rejected all of them
+    committed: Count  # new tokens of the text
+    rows: Count  # requests in the round
+    seconds: PhaseSeconds  # of the whole round
+    # with Detail.TOKENS and Detail.PROBS
+    tokens: list[Id] | None = None  # of the draft; node 0 is the last committed token
+    parents: list[int] | None = None
+    siblings: str | None = None
+    path: list[Id] | None = None  # accepted nodes from the root down, also those after the end of the text
+    token: int | None = None  # drawn at the last accepted node; -1 where no token was possible
+    budget: BudgetLimits | None = None  # the most that the draft could have
+    note: str | None = None  # the drafter's explanation of its draft
+    # with Detail.PROBS
+    target_probs: list[TopProbs] | None = None  # after each node
+    # of the distribution that the children of each node were drawn from
+    draft_probs: list[TopProbs] | None = None
+    # that each node is accepted, by the drafter's own estimate
+    confidence: list[float] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> StepRecord:
+        if not self.accepted <= self.depth <= self.drafted or not self.accepted <= self.committed <= self.accepted + 1:
+            raise ValueError("accepted <= depth <= drafted and accepted <= committed <= accepted + 1 must hold")
+        if self.tokens is None:
+            return self
+        tokens, parents, path = self.tokens, self.parents or [], self.path or []
+        if len(tokens) != len(parents) or len(tokens) != self.drafted + 1 or parents[0] != -1:
+            raise ValueError(f"tokens and parents are {self.drafted + 1} nodes, the root first, with parent -1")
+        if any(not 0 <= up < n for n, up in enumerate(parents[1:], 1)):
+            raise ValueError(f"a parent comes before its children, got parents {parents}")
+        if path[:1] != [0] or any(n >= len(tokens) or parents[n] != up for up, n in pairwise(path)):
+            raise ValueError(f"the path does not follow the tree: path {path}, parents {parents}")
+        if self.token is None or self.siblings is None or self.budget is None:
+            raise ValueError("token, siblings and budget are missing")
+        if any(
+            per_node is not None and len(per_node) != len(tokens)
+            for per_node in (self.target_probs, self.draft_probs, self.confidence)
+        ):
+            raise ValueError("target_probs, draft_probs and confidence need one entry for each node")
+        return self
+
+    @property
+    def written(self) -> list[int]:
+        """The tokens that this step added to the text. Raises ValueError for a trace with counts only."""
+        if self.tokens is None or self.path is None or self.token is None:
+            raise ValueError(NO_TOKENS)
+        return [*(self.tokens[n] for n in self.path[1:]), self.token][: self.committed]
+
+    @property
+    def origins(self) -> str:
+        """One letter per new token; see `outrider.core.origins`."""
+        return letters(self.drafted, self.accepted, self.refused > 0, self.committed)
+
+
+class EndRecord(TraceLine):
+    """The end of a request. Times in seconds since it arrived."""
+
+    line: Literal["end"] = "end"
+    request: Id
+    finish: str  # stop | length | error | abort
+    output_tokens: Count
+    steps: Count
+    first: float | None = None  # to the first token
+    seconds: float | None = None  # to the last
 
 
 class Recorder:
