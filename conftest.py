@@ -1,7 +1,7 @@
 """Set-up that all tests share: helpers, threads, the cache folder, and one hypothesis profile.
 
-Test files import the modules of `tests/support`, `lab/tests/support` and `ray/tests/support` by name. Small tensors stay on one thread. Calibrations are kept in a
-temporary folder and not in the user's cache.
+Test files import the modules of `tests/support`, `lab/tests/support` and `ray/tests/support` by name. Small tensors stay on one
+thread. Calibrations are kept in a temporary folder and not in the user's cache.
 """
 
 import gc
@@ -19,7 +19,10 @@ import pytest
 import torch
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
-sys.path[:0] = [str(Path(__file__).parent / room / "support") for room in ("tests", "lab/tests", "ray/tests")]
+ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT / "ray" / "tests" / "support"))
+sys.path.insert(0, str(ROOT / "lab" / "tests" / "support"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from patience import PATIENCE
 
