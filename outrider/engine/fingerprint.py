@@ -27,7 +27,7 @@ from outrider.engine.trace.recorder import describe, request_record
 from outrider.engine.trace.records import Count, Id, RequestRecord, TraceLine
 from outrider.kernels import ARITHMETIC
 from outrider.kernels.machine import machine
-from outrider.models.identity import sha256, weight_files
+from outrider.models.files import sha256, weight_files
 
 FORMAT: Literal[1] = 1  # increased when a field changes its meaning
 _WORDS = {
@@ -51,7 +51,7 @@ class Fingerprint(TraceLine):
     format: Literal[1] = FORMAT
     arithmetic: Count  # outrider.kernels.ARITHMETIC
     model: str  # without folders
-    sha256: str  # content of the model's files (models.identity)
+    sha256: str  # content of the model's files (models.files)
     dtype: str
     kv_cache_dtype: str | None = None
     max_length: Count
