@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from outrider import LLM, SamplingParams
 from outrider.control import Fixed
-from outrider.core.features import Features
 from outrider.core.types import Budget
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads import features
+from outrider.drafters.heads.features import Features
 from outrider.drafters.registry import make_drafter
 from outrider.engine.scheduler import Scheduler
 from outrider.models.nodes import Nodes
