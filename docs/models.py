@@ -79,7 +79,6 @@ def page(results: dict[str, Any]) -> str:
     """docs/models.md."""
     models = sorted(results["models"].values(), key=lambda m: m["name"].lower())
     count = Counter(m["status"] for m in models)
-    texts, differing = (sum(m.get(name, 0) for m in models) for name in ("of", "differing"))
     lines = [
         "# Every model class of transformers",
         "",
@@ -105,14 +104,8 @@ def page(results: dict[str, Any]) -> str:
         "| --- | --- |",
         "| native | one native call runs a whole forward: the fastest |",
         "| general | the modelling code of transformers, with outrider's kernels for matrices, experts and attention |",
-        "| masked | the same, with the model's own attention under a mask: exact in distribution, slower for long texts |",
         "",
-        "With `exact-tokens`, speculation gives the very tokens of plain decoding. With `exact-distribution`, a near-tie",
-        "of two tokens can fall the other way.",
-        *(
-            [f"Of {texts} sampled texts of 200 tokens of such classes, {differing} differed from plain decoding."]
-            * (texts > 0)
-        ),
+        "With `exact-tokens`, speculation gives the very tokens of plain decoding.",
         "",
         "| class | path | guarantee | int8 | note |",
         "| --- | --- | --- | --- | --- |",
@@ -137,7 +130,7 @@ def page(results: dict[str, Any]) -> str:
 
 def table(results: dict[str, Any]) -> str:
     """What outrider/data/classes.json says of the classes that run and of those that are refused, a line for each."""
-    names = {RUNS: ("path", "guarantee", "note", "whole", "differing", "of"), REFUSED: ("reason",)}
+    names = {RUNS: ("path", "guarantee", "note", "whole"), REFUSED: ("reason",)}
     listed = sorted((m for m in results["models"].values() if m["status"] in names), key=lambda m: m["name"])
     rows = (f'"{m["name"]}": {json.dumps({name: m[name] for name in names[m["status"]] if name in m})}' for m in listed)
     return f'{{"transformers": "{results["transformers"]}", "classes": {{\n' + ",\n".join(rows) + "\n}}\n"

@@ -37,7 +37,7 @@ from benchmarks.ruler import command, order, parser
 from benchmarks.texts import WORKLOADS, texts
 from outrider.core.params import SamplingParams
 from outrider.kernels import cpu as native
-from outrider.models.identity import weight_files
+from outrider.models.files import weight_files
 from outrider.models.load import load
 from outrider_lab.bench.prompts import Prompt
 

@@ -18,9 +18,9 @@ from outrider.models import checkpoint, pretrained
 from outrider.models.builtin.download import DOWNLOADS, find
 from outrider.models.builtin.shipped import BUILTIN, builtin_folder
 from outrider.models.dtypes import DTYPES, WEIGHT_FORMATS
+from outrider.models.files import gguf_files
 from outrider.models.gguf import reader as gguf
 from outrider.models.gguf.architectures import config_of
-from outrider.models.gguf.files import gguf_files
 from outrider.models.gguf.model import sizes as gguf_sizes
 from outrider.models.hf.model import UnsupportedModel, refuse
 from outrider.models.native.model import supports
@@ -31,7 +31,6 @@ TABLE = Path(__file__).resolve().parents[1] / "data" / "classes.json"
 SPEEDS = {
     "native": "fastest: one native call runs a whole forward",
     "general": "fast: transformers' code over our kernels for matrices, experts and attention",
-    "masked": "slower for long texts: the model's own attention, under a mask",
 }
 _INSTEAD = {
     "refused": "give another model; docs/models.md lists the classes that run",

@@ -98,7 +98,7 @@ def pull(name: str) -> None:
     with working(f"looking for {model}"):
         from outrider.models.builtin.download import DOWNLOADS, fetch
         from outrider.models.builtin.shipped import BUILTIN, builtin_folder
-        from outrider.models.gguf.files import gguf_files
+        from outrider.models.files import gguf_files
 
         if model in DOWNLOADS:
             where = fetch(DOWNLOADS[model])

@@ -21,8 +21,8 @@ from outrider.kernels import cpu, why_no_kernels
 
 _M0, _M1, _W0, _W1 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
-_FEW = 64  # rows: a call each takes less than 150 operations on tensors
-_TOP = 1 - 2**-24  # the largest uniform: keeps log1p(-u) finite in float32
+FEW = 64  # rows: a call each takes less than 150 operations on tensors
+TOP = 1 - 2**-24  # the largest uniform: keeps log1p(-u) finite in float32
 
 
 class Stream(Enum):
@@ -64,7 +64,7 @@ class Noise:
 
     def words(self, stream: Stream, position: Tensor, n: int) -> Tensor:
         """int64 [batch, n] of 32-bit words at `position` (int64 [batch])."""
-        if 0 < len(self.seed) <= _FEW and not why_no_kernels(self.seed.device):
+        if 0 < len(self.seed) <= FEW and not why_no_kernels(self.seed.device):
             return torch.stack([cpu.words(*key, n) for key in self.keys(stream, position)])
         index = torch.arange((n + 3) // 4, device=self.seed.device)[None, :]
         step = torch.zeros_like(self.step) if stream is Stream.TOKEN else self.step
@@ -81,7 +81,7 @@ class Noise:
     def uniform(self, stream: Stream, position: Tensor, n: int) -> Tensor:
         """float32 [batch, n] in (0, 1). Steps are 2**-32 near 0, and coarser near 1."""
         words = self.words(stream, position, n)
-        return ((words.double() + 0.5) * 2.0**-32).float().clamp_max_(_TOP)
+        return ((words.double() + 0.5) * 2.0**-32).float().clamp_max_(TOP)
 
     def gumbel(self, stream: Stream, position: Tensor, n: int, ids: Tensor | None = None) -> Tensor:
         """float32 [batch, n] standard Gumbel: argmax(log p + gumbel) is a draw from p.

@@ -25,7 +25,7 @@ from outrider.core.store import Store
 from outrider.kernels import ARITHMETIC
 from outrider.kernels.machine import machine
 from outrider.models.cache import SlotCache
-from outrider.models.identity import content
+from outrider.models.files import content
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.kernels import cpu as native
 from outrider.kernels import why_no_kernels
-from outrider.kernels.attention import Scoring
+from outrider.kernels.cpu import Scoring
 from outrider.kernels.vectors import pack_vectors, unpack_vectors, vector_dim
 from outrider.models.nodes import Nodes
 
@@ -38,7 +38,7 @@ def attend(nodes: Nodes, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
     if query.device.type != "cpu":
         form = attend_masked
     elif query.dtype == torch.float32 and not why_no_kernels(query.device):
-        form = attend_native if scoring.chunk is None else attend_chunks
+        form = attend_native
     else:
         form = attend_reference
     return form(nodes, layer, query, scoring)
@@ -50,20 +50,6 @@ def attend_native(nodes: Nodes, layer: int, query: Tensor, scoring: Scoring) -> 
     return native.attention(nodes.plan, query.transpose(1, 2), keys, values, scoring)
 
 
-def attend_chunks(nodes: Nodes, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
-    """In the first chunk all positions are in reach, so the native kernel serves its nodes. The reference serves later ones."""
-    assert scoring.chunk is not None
-    later = nodes.positions >= scoring.chunk
-    if not bool(later.any()):
-        return attend_native(nodes, layer, query, scoring)
-    out = attend_reference(nodes, layer, query, scoring)
-    return (
-        out
-        if bool(later.all())
-        else torch.where(later[:, :, None, None], out, attend_native(nodes, layer, query, scoring))
-    )
-
-
 def attend_reference(nodes: Nodes, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
     """The definition, one node at a time."""
     keys, values = nodes.cache.layers[layer]
@@ -72,7 +58,6 @@ def attend_reference(nodes: Nodes, layer: int, query: Tensor, scoring: Scoring) 
     for b, slot in enumerate(nodes.slots):
         for n, cells in enumerate(nodes.visible_cells[b]):
             seen = cells if scoring.window is None else cells[-scoring.window :]
-            seen = seen if scoring.chunk is None else seen[-1 - (len(cells) - 1) % scoring.chunk :]
             # [kv_head, token, head_dim]
             k, v = (unpack_vectors(t[slot, :, seen], query.dtype) for t in (keys, values))
             q = query[b, :, n].reshape(kv_heads, heads // kv_heads, -1)
@@ -89,7 +74,7 @@ def attend_masked(nodes: Nodes, layer: int, query: Tensor, scoring: Scoring) -> 
     batch, heads, count, _ = query.shape
     q = query.reshape(batch, k.shape[1], -1, count, query.shape[-1])
     scores = torch.matmul(q, k[:, :, None].transpose(-1, -2)) * scoring.scaling  # [batch, kv_head, group, node, cell]
-    probs = _softmax(scores.view(batch, heads, count, nodes.span), scoring, nodes.mask(scoring.window, scoring.chunk))
+    probs = _softmax(scores.view(batch, heads, count, nodes.span), scoring, nodes.mask(scoring.window))
     out = torch.matmul(probs.view(batch, k.shape[1], -1, count, nodes.span), v[:, :, None])
     return out.reshape(batch, heads, count, -1).transpose(1, 2)
 

@@ -165,11 +165,11 @@ class ChatTemplate:
         # a text of blanks, and what stands beside calls, may go
         needed = {n for n, m in enumerate(chat) if m["content"].strip() and "tool_calls" not in m}
         marked = [{**m, "content": m["content"] + f"{_MARK}{n}x" * (n in needed)} for n, m in enumerate(chat)]
-        first: ValueError | None = None
+        first, left_out = None, False
         for form in (list if self.developer else _without_developer, _one_system, _without_thoughts, _system_to_user):
             if first is not None and form(chat) == chat:
                 continue
-            if form is _system_to_user and not isinstance(first, LostMessage):
+            if form is _system_to_user and not left_out:
                 break
             chat, marked = form(chat), form(marked)
             try:
@@ -181,7 +181,7 @@ class ChatTemplate:
             seen = needed if shown is None else set(map(int, re.findall(_MARK + "([0-9]+)x", shown)))
             if needed <= seen:
                 return text
-            lost = min(needed - seen)
+            lost, left_out = min(needed - seen), left_out or first is None
             role, said = messages[lost]["role"], messages[lost]["content"]
             first = first or LostMessage(
                 f"the model's chat template shows nothing of messages.{lost} ({role}: {said!r:.40}); send it in another role, "

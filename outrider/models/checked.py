@@ -52,9 +52,10 @@ def smaller(config: Any) -> Any:
     """The configuration of the small model: as many layers as it takes to have one of each kind, and two at least."""
     small, layers = copy.deepcopy(config), config.num_hidden_layers
     if getattr(small, "first_k_dense_replace", 0) > 1:
-        small.first_k_dense_replace = 1
+        small.update({"first_k_dense_replace": 1})
     if getattr(small, "kv_lora_rank", None):
-        small.num_attention_heads = small.num_key_value_heads = min(_HEADS, small.num_attention_heads)
+        heads = min(_HEADS, small.num_attention_heads)
+        small.update({"num_attention_heads": heads, "num_key_value_heads": heads})
     groups, top = _count(small, "n_group") or 1, _count(small, "topk_group") or 1
     few = groups * max(2, -(-2 * max(_count(small, name) for name in _CHOSEN) // min(top, groups)))
     for name in _EXPERTS:  # in as many groups, twice those that a token has
@@ -64,10 +65,10 @@ def smaller(config: Any) -> Any:
     firsts = [v.index(kind) + 1 for v in lists.values() for kind in v]
     count = min(layers, max(2, getattr(small, "first_k_dense_replace", 0) + 1, *firsts, 0))
     if _count(small, "num_kv_shared_layers"):  # as many again, which read keys and values of the first ones
-        small.num_kv_shared_layers, count = min(count, layers - count), min(layers, 2 * count)
-    for name, values in lists.items():
-        setattr(small, name, values[:count])
-    small.num_hidden_layers, small.pad_token_id = count, None
+        small.update({"num_kv_shared_layers": min(count, layers - count)})
+        count = min(layers, 2 * count)
+    small.update({name: values[:count] for name, values in lists.items()})
+    small.update({"num_hidden_layers": count, "pad_token_id": None})
     for name, size in _SMALLER.items():
         if isinstance(value := getattr(small, name, None), int) and value > size:
             setattr(small, name, size)

@@ -1,4 +1,4 @@
-"""Checks of a checkpoint before its weights are read: are its files complete, and do they fit into memory?"""
+"""What is asked of a checkpoint and what it gives; and its checks before weights are read: are its files whole, do they fit?"""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import torch
 
 from outrider.core.files import read_settings
 from outrider.models.dtypes import DTYPES, QUANTIZATIONS, STORED_DTYPES, WEIGHT_FORMATS, dtype_name
-from outrider.models.gguf.files import part_names
+from outrider.models.files import part_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from outrider.models.native.program import Program
 
 _LONGEST_HEADER = 100_000_000  # the limit of safetensors' own reader
 # Memory that a model needs, relative to its weights: caches, activations and what is being converted.
@@ -69,6 +74,46 @@ class Sizes(NamedTuple):
 
     def bytes(self, weights: str) -> float:
         return self.rest + (self.blocks if weights == "gguf" else self.matrices * WEIGHT_FORMATS[weights].bytes)
+
+
+class LoadRequest(NamedTuple):
+    """A model that is asked for by name. name, dtype, quantization: as for `load`.
+
+    tokenizer: its own is wanted. cache: its pack may be in the cache. modules: those of transformers are wanted, so a folder of
+    packed weights stands for the model that it was made of.
+    """
+
+    name: str
+    dtype: str = "auto"
+    device: torch.device = torch.device("cpu")
+    quantization: str | None = None
+    tokenizer: bool = True
+    cache: bool = True
+    modules: bool = False
+
+    @property
+    def weights(self) -> str | None:
+        """The precision that is asked for; None for that of the checkpoint."""
+        return self.quantization or (None if self.dtype == "auto" else self.dtype)
+
+
+class ReadModel(NamedTuple):
+    """A model that was read. tokenizer: its own, if it was wanted. weights: their precision if it is decided, else None.
+
+    config: of transformers. packed: it comes from a pack, so nothing of it can be reduced.
+    """
+
+    model: PreTrainedModel | Program
+    tokenizer: Any | None
+    weights: str | None
+    end_ids: tuple[int, ...]
+    config: Any
+    packed: bool = False
+
+
+def token_ids(given: Any) -> tuple[int, ...]:
+    """End tokens as a configuration has them: one, several or None."""
+    return tuple(given) if isinstance(given, (list, tuple)) else () if given is None else (int(given),)
 
 
 def settings(folder: Path) -> dict[str, Any]:

@@ -19,25 +19,22 @@ from outrider.kernels import why_no_kernels
 from outrider.models import checkpoint, precision_gate
 from outrider.models.base import LanguageModel
 from outrider.models.builtin.download import DOWNLOADS
-from outrider.models.builtin.shipped import BUILTIN, builtin_folder
 from outrider.models.cache import check_kv_cache_dtype
+from outrider.models.checkpoint import LoadRequest, ReadModel, token_ids
 from outrider.models.dtypes import DTYPES, QUANTIZATIONS, parse_dtype
-from outrider.models.gguf.files import gguf_files
+from outrider.models.files import cached, folder_of, gguf_files, names
 from outrider.models.native.model import NativeModel
 from outrider.models.native.mtp import MTP
 from outrider.models.native.program import Program
 from outrider.models.packs import folder as packs
 from outrider.models.packs import store
-from outrider.models.request import LoadRequest, ReadModel, token_ids
 from outrider.models.tokenizer import of_folder, tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Seconds that the hub has to answer. transformers would try for half a minute per file.
-_HUB_TIMEOUT = 5.0
 # A start from a pack reads so many bytes a second. A pack is kept if it saves so much time, and is not small.
-_READ_SPEED, _WORTH_SECONDS, _WORTH_BYTES = 1e9, 1.0, 50e6
+_READ_SPEED, WORTH_SECONDS, WORTH_BYTES = 1e9, 1.0, 50e6
 
 
 @dataclass(frozen=True)
@@ -180,7 +177,7 @@ def _request(
 ) -> LoadRequest:
     """The arguments of `load`, checked. Raises ValueError."""
     if not model or not isinstance(model, (str, Path, nn.Module)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"a model is a folder, a GGUF file, a hub name, or one of {_names()}; got {model!r:.80}")
+        raise ValueError(f"a model is a folder, a GGUF file, a hub name, or one of {names()}; got {model!r:.80}")
     kind = parse_dtype(dtype)
     if quantization not in (None, *QUANTIZATIONS):
         raise ValueError(
@@ -207,19 +204,19 @@ def _made(
     if isinstance(tokenizer, (str, Path)):
         tokenizer = tokenizer_named(str(tokenizer))
     ends = read.end_ids or token_ids(getattr(tokenizer, "eos_token_id", None))
-    if isinstance(read.model, Program):
+    if read.packed:
         weights = str(read.weights)
-        model = NativeModel(read.model, kv_cache_dtype=_kept(kv_cache_dtype, weights, request.device))
+        model = NativeModel(cast("Program", read.model), kv_cache_dtype=_kept(kv_cache_dtype, weights, request.device))
         return Loaded(model, request.name, tokenizer, ends, weights, source, read.config)
     from outrider.models import pretrained
     from outrider.models.hf.model import refuse, vocabulary
     from outrider.models.matrix import precision
 
-    raw, where = read.model, request.device
+    raw, where = cast("PreTrainedModel", read.model), request.device
     refuse(raw)
     weights = read.weights or (precision(raw) if request.dtype == "auto" else request.dtype)
     head_ids: Tensor | None = None
-    if reduce is not None and not read.packed:
+    if reduce is not None:
         raw._modules.pop(MTP, None)  # a draft model drafts for another one
         sizes = pretrained.multiplied(raw), vocabulary(raw)
         reduced, head_ids = reduce(Contents(request.name, weights, *sizes, ends, tokenizer, not why_no_kernels(where)))
@@ -242,7 +239,7 @@ def _read(request: LoadRequest) -> tuple[ReadModel, str | None]:
     if packs.is_pack(folder := Path(name).expanduser()):
         return _read_pack(request, folder), None
     files = gguf_files(name)
-    path = name if files else _path(name)
+    path = name if files else folder_of(name)
     pack_name = None
     repacked = bool(files) or (request.quantization is not None and Path(path).is_dir())
     if request.cache and repacked and not why_no_kernels(request.device) and store.limit() > 0:
@@ -285,7 +282,7 @@ def tokenizer_named(name: str) -> Any:
         from outrider.models.gguf import reader, tokenizer
 
         return tokenizer.tokenizer_of(reader.read(files))
-    return of_folder(_path(name))
+    return of_folder(folder_of(name))
 
 
 def has_chat_template(name: str) -> bool:
@@ -296,7 +293,7 @@ def has_chat_template(name: str) -> bool:
         from outrider.models.gguf import reader
 
         return bool(reader.read(files).metadata.get("tokenizer.chat_template"))
-    return bool(getattr(tokenizer_of(_path(name)), "chat_template", None))
+    return bool(getattr(tokenizer_of(folder_of(name)), "chat_template", None))
 
 
 def stored_bytes(name: str, weights: str | None = None) -> int:
@@ -305,7 +302,7 @@ def stored_bytes(name: str, weights: str | None = None) -> int:
     Asks no hub: 0 for a model that is only there. Raises what `load` raises for a path that is no model.
     """
     files = gguf_files(name)
-    path = Path(files[0] if files else _path(name, _cached))
+    path = Path(files[0] if files else folder_of(name, cached))
     if not files and path.is_dir() and not packs.is_pack(path):
         quantised = weights is None and "quantization_config" in checkpoint.settings(path)
         need = None if quantised else checkpoint.sizes(name, path)
@@ -328,7 +325,7 @@ def files_of(name: str, dtype: str) -> Path:
         return files[0]
     from outrider.models import pretrained
 
-    path = Path(_path(name))
+    path = Path(folder_of(name))
     pretrained.read_config(name, str(path))
     if path.is_dir() and (stored := checkpoint.sizes(name, path)):
         checkpoint.fits(name, stored, dtype, where, tuple(DTYPES))
@@ -378,7 +375,7 @@ def _keep(name: str, loaded: Loaded, seconds: float) -> None:
     if program is None:
         return
     size = packs.bytes_of(program)
-    if size < _WORTH_BYTES or seconds < _WORTH_SECONDS + size / _READ_SPEED:
+    if size < WORTH_BYTES or seconds < WORTH_SECONDS + size / _READ_SPEED:
         return
     if store.keep(name, size, lambda: _contents_of(loaded, program, beside=True)):
         warnings.warn(
@@ -387,65 +384,6 @@ def _keep(name: str, loaded: Loaded, seconds: float) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
-
-
-def _path(name: str, find: Callable[[str], str] | None = None) -> str:
-    """A folder to load from, or a name that the hub knows. find: says which, in place of `_hub`."""
-    if name.startswith("builtin:"):
-        if name not in BUILTIN:
-            raise ValueError(
-                f"there is no built-in model {name!r}{did_you_mean(name, (*BUILTIN, *DOWNLOADS))}; there are {_names()}"
-            )
-        name = str(builtin_folder(name))
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").exists():
-            raise FileNotFoundError(
-                f"{path} has no config.json and no .gguf file; give the folder that save_pretrained wrote"
-            )
-        return str(path)
-    if path.is_file():
-        raise FileNotFoundError(
-            f"{path} is a file, and not a .gguf one; give the folder of the model, which must also hold config.json"
-        )
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise FileNotFoundError(
-            f"there is no folder {path}; give a model folder, a GGUF file, a hub name, or one of {_names()}"
-        )
-    return (find or _hub)(name)
-
-
-def _cached(name: str) -> str:
-    """The folder of the copy in the hub's cache; the name if there is none."""
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(name, "config.json")
-    return str(Path(cached).parent) if isinstance(cached, str) else name
-
-
-def _hub(name: str) -> str:
-    """The name if the hub has it; the folder of the cached copy if the hub cannot be reached."""
-    from huggingface_hub import HfApi, errors
-
-    otherwise = f"Give a folder that save_pretrained wrote, or one of {_names()}"
-    try:
-        HfApi().model_info(name, timeout=_HUB_TIMEOUT)
-    except errors.HFValidationError as error:
-        raise ValueError(f"{name!r} is not a folder here and cannot be a name on the hub. {otherwise}") from error
-    except errors.RepositoryNotFoundError as error:
-        raise FileNotFoundError(
-            f"there is no folder {name!r} here, and no such model on the hub that can be read without logging in; check "
-            f"the spelling, or run `hf auth login`. {otherwise}"
-        ) from error
-    except Exception as error:  # the hub's client raises many kinds of errors if the network does not answer
-        if (cached := _cached(name)) != name:
-            return cached
-        raise ConnectionError(
-            f"{name!r} is not a folder here, no copy of it is in the hub's cache, and the hub cannot be reached "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no answer'}). {otherwise}; or "
-            f"fetch it where there is a network (`hf download {name}`) and bring the folder"
-        ) from error
-    return name
 
 
 def _device(given: str, model: Any) -> torch.device:
@@ -462,7 +400,3 @@ def _device(given: str, model: Any) -> torch.device:
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={given!r}: torch finds no CUDA device here; use device='cpu'")
     return where
-
-
-def _names() -> str:
-    return ", ".join((*BUILTIN, *DOWNLOADS))

@@ -99,9 +99,7 @@ def of_folder(name: str, config: Any) -> PreTrainedModel | None:
 def one_layer(config: Any) -> Any:
     """The configuration of a model whose only layer is the MTP layer."""
     small = copy.deepcopy(config.get_text_config())
-    for name, value in changes(small).items():
-        setattr(small, name, value)
-    small.tie_word_embeddings, small.pad_token_id = False, None
+    small.update(changes(small) | {"tie_word_embeddings": False, "pad_token_id": None})
     return small
 
 
@@ -151,7 +149,8 @@ def _tensors(names: Mapping[str, tuple[Path, str]]) -> dict[str, Tensor]:
 def _of_tensors(config: Any, state: dict[str, Tensor], dtype: torch.dtype) -> PreTrainedModel:
     """A model of the target's class with one layer, of these tensors."""
     small, classes = one_layer(config), cast("Any", AutoModelForCausalLM)._model_mapping
-    small.vocab_size, vocab = 1, small.vocab_size
+    vocab = small.vocab_size
+    small.update({"vocab_size": 1})
     state |= {f"{n}.weight": torch.zeros(1, small.hidden_size) for n in ("model.embed_tokens", "lm_head")}
     fits = "is that of another model, or not whole"
     try:
@@ -164,5 +163,5 @@ def _of_tensors(config: Any, state: dict[str, Tensor], dtype: torch.dtype) -> Pr
         if wrong := sorted(names):
             short = wrong[0].removeprefix("model.layers.0.")
             raise ValueError(f"it {what} {short}; it {fits}")
-    small.vocab_size = vocab
+    small.update({"vocab_size": vocab})
     return model

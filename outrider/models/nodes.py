@@ -133,16 +133,15 @@ class Nodes:
         return (here[:, self.held :, None] - where[:, None, :]).to(self.device)
 
     @cached_property
-    def _masks(self) -> dict[tuple[int | None, int | None], Tensor]:
+    def _masks(self) -> dict[int | None, Tensor]:
         return {}
 
-    def mask(self, window: int | None, chunk: int | None = None) -> Tensor:
-        """bool [batch, 1, node, cell]: visible cells of the last `window` positions, the node's own included, or of its chunk."""
-        if (window, chunk) not in self._masks:
+    def mask(self, window: int | None) -> Tensor:
+        """bool [batch, 1, node, cell]: visible cells of the last `window` positions, the node's own included."""
+        if window not in self._masks:
             seen = self.visible if window is None else self.visible & (self.distance < window)
-            seen = seen if chunk is None else seen & (self.distance <= self.positions[:, :, None] % chunk)
-            self._masks[window, chunk] = seen[:, None]
-        return self._masks[window, chunk]
+            self._masks[window] = seen[:, None]
+        return self._masks[window]
 
     @cached_property
     def visible_cells(self) -> list[list[Tensor]]:

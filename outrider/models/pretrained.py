@@ -28,6 +28,7 @@ from outrider.kernels import why_no_kernels
 from outrider.models import checkpoint, mtp
 from outrider.models.base import LanguageModel
 from outrider.models.checked import differs
+from outrider.models.checkpoint import LoadRequest, ReadModel, token_ids
 from outrider.models.dtypes import DTYPES, dtype_name
 from outrider.models.gguf.architectures import architecture_of
 from outrider.models.gguf.model import build, dense_, mtp_of, sizes
@@ -38,7 +39,6 @@ from outrider.models.hf.model import HFModel, UnsupportedModel, shared_copy
 from outrider.models.matrix import join_latents_
 from outrider.models.native.model import NativeModel, supports
 from outrider.models.quantised import formats, reader
-from outrider.models.request import LoadRequest, ReadModel, token_ids
 from outrider.models.rotary import ExactPowers
 from outrider.models.tokenizer import tokenizer_of
 
@@ -46,7 +46,7 @@ from outrider.models.tokenizer import tokenizer_of
 _SAME_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 # A table of the tensors that are not read, such as those for images. `check_whole` says what is missing.
 logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
-_SMALL = 2**24  # weights that a configuration may ask for beside those of its files, such as buffers
+SMALL = 2**24  # weights that a configuration may ask for beside those of its files, such as buffers
 
 
 def runnable(
@@ -160,7 +160,7 @@ def _check_sizes(name: str, config: Any, stored: checkpoint.Sizes, shapes: Mappi
             "one of the two files is of another model"
         )
     asked, held = sum(shape.numel() for shape in wanted.values()), stored.matrices + stored.rest
-    if asked > 2 * held + _SMALL:
+    if asked > 2 * held + SMALL:
         raise ValueError(f"config.json of {name} asks for {asked} weights, and its files hold {held} at most")
 
 
@@ -255,10 +255,10 @@ def _text(config: Any) -> Any:
         text = CONFIG_MAPPING[kind].from_dict({k: values[k] for k in names if k in values})
     if type(text) is type(config) or type(text) not in AutoModelForCausalLM._model_mapping:  # pyright: ignore[reportOperatorIssue]
         return config
-    text._name_or_path, text.dtype = config._name_or_path, text.dtype or config.dtype
-    text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
+    text._name_or_path, tied = config._name_or_path, text.tie_word_embeddings or config.tie_word_embeddings
+    text.update({"dtype": text.dtype or config.dtype, "tie_word_embeddings": tied})
     if settings := getattr(config, "quantization_config", None):
-        text.quantization_config = settings
+        text.update({"quantization_config": settings})
     return text
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
 from outrider.core.files import read_settings
 from outrider.models.checkpoint import check_folder
-from outrider.models.lazy import Lazy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -86,6 +86,26 @@ def check_ids(file: Path) -> None:
 def complete(tokenizer: Any) -> Any:
     """The tokenizer for other libraries: a lazy one as transformers' own, any other as it is."""
     return getattr(tokenizer, "complete", tokenizer)
+
+
+class Lazy:
+    """Stands for the object that `make` gives, which is called when anything is asked of it. Threads may share it."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make, self._lock = make, RLock()
+        self._complete: Any = None
+
+    @property
+    def complete(self) -> Any:
+        if self._complete is None:
+            with self._lock:
+                self._complete = self._make() if self._complete is None else self._complete
+        return self._complete
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.complete, name)
 
 
 class LazyTokenizer(Lazy):

@@ -17,23 +17,21 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.control import Fixed
 from outrider.core.params import SamplingParams
-from outrider.core.tree import tree
-from outrider.core.types import Draft
-from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, NoDraft
+from outrider.drafters.base import Drafter, NoDraft
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request
 from outrider.models.base import LanguageModel
-from outrider.models.hf.model import HFModel, UnsupportedModel
+from outrider.models.hf.model import UnsupportedModel
 from outrider.models.load import load
 from outrider.models.nodes import Nodes
 from outrider.testing.stubs import Echo, Wrong
+from tests.support.row_checks import Guided, assert_rows_do_not_depend_on_their_neighbours
 from tests.support.tiny_models import VOCAB_SIZE, tiny_config, tiny_model
 
 NEW = 24  # tokens of an answer; with the longer prompt, four windows of a tiny model
 _PROMPTS = (3, 13)
 _CHUNK = 5  # prompt tokens per forward
 _SEEDS = range(12)
-LONG, LONG_NEW = range(2, 10), 200  # prompt tokens of longer texts, and tokens that are written
 _NEAR_TIE = 2e-4  # relative to the largest; two logits so close may be in the other order after rounding
 _ROUNDING = 1e-3  # of the largest logit
 # Median cosine of the logits of int8 weights with those of floats. With random weights a state or a router amplifies rounding.
@@ -46,50 +44,22 @@ class ClassReport:
     """What is known of one class.
 
     status: "runs"; "refused": load says why not; "unavailable": transformers itself makes or continues no such model here;
-    "wrong": a check failed. reason: for all but "runs". path: "native", "general" or "masked". guarantee: of a
-    text with speculation. note: what a user should know. whole: none of its layers can be left out. checks:
-    what was compared, and whether it was equal. differing, of: how many of so many texts speculation wrote in another way,
-    where the guarantee allows it.
+    "wrong": a check failed. checks: what was compared, and whether it was equal.
     """
 
     name: str
     model_type: str
     status: str
-    reason: str = ""
-    path: str = ""
-    guarantee: str = ""
-    note: str = ""
-    whole: bool = False
-    differing: int = 0
-    of: int = 0
+    reason: str = ""  # for all but "runs"
+    path: str = ""  # "native" or "general"
+    guarantee: str = ""  # of a text with speculation
+    note: str = ""  # what a user should know
+    whole: bool = False  # none of its layers can be left out
     checks: dict[str, bool] = field(default_factory=dict[str, bool])
 
     def as_dict(self) -> dict[str, Any]:
         """For a file of JSON."""
         return {key: value for key, value in asdict(self).items() if value}
-
-
-class SideBranches(BaseDrafter):
-    """Trees that hold the known continuation among other tokens, and that are wrong from some depth on.
-
-    texts: prompt and continuation. What is accepted lies out of order in the scratch.
-    """
-
-    def __init__(self, texts: Sequence[Sequence[int]], vocab_size: int) -> None:
-        self.texts, self.vocab_size = texts, vocab_size
-
-    def propose(self, context: DraftContext) -> Draft:
-        rows = list[list[tuple[int, int]]]()
-        for tokens, budget in zip(context.tokens, context.budgets, strict=True):
-            text = next((t for t in self.texts if list(t[: len(tokens)]) == list(tokens)), ())
-            nodes, parent = [(tokens[-1], -1)], 0
-            for level, right in enumerate(text[len(tokens) :][: budget.depth]):
-                wrong = level == 1 + len(tokens) % 3
-                drafted = [right + 1, right + 7 if wrong else right, right + 2][: budget.width]
-                nodes += [(token % self.vocab_size, parent) for token in drafted]
-                parent = len(nodes) - len(drafted) + min(1, len(drafted) - 1)
-            rows.append(nodes)
-        return Draft(*tree(rows))
 
 
 def report_of(model_type: str, config: PreTrainedConfig) -> ClassReport:
@@ -135,9 +105,8 @@ def _certain(config: PreTrainedConfig) -> tuple[PreTrainedModel, list[list[int]]
     prompts = [torch.randint(2, VOCAB_SIZE, (n,), generator=draw).tolist() for n in _PROMPTS]
     for seed in _SEEDS:
         raw = tiny_model(config, seed)
-        text = raw.config.get_text_config()
-        size, padding = text.vocab_size, getattr(text, "pad_token_id", None)
-        written = [_greedy(raw, [(t + (t % size == padding)) % size for t in prompt]) for prompt in prompts]
+        size = raw.config.get_text_config().vocab_size
+        written = [_greedy(raw, [t % size for t in prompt]) for prompt in prompts]
         gap = min(answer.gap for answer in written)
         if best is None or gap > best[0]:
             best = gap, raw, written
@@ -164,8 +133,6 @@ def _greedy(raw: Any, prompt: list[int]) -> _Answer:
             text.append(int(_own_logits(raw, text)[-1].argmax()))
     logits = _own_logits(raw, text[:-1])[-NEW:]
     best = logits.topk(2).values
-    if getattr(raw.config.get_text_config(), "pad_token_id", None) in text:  # RoBERTa counts it as no position
-        return _Answer(text, 0.0, note)
     return _Answer(text, float(((best[:, 0] - best[:, 1]) / best.abs().amax().clamp_min(1e-6)).min()), note)
 
 
@@ -189,25 +156,22 @@ def _own_logits(raw: Any, text: list[int]) -> torch.Tensor:
 
 def _checked(known: ClassReport, raw: PreTrainedModel, texts: list[list[int]]) -> ClassReport:
     model = load(raw).model
-    path = model.path if isinstance(model, HFModel) else "native"
     guarantee = "exact-tokens" if model.batch_invariant else "exact-distribution"
-    known = replace(known, path=path, guarantee=guarantee, whole=_whole(model))
+    known = replace(known, path=model.path, guarantee=guarantee, whole=_whole(model))
     prompts = [text[:-NEW] for text in texts]
     answers = [text[-NEW:] for text in texts]
     echo = Echo({tuple(prompt): text for prompt, text in zip(prompts, texts, strict=True)})
     checks: dict[str, Callable[[], bool]] = {
         "logits": lambda: _same_logits(raw, model, texts[1]),
         "plain": lambda: _written(model, prompts) == answers,
-        "chain": lambda: _written(model, prompts, SideBranches(texts, model.vocab_size), width=1) == answers,
-        "tree": lambda: _written(model, prompts, SideBranches(texts, model.vocab_size)) == answers,
+        "chain": lambda: _written(model, prompts, Guided(texts, model.vocab_size), width=1) == answers,
+        "tree": lambda: _written(model, prompts, Guided(texts, model.vocab_size)) == answers,
         "always right": lambda: _written(model, prompts, echo) == answers,
         "always wrong": lambda: _written(model, prompts, Wrong(0)) == answers,
     }
     if model.batch_invariant:
         checks["sampled"] = lambda: _sampled_alike(model, prompts)
-        checks["batch invariant"] = lambda: _same_bits(model, texts)
-    else:
-        known = replace(known, differing=differing(model), of=len(LONG))
+        checks["batch invariant"] = lambda: _same_bits(model)
     checks["int8"] = lambda: _int8(raw, model, texts)
     done = {what: check() for what, check in checks.items()}
     failed = [what for what, held in done.items() if not held]
@@ -242,10 +206,9 @@ def _written(
     width: int = 3,
     temperature: float = 0.0,
     rows: int | None = None,
-    new: int = NEW,
 ) -> list[list[int]]:
     """The answers to all prompts. rows: how many are written at a time."""
-    params = SamplingParams(temperature=temperature, max_tokens=new, ignore_eos=True)
+    params = SamplingParams(temperature=temperature, max_tokens=NEW, ignore_eos=True)
     waiting = [Request(n, list(prompt), params, seed=n) for n, prompt in enumerate(prompts)]
     answers = list[list[int]]()
     rows = rows or len(waiting)
@@ -265,47 +228,15 @@ def _sampled_alike(model: LanguageModel, prompts: list[list[int]]) -> bool:
     """Sampled texts with trees are those of plain decoding, one text at a time."""
     plain = _written(model, prompts, temperature=0.7, rows=1)
     known = [[*prompt, *answer] for prompt, answer in zip(prompts, plain, strict=True)]
-    return _written(model, prompts, SideBranches(known, model.vocab_size), temperature=0.7) == plain
+    return _written(model, prompts, Guided(known, model.vocab_size), temperature=0.7) == plain
 
 
-def differing(model: LanguageModel) -> int:
-    """How many sampled texts with trees, many at a time, are not those of plain decoding, one at a time."""
-    draw = torch.Generator().manual_seed(2)
-    prompts = [torch.randint(2, model.vocab_size, (n,), generator=draw).tolist() for n in LONG]
-    plain = _written(model, prompts, temperature=0.7, rows=1, new=LONG_NEW)
-    known = [[*prompt, *answer] for prompt, answer in zip(prompts, plain, strict=True)]
-    drafted = _written(model, prompts, SideBranches(known, model.vocab_size), temperature=0.7, rows=4, new=LONG_NEW)
-    return sum(a != b for a, b in zip(plain, drafted, strict=True))
-
-
-def _same_bits(model: LanguageModel, texts: list[list[int]]) -> bool:
+def _same_bits(model: LanguageModel) -> bool:
     """The logits of a tree in a ragged batch, of chunks of a prompt, and of one token at a time have the same bits."""
-    text, other = texts[1][:24], texts[0]
-    cache, alone = model.new_cache(1, 64), list[torch.Tensor]()
-    for token in text:
-        alone.append(model.forward(Nodes(torch.tensor([[token]]), cache, [0])).logits[0, 0])
-        cache.commit([0], [[0]])
-    cache, at = model.new_cache(3, 64), 0
-    for count in (7, 1, 6):
-        part = torch.tensor([text[at : at + count]])
-        if not torch.equal(model.forward(Nodes(part, cache, [2])).logits[0], torch.stack(alone[at : at + count])):
-            return False
-        cache.commit([2], [range(count)])
-        at += count
-    model.forward(Nodes(torch.tensor([other[:9]]), cache, [0]), want="none")
-    cache.commit([0], [range(9)])
-    nodes, path = [(text[at], -1)], [0]
-    for token in text[at + 1 : at + 5]:
-        nodes += [((token + i) % model.vocab_size, path[-1]) for i in (1, 0, 2)]
-        path.append(len(nodes) - 2)
-    chain = [(token, i - 1) for i, token in enumerate(other[9:20])]
-    tokens, parents = tree([nodes, chain])
-    logits = model.forward(Nodes(tokens, cache, [2, 0], parents)).logits
-    if not torch.equal(logits[0, path], torch.stack(alone[at : at + 5])):
-        return False
-    cache.commit([2], [path])
-    rest = model.forward(Nodes(torch.tensor([text[at + 5 :]]), cache, [2])).logits[0]
-    return torch.equal(rest, torch.stack(alone[at + 5 :]))
+    with suppress(AssertionError):
+        assert_rows_do_not_depend_on_their_neighbours(model)
+        return True
+    return False
 
 
 def _int8(raw: PreTrainedModel, model: LanguageModel, texts: list[list[int]]) -> bool:
@@ -325,7 +256,7 @@ def _int8(raw: PreTrainedModel, model: LanguageModel, texts: list[list[int]]) ->
     prompts = [text[:-NEW] for text in texts]
     plain = _written(small, prompts, rows=1)
     known = [[*prompt, *answer] for prompt, answer in zip(prompts, plain, strict=True)]
-    return _written(small, prompts, SideBranches(known, small.vocab_size)) == plain and _same_bits(small, texts)
+    return _written(small, prompts, Guided(known, small.vocab_size)) == plain and _same_bits(small)
 
 
 def _line(error: BaseException) -> str:

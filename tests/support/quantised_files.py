@@ -176,19 +176,6 @@ def fp8(folder: Path, block: tuple[int, int] | None) -> Checkpoint:
     return made
 
 
-def int8(folder: Path) -> Checkpoint:
-    """bitsandbytes' LLM.int8()."""
-    made = Checkpoint(folder, {"quant_method": "bitsandbytes", "load_in_8bit": True})
-    for i, name in enumerate(made.names):
-        rows, columns = made.tensors[name].shape
-        draw = torch.Generator().manual_seed(i)
-        q = torch.randint(-127, 128, (rows, columns), generator=draw).to(torch.int8)
-        largest = torch.rand(rows, generator=draw) + 0.5
-        exact = q.float() * largest[:, None] * 7.874015718698502e-3
-        made.replace(name, exact, {"weight": q, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)})
-    return made
-
-
 def nf4(folder: Path, nested: bool) -> Checkpoint:
     """bitsandbytes' nf4. nested: the scales are quantised, too."""
     made = Checkpoint(folder, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"})

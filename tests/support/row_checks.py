@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from architectures import VOCAB, prompts
-from helpers import decoder, request
 
 from outrider.core.params import SamplingParams
 from outrider.core.tree import tree
@@ -12,27 +12,34 @@ from outrider.core.types import Budget, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter
 from outrider.models.base import LanguageModel
 from outrider.models.nodes import Nodes
+from tests.support.architectures import VOCAB, prompts
+from tests.support.helpers import decoder, request
 
 NEW = 10  # tokens written
 TEXT = 20  # tokens of the text that is cut in every way
 
 
 class Guided(BaseDrafter):
-    """Trees with the known continuation among decoys, wrong from some depth on: what is accepted lies out of order."""
+    """Trees with the known continuation among decoys, wrong from some depth on: what is accepted lies out of order.
 
-    def __init__(self, texts: list[list[int]]) -> None:
-        self.texts = texts
+    Args:
+        texts: prompt and continuation.
+        vocab_size: of the model.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]], vocab_size: int = VOCAB) -> None:
+        self.texts, self.vocab_size = texts, vocab_size
 
     def propose(self, context: DraftContext) -> Draft:
         rows = []
         for tokens, budget in zip(context.tokens, context.budgets, strict=True):
-            text = next(t for t in self.texts if t[: len(tokens)] == tokens)
+            text = next((t for t in self.texts if list(t[: len(tokens)]) == list(tokens)), ())
             nodes, parent = [(tokens[-1], -1)], 0
             for level, right in enumerate(text[len(tokens) :][: budget.depth]):
                 wrong = level == 1 + len(tokens) % 3
-                drafted = [(right + 1) % VOCAB, (right + 7) % VOCAB if wrong else right, (right + 2) % VOCAB]
-                nodes += [(g, parent) for g in drafted]
-                parent = len(nodes) - 2
+                drafted = [right + 1, right + 7 if wrong else right, right + 2][: budget.width]
+                nodes += [(token % self.vocab_size, parent) for token in drafted]
+                parent = len(nodes) - len(drafted) + min(1, len(drafted) - 1)
             rows.append(nodes)
         return Draft(*tree(rows))
 
@@ -57,7 +64,8 @@ def one_at_a_time(model: LanguageModel, text: list[int]) -> torch.Tensor:
 
 
 def assert_rows_do_not_depend_on_their_neighbours(model: LanguageModel) -> None:
-    text, other = prompts(TEXT, TEXT + 16)
+    size = model.vocab_size
+    text, other = ([token % size for token in one] for one in prompts(TEXT, TEXT + 16))
     alone, beside = one_at_a_time(model, text), one_at_a_time(model, other)
 
     for chunks in ([TEXT], [1, 16, 3], [7, 2, 11]):  # prefill, cut anyhow
@@ -75,7 +83,7 @@ def assert_rows_do_not_depend_on_their_neighbours(model: LanguageModel) -> None:
         cache.commit([row], [range(len(tokens))])
     nodes, path = [(text[9], -1)], [0]
     for token in text[10:14]:
-        nodes += [((token + i) % VOCAB, path[-1]) for i in (1, 0, 2)]
+        nodes += [((token + i) % size, path[-1]) for i in (1, 0, 2)]
         path.append(len(nodes) - 2)
     long = [(token, i - 1) for i, token in enumerate(other[3:])]
     tokens, parents = tree([nodes, long, [(other[17], -1)]])

@@ -1,4 +1,4 @@
-"""The container recipes, without a container engine: commands, probes, ports, mounts, schemas, and the drain under load."""
+"""The container recipes, without a container engine: commands, probes, ports, mounts and schemas."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
-import threading
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,10 +17,8 @@ from typing import Any
 import httpx
 import pytest
 import typer
-from forked import Forked
 
 from outrider.cli.main import app
-from tests.support.patience import PATIENCE
 from tests.support.serving import builtin, serving
 
 yaml = pytest.importorskip("yaml")
@@ -210,6 +206,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.long  # an installation; the tests above read the same lines
 def test_what_the_image_holds_starts_the_commands(image: Path) -> None:
     """One start with the options of the image, of compose and of the pod."""
     assert {tuple(words[:2]) for words in COMMANDS.values()} == {("serve", "builtin:code")}
@@ -232,39 +229,3 @@ def test_what_the_image_holds_starts_the_commands(image: Path) -> None:
             assert answer["usage"]["completion_tokens"] == 4
         finally:
             server.kill()
-
-
-def test_sigterm_under_load_ends_every_stream_whole() -> None:
-    """The pod's own command: what runs and what waits is finished, and nobody new is taken."""
-    own = {"8000": "0", "0.0.0.0": "127.0.0.1"}
-    command = [*(own.get(word, word) for word in COMMANDS["pod"]), "--log-file", "/dev/null"]
-    with Forked(*command) as server:
-        line = next(line for line in server.stdout if line.startswith("curl"))
-        url = line.split()[2].removesuffix("/v1/completions")
-        begun, ends = threading.Barrier(7), dict[int, tuple[int, str]]()
-
-        def client(n: int) -> None:
-            body = {"model": "code", "prompt": "def f(x):", "max_tokens": 120, "ignore_eos": True, "seed": n}
-            tokens, finish, started = 0, "", False
-            with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}) as answer:
-                for event in answer.iter_lines():
-                    if n < 6 and not started:  # some of the ten wait in the queue
-                        started = True
-                        begun.wait(PATIENCE)
-                    if event.startswith("data: {"):
-                        [choice] = json.loads(event[6:])["choices"]
-                        tokens, finish = tokens + len(choice["text"]), choice["finish_reason"] or finish
-                    elif event.startswith("data: ["):
-                        ends[n] = (tokens, finish)
-
-        threads = [threading.Thread(target=client, args=(n,)) for n in range(10)]
-        for thread in threads:
-            thread.start()
-        begun.wait(PATIENCE)
-        os.kill(server.pid, signal.SIGTERM)
-        for thread in threads:
-            thread.join(PATIENCE)
-        assert {n: finish for n, (_, finish) in ends.items()} == dict.fromkeys(range(10), "length")
-        with pytest.raises(httpx.HTTPError):
-            httpx.get(f"{url}/health")
-        assert server.wait() in (0, -signal.SIGTERM)  # uvicorn passes the signal on when it is done

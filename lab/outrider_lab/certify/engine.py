@@ -27,7 +27,7 @@ from outrider.engine.runtime import build
 from outrider.engine.scheduler import Scheduler
 from outrider.kernels.machine import machine
 from outrider.models.base import LanguageModel
-from outrider.models.identity import sha256, weight_files
+from outrider.models.files import sha256, weight_files
 from outrider.models.load import Loaded, files_of, load
 from outrider.models.nodes import Nodes
 from outrider.testing.stubs import Wrong

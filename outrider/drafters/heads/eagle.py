@@ -30,7 +30,7 @@ from outrider.drafters.model.cached import CachedLevels, Feed
 from outrider.drafters.model.confidence import FOR_HEADS
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.kernels import cpu as native
-from outrider.kernels.attention import Scoring
+from outrider.kernels.cpu import Scoring
 from outrider.models.attention import attend, write
 from outrider.models.base import FINAL_NORM, LanguageModel, Want
 from outrider.models.cache import SCRATCH

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.core.features import Features
 from outrider.core.sampling import TokenSubset
 from outrider.models.base import Chain, DrawnChain, Want
 from outrider.models.cache import SlotCache
@@ -16,6 +15,7 @@ from outrider.models.native.program import Program
 from outrider.models.native.step import NativeStep
 from outrider.models.nodes import Nodes
 
+_SMALL = 16  # positions of a part that may be kept for the sake of its last ones
 HELD = 512  # positions of a text that a head holds, at most: heads are trained on short texts
 NEWEST = 16  # features that wait for a draft, at most, and with which a head starts over
 """Behind nine prompts of 1,500 or 5,838 tokens the head of SmolLM2 had 2.19 of four draft tokens right when it had read the
@@ -99,6 +99,37 @@ class NativePairs(PairModel):
 def last_nodes(nodes: Nodes, count: int) -> tuple[Tensor, Tensor]:
     """(sequence, node) of the last `count` nodes of each sequence, for indexing [batch, node, ...]."""
     return torch.arange(len(nodes.slots))[:, None], torch.tensor(nodes.last)[:, None] + torch.arange(1 - count, 1)
+
+
+class Features:
+    """Features of positions that follow each other, from `first` on. Most steps add one, so they are joined when read."""
+
+    def __init__(self, first: int = 0, *parts: Tensor) -> None:
+        """parts: float [position, feature]. They must not change."""
+        self.first, self.parts, self._count = first, list(parts), sum(map(len, parts))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, part: Tensor) -> None:
+        self.parts.append(part)
+        self._count += len(part)
+
+    def keep(self, count: int) -> None:
+        """Forget all but the newest `count` positions. They are not copied, unless much would be kept with them."""
+        while self.parts and len(self) - len(self.parts[0]) >= count:
+            self._forget(len(self.parts.pop(0)))
+        if (spare := len(self) - count) > 0:
+            part = self.parts[0][spare:]
+            self.parts[0] = part if len(part) + spare <= _SMALL else part.clone()
+            self._forget(spare)
+
+    def _forget(self, count: int) -> None:
+        self.first, self._count = self.first + count, self._count - count
+
+    def joined(self) -> Tensor:
+        """float [position, feature]."""
+        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
 
 
 class FeatureCache:

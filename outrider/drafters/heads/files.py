@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.core.files import read_settings
 from outrider.models.checkpoint import header, indexed
-from outrider.models.identity import content
+from outrider.models.files import content
 from outrider.models.load import Loaded
 
 EAGLE3, EAGLE1, PEAGLE = "eagle3", "eagle1", "peagle"

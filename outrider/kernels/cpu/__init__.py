@@ -8,6 +8,7 @@ for any instruction set. Imports torch only.
 from outrider.kernels.cpu.ops import (
     VECTOR_FORMATS,
     AttentionPlan,
+    Scoring,
     argmax,
     argmax_gumbel,
     attention,
@@ -40,6 +41,7 @@ __all__ = [
     "AttentionPlan",
     "Packed",
     "Reserve",
+    "Scoring",
     "argmax",
     "argmax_gumbel",
     "attention",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from outrider.kernels.attention import Scoring
 from outrider.kernels.cpu.library import AttentionStruct, CacheFormat, PlanStruct
 from outrider.kernels.cpu.state import library
 from outrider.kernels.vectors import packed_width, vector_dim
@@ -67,6 +67,16 @@ class AttentionPlan:
     def positions(self) -> Tensor:
         """int64 [count]: of the new nodes, in their order, without padding."""
         return self._parts[3][: self.count].long()
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """How the scores of a node are made."""
+
+    scaling: float  # factor of query times key
+    window: int | None = None  # tokens that a node attends to, itself counted; None: all
+    softcap: float | None = None  # scores become cap * tanh(score / cap); None: they stay
+    sinks: Tensor | None = None  # float [head], one more score in each softmax, without a value
 
 
 def attention(plan: AttentionPlan, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:

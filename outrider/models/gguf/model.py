@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from outrider.kernels.blocks import Blocks
 from outrider.models import mtp
 from outrider.models.checkpoint import Sizes
-from outrider.models.gguf import hybrids
 from outrider.models.gguf.architectures import Architecture, architecture_of, config_of, tensor_names
 from outrider.models.gguf.reader import FLOATS, PACKED_FORMATS, GGUFFile, StoredExperts, expert_parts
 from outrider.models.gguf.tokenizer import end_ids
@@ -57,6 +56,12 @@ _MTP_NAMES = {
     "nextn.shared_head_head.weight": "output.weight",
     "nextn.embed_tokens.weight": None,
 }
+
+# Tensors with the numbers of a parameter, in another shape.
+_RESHAPED = (
+    "ffn_gate_inp_shexp.weight", "exp_probs_b.bias", "ssm_conv1d.weight", "shortconv.conv.weight", "ssm_norm.weight", "ssm_a",
+    "ssm_d",
+)  # fmt: skip
 
 
 class _Place(NamedTuple):
@@ -127,7 +132,7 @@ def _filled(model: PreTrainedModel, file: GGUFFile) -> PreTrainedModel:
             values = values if place.row is None else values[place.row]
             if family.one_added and first.endswith("norm.weight") and "ssm_norm" not in first:
                 values = values - 1
-            values = hybrids.as_parameter(first, values, getattr(place.module, place.kind).shape)
+            values = _as_parameter(first, values, getattr(place.module, place.kind).shape)
             if place.kind in place.module._buffers:
                 place.module._buffers[place.kind] = values
             else:
@@ -293,11 +298,24 @@ def _check_shape(file: GGUFFile, names: Sequence[str], place: _Place) -> None:
             return
     shapes = [file.tensors[name].shape[place.row is not None :] for name in names]
     shape = shapes[0] if len(shapes) == 1 else (sum(s[0] for s in shapes), *shapes[0][1:])
-    if shape != wanted and not hybrids.fits(names[0], shape, wanted):
+    if shape != wanted and not _fits(names[0], shape, wanted):
         raise ValueError(
             f"{file.paths[0]}: tensor {names[0]} has shape {list(shape)}, and its metadata asks for {list(wanted)}; the file is "
             "not consistent"
         )
+
+
+def _as_parameter(name: str, values: Tensor, shape: torch.Size) -> Tensor:
+    """The values of a parameter, of those of its tensor. The decay of a recurrent head is stored as a = -exp(A_log)."""
+    values = (-values).log() if name.endswith("ssm_a") else values
+    return values.reshape(shape) if name.endswith(_RESHAPED) else values
+
+
+def _fits(name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape can be such a parameter."""
+    same = [n for n in stored if n > 1] == [n for n in shape if n > 1]
+    joined = name.endswith("ssm_norm.weight") and torch.Size(stored).numel() == torch.Size(shape).numel()
+    return name.endswith(_RESHAPED) and (same or joined)
 
 
 def _rotary_order(rows: int, heads: int) -> Tensor:

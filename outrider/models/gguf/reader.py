@@ -34,7 +34,7 @@ _SCALARS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "?
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
 # No array of a real model is longer. A corrupt count must not fill the memory with empty strings.
-_LONGEST_ARRAY = 2**24
+LONGEST_ARRAY = 2**24
 _MOST_DIMENSIONS = 4  # of ggml
 _LFS = b"version https://git"
 
@@ -235,7 +235,7 @@ class _Header:
         if kind != _ARRAY:
             raise self._broken(f"its key {key!r} has type {kind}, which GGUF does not have")
         (kind,), (count,) = self._numbers("u4"), self._numbers("u8")
-        if count > _LONGEST_ARRAY:
+        if count > LONGEST_ARRAY:
             raise self._broken(f"its key {key!r} has {count} entries")
         if kind == _STRING:
             self._room(count, 8, f"entries of {key!r}")

@@ -8,7 +8,6 @@ token are added up in the order in which the router named its experts. So they d
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,39 +45,14 @@ def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
 ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
 
 
-def _all_experts(module: Any, hidden_states: Tensor) -> Tensor:
-    """Llama 4 gives every token to every expert, times 0 where the router did not choose it: [expert * token, hidden].
-
-    An expert makes zeros of zeros, so only the other rows are computed.
-    """
-    out = torch.zeros_like(hidden_states).view(len(module.packed_up), -1, hidden_states.shape[-1])
-    for rows, up, down, to in zip(
-        hidden_states.view(out.shape), module.packed_up, module.packed_down, out, strict=True
-    ):
-        used = rows.any(-1).nonzero()[:, 0]
-        if len(used):
-            gate, value = up(rows[used]).chunk(2, dim=-1)
-            to[used] = down(value * module.act_fn(gate)).to(to.dtype)
-    return out.view(hidden_states.shape)
-
-
 def mixtures(model: nn.Module) -> Iterator[nn.Module]:
     """The modules that hold the experts of a layer in one parameter."""
     return (m for m in model.modules() if is_mixture(m))
 
 
 def is_mixture(module: nn.Module) -> bool:
-    """Whether transformers runs a module through the experts interface, or it is Llama 4's, which does not use it."""
-    return _is_llama4(module) or (hasattr(module, "has_gate") and hasattr(module, "is_transposed"))
-
-
-def gated(module: Any) -> bool:
-    """Whether the experts of a mixture have a gate beside their up projection."""
-    return _is_llama4(module) or module.has_gate
-
-
-def _is_llama4(module: nn.Module) -> bool:
-    return type(module).__name__ == "Llama4TextExperts"
+    """Whether transformers runs a module through the experts interface."""
+    return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 
 Expert = tuple[Tensor | Blocks, ...]
@@ -118,15 +92,12 @@ def pack_experts_(model: nn.Module, weights: str = "auto") -> None:
     """
     for module in mixtures(model):
         module.__dict__.pop(STORED, None)
-        module.packed_up = _packed(module, "gate_up_proj" if gated(module) else "up_proj", weights)
+        module.packed_up = _packed(module, "gate_up_proj" if module.has_gate else "up_proj", weights)
         module.packed_down = _packed(module, "down_proj", weights)
         up, down = len(module.packed_up), len(module.packed_down)  # pyright: ignore[reportArgumentType]
         if up != down:
             raise ValueError(f"{type(module).__name__} has {up} up and {down} down projections")
-        if _is_llama4(module):
-            module.forward = partial(_all_experts, module)
-        else:
-            module.config._experts_implementation = NAME  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+        module.config._experts_implementation = NAME  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
 
 
 def _packed(module: nn.Module, name: str, weights: str) -> nn.ModuleList:
@@ -138,8 +109,7 @@ def _packed(module: nn.Module, name: str, weights: str) -> nn.ModuleList:
     out = nn.ModuleList()
     for i, values in enumerate(matrices.detach()):
         bias = biases[i].detach() if biases is not None and module.has_bias else None
-        transposed = _is_llama4(module) or module.is_transposed
-        matrix = _joined(module, blocks[i]) if blocks else values.T if transposed else values
+        matrix = _joined(module, blocks[i]) if blocks else values.T if module.is_transposed else values
         out.append(PackedLinear(matrix, bias, weights))
     for used in (name, f"{name}_bias"):
         if used in module._parameters:
@@ -154,10 +124,9 @@ def weight_bytes(model: nn.Module) -> int:
         linears: list[Any] = [*getattr(model, "packed_up", ()), *getattr(model, "packed_down", ())]
         whole = sum(p.nbytes for p in model.parameters()) + sum(linear.bytes for linear in linears)
         experts = len(linears) // 2 or next((len(p) for p in model.parameters() if p.dim() == 3), 1)
-        config: Any = getattr(model, "config", None)  # Llama 4's has none: it reads all experts
-        chosen = next((n for name in _CHOSEN if isinstance(n := getattr(config, name, None), int)), experts)
+        chosen = next((n for name in _CHOSEN if isinstance(n := getattr(model.config, name, None), int)), experts)
         return whole * min(chosen, experts) // experts  # all are of one size
-    if isinstance(model, PackedLinear):
-        return model.bytes
+    if isinstance(packed := getattr(model, "bytes", None), int):  # of a `PackedLinear`
+        return packed
     parameters = () if isinstance(model, nn.Embedding) else model._parameters.values()
     return sum(p.nbytes for p in parameters if p is not None) + sum(map(weight_bytes, model.children()))

@@ -1,23 +1,24 @@
-"""Puts outrider's attention in place of a model's own: the functions that the modelling code of transformers calls instead."""
+"""What takes the place of a model's own parts: outrider's attention, and some of its layers in the place of all.
+
+transformers' modelling code calls the registered attention function. `output_hidden_states` does not give all hidden states: in
+place of the output of the last layer it gives that of the final norm. So taps are hooks of the layers.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from enum import Enum, auto
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from transformers import Cache
+from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from outrider.kernels.attention import Scoring
-from outrider.kernels.vectors import unpack_vectors
+from outrider.kernels.cpu import Scoring
 from outrider.models.attention import attend, write
+from outrider.models.base import EMBEDDING, check_taps
 from outrider.models.nodes import Nodes
 
 NAME = "outrider"
@@ -28,35 +29,28 @@ class UnsupportedModel(ValueError):
     """The model cannot be run with a cache that keeps single nodes."""
 
 
-class AttentionRoute(Enum):
-    """How our attention takes the place of a model's own."""
-
-    INTERFACE = auto()  # the model asks transformers for a registered function
-    METHOD = auto()  # the model has its own method for the scores (GPT-J, GPT-Neo, CodeGen)
-    SDPA = auto()  # the model calls torch's attention itself (Falcon)
-    MASK = auto()  # none of these: the model's arithmetic over gathered slots. Correct, but not batch invariant
-
-
 class ForwardState:
     """The nodes of the forward that runs now, and what the modules of one model know of it."""
 
     def __init__(self) -> None:
         self.nodes: Nodes | None = None
-        self.layer = -1  # the last layer whose keys were written
         self.attended: set[int] = set()  # layers that our attention computed
         self.windows: dict[int, int | None] = {}  # layer -> its window, as the survey found it
-        self.long: bool | None = None  # whether rotary embeddings have their factors for long texts
-        self.factors: Tensor | None = None  # of the queries of the layer that runs now, [batch, 1, node, 1]
+        self._long: bool | None = None
 
-    def attend(self, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
-        assert self.nodes is not None
-        self.attended.add(layer)
-        return attend(self.nodes, layer, query, scoring)
+    @contextmanager
+    def running(self, nodes: Nodes) -> Iterator[None]:
+        """A forward over these nodes."""
+        self.nodes = nodes
+        try:
+            yield
+        finally:
+            self.nodes = None
 
-
-def scaling_of(query: Tensor, given: float | None) -> float:
-    """The scaling that a model gives, or the usual one for its head dimension."""
-    return query.shape[-1] ** -0.5 if given is None else given
+    def turns_to(self, long: bool) -> bool:
+        """Whether rotary embeddings had their factors for texts of another kind: long, or not."""
+        before, self._long = self._long, long
+        return before is not long
 
 
 def _attention(
@@ -86,14 +80,12 @@ def _attention(
         raise RuntimeError(f"{type(module).__name__} has its own mask")
     if attention_mask is not None:  # the mask carries the window that the model's own attention uses
         call.windows[layer] = attention_mask.outrider_window  # pyright: ignore[reportAttributeAccessIssue]
-    window, chunk = call.windows.get(layer, sliding_window), None
-    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
-    if "chunked_attention" in kinds and kinds[layer] == "chunked_attention":  # the mask names its length as a window
-        window, chunk = None, window
-    if call.factors is not None:
-        query = query * call.factors
     write(call.nodes, layer, key, value)
-    return call.attend(layer, query, Scoring(scaling_of(query, scaling), window, softcap, s_aux, chunk)), None
+    call.attended.add(layer)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend(
+        call.nodes, layer, query, Scoring(scale, call.windows.get(layer, sliding_window), softcap, s_aux)
+    ), None
 
 
 def _survey_mask(*, local_size: int | None = None, device: Any = None, **_: Any) -> Tensor:
@@ -108,95 +100,90 @@ ALL_ATTENTION_FUNCTIONS.register(SURVEY, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(SURVEY, _survey_mask)
 
 
-def method(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    """Takes the place of `_attn` of older modelling code. Called right after the keys were written.
+class LayerStack:
+    """Where a transformers model keeps its layers: the one list of `num_layers` modules that all hold an attention.
 
-    Returns [batch, head, node, head_dim], as `_attn` does.
-    """
-    call: ForwardState = module._outrider_call
-    window = module.config.window_size if getattr(module, "attention_type", None) == "local" else None
-    divisor = getattr(module, "scale_attn", None) or getattr(module, "norm_factor", 1.0)
-    return call.attend(call.layer, query, Scoring(1 / float(divisor), window)).transpose(1, 2), None
-
-
-def give_positions_(model: nn.Module, call: ForwardState) -> None:
-    """Let modules that count positions from the length of a cache use those of the nodes.
-
-    Tables of positions (Bart, Pegasus, Marian) are read at the positions of the nodes. The RoBERTa family takes them as an
-    argument and counts from its padding token. Llama 4 scales queries by position in layers without rotary embeddings.
-    """
-    for module in model.modules():
-        if getattr(module, "attn_temperature_tuning", False) and hasattr(module, "floor_scale"):
-            module.forward = partial(_tuned_by_position, module, call, module.forward)
-            continue
-        names = inspect.signature(module.forward).parameters
-        if "past_key_values_length" not in names:
-            continue
-        if isinstance(module, nn.Embedding):
-            module.forward = partial(_position_rows, module, call, module.forward)
-        elif hasattr(type(module), "create_position_ids_from_input_ids"):
-            module.register_forward_pre_hook(partial(_positions_after_padding, call), with_kwargs=True)
-
-
-def _position_rows(
-    module: nn.Embedding, call: ForwardState, own: Callable[..., Tensor], *args: Any, **kwargs: Any
-) -> Tensor:
-    """[batch, node, hidden]. own: what runs outside of our forward. offset: rows before that of the first position."""
-    if call.nodes is None:
-        return own(*args, **kwargs)
-    return functional.embedding(call.nodes.positions + int(getattr(module, "offset", 0)), module.weight)
-
-
-def _tuned_by_position(module: Any, call: ForwardState, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Scalable softmax (2501.19399) at the positions of the nodes. The model's own code counts from the length of its cache."""
-    if call.nodes is None or module.use_rope:
-        return own(*args, **kwargs)
-    # double: alike in every order of nodes
-    steps = torch.floor((call.nodes.positions.double() + 1) / module.floor_scale)
-    call.factors = (torch.log1p(steps) * module.attn_scale + 1).float()[:, None, :, None]
-    module.attn_temperature_tuning = False
-    try:
-        return own(*args, **kwargs)
-    finally:
-        module.attn_temperature_tuning, call.factors = True, None
-
-
-def _positions_after_padding(
-    call: ForwardState, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if call.nodes is None:
-        return args, kwargs
-    return args, {**kwargs, "position_ids": call.nodes.positions + int(module.padding_idx) + 1}
-
-
-class CacheView(Cache):
-    """Our slot cache in the form of a transformers cache, for models that do not use the attention interface.
-
-    `update` writes the keys of a step. It returns them unchanged if our attention runs. If the model's own attention runs
-    (MASK), it returns all cells of the slots.
+    Or some of these layers: they read and write their part of the model's cache. The whole model commits keys and values at every
+    layer, and its next forward writes over the scratch of a part. So a model can draft for itself without a second cache.
     """
 
-    def __init__(self, call: ForwardState, gathered: bool) -> None:
-        assert call.nodes is not None
-        self.call, self.nodes, self.gathered = call, call.nodes, gathered
+    def __init__(self, model: PreTrainedModel, num_layers: int, chosen: Sequence[int] | None = None) -> None:
+        """chosen: the layers of a part. Then it raises ValueError if the model's layers cannot be found."""
+        self.num_layers = num_layers
+        self._model = model
+        self._places = [
+            (owner, name)
+            for owner in model.modules()
+            for name, child in owner.named_children()
+            if isinstance(child, nn.ModuleList) and len(child) == num_layers and all(_attends(m) for m in child)
+        ]
+        self._part = None if chosen is None else nn.ModuleList([self.layers()[i] for i in chosen])
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        self.call.layer = layer_idx
-        keys, values = write(self.nodes, layer_idx, key_states, value_states)
-        if not self.gathered:
-            return key_states, value_states
-        self.call.attended.add(layer_idx)
-        index, span = self.nodes.index, self.nodes.span
-        return tuple(unpack_vectors(t[index, :, :span], key_states.dtype) for t in (keys, values))
+    def place(self) -> tuple[nn.Module, str]:
+        """The module that holds the list, and the list's name in it. Raises ValueError if there is not one list."""
+        if len(self._places) != 1:
+            raise ValueError(
+                f"{type(self._model).__name__} keeps its {self.num_layers} layers in {len(self._places)} lists, not in one; "
+                "no layer can be left out or tapped. Methods that need neither work, for example "
+                '{"method": "quantized_self"} or {"method": "suffix"}'
+            )
+        return self._places[0]
 
-    def get_seq_length(self, layer_idx: int | None = None) -> int:
-        return self.nodes.span - self.nodes.count
+    def layers(self) -> nn.ModuleList:
+        """The layers that the model runs now: fewer while a part runs. Raises ValueError as `place`."""
+        owner, name = self.place()
+        modules = owner.get_submodule(name)
+        assert isinstance(modules, nn.ModuleList)
+        return modules
 
-    get_query_offset = get_seq_length
+    @contextmanager
+    def run(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+        """Run the model within this context; the dict then holds the hidden state [batch, node, hidden] of each tap.
 
-    def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
-        return self.nodes.span, 0
+        All taps but FINAL_NORM, which is the last of the `hidden_states` that transformers returns. Taps of a part count its
+        layers. Raises ValueError for a tap that the model does not have.
+        """
+        if self._part is None:
+            with self._recorded(taps) as hidden:
+                yield hidden
+            return
+        (owner, name), whole, config = self.place(), self.layers(), self._model.config.get_text_config()
+        setattr(owner, name, self._part)
+        config.num_hidden_layers = len(self._part)  # some models slice their list by this number
+        try:
+            with self._recorded(taps) as hidden:
+                yield hidden
+        finally:
+            setattr(owner, name, whole)
+            config.num_hidden_layers = self.num_layers
 
-    @property
-    def is_compileable(self) -> bool:
-        return False
+    @contextmanager
+    def _recorded(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+        hidden: dict[int, Tensor] = {}
+        if not taps:
+            yield hidden
+            return
+        layers = self.layers()
+        check_taps(taps, len(layers))
+
+        def keep_output(tap: int) -> Any:
+            def hook(_: nn.Module, __: Any, out: Any) -> None:
+                hidden[tap] = out[0] if isinstance(out, tuple) else out
+
+            return hook
+
+        def keep_input(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            hidden[EMBEDDING] = args[0] if args else options["hidden_states"]
+
+        handles = [layers[t].register_forward_hook(keep_output(t)) for t in set(taps) if t >= 0]
+        if EMBEDDING in taps:
+            handles.append(layers[0].register_forward_pre_hook(keep_input, with_kwargs=True))
+        try:
+            yield hidden
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _attends(layer: nn.Module) -> bool:
+    return any(hasattr(m, "layer_idx") for m in layer.modules())

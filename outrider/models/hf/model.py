@@ -2,8 +2,8 @@
 
 transformers runs a model with any registered attention function. Ours receives the new queries, keys and values, writes
 the keys and values to the slot cache, and attends under the tree mask. So trees, ragged batches and `commit` work for
-every architecture, and there is no model code here. A few models do not use that interface. For them there are other
-routes (hooks.py), which are tried when the model is made. Where none fits, the model is refused.
+every architecture that uses this interface, and there is no model code here. A model is tried when it is made. If its logits are
+then not those of its own attention and cache, it is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.kernels import cpu as native
-from outrider.kernels.attention import Scoring
 from outrider.models.base import (
     FINAL_NORM,
     LanguageModel,
@@ -32,35 +30,17 @@ from outrider.models.base import (
     over_vocabulary,
 )
 from outrider.models.cache import SlotCache
-from outrider.models.hf.batch_invariant import BatchInvariantOps
 from outrider.models.hf.experts import pack_experts_, weight_bytes
-from outrider.models.hf.hooks import (
-    NAME,
-    SURVEY,
-    AttentionRoute,
-    CacheView,
-    ForwardState,
-    UnsupportedModel,
-    give_positions_,
-    method,
-    scaling_of,
-)
-from outrider.models.hf.layers import LayerStack
-from outrider.models.hf.linear import pack_linears_
+from outrider.models.hf.hooks import NAME, SURVEY, ForwardState, LayerStack, UnsupportedModel
+from outrider.models.hf.linear import BatchInvariantOps, pack_linears_
 from outrider.models.hf.recurrent import Recurrences, StateView, attends, stores_state
 from outrider.models.matrix import float_rows, give_matrix_, matrix_of, rows_of
 from outrider.models.nodes import Nodes
 from outrider.models.states import LayerStates
 
-# What transformers calls the attention that a model runs with on each route.
-_IMPLEMENTATION = {
-    AttentionRoute.INTERFACE: SURVEY,
-    AttentionRoute.METHOD: "eager",
-    AttentionRoute.SDPA: "sdpa",
-    AttentionRoute.MASK: "eager",
-}
+_OWN = "outrider's attention cannot take the place of its own"
 # Kinds of attention layers that the forms of `outrider.models.attention` have.
-_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+_ATTENTION = {"full_attention", "sliding_attention"}
 
 
 class HFModel(LanguageModel):
@@ -114,30 +94,22 @@ class HFModel(LanguageModel):
         self._keeps = "logits_to_keep" in parameters
         self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self._call = ForwardState()
-        self._attention_modules = [m for m in self.model.modules() if hasattr(m, "layer_idx") or hasattr(m, "_attn")]
-        for module in self._attention_modules:
-            module._outrider_call = self._call  # pyright: ignore[reportArgumentType]
+        for module in self.model.modules():
+            if hasattr(module, "layer_idx"):
+                module._outrider_call = self._call  # pyright: ignore[reportArgumentType]
         self.recurrences = Recurrences(self.model, self._call, self._context)
-        give_positions_(self.model, self._call)
         ropes = [(m, getattr(m, "rope_type", None)) for m in self.model.modules()]
         self._ropes: list[tuple[Any, str]] = [(m, kind) for m, kind in ropes if kind in ("longrope", "dynamic")]
-        dtype = torch.float32 if self.device.type == "cpu" else self.model.dtype
-        self._stand_in = torch.zeros(1, 1, 1, 1, dtype=dtype, device=self.device)  # for a mask
-        self._stable = BatchInvariantOps(self._sdpa)
+        self._dtype = torch.float32 if self.device.type == "cpu" else self.model.dtype
+        self._stable = BatchInvariantOps()
         self._careful = self.device.type == "cpu"  # run under `_stable`
-        self._route = AttentionRoute.INTERFACE
         # On other devices the matrix kernels change with the batch.
-        self.batch_invariant = self._find_route() and self.device.type == "cpu"
+        self.batch_invariant = self._is_its_own() and self.device.type == "cpu"
         self.windows = tuple(self._call.windows.get(layer) or 0 for layer in range(self.num_layers))
-        self.kv_cache_dtype = kv_cache_dtype  # the routes were tried without rounding
-        self._careful &= self._stable.needed > 0 or self._route is AttentionRoute.SDPA
+        self.kv_cache_dtype = kv_cache_dtype  # it was tried without rounding
+        self._careful &= self._stable.needed > 0
         # only now: the check above compared the head's own
         self._head_ids = None if head_ids is None else head_ids.to(self.device)
-
-    @property
-    def path(self) -> str:
-        """How a forward runs: "general", or "masked", by the model's own attention over all cells of the slots."""
-        return "masked" if self._route is AttentionRoute.MASK else "general"
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         states = {key: LayerStates(start, num_slots) for key, start in self.recurrences.starts.items()}
@@ -153,18 +125,12 @@ class HFModel(LanguageModel):
         if want != "all" and self._keeps:
             arguments["logits_to_keep"] = torch.tensor(wanted, device=self.device)
         self._scale_ropes(nodes.cache.max_length)
-        self._call.nodes = nodes
-        inner = self._route is AttentionRoute.INTERFACE
-        if not inner:
-            arguments["attention_mask"] = self._mask(nodes)
-        if not inner or self.recurrences.layers:
-            arguments[self._cache_name] = self._view()
-        try:
+        if self.recurrences.layers:
+            arguments[self._cache_name] = StateView(nodes, self.recurrences)
+        with self._call.running(nodes):
             logits, features = self._run(
-                taps, input_ids=nodes.tokens, position_ids=nodes.positions, use_cache=not inner, **arguments
+                taps, input_ids=nodes.tokens, position_ids=nodes.positions, use_cache=False, **arguments
             )
-        finally:
-            self._call.nodes = None
         if want == "none":
             logits = logits[:, :0]
         elif want == "last":
@@ -227,32 +193,7 @@ class HFModel(LanguageModel):
     def output_head(self, hidden: Tensor) -> Tensor:
         check_whole_head(self._head_ids)
         head: Any = self.model.get_output_embeddings()
-        return head(hidden.to(self._stand_in.dtype)).float()
-
-    def _view(self) -> CacheView:
-        gathered, passive = self._route is AttentionRoute.MASK, self._route is AttentionRoute.INTERFACE
-        if self.recurrences.layers:
-            return StateView(self._call, self.recurrences, gathered=gathered, passive=passive)
-        return CacheView(self._call, gathered)
-
-    def _mask(self, nodes: Nodes) -> Tensor:
-        """float [batch, 1, node, cell], which a model adds to its scores. A stand-in if our attention runs."""
-        dtype = self._stand_in.dtype
-        if self._route is not AttentionRoute.MASK:
-            return self._stand_in
-        return torch.zeros(nodes.mask(None).shape, dtype=dtype, device=self.device).masked_fill_(
-            ~nodes.mask(None), torch.finfo(dtype).min
-        )
-
-    def _sdpa(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **options: Any
-    ) -> Tensor:
-        """Takes the place of torch's attention in a model that calls it itself, right after it wrote its keys."""
-        if attn_mask is not self._stand_in:
-            raise RuntimeError("the model has its own mask")
-        return self._call.attend(self._call.layer, query, Scoring(scaling_of(query, options.get("scale")))).transpose(
-            1, 2
-        )
+        return head(hidden.to(self._dtype)).float()
 
     def _scale_ropes(self, length: int) -> None:
         """Choose the rotary factors from the longest text that the cache may hold, as vLLM does.
@@ -267,51 +208,44 @@ class HFModel(LanguageModel):
         first = parameters.get("original_max_position_embeddings")
         first = first or getattr(rope, "original_max_seq_len", None) or self.max_length
         long = length > first
-        if long is self._call.long:
+        if not self._call.turns_to(long):
             return
         for rope, kind in self._ropes:
             at = torch.tensor([[length - 1 if long else 0]], device=self.device)
             rope.rope_type = kind
             rope(torch.zeros(1, device=self.device), at)  # its own code sets the frequencies
             rope.rope_type = "fixed"
-        self._call.long = long
 
-    def _find_route(self) -> bool:
-        """Use the first route that gives the logits of the model's own attention and cache.
+    def _is_its_own(self) -> bool:
+        """Whether a node has the same bits in a batch of trees as alone.
 
-        Returns whether a node has the same bits in a batch of trees as alone. Raises UnsupportedModel if none does.
+        Raises UnsupportedModel unless the logits are those of the model's own attention and cache.
         """
-        padding = getattr(self.model.config.get_text_config(), "pad_token_id", None)  # RoBERTa counts it as no position
-        a, b, c, _, d, _ = ids = [n % self.vocab_size for n in range(1, 8) if n != padding][:6]
+        ids = [n % self.vocab_size for n in range(1, 7)]
+        options = {"use_cache": True} if self.recurrences.layers else {}
         try:
-            with self._by_itself() as model:
-                options = {"use_cache": True} if self.recurrences.layers else {}
-                out = model(input_ids=torch.tensor([[a, b, c, d]], device=self.device), **options)
-                expected, cache = out.logits[0].float(), getattr(out, self._cache_name, None)
+            self._attend_by("eager")
+            with torch.inference_mode():
+                out = self.model(input_ids=torch.tensor([[*ids[:3], ids[4]]], device=self.device), **options)
+            expected, cache = out.logits[0].float(), getattr(out, self._cache_name, None)
         except Exception as error:
             raise UnsupportedModel(f"{type(self.model).__name__} does not run by itself: {error!r}") from error
         self.recurrences.learn(cache)
-        errors = list[Exception]()
-        for route, by_node in self._routes():
-            self._install(route)
-            self.recurrences.by_node = by_node
-            self._stable.needed = 0
-            self._call.attended.clear()
-            self.recurrences.scanned.clear()
-            try:
-                equal = self.compare(ids, expected)
-            except Exception as error:  # a model's code may raise anything for arguments that it does not know
-                errors.append(error)
-                continue
-            if self._call.attended | self.recurrences.scanned >= self._reading(cache):
-                break
-        else:
-            said = (error for error in errors if isinstance(error, ValueError))
-            _refuse_by_node(self.model, next(said, "outrider's attention cannot take the place of its own"))
-        if self._route is AttentionRoute.INTERFACE:
-            for config in _configs(self.model):
-                config._attn_implementation = NAME
-        return equal and self.device.type == "cpu" and self._route is not AttentionRoute.MASK
+        self._attend_by(SURVEY)
+        try:
+            equal = self.compare(ids, expected)
+        except Exception as error:  # a model's code may raise anything for arguments that it does not know
+            _refuse_by_node(self.model, error if isinstance(error, ValueError) else _OWN)
+        if not self._call.attended | self.recurrences.scanned >= self._reading(cache):
+            _refuse_by_node(self.model, _OWN)
+        self._attend_by(NAME)
+        return equal
+
+    def _attend_by(self, name: str) -> None:
+        """name: what transformers calls the attention that all modules run with from now on."""
+        configs: dict[int, Any] = {id(m.config): m.config for m in self.model.modules() if hasattr(m, "config")}
+        for config in configs.values():
+            config._attn_implementation = name
 
     def _reading(self, kept: Any) -> set[int]:
         """The layers that read earlier tokens. kept: the model's own cache after a forward."""
@@ -320,30 +254,6 @@ class HFModel(LanguageModel):
         layers = enumerate(getattr(kept, "layers", []))
         keys = {i for i, layer in layers if getattr(layer, "keys", None) is not None and layer.keys.numel()}
         return keys | set(self.recurrences.layers)
-
-    def _routes(self) -> list[tuple[AttentionRoute, bool]]:
-        """Ways to run the model, the best first; and whether recurrent layers go node by node."""
-        text = self.model.config.get_text_config()
-        routes = [AttentionRoute.INTERFACE]
-        if any(hasattr(type(m), "_attn") for m in self._attention_modules):
-            routes.append(AttentionRoute.METHOD)
-        if self.device.type == "cpu":  # elsewhere `_stable` is not in use
-            routes.append(AttentionRoute.SDPA)
-        windows = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
-        if not windows and "chunked_attention" not in (getattr(text, "layer_types", None) or ()):
-            routes.append(AttentionRoute.MASK)  # its mask covers all committed tokens, so it cannot have a window
-        each = (False, True) if self.recurrences.layers else (False,)
-        return [(route, by_node) for by_node in each for route in routes]
-
-    def _install(self, route: AttentionRoute) -> None:
-        self._route = route
-        for config in _configs(self.model):
-            config._attn_implementation = _IMPLEMENTATION[route]
-        for module in self._attention_modules:
-            if hasattr(type(module), "_attn"):
-                module.__dict__.pop("_attn", None)
-                if route is AttentionRoute.METHOD:
-                    module._attn = partial(method, module)  # pyright: ignore[reportArgumentType]
 
     def compare(self, ids: list[int], own: Tensor) -> bool:
         """Compare a ragged batch of trees with `own`, float32 [4, vocab], the logits of the model's own attention.
@@ -373,23 +283,7 @@ class HFModel(LanguageModel):
         """
         if any(getattr(m, "rounds_inputs", False) for m in self.model.modules()):
             return 0.25
-        return 5e-4 if self._stand_in.dtype == torch.float32 else 0.1
-
-    @contextmanager
-    def _by_itself(self) -> Iterator[PreTrainedModel]:
-        """Within this context the model has its own attention and cache."""
-        configs = {id(c): (c, c._attn_implementation) for c in _configs(self.model)}
-        methods = [(m, m.__dict__.pop("_attn")) for m in self._attention_modules if "_attn" in m.__dict__]
-        try:
-            for config, _ in configs.values():
-                config._attn_implementation = "eager"
-            with torch.inference_mode():
-                yield self.model
-        finally:
-            for config, name in configs.values():
-                config._attn_implementation = name
-            for module, method in methods:
-                module._attn = method
+        return 5e-4 if self._dtype == torch.float32 else 0.1
 
 
 def refuse(model: PreTrainedModel) -> None:
@@ -404,8 +298,6 @@ def refuse(model: PreTrainedModel) -> None:
 
 
 def _refuse_by_node(model: PreTrainedModel, reason: object) -> NoReturn:
-    if getattr(model.config, "is_decoder", True) is False:
-        reason = f"{reason}; if its weights are those of a decoder, set is_decoder=True in its configuration"
     raise UnsupportedModel(
         f"{type(model).__name__} cannot keep its memory of earlier tokens node by node ({reason}), and without that each token "
         "would read the whole text again: give another model, of which docs/models.md lists the classes, or run this one with "
@@ -458,11 +350,9 @@ def _keep_head_(model: PreTrainedModel, ids: Tensor) -> None:
 
 
 def _more_than_linear(module: nn.Module) -> bool:
-    """Whether a module inherits from nn.Linear and changes its product (the routers of Phi-MoE and Llama 4)."""
+    """Whether a module inherits from nn.Linear and changes its product (the router of Phi-MoE)."""
     forward = type(module).forward
-    return (
-        isinstance(module, nn.Linear) and forward is not nn.Linear.forward and type(module).__name__ != "FalconLinear"
-    )
+    return isinstance(module, nn.Linear) and forward is not nn.Linear.forward
 
 
 def _activations_float32_(model: nn.Module) -> None:
@@ -482,12 +372,6 @@ def _activations_float32_(model: nn.Module) -> None:
         for name, b in module._buffers.items():
             if b is not None and b.is_floating_point() and b.dtype != torch.float32:
                 module._buffers[name] = b.float()
-
-
-def _configs(model: PreTrainedModel) -> list[Any]:
-    """Every distinct config object in the model. Each module reads the attention implementation from its own."""
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    return list(configs.values())
 
 
 __all__ = ["HFModel", "UnsupportedModel", "refuse", "shared_copy"]

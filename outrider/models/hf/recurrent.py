@@ -2,8 +2,8 @@
 
 The modelling code reads one token of many sequences, as in plain decoding. Each node of a tree is such a sequence. So all
 matrices of a layer work on all nodes at once, and only the recurrence goes through the tree (`LayerStates.scan`). Two kinds of
-calls are answered here: the cache's `update_conv_state`, and the function that moves a state on by one token. A layer that
-does not make these calls is run node by node as a whole, which reads its weights for every node.
+calls are answered here: the cache's `update_conv_state`, and the function that moves a state on by one token. A model whose
+layers do not make these calls is refused.
 
 On the CPU in float32 our kernels compute the recurrence. Elsewhere the function itself is called, node by node.
 """
@@ -22,51 +22,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import LinearAttentionLayer
 
 from outrider.kernels import cpu as native
-from outrider.models.hf.hooks import CacheView, ForwardState
+from outrider.models.hf.hooks import ForwardState
+from outrider.models.nodes import Nodes
 from outrider.models.states import Advance, LayerStates, NodeChain, State, one_by_one
 
 _TINY = 1e-6  # transformers' l2norm
-
-
-class RecurrentCall:
-    """The arguments of a call, of which some tensors have one row for each node."""
-
-    def __init__(self, args: Any, options: dict[str, Any]) -> None:
-        self.args, self.options = list(args), dict(options)
-        self._rows = list[int | str]()
-
-    def rows(self, chosen: Callable[[int | str, Tensor], bool]) -> list[Tensor]:
-        """The tensors that `chosen` accepts, by position or name and value."""
-        arguments = {**dict(enumerate(self.args)), **self.options}
-        self._rows = [at for at, value in arguments.items() if isinstance(value, Tensor) and chosen(at, value)]
-        return [arguments[at] for at in self._rows]
-
-    def made(self, function: Callable[..., Any], read: Sequence[Tensor], view: Any = None, **states: Tensor) -> Any:
-        """Make the call with these rows in place of all. view: in place of the cache. states: in place of arguments."""
-        args, options = list(self.args), dict(self.options)
-        for at, value in zip(self._rows, read, strict=True):
-            if isinstance(at, int):
-                args[at] = value
-            else:
-                options[at] = value
-        if view is not None:
-            args = [view if isinstance(a, Cache) else a for a in args]
-            options = {name: view if isinstance(value, Cache) else value for name, value in options.items()}
-        for name, value in states.items():
-            if name == "state" and name not in options:
-                args[0] = value
-            else:
-                options[name] = value
-        return function(*args, **options)
-
-    def named(self, function: Callable[..., Any]) -> dict[str, Any]:
-        """The arguments by name, without None, and without those that the function takes only to pass them by."""
-        names = [name for name, p in inspect.signature(function).parameters.items() if p.kind is not p.VAR_KEYWORD]
-        arguments = {**dict(zip(names, self.args, strict=False)), **self.options}
-        return {name: value for name, value in arguments.items() if name in names and value is not None}
 
 
 class RecurrentStep(NamedTuple):
@@ -77,10 +39,9 @@ class RecurrentStep(NamedTuple):
     finish: Callable[[Tensor], Any]
 
 
-def step_of(kind: str, function: Callable[..., Any], call: RecurrentCall) -> RecurrentStep:
-    """kind: of `STEPS`."""
-    arguments = call.named(function) if native.available() else {}
-    return STEPS[kind](arguments) or _by_itself(kind, function, call)
+def step_of(kind: str, function: Callable[..., Any], arguments: dict[str, Any]) -> RecurrentStep:
+    """kind: of `STEPS`. arguments: by name, without None."""
+    return (STEPS[kind](arguments) if native.available() else None) or by_itself(kind, function, arguments)
 
 
 def windows(chains: Sequence[NodeChain], inputs: Sequence[Tensor]) -> tuple[Tensor, list[list[State]]]:
@@ -108,22 +69,22 @@ def windows(chains: Sequence[NodeChain], inputs: Sequence[Tensor]) -> tuple[Tens
     return out, states
 
 
-def _by_itself(kind: str, function: Callable[..., Any], call: RecurrentCall) -> RecurrentStep:
+def by_itself(kind: str, function: Callable[..., Any], arguments: dict[str, Any]) -> RecurrentStep:
     """The function itself, node by node."""
-    others = _NOT_ROWS.get(kind, ())
+    rows = [name for name, value in arguments.items() if isinstance(value, Tensor) and name not in _NOT_ROWS]
 
     def selective(state: State, read: list[Tensor]) -> tuple[State, Tensor]:
-        new = state[0].clone()
-        return (new,), call.made(function, read, state=new)
+        after = state[0].clone()
+        return (after,), function(**arguments | dict(zip(rows, read, strict=True)) | {"state": after})
 
     def rule(state: State, read: list[Tensor]) -> tuple[State, Tensor]:
-        out, new = call.made(function, read, initial_state=state[0])
-        return (new,), out
+        out, after = function(**arguments | dict(zip(rows, read, strict=True)) | {"initial_state": state[0]})
+        return (after,), out
 
-    rows = call.rows(lambda at, _: at not in others)
+    inputs = [arguments[name] for name in rows]
     if kind == _SELECTIVE:
-        return RecurrentStep(rows, one_by_one(selective), lambda out: out)
-    return RecurrentStep(rows, one_by_one(rule), lambda out: (out, None))
+        return RecurrentStep(inputs, one_by_one(selective), lambda out: out)
+    return RecurrentStep(inputs, one_by_one(rule), lambda out: (out, None))
 
 
 def _delta_rule(given: dict[str, Any]) -> RecurrentStep | None:
@@ -190,26 +151,23 @@ def _kernel(scan: Callable[..., tuple[Tensor, list[list[Tensor | None]]]], flat:
 _RULE = ("query", "key", "value", "g", "beta"), ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
 _SPACE = ("hidden_states", "dt", "A", "B", "C"), ("state", "D", "dt_bias", "dt_softplus", "z")
 _SELECTIVE = "selective_state_update"
-# Of the functions whose states go node by node: which inputs are not one row for each node, by position and by name.
-_NOT_ROWS: dict[str, set[int | str]] = {_SELECTIVE: {0, 3, 6, "state", "A", "D", "dt_bias"}}
+_NOT_ROWS = ("state", "initial_state", "A", "D", "dt_bias")  # arguments that are not one row for each node
 # Functions of modelling code that move a state on by one token, by the end of their names.
 STEPS: dict[str, Callable[[dict[str, Any]], RecurrentStep | None]] = {
     _SELECTIVE: _selective,
     "recurrent_gated_delta_rule": _delta_rule,
-    "recurrent_kimi_delta_attention": _delta_rule,
 }
 
 
 # Methods of transformers' caches that store a state.
-_STORES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
+_STORES = {"update_conv_state", "update_recurrent_state"}
 # The model and the layer whose forward runs now.
 _running: ContextVar[tuple[Recurrences, int] | None] = ContextVar("running", default=None)
 
 
 def stores_state(module: nn.Module) -> bool:
-    """Whether a module's forward stores a state in transformers' cache, or in itself as those of RecurrentGemma do."""
-    names = set(inspect.unwrap(type(module).forward).__code__.co_names)
-    return bool(names & _STORES) or {"conv1d_state", "rg_lru"} <= names
+    """Whether a module's forward stores a state in transformers' cache."""
+    return not _STORES.isdisjoint(inspect.unwrap(type(module).forward).__code__.co_names)
 
 
 def attends(module: nn.Module) -> bool:
@@ -220,8 +178,7 @@ def attends(module: nn.Module) -> bool:
 class Recurrences:
     """The recurrent layers of one model.
 
-    layers: their modules, by layer number; empty for a model without. by_node: whole layers go node by node. scanned: layers
-    whose states a forward has moved on.
+    layers: their modules, by layer number; empty for a model without. scanned: layers whose states a forward has moved on.
     """
 
     def __init__(
@@ -229,29 +186,28 @@ class Recurrences:
     ) -> None:
         """careful: the context that every forward of the model runs in."""
         self._careful = careful
-        self.call, self.by_node, self.scanned = call, False, set[int]()
+        self.call, self.scanned = call, set[int]()
         self.layers: dict[int, nn.Module] = {}
         self._parts: dict[int, dict[str, Tensor]] = {}
-        for name, module in model.named_modules():
+        for module in model.modules():
             if stores_state(module):
-                number = getattr(module, "layer_idx", None)  # RecurrentGemma has it in the name only
-                number = next(int(n) for n in name.split(".") if n.isdecimal()) if number is None else int(number)
+                number = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
                 self.layers[number] = module
-                module.forward = functools.partial(self._forward, number, module, module.forward)
+                module.forward = functools.partial(self._forward, number, module.forward)
         for name in {type(module).__module__ for module in self.layers.values()}:
             _answer_steps(sys.modules[name])
 
     def learn(self, kept: Any) -> None:
         """Take over the shapes of the states from the cache that the model's own forward over one text has left."""
-        for number, module in self.layers.items():
-            parts = _parts(kept, number, module)
-            self._parts[number] = {name: torch.zeros_like(part) for name, part in parts.items()}
+        for number in self.layers:
+            layer = kept.layers[number]
+            states = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
+            parts = {f"{kind} {i}": part for kind, each in states.items() for i, part in each.items()}
+            self._parts[number] = {name: torch.zeros_like(part) for name, part in parts.items() if part is not None}
 
     @property
     def starts(self) -> dict[Hashable, list[Tensor]]:
         """The states before the first token, as `LayerStates` takes them."""
-        if self.by_node:
-            return {number: list(parts.values()) for number, parts in self._parts.items()}
         return {(number, name): [part] for number, parts in self._parts.items() for name, part in parts.items()}
 
     def scan(self, key: Hashable, advance: Advance, inputs: Sequence[Tensor]) -> Tensor:
@@ -268,7 +224,7 @@ class Recurrences:
         states = cast("LayerStates", nodes.cache.states[key])
         return states.scan(nodes.slots, nodes.parent_lists, nodes.count, same, inputs)
 
-    def _forward(self, number: int, module: nn.Module, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def _forward(self, number: int, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """A layer's forward over nodes [batch, node, hidden], as one over [batch * node, 1, hidden]."""
         nodes = self.call.nodes
         if nodes is None:
@@ -279,60 +235,46 @@ class Recurrences:
             rows = isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == shape
             return value.reshape(-1, 1, *value.shape[2:]) if rows else value
 
-        call = RecurrentCall(map(flat, args), {name: flat(value) for name, value in options.items()})
         self.scanned.add(number)
-        if self.by_node:
-            out = self._node_by_node(number, module, original, call)
-        else:
-            token = _running.set((self, number))
-            try:
-                out = original(*call.args, **call.options)
-            finally:
-                _running.reset(token)
+        token = _running.set((self, number))
+        try:
+            out = original(*map(flat, args), **{name: flat(value) for name, value in options.items()})
+        finally:
+            _running.reset(token)
         first = out[0] if isinstance(out, tuple) else out
         first = first.view(*shape, *first.shape[2:])
         return (first, *out[1:]) if isinstance(out, tuple) else first
 
-    def _node_by_node(self, number: int, module: nn.Module, original: Callable[..., Any], call: RecurrentCall) -> Any:
-        """The definition: the whole layer over one node, and the state after its parent in the cache."""
-        more = list[Any]()
-        if "use_cache" in call.options:
-            call.options["use_cache"] = True
-        assert self.call.nodes is not None
-        one = (len(self.call.nodes.slots) * self.call.nodes.count, 1)
-        rows = call.rows(lambda at, value: value.shape[:2] == one)
-
-        def step(state: State, read: list[Tensor]) -> tuple[State, Tensor]:
-            parts = dict(zip(self._parts[number], (part.clone() for part in state), strict=True))
-            view = _OneNode(number, module, parts)
-            out = call.made(original, read, view)
-            more[:] = out[1:] if isinstance(out, tuple) else ["no tuple"]
-            return tuple(_parts(view, number, module).values()), out[0] if isinstance(out, tuple) else out
-
-        out = self.scan(number, one_by_one(step), rows)
-        return out if more == ["no tuple"] else (out, *more)
-
-    def step(self, layer: int, function: Callable[..., Any], call: RecurrentCall, kind: str) -> Any:
+    def step(self, layer: int, function: Callable[..., Any], arguments: dict[str, Any], kind: str) -> Any:
         """Answer a call that would move the states of all rows on by one token: through the tree, chain by chain."""
-        step = step_of(kind, function, call)
+        step = step_of(kind, function, arguments)
         return step.finish(self.scan((layer, "recurrent 0"), step.advance, step.inputs))
 
 
-class StateView(CacheView):
+class StateView(Cache):
     """Our slot cache for a model with recurrent layers. transformers' modelling code sees one token after known states.
 
-    passive: attention goes through transformers' interface, and writes keys and values itself.
+    Attention goes through transformers' interface, and writes keys and values itself.
     """
 
-    def __init__(self, call: ForwardState, recurrences: Recurrences, *, gathered: bool, passive: bool) -> None:
-        super().__init__(call, gathered)
-        self.recurrences, self.passive = recurrences, passive
+    def __init__(self, nodes: Nodes, recurrences: Recurrences) -> None:
+        self.nodes, self.recurrences = nodes, recurrences
         self.layers = _KnownStates()  # pyright: ignore[reportAttributeAccessIssue]
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *more: Any, **options: Any) -> Any:
-        if self.passive:
-            return key_states, value_states
-        return super().update(key_states, value_states, layer_idx, *more, **options)
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        return self.nodes.span - self.nodes.count
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
+        return self.nodes.span, 0
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return True
@@ -367,60 +309,20 @@ class _KnownStates:
         return iter(())
 
 
-class _OneNode(Cache):
-    """transformers' cache of one recurrent layer, with the state after one node."""
-
-    def __init__(self, number: int, module: nn.Module, parts: dict[str, Tensor]) -> None:
-        layer = LinearAttentionLayer(1 + max(int(name.split()[1]) for name in parts))
-        layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
-        super().__init__(layers=[layer] * (number + 1))  # pyright: ignore[reportArgumentType]
-        self.linear_cache: dict[int, Tensor] = {}
-        for name, part in parts.items():
-            kind, i = name.split()
-            if kind == "conv":
-                layer.lazy_initialization(conv_states=part, state_idx=int(i))
-                layer.conv_states[int(i)] = part
-            elif kind == "recurrent":
-                layer.lazy_initialization(recurrent_states=part, state_idx=int(i))
-                layer.recurrent_states[int(i)] = part
-            elif kind == "linear":
-                self.linear_cache[number] = part
-            else:
-                holder, _, attribute = kind.rpartition(".")
-                setattr(module.get_submodule(holder), attribute, part)
-
-    def get_linear_cache(self, layer_idx: int) -> Tensor:
-        return self.linear_cache[layer_idx]
-
-    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        self.linear_cache[layer_idx] = linear_cache
-
-
-def _parts(kept: Any, number: int, module: nn.Module) -> dict[str, Tensor]:
-    """The parts of a layer's state in a cache of transformers, by name. RecurrentGemma keeps them in its modules."""
-    if hasattr(module, "conv1d_state"):
-        return {"conv1d_state 0": module.conv1d_state, "rg_lru.recurrent_states 0": module.rg_lru.recurrent_states}  # pyright: ignore
-    if hasattr(kept, "linear_cache"):
-        linear = (
-            kept.linear_cache[number] if number in range(len(kept.linear_cache)) or number in kept.linear_cache else []
-        )
-        if isinstance(linear, Tensor):
-            return {"linear 0": linear}
-    layer = kept.layers[number]
-    parts = {f"conv {i}": part for i, part in layer.conv_states.items()}
-    parts |= {f"recurrent {i}": part for i, part in layer.recurrent_states.items()}
-    return {name: part for name, part in parts.items() if part is not None}
-
-
 def _answer_steps(code: Any) -> None:
     """Let a module of modelling code ask us, while one of our forwards runs a layer, to move states on."""
 
     def answered(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        # without those that it takes only to pass them by
+        names = [name for name, p in inspect.signature(function).parameters.items() if p.kind is not p.VAR_KEYWORD]
+
         @functools.wraps(function)
         def run(*args: Any, **options: Any) -> Any:
             if (running := _running.get()) is None:
                 return function(*args, **options)
-            return running[0].step(running[1], function, RecurrentCall(args, options), kind)
+            arguments = {**dict(zip(names, args, strict=False)), **options}
+            known = {name: value for name, value in arguments.items() if name in names and value is not None}
+            return running[0].step(running[1], function, known, kind)
 
         run.outrider_answers = True  # pyright: ignore[reportAttributeAccessIssue]
         return run

@@ -125,16 +125,13 @@ class Builder:
         """norm(x) * weight + bias, if there is one.
 
         Args:
-            x: what is normed.
             name: None for no weight.
             eps: of the root.
             kind: "rms" or "layer".
             group: numbers that are normed together, such as a head; 0 for all.
             per_group: groups have weights of their own.
             one_added: it is 1 + weight.
-            add_to: see `Builder`.
-            out: see `Builder`.
-            when: see `given`.
+                when: see `given`.
         """
         size = x.width if per_group else group or x.width
         weight = None if name is None else self.vector(f"{name}.weight", size)
@@ -263,7 +260,6 @@ class Builder:
         """Attention over the keys and values of a layer of the cache.
 
         Args:
-            query: of all heads.
             cache: the number that `store` gave.
             heads: of queries.
             scale: of the scores.
@@ -303,7 +299,6 @@ class Builder:
         """The k experts of each node, and their weights.
 
         Args:
-            logits: of the router.
             k: experts of a node.
             kind: "softmax_top", "top_softmax" or "sigmoid_top".
             normalised: the weights are divided by their sum and `added`.
@@ -342,13 +337,11 @@ class Builder:
         down(activation(up(x))) if they have no gate. It gives a value of its own without add_to.
 
         Args:
-            x: what the experts read.
             routed: of `route`.
             name: of the module with the experts.
             count: of experts; 1: the module is an MLP.
             width: between gate and down.
             activation: a name of `_EXPERT_GATES`.
-            add_to: see `Builder`.
             factor: of the sum.
             limit: gate is at most this, and up is in +-limit; 0: none.
             alpha: of "scaled_swish", gate * sigmoid(alpha * gate).

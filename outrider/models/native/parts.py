@@ -1,6 +1,6 @@
 """What the layers of families are made of: each part adds the ops of one module, and `decoder` puts them in order.
 
-c: a configuration. Names of modules are those below a layer.
+b: the builder. c: a configuration. name: of a module, below a layer. factor: of what a part adds.
 """
 
 from __future__ import annotations
@@ -44,12 +44,8 @@ def decoder(
     """A whole model: an embedding, layers of these sublayers, a norm and a head.
 
     Args:
-        b: the builder.
-        c: a configuration.
         sublayers: of each layer, in order.
-        embedding: the name of its module.
-        layers: the name of their module.
-        last: the name of the last norm.
+        embedding: the name of its module; so of `layers`, and of the norm that is `last`.
         factor: of the embedding.
         logits: a factor of the logits.
         softcap: of the logits; 0: none.
@@ -167,25 +163,16 @@ def attention(
     """x += factor * attention(h).
 
     Args:
-        b: the builder.
         h: what the part reads.
         x: the residual; None: a value of its own is made.
-        name: of the module.
-        heads: of queries.
-        kv_heads: of keys and values.
         dim: numbers of a head.
         table: of the angles; None: no rotary embedding.
         queries: their table, if it is another one.
         scale: of the scores.
-        eps: of the norms.
         window: tokens that a node sees; 0: all.
         softcap: of the scores; 0: none.
-        factor: of the result.
-        norms: of queries and keys, if they are there.
+        norms: of queries and keys, if they are there. Their settings are those of `Builder.norm`.
         whole: the norms take all heads together.
-        kind: as in `Builder.norm`.
-        per_group: as in `Builder.norm`.
-        one_added: as in `Builder.norm`.
         interleaved: as in `Builder.rope`.
         joined: queries, keys and values are one linear.
         out: the last matrix.
@@ -227,9 +214,6 @@ def mamba2(
     """x += factor * the mixer of Mamba 2 (Dao and Gu 2024).
 
     Args:
-        b: the builder.
-        name: of the module.
-        heads: of the mixer.
         channels: of a head.
         width: of a channel's state.
         groups: that share B and C.
@@ -238,7 +222,6 @@ def mamba2(
         norm_group: numbers that its gated norm takes together; 0: all.
         norm_first: the norm is before the gate.
         scale: of what the first matrix gives.
-        factor: of the result.
     """
     inner, shared = heads * channels, groups * width
 
@@ -332,9 +315,6 @@ def mixture(
     """x += the experts that a router chooses.
 
     Args:
-        b: the builder.
-        c: a configuration.
-        name: of the module.
         router: the name of its matrix.
         count: of experts.
         k: of those that a node has, if the configuration does not say it.
@@ -361,3 +341,14 @@ def mixture(
         b.linear(result, f"{module}.fc2_latent_proj", width=x.width, add_to=x)
 
     return part
+
+
+def sigmoid_routing(c: Any) -> dict[str, Any]:
+    """The router of DeepSeek-V3: settings of `mixture`."""
+    routing: dict[str, Any] = {"kind": "sigmoid_top", "scaling": float(c.routed_scaling_factor), "added": 1e-20}
+    routing |= {"normalised": bool(c.norm_topk_prob), "correction": "gate.e_score_correction_bias"}
+    return routing | (groups_of(c) if c.n_group > 1 else {})
+
+
+def groups_of(c: Any) -> dict[str, int]:
+    return {"groups": c.n_group, "kept_groups": c.topk_group}

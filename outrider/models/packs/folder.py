@@ -32,16 +32,15 @@ from outrider.core.files import disk_bytes, read_settings, written_whole
 from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
 from outrider.models import checkpoint
+from outrider.models.checkpoint import LoadRequest, ReadModel
 from outrider.models.dtypes import STORED_DTYPES
+from outrider.models.files import gguf_files
 from outrider.models.gguf import reader
-from outrider.models.gguf.files import gguf_files
-from outrider.models.lazy import Lazy
 from outrider.models.native import families
 from outrider.models.native.model import stored
 from outrider.models.native.program import Program
 from outrider.models.native.weights import expert_names
-from outrider.models.request import LoadRequest, ReadModel
-from outrider.models.tokenizer import LazyTokenizer, tokenizer_of
+from outrider.models.tokenizer import Lazy, LazyTokenizer, tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

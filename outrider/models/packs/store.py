@@ -21,9 +21,8 @@ from filelock import Timeout
 
 from outrider.core.files import cache_folder, discard
 from outrider.core.store import PACKS, Store
-from outrider.models.checkpoint import fingerprint
+from outrider.models.checkpoint import LoadRequest, ReadModel, fingerprint
 from outrider.models.packs.folder import BadPack, PackContents, is_pack, made_by, manifest, read
-from outrider.models.request import LoadRequest, ReadModel
 
 LIMIT = "OUTRIDER_PACK_CACHE_GB"
 """The environment variable with the size of the cache in GB (10^9 bytes). 0 switches it off."""

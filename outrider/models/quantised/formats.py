@@ -1,28 +1,118 @@
-"""How each method stores a matrix. The names of the tensors tell which matrices are quantised; settings tell only how.
+"""How each method stores a matrix: its exact values, and the same values in a block format of our kernels if there is one.
 
+The names of the tensors tell which matrices are quantised; settings tell only how.
 A matrix that a checkpoint leaves in floats has a plain `weight`, whatever the settings say of ignored modules.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from outrider.kernels.blocks import Blocks
 from outrider.models.hf.hooks import UnsupportedModel
-from outrider.models.quantised.weights import QuantisedWeight
 
+_BLOCK = 32  # columns that share a scale in the block formats
+_ROWS = 256  # of which `dense` has float32 values at a time
 # AutoAWQ's order of eight columns in 32 bits.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 # The values of four bits e2m1, doubled (OCP Microscaling Formats 1.0, table 6).
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12)
-# The second factor of bitsandbytes' int8: 1 / 127 in float32.
-_INT8_FACTOR = 7.874015718698502e-3
+_FLOATS4 = torch.tensor([*_FP4, *(-x for x in _FP4)])
 
 Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class QuantisedWeight:
+    """A matrix [out, in]: value[i, j] = values[i, j] * scales[i // tile, group[j]]."""
+
+    values: Tensor  # [out, in], integers with the zero point subtracted, or small floats
+    scales: Tensor  # floats [tiles of rows, group]
+    group: Tensor  # int64 [in], the group of each column
+    tile: int = 1  # rows that share a scale; the last tile may be cut
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.values.shape[0], self.values.shape[1])
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """[out, in]: the values that the format's own library gives in this dtype."""
+        out = torch.empty(self.shape, dtype=dtype)
+        for start in range(0, len(out), _ROWS):
+            part = self.values[start : start + _ROWS].float()
+            tiles = torch.arange(start, start + len(part)) // self.tile
+            out[start : start + _ROWS] = (part * self.scales[tiles].float()[:, self.group]).to(dtype)
+        return out
+
+    def blocks(self) -> Blocks | None:
+        """The very values in a format of our kernels. None if no format holds them exactly.
+
+        MXFP4 for doubled 4-bit floats under powers of two. Q4_0 for integers of -8 to 7, Q5_0 for -16 to 15 (4 bits with a zero
+        point), Q8_0 for 8 bits. A zero point must not become a minimum in float16: it would be rounded.
+        """
+        rows, columns = self.shape
+        if self.values.is_floating_point() or columns % _BLOCK or self.tile != 1:
+            return None
+        group = self.group.view(-1, _BLOCK)
+        if not bool((group == group[:, :1]).all()):  # the order of activations mixes the groups
+            return None
+        scales = self.scales[:, group[:, 0]]
+        values = self.values.view(rows, -1, _BLOCK)
+        if (packed := _mxfp4(values, scales)) is not None:
+            return Blocks(packed, "MXFP4", columns)
+        halves = scales.half()
+        if not torch.equal(halves.float(), scales.float()):
+            return None
+        low, high = (int(x) for x in self.values.aminmax())
+        head = halves.contiguous().view(torch.uint8).view(rows, -1, 2)
+        if low >= -8 and high <= 7:
+            name, parts = "Q4_0", [head, _nibbles((values + 8).to(torch.uint8))]
+        elif low >= -16 and high <= 15:
+            shifted = (values + 16).to(torch.uint8)
+            name, parts = "Q5_0", [head, _fifth_bits(shifted), _nibbles(shifted & 15)]
+        elif low >= -128 and high <= 127:
+            name, parts = "Q8_0", [head, values.to(torch.int8).view(torch.uint8)]
+        else:
+            return None
+        return Blocks(torch.cat(parts, dim=-1).view(rows, -1), name, columns)
+
+
+def _mxfp4(values: Tensor, scales: Tensor) -> Tensor | None:
+    """MXFP4's blocks uint8 [out, bytes] of integers [out, block, 32] and scales [out, block], or None if they are others."""
+    mantissa, exponent = scales.float().frexp()
+    if not bool(((mantissa == 0.5) & (exponent >= -127)).all()) or not bool(torch.isin(values, _FLOATS4).all()):
+        return None
+    codes = (values[..., None].abs() == _FLOATS4[:8]).to(torch.uint8).argmax(-1) + 8 * (values < 0)
+    head = (exponent + 127).to(torch.uint8)[..., None]
+    return torch.cat([head, _nibbles(codes.to(torch.uint8))], dim=-1).view(len(values), -1)
+
+
+def _nibbles(values: Tensor) -> Tensor:
+    """uint8 [..., 32] of 0 to 15 -> uint8 [..., 16]: the first half in the low bits, the second in the high ones."""
+    return values[..., :16] | (values[..., 16:] << 4)
+
+
+def _fifth_bits(values: Tensor) -> Tensor:
+    """uint8 [..., 32] of 0 to 31 -> uint8 [..., 4]: bit i of the 32 is the fifth bit of value i."""
+    bits = (values >> 4).view(*values.shape[:-1], 4, 8)
+    return (bits << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+
+
+def joined(weights: Sequence[QuantisedWeight]) -> QuantisedWeight:
+    """Matrices of one format over the same inputs, one below the other."""
+    first = weights[0]
+    if any(w.tile != 1 or not torch.equal(w.group, first.group) for w in weights):  # then each number has its scale
+        each = torch.arange(first.shape[1])
+        scales = [w.scales[torch.arange(w.shape[0]) // w.tile].float()[:, w.group] for w in weights]
+        return QuantisedWeight(torch.cat([w.values.float() for w in weights]), torch.cat(scales), each)
+    values, scales = torch.cat([w.values for w in weights]), torch.cat([w.scales for w in weights])
+    return QuantisedWeight(values, scales, first.group)
 
 
 class Format(NamedTuple):
@@ -148,22 +238,14 @@ def _packed(tensors: Tensors, settings: Mapping[str, Any], name: str) -> Quantis
 
 
 def _scheme(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The settings of the weights of a module. All groups of settings with the same numbers of bits are alike to us."""
+    """The settings of the weights. All groups of settings with the same number of bits are alike to us."""
     schemes = [group["weights"] for group in settings.get("config_groups", {}).values() if group.get("weights")]
     bits = {weights["num_bits"] for weights in schemes}
     if len(bits) == 1:
         return schemes[0]
-    named = [g["weights"] for g in settings.get("config_groups", {}).values() if _targets(g.get("targets", ()), name)]
-    if len(named) != 1:
-        raise UnsupportedModel(f"the settings do not tell how {name}weight_packed is stored: {sorted(bits)} bits")
-    return named[0]
-
-
-def _targets(targets: Any, name: str) -> bool:
-    import re
-
-    path = name.removesuffix(".")
-    return any(re.match(t[3:], path) if t.startswith("re:") else path == t or path.endswith(f".{t}") for t in targets)
+    raise UnsupportedModel(
+        f"{name}weight_packed is one of matrices of {sorted(bits)} bits, which outrider does not tell apart"
+    )
 
 
 def _integers(values: Tensor, scales: Tensor, zero: Tensor | None, order: Tensor | None, name: str) -> QuantisedWeight:
@@ -223,8 +305,7 @@ def _block_structure(settings: Mapping[str, Any]) -> Any:
 def _fp4(packed: Tensor, scales: Tensor, whole: Tensor | None, name: str) -> QuantisedWeight:
     """4-bit floats, two in a byte. scales: uint8 powers of two (MXFP4), or float8 under one float32 (NVFP4)."""
     nibbles = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-    table = torch.tensor([*_FP4, *(-x for x in _FP4)], dtype=torch.int8)
-    values = table[nibbles.long()]
+    values = _FLOATS4.to(torch.int8)[nibbles.long()]
     rows, columns = values.shape
     if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
         scales = torch.ldexp(torch.ones(scales.shape), scales.view(torch.uint8).int() - 127)
@@ -238,12 +319,6 @@ def _fp4(packed: Tensor, scales: Tensor, whole: Tensor | None, name: str) -> Qua
 def mxfp4(packed: Tensor, scales: Tensor, name: str) -> QuantisedWeight:
     """One expert of gpt-oss. packed: uint8 [out, block, 16]. scales: uint8 [out, block]."""
     return _fp4(packed.flatten(1), scales, None, name)
-
-
-def _int8(tensors: Tensors, settings: Mapping[str, Any], name: str) -> QuantisedWeight:
-    weight = tensors["weight"]
-    scales = _shaped(f"{name}SCB", tensors["SCB"], (len(weight),))
-    return QuantisedWeight(weight, scales[:, None], torch.zeros(weight.shape[1], dtype=torch.int64), 1, _INT8_FACTOR)
 
 
 def _coded(tensors: Tensors, settings: Mapping[str, Any], name: str) -> QuantisedWeight:
@@ -283,14 +358,11 @@ FORMATS: dict[str, tuple[Format, ...]] = {
         Format(_scaled, ("weight", "weight_scale"), drop=_ACTIVATIONS),
     ),
     "fbgemm_fp8": (Format(_scaled, ("weight", "weight_scale"), drop=_ACTIVATIONS),),
-    "bitsandbytes": (
-        Format(_int8, ("weight", "SCB"), drop=("weight_format",)),
-        Format(_coded, ("weight", "weight.absmax", "weight.quant_map"), (*_NESTED, *_STATES)),
-    ),
+    "bitsandbytes": (Format(_coded, ("weight", "weight.absmax", "weight.quant_map"), (*_NESTED, *_STATES)),),
 }
 """The formats that are read, by the `quant_method` of a configuration. gpt-oss's mxfp4 is read by `mxfp4`."""
 
-_OTHER_NAMES = {"fbgemm-fp8": "fbgemm_fp8", "bitsandbytes-4bit": "bitsandbytes", "bitsandbytes-8bit": "bitsandbytes"}
+_OTHER_NAMES = {"fbgemm-fp8": "fbgemm_fp8", "bitsandbytes-4bit": "bitsandbytes"}
 
 
 def _odd(method: str, settings: Mapping[str, Any]) -> str:
@@ -307,6 +379,8 @@ def _odd(method: str, settings: Mapping[str, Any]) -> str:
         if layout not in ("gemm", "exllama", "ipex"):
             return f"in the layout {layout}"
         return "" if bits == 4 else f"in {bits} bits"
+    if method == "bitsandbytes" and settings.get("load_in_8bit"):
+        return "in 8 bits"
     stored = (settings.get("sparsity_config") or {}).get("format", "dense")
     return f"and stored sparse ({stored})" if method == "compressed-tensors" and stored != "dense" else ""
 

@@ -26,11 +26,10 @@ from outrider.kernels.blocks import Blocks
 from outrider.models import checkpoint
 from outrider.models.checkpoint import Sizes, StoredTensor
 from outrider.models.dtypes import dtype_name
-from outrider.models.hf.experts import gated, give_expert_blocks_, is_mixture
+from outrider.models.hf.experts import give_expert_blocks_, is_mixture
 from outrider.models.hf.hooks import UnsupportedModel
 from outrider.models.matrix import give_matrix_
-from outrider.models.quantised.formats import FORMATS, Format, mxfp4
-from outrider.models.quantised.weights import QuantisedWeight, joined
+from outrider.models.quantised.formats import FORMATS, Format, QuantisedWeight, joined, mxfp4
 from outrider.models.rotary import ExactPowers
 
 # Scales of the cache of keys and values, and of activations: our own cache and kernels do not use them.
@@ -126,7 +125,7 @@ class Quantised:
             self.kept += int(size * _KEPT[4 if bits <= 4 else 8])
         else:
             size *= 2 if part.format == "U8" else 1
-            self.kept += int(size * (_KEPT[8] if part.format == "I8" and self.method != "bitsandbytes" else 2))
+            self.kept += int(size * (_KEPT[8] if part.format == "I8" else 2))
         self.numbers += size
 
     def _read(self, prefix: str, form: Format) -> QuantisedWeight:
@@ -168,7 +167,7 @@ class Quantised:
             return out  # transformers joins them
         for layer, (path, module) in zip(layers, mixtures.items(), strict=True):
             count = 1 + max(int(m[2]) for m in each if m[1] == layer)
-            for tensor, names in _JOINED if gated(module) else _JOINED[2:]:
+            for tensor, names in _JOINED if module.has_gate else _JOINED[2:]:
                 sources = [[f"{layer}{i}.{n}.weight" for n in names] for i in range(count)]
                 if hasattr(module, tensor) and all(n in self.matrices for ns in sources for n in ns):
                     out[f"{path}.{tensor}"] = [

@@ -7,10 +7,10 @@ import pytest
 import torch
 from scipy import stats
 
-from outrider.core.noise import _TOP, Noise, Stream, philox4x32
+from outrider.core.noise import TOP, Noise, Stream, philox4x32
 from outrider.kernels import cpu as native
 
-N = 200_000
+N = 100_000
 ZEROS, ONES = [0] * 4, [0xFFFFFFFF] * 4
 PI = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]
 
@@ -24,9 +24,15 @@ PI = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]
     ],
 )
 def test_known_answers(counter, key, words):
-    """The vectors of Random123 for philox4x32, 10 rounds."""
+    """The vectors of Random123 for philox4x32, 10 rounds. The native noise of these four tokens has its logarithms."""
     result = philox4x32(tuple(torch.tensor([c]) for c in counter), tuple(torch.tensor([k]) for k in key))
     assert [int(w) for w in result] == words
+    if native.available():
+        (_, position, stream, step), ids = counter, torch.arange(4) + 4 * counter[0]
+        found = torch.empty(4)
+        native.library().gumbel_at(key[0] | key[1] << 32, stream, step, position, ids.data_ptr(), 4, found.data_ptr())
+        uniform = ((torch.tensor(words).double() + 0.5) * 2.0**-32).float().clamp_max(TOP)
+        torch.testing.assert_close(found, -torch.log(-torch.log1p(-uniform)), rtol=1e-5, atol=1e-6)
 
 
 def rows(seeds, steps=None):
@@ -41,7 +47,7 @@ def at(*positions):
 @pytest.mark.parametrize("few", [0, 64])
 def test_the_layout_of_counter_and_key(few, monkeypatch):
     """index // 4, position, stream, step; the seed's low word first. Stored traces and the native kernels rely on it."""
-    monkeypatch.setattr("outrider.core.noise._FEW", few)
+    monkeypatch.setattr("outrider.core.noise.FEW", few)
     seed, step, position = 0x1234567890ABCDEF, 5, 9
     words = rows([seed], [step]).words(Stream.ACCEPT, at(position), 10)[0]
     for group in range(3):
@@ -155,15 +161,15 @@ def test_uniform_and_gumbel_are_finite_at_both_ends():
     u = Fixed(torch.tensor([0]), torch.tensor([0])).uniform(Stream.TOKEN, at(0), 5)[0]
     assert 0 < u[0] < u[1] < 1e-9
     assert (u[2:] < 1).all()
-    assert u[-1] == _TOP
+    assert u[-1] == TOP
     assert torch.isfinite(-torch.log(-torch.log1p(-u))).all()
 
 
 def test_gumbel_is_gumbel():
     g = rows(range(8)).gumbel(Stream.TOKEN, torch.full((8,), 5), N // 8).flatten().double().numpy()
     assert abs(g.mean() - np.euler_gamma) < 4 * np.pi / np.sqrt(6 * N)
-    assert abs(g.var() - np.pi**2 / 6) < 0.04  # standard error 0.0077
-    assert abs(stats.skew(g) - 1.13955) < 0.05
+    assert abs(g.var() - np.pi**2 / 6) < 0.05  # standard error 0.011
+    assert abs(stats.skew(g) - 1.13955) < 0.07
     assert stats.kstest(g, "gumbel_r").pvalue > 1e-3
 
 
@@ -179,7 +185,7 @@ def test_gumbel_draws_from_the_distribution():
 @pytest.mark.parametrize("n", [1, 4, 7, 1000])
 def test_native_noise_is_the_same_noise(n, monkeypatch):
     """The same words to the bit; the logarithms may differ in their last places."""
-    monkeypatch.setattr("outrider.core.noise._FEW", 0)  # words by operations on tensors
+    monkeypatch.setattr("outrider.core.noise.FEW", 0)  # words by operations on tensors
     noise, position = rows([7, -3, 2**40], [0, 2, 2**31]), at(1, 70_000, 2**31)
     for stream in Stream:
         words = noise.words(stream, position, n)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -185,32 +185,23 @@ def test_one_process_at_a_time_has_the_turn(name: str, tmp_path: Path) -> None:
 # -- files with a checksum ------------------------------------------------------------------------------------------------
 
 
-DAMAGES = {
-    "empty": lambda whole, draw: b"",
-    "cut": lambda whole, draw: whole[: draw.randrange(len(whole))],
-    "longer": lambda whole, draw: whole + draw.randbytes(9),
-    "flipped": lambda whole, draw: bytes(
-        b ^ 1 << draw.randrange(8) if n == HEAD + 5 else b for n, b in enumerate(whole)
-    ),
-    "no head": lambda whole, draw: b"x" + whole[1:],
-    "zeros": lambda whole, draw: bytes(len(whole)),
-    "foreign": lambda whole, draw: draw.randbytes(len(whole)),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage",
+    [lambda whole: b"", lambda whole: whole[:-1], lambda whole: whole[:-1] + b"x"],
+    ids=["empty", "cut", "changed"],
+)
 def test_a_damaged_file_is_left_out_with_one_line_and_written_again(
-    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    damage: Callable[[bytes], bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The state machine below damages files in any way."""
     shelf = Shelf("prefixes", tmp_path)
     file, content = shelf.path(1), bytes(range(100))
     for _ in range(2):
         assert shelf.store.put(file, [content[:30], content[30:]])
         assert shelf.store.read(file, 100) == content
-        file.write_bytes(DAMAGES[damage](file.read_bytes(), random.Random(damage)))
+        file.write_bytes(damage(file.read_bytes()))
         assert shelf.store.read(file, 100) is None
         assert not file.exists()
-        assert shelf.store.read(file, 100) is None
     assert [record.getMessage() for record in caplog.records] == [
         f"{file} is damaged or was not written by outrider; it is left out"
     ]
@@ -314,9 +305,10 @@ def test_threads_may_make_the_same_entry(name: str, tmp_path: Path) -> None:
 
 
 PROCESS = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from outrider.core.store import PREFIXES, Store
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background ignores it, and so would this process
 store = Store(sys.argv[1], 10**9, PREFIXES)
 def slowly(half):
     half.write_bytes(b"a part")
@@ -447,7 +439,7 @@ class Life(RuleBasedStateMachine):
             assert sum(size for _, size, _ in held) <= self.limit
 
 
-Life.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+Life.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
 test_any_order = Life.TestCase
 
 

@@ -22,11 +22,11 @@ from outrider.kernels.cpu.library import ExpertsStruct, Finish, Router, RouteStr
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
 
-SHAPES = ((37, 100), (16, 16), (1, 7), (100, 288), (513, 331), (64, 33), (80, 2100))
+SHAPES = ((37, 100), (1, 7), (513, 331), (80, 2100))
 EIGHT_BITS = ("Q8_0", "IQ4_NL", "IQ4_XS")  # weights of 8 bits, so activations of 16
 HALF_UNITS = [n for n in BLOCK_FORMATS if n not in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")]
 LIMIT, SLOPE, PLUS = 0.5, 1.702, 1.0  # of CLAMPED
-CUTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 19, 24, 25, 31, 40, 64, 95, 96, 97, 128, 192, 193)
+CUTS = (2, 3, 4, 5, 7, 8, 9, 13, 16, 25, 31, 64, 95, 96, 97, 193)
 
 
 class Case(NamedTuple):
@@ -237,7 +237,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "corrected groups": {"experts": 64, "k": 8, "correction": True, "groups": 4, "kept": 2},
     "scaled": {"experts": 16, "k": 3, "scale": True, "normalised": 1},
 }
-BLOCKS = ((80, 1280, 300), (37, 512, 9))  # outputs, inputs, rows
+BLOCKS = ((80, 768, 100), (37, 512, 9))  # outputs, inputs, rows
 FINISHES = ("STORE", "SWIGLU", "GEGLU", "CLAMPED")
 MIXTURES = ((5, 3, 37, 21, 19), (16, 2, 64, 48, 70), (1, 1, 8, 3, 2))  # experts, k, hidden, middle, rows
 CASES: dict[str, Callable[[], Case]] = {
@@ -271,7 +271,7 @@ def test_rows_are_those_of_the_twin_and_have_the_same_bits_in_any_company(name: 
     order = torch.randperm(case.rows)
     assert torch.equal(case.run(order), whole[order]), "another order"
     for isa in native.isas():
-        for threads in (1, 2, 3):
+        for threads in (1, 3):
             native.set_num_threads(threads)
             if native.use_isa(isa):
                 assert torch.equal(case.run(every), whole), (isa, threads)
@@ -292,7 +292,7 @@ def test_a_matrix_is_rounded_to_the_nearest(kind: str) -> None:
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_weights_in_blocks_are_those_of_ggml(name: str) -> None:
     """In any order, and with every bit set, or none, against the largest activations of either sign: no sum may wrap."""
-    for shape in ((37, 512), (16, 256), (64, 1536)):
+    for shape in ((37, 512), (64, 768)):
         matrix, order = random_blocks(name, *shape), torch.randperm(shape[0])[: shape[0] // 2]
         assert torch.equal(native.Packed([matrix], "float32").dense(), matrix.dense())
         some = Blocks(matrix.data, matrix.format, matrix.columns, order)

@@ -56,7 +56,9 @@ def test_callers_on_several_threads_do_not_disturb_each_other() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
-@pytest.mark.parametrize(("set_first", "environment"), [(True, {}), (False, {"OMP_NUM_THREADS": "1"})])
+@pytest.mark.parametrize(
+    ("set_first", "environment"), [(True, {}), pytest.param(False, {"OMP_NUM_THREADS": "1"}, marks=pytest.mark.long)]
+)
 def test_one_core_or_one_openmp_thread_means_one_thread(set_first: bool, environment: dict[str, str]) -> None:
     code = """
 import os
@@ -98,6 +100,7 @@ def test_structs_and_enumerations_are_those_of_the_library(monkeypatch: pytest.M
             assert "its Activation differs); rebuild with `python setup.py build_ext --inplace`" in str(why)
 
 
+@pytest.mark.long  # a slow start is all that a fault would do
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 def test_bound_openmp_threads_do_not_bind_ours() -> None:
     """With OMP_PROC_BIND OpenMP ties the importing thread to one core; threads made by it would share that core."""

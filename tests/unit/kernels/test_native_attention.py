@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import cpu as native
-from outrider.kernels.attention import Scoring
-from outrider.kernels.cpu import AttentionPlan, attention
+from outrider.kernels.cpu import AttentionPlan, Scoring, attention
 from outrider.kernels.vectors import pack_vectors, unpack_vectors, vector_dim
 
 PACKED = [torch.bfloat16, torch.int8]
@@ -39,7 +38,7 @@ def random_tree(nodes: int, rng: random.Random) -> list[int]:
     return [-1, *(rng.randint(max(0, i - 3), i - 1) for i in range(1, nodes))]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(16), *(pytest.param(n, marks=pytest.mark.long) for n in range(16, 40))])
 def test_a_node_has_the_bits_of_a_committed_token(seed: int) -> None:
     """Chains, random trees and ragged batches; odd head sizes; windows, caps and sinks; other slots are NaN."""
     torch.manual_seed(seed)
@@ -99,7 +98,7 @@ def isas() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("dtype", PACKED)
-@pytest.mark.parametrize("dim", [1, 7, 8, 20, 31, 32, 33, 64, 80, 128, 256])
+@pytest.mark.parametrize("dim", [1, 7, 20, 31, 32, 33, 80, 128])
 def test_packing_is_its_torch_twin_and_rounds_to_the_nearest(dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(dim)
     x = torch.randn(60, 3, dim) * torch.logspace(-36, 36, 60)[:, None, None]
@@ -119,7 +118,7 @@ def test_packing_is_its_torch_twin_and_rounds_to_the_nearest(dim: int, dtype: to
 
 
 @pytest.mark.parametrize("dtype", PACKED)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_packed_keys_and_values_give_the_bits_of_the_floats_they_stand_for(seed: int, dtype: torch.dtype) -> None:
     """Chains and trees of 1 to 300 nodes, some of them in the scratch already; every instruction set."""
     torch.manual_seed(seed)
@@ -147,7 +146,7 @@ def test_packed_keys_and_values_give_the_bits_of_the_floats_they_stand_for(seed:
             assert torch.equal(attention(one, q[:, n : n + 1], keys, values, scoring)[:, 0], expected[:, n])
 
 
-@pytest.mark.parametrize("length", [1, 15, 255, 256, 257, 511, 777, 4_099, 20_001])
+@pytest.mark.parametrize("length", [1, 15, 255, 256, 257, 777, 4_099, pytest.param(20_001, marks=pytest.mark.long)])
 def test_a_node_has_its_bits_over_any_context_cut_in_any_way(length: int) -> None:
     """A tree and a piece of a prompt, the nodes alone, one thread and two, every instruction set and precision."""
     torch.manual_seed(length)

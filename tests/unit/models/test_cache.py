@@ -131,5 +131,5 @@ class Cached(RuleBasedStateMachine):
         assert self.cache.bytes_per_slot == 7 * self.recurrent
 
 
-Cached.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
+Cached.TestCase.settings = settings(max_examples=25, stateful_step_count=20)
 test_the_cache = Cached.TestCase

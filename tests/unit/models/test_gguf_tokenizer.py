@@ -32,7 +32,7 @@ _DIGITS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[
 def lines() -> list[str]:
     draw = random.Random(0)
     texts = [line for path in sorted(Path(__file__).parent.glob("*.py")) for line in path.read_text().splitlines()]
-    return texts[:1500] + ["".join(draw.choices(_ODD, k=draw.randrange(1, 12))) for _ in range(1500)]
+    return texts[:500] + ["".join(draw.choices(_ODD, k=draw.randrange(1, 12))) for _ in range(800)]
 
 
 def file_with(metadata: dict[str, Any], path: Path) -> GGUFFile:
@@ -88,7 +88,7 @@ def trained() -> Any:
     made.normalizer = normalizers.Replace(" ", "▁")
     made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     special = ["<pad>", "<eos>", "<bos>", "<unk>", *[f"<0x{b:02X}>" for b in range(256)]]
-    plain = [line for line in lines()[:1500] if "<" not in line]
+    plain = [line for line in lines()[:500] if "<" not in line]
     made.train_from_iterator(plain, trainers.BpeTrainer(vocab_size=900, special_tokens=special, show_progress=False))
     return made
 

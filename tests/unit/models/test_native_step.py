@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from architectures import FAMILIES, ODD, VOCAB, tiny
@@ -24,7 +26,6 @@ pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why())
 _GRANITE = ODD | {"hidden_size": 96, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0}
 MODELS = {
     "llama": FAMILIES["llama-odd"],
-    "llama3": FAMILIES["llama3-odd"],
     "qwen2": FAMILIES["qwen2-odd"],
     "qwen3": FAMILIES["qwen3-odd"],
     "granite": ("granite", _GRANITE),
@@ -73,7 +74,7 @@ def test_memory_in_large_pages_begins_with_one_and_holds_zeros() -> None:
 @pytest.mark.parametrize("weights", native.KINDS)
 def test_weights_are_close_to_what_they_round(weights: str) -> None:
     """A model whose matrices are replaced by what the kernels hold gives, in transformers, the same logits."""
-    theirs = build("llama3")
+    theirs = build("qwen2")
     ours = NativeModel(theirs, weights=weights)
     head = "int8" if weights in ("int8", "int4") else weights
     with torch.no_grad():
@@ -88,7 +89,7 @@ def test_weights_are_close_to_what_they_round(weights: str) -> None:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["qwen3", "granite"])
 def test_rounded_keys_and_values_are_close_and_the_same_as_on_the_general_path(name: str, kv_cache_dtype: str) -> None:
     theirs = build(name)
     exact, ours, general = (
@@ -167,7 +168,7 @@ def test_draft_chains_are_the_loop_in_one_call(weights: str, kv_cache_dtype: str
 def test_a_chain_states_its_chances_and_ends_where_they_are_low(temperature: float, ids: str | None) -> None:
     model = NativeModel(build("llama"), head_ids=None if ids is None else SOME)
     cache, error, ended = model.new_cache(1, 64), LogitError(), set[int]()
-    for first in range(1, 30):
+    for first in range(1, 16):
         noise = (first, 0, 0, 5)
         [whole] = model.draft_chains(cache, [Chain(0, [first], 6, temperature, noise, error.scale)])
         [bare] = model.draft_chains(cache, [Chain(0, [first], 6, temperature, noise)])
@@ -224,25 +225,26 @@ def test_a_head_of_tokens_that_are_none(ids: list[int], words: str) -> None:
             make(build("llama"), head_ids=torch.tensor(ids, dtype=torch.int64))
 
 
+# Tokens, parents, taps, and what the error says.
+BROKEN: list[tuple[Any, Any, tuple[int, ...], str]] = [
+    ([[1, 99]], None, (), r"token 99 .* vocabulary of 97"),
+    ([[1, 2]], [[-1, 1]], (), "node 1 of entry 0 has parent 1"),
+    ([[1, 2]], [[-2, -2]], (), "every entry has a root"),
+    ([[]], None, (), "one token at least"),
+    ([[1, 1, 1]] * 2, None, (), "give each slot a line"),
+    ([[1, 2]], [[-1]], (), "one parent per node"),
+    ([[1]], [[-1, -2, 1]], (), "node 2 of entry 0 has parent 1"),  # node 1 is padding
+    ([[1, 2]], None, (7,), "taps are layers"),
+]
+
+
 def test_errors_name_what_is_wrong() -> None:
     model = NativeModel(build("llama"))
     cache = model.new_cache(1, 64)
-    with pytest.raises(ValueError, match=r"token 99 .* vocabulary of 97"):
-        model.forward(Nodes(torch.tensor([[1, 99]]), cache, [0]))
-    with pytest.raises(ValueError, match="node 1 of entry 0 has parent 1"):
-        model.forward(Nodes(torch.tensor([[1, 2]]), cache, [0], torch.tensor([[-1, 1]])))
-    with pytest.raises(ValueError, match="every entry has a root"):
-        model.forward(Nodes(torch.tensor([[1, 2]]), cache, [0], torch.tensor([[-2, -2]])))
-    with pytest.raises(ValueError, match="one token at least"):
-        model.forward(Nodes(torch.ones(1, 0, dtype=torch.int64), cache, [0]))
-    with pytest.raises(ValueError, match="give each slot a line"):
-        model.forward(Nodes(torch.ones(2, 3, dtype=torch.int64), cache, [0]))
-    with pytest.raises(ValueError, match="one parent per node"):
-        model.forward(Nodes(torch.tensor([[1, 2]]), cache, [0], torch.tensor([[-1]])))
-    with pytest.raises(ValueError, match="node 2 of entry 0 has parent 1"):  # node 1 is padding
-        model.forward(Nodes(torch.tensor([[1]]), cache, [0], torch.tensor([[-1, -2, 1]])))
-    with pytest.raises(ValueError, match="taps are layers"):
-        model.forward(Nodes(torch.tensor([[1, 2]]), cache, [0]), taps=(7,))
+    for tokens, parents, taps, words in BROKEN:
+        with pytest.raises(ValueError, match=words):
+            lines = None if parents is None else torch.tensor(parents)
+            model.forward(Nodes(torch.tensor(tokens, dtype=torch.int64), cache, [0], lines), taps=taps)
     with pytest.raises(ValueError, match="fit"):
         cache.commit([0], [range(65)])
     with pytest.raises(ValueError, match="token 99"):

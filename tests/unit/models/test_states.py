@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -27,11 +26,12 @@ from outrider.kernels import cpu as native
 from outrider.models import states
 from outrider.models.cache import SlotCache
 from outrider.models.hf import recurrent
-from outrider.models.hf.model import HFModel
+from outrider.models.hf.model import HFModel, UnsupportedModel
 from outrider.models.native.model import NativeModel
 from outrider.models.nodes import Nodes
 from outrider.models.states import KEPT, LayerStates, NodeChain
 from outrider.testing.stubs import Noisy, Wrong
+from tests.support.tiny_models import tiny_config, tiny_model, whole_config
 
 # One of each kind: linear attention, Mamba 2 beside attention in one layer, Mamba alone, convolutions.
 KINDS = ["qwen3_5_text", "falcon_h1", "mamba", "lfm2"]
@@ -84,26 +84,7 @@ def _no_states_in_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SlotCache, "restore", restore)
 
 
-def _changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node changes the state of its parent, so siblings see each other."""
-    scan = LayerStates.scan
-
-    def changed(self: LayerStates, *given: Any) -> torch.Tensor:
-        *nodes, advance, inputs = given
-
-        def dirty(chains: list[NodeChain], read: list[torch.Tensor]) -> tuple[torch.Tensor, list[list[states.State]]]:
-            out, found = advance(chains, read)
-            for chain, after in zip(chains, found, strict=True):
-                for start, new in zip(chain.start, after[-1] if after else (), strict=False):
-                    start.copy_(new)
-            return out, found
-
-        return scan(self, *nodes, dirty, inputs)
-
-    monkeypatch.setattr(LayerStates, "scan", changed)
-
-
-@pytest.mark.parametrize("fault", [_shared_rows, _no_states_in_prefixes, _changed_in_place])
+@pytest.mark.parametrize("fault", [_shared_rows, _no_states_in_prefixes])
 def test_planted_faults_are_found(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("falcon_h1")[1]
     with monkeypatch.context() as planted, pytest.raises(AssertionError, match="slot"):
@@ -112,37 +93,40 @@ def test_planted_faults_are_found(fault: Callable[[pytest.MonkeyPatch], None], m
 
 
 def test_a_window_that_is_one_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = recurrent.windows
+
     def late(chains: list[NodeChain], inputs: list[torch.Tensor]) -> tuple[torch.Tensor, list[list[states.State]]]:
-        found, after = recurrent.windows(chains, inputs)
+        found, after = windows(chains, inputs)
         return found.roll(1, -1), after
 
-    assert not model_of("lfm2")[1].recurrences.by_node
     monkeypatch.setattr(recurrent, "windows", late)
-    model = HFModel(tiny("lfm2"))
-    assert model.recurrences.by_node, "the first forward compares, and takes the slow way"
-    assert_rows_do_not_depend_on_their_neighbours(model)
+    with pytest.raises(UnsupportedModel, match="it gives other logits than by itself"):
+        HFModel(tiny("lfm2"))
 
 
 @pytest.mark.skipif(not native.available(), reason=str(native.why()))
 @pytest.mark.parametrize("name", families("qwen3_5_text", "falcon_h1", "mamba"))
 def test_the_kernels_are_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = model_of(name)[1].recurrences.by_node
-
     def none(kind: str, *_: object) -> None:
         raise AssertionError(f"{kind} has a kernel")
 
-    monkeypatch.setattr(recurrent, "_by_itself", none)
-    assert HFModel(tiny(name)).recurrences.by_node == slow, "whole layers go node by node only where there is no step"
+    monkeypatch.setattr(recurrent, "by_itself", none)
+    HFModel(tiny(name))
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "mamba"])
 def test_without_kernels_the_functions_themselves_are_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent, "STEPS", dict.fromkeys(recurrent.STEPS, lambda _: None))
     raw, model = tiny(name), HFModel(tiny(name))
-    assert not model.recurrences.by_node
     texts = [raw.generate(torch.tensor([p]), do_sample=False, max_new_tokens=8)[0].tolist() for p in prompts(3, 13)]
     assert outputs(model, texts, Guided(texts), 8) == texts
     check_histories(model, 6)
+
+
+@pytest.mark.parametrize("name", ["zamba", "zamba2", "kimi_linear", "minimax", "recurrent_gemma"])
+def test_layers_whose_code_has_no_step_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedModel):
+        HFModel(tiny_model(tiny_config(whole_config(name))))
 
 
 @pytest.mark.parametrize("kind", [HFModel, NativeModel])

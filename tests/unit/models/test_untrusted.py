@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import tiny
+from crossed import crossed
 from heads import GOLDEN, small_target
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
@@ -22,11 +23,11 @@ from outrider.drafters.heads.eagle import eagle_model, read_eagle
 from outrider.kernels import cpu as native
 from outrider.kernels.cpu import Packed
 from outrider.models import pretrained
+from outrider.models.checkpoint import LoadRequest
 from outrider.models.load import load, tokenizer_named
 from outrider.models.load import pack as write_pack
 from outrider.models.packs import folder as packs
 from outrider.models.packs.folder import CONFIG, MANIFEST, WEIGHTS, BadPack
-from outrider.models.request import LoadRequest
 from outrider.models.tokenizer import LazyTokenizer, OwnCode
 
 
@@ -128,7 +129,7 @@ def test_a_configuration_is_compared_with_the_tensors_before_memory_is_taken(
         raise AssertionError("weights were read")
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", read)
-    monkeypatch.setattr(pretrained, "_SMALL", 0)
+    monkeypatch.setattr(pretrained, "SMALL", 0)
     change(folder / CONFIG, **lie)
     with pytest.raises(ValueError, match=said):
         load(folder)
@@ -188,8 +189,7 @@ COUNTS = (
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", COUNTS)
-@pytest.mark.parametrize("factor", [8, 2, 0, -1, 2**40, 0.5, "text"])
+@pytest.mark.parametrize(("name", "factor"), crossed(COUNTS, [8, 2, 0, -1, 2**40, 0.5, "text"], share=0.1))
 def test_each_number_of_a_pack_is_compared_with_its_tensors(name: str, factor: Any, pack: Path) -> None:
     given = json.loads((pack / MANIFEST).read_text())
     settings = given["native"] if name == "vocab_size" else given["native"]["config"]

@@ -1,8 +1,9 @@
-"""Bytes that a forward of one token reads, of which costs of drafters follow."""
+"""What drafters ask of a model: the bytes that a forward of one token reads, and rows of its embedding and output head."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from architectures import tiny
 
 from outrider.models.hf.model import HFModel
@@ -41,3 +42,24 @@ def test_an_embedding_that_is_tied_to_the_output_head_is_read_once() -> None:
     found = HFModel(raw)
     assert found.head_bytes == pytest.approx(raw.get_input_embeddings().weight.nbytes, rel=0.2)
     assert found.head_bytes < found.weight_bytes < sum(p.nbytes for p in raw.parameters()) * 1.2
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kind", [NativeModel, HFModel])
+def test_rows_are_those_of_the_checkpoint(kind: type, weights: str, tied: bool) -> None:
+    raw = tiny("llama", tie_word_embeddings=tied)
+    table, head = (m.weight.detach().clone() for m in (raw.get_input_embeddings(), raw.get_output_embeddings()))
+    model = kind(raw, weights=weights)
+    tokens = torch.tensor([[3, 69], [0, 3]])
+    near = {"float32": 0.0, "bfloat16": 1e-2, "int8": 1e-2}[weights]
+    assert torch.allclose(model.embedding_rows(tokens), table[tokens], atol=near, rtol=0)
+    assert torch.allclose(model.head_rows(tokens[0]), head[tokens[0]], atol=near, rtol=0)
+    assert model.embedding_rows(torch.empty(0, dtype=torch.long)).shape == (0, 32)
+
+
+@pytest.mark.parametrize("kind", [NativeModel, HFModel])
+def test_a_head_of_some_tokens_has_no_rows_of_others(kind: type) -> None:
+    model = kind(tiny("llama"), head_ids=torch.tensor([1, 5]))
+    with pytest.raises(ValueError, match="without head_ids"):
+        model.head_rows(torch.tensor([2]))

@@ -8,7 +8,18 @@ from typing import Any
 from outrider.models.native.builder import Builder
 from outrider.models.native.families import family
 from outrider.models.native.families.dense import llama_layers
-from outrider.models.native.parts import Part, Sublayer, both, by_kind, decoder, mixture, mlp, unused
+from outrider.models.native.parts import (
+    Part,
+    Sublayer,
+    both,
+    by_kind,
+    decoder,
+    groups_of,
+    mixture,
+    mlp,
+    sigmoid_routing,
+    unused,
+)
 from outrider.models.native.program import NotNative, Value
 
 _MIXTURE = (  # a model may have no layer with experts
@@ -96,21 +107,10 @@ def _feed(b: Builder, c: Any, second: bool) -> Part:
         if c.topk_method not in ("greedy", "group_limited_greedy"):
             raise NotNative(f"its router is {c.topk_method}")
         routing = {"kind": "softmax_top", "scaling": float(c.routed_scaling_factor)}
-        routing |= _groups(c) if c.topk_method == "group_limited_greedy" else {}
+        routing |= groups_of(c) if c.topk_method == "group_limited_greedy" else {}
     width = c.moe_intermediate_size
     feed = both(
         mixture(b, c, count=c.n_routed_experts, width=width, **routing),
         mlp(b, c, "mlp.shared_experts", width=width * c.n_shared_experts),
     )
     return by_kind(b, kinds, dense=mlp(b, c), sparse=feed)
-
-
-def sigmoid_routing(c: Any) -> dict[str, Any]:
-    """The router of V3: settings of `mixture`."""
-    routing: dict[str, Any] = {"kind": "sigmoid_top", "scaling": float(c.routed_scaling_factor), "added": 1e-20}
-    routing |= {"normalised": bool(c.norm_topk_prob), "correction": "gate.e_score_correction_bias"}
-    return routing | (_groups(c) if c.n_group > 1 else {})
-
-
-def _groups(c: Any) -> dict[str, int]:
-    return {"groups": c.n_group, "kept_groups": c.topk_group}

@@ -9,7 +9,6 @@ import torch
 from outrider.models.native import parts
 from outrider.models.native.builder import Builder
 from outrider.models.native.families import family
-from outrider.models.native.families.deepseek import sigmoid_routing
 from outrider.models.native.families.mixtures import granite_mixture
 from outrider.models.native.parts import (
     Part,
@@ -59,7 +58,7 @@ def nemotron_h(b: Builder, c: Any) -> None:
     kinds = _mixers(mixer, attends(b, c, None, "mixer", window=0))
     kinds["mlp"] = parts.ungated_mlp(b, c, "mixer.up_proj", "mixer.down_proj", c.mlp_hidden_act)
     experts = {"count": c.n_routed_experts, "width": c.moe_intermediate_size, "activation": c.mlp_hidden_act}
-    feed = parts.mixture(b, c, "mixer", latent=c.moe_latent_size or 0, **experts, **sigmoid_routing(c))
+    feed = parts.mixture(b, c, "mixer", latent=c.moe_latent_size or 0, **experts, **parts.sigmoid_routing(c))
     shared = ("mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj", c.mlp_hidden_act)
     kinds["moe"] = both(feed, parts.ungated_mlp(b, c, *shared, width=c.moe_shared_expert_intermediate_size))
     part = Sublayer(by_kind(b, c.layers_block_type, **kinds), "norm")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.control import Fixed
-from outrider.core.features import Features
+from outrider.drafters.heads.features import Features
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.engine import Engine
 from outrider.engine.memory import Memory, per_token

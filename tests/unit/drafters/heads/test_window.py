@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from outrider import LLM, SamplingParams
 from outrider.control import Fixed
-from outrider.core.features import Features
 from outrider.core.types import Budget
 from outrider.drafters.heads import features
+from outrider.drafters.heads.features import Features
 from outrider.engine.scheduler import Scheduler
 from outrider.models.nodes import Nodes
 from outrider.testing import contract
