@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "ray" / "tests" / "support"))
 sys.path.insert(0, str(ROOT / "lab" / "tests" / "support"))
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from patience import PATIENCE
+from patience import PATIENCE  # noqa: E402
 
 torch.set_num_threads(1)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a hundred processes of the tests would compile the same files

@@ -22,6 +22,8 @@ from outrider.models.gguf.reader import read
 from outrider.models.gguf.tokenizer import tokenizer_of
 from outrider.models.load import load, pack
 from outrider.models.tokenizer import LazyTokenizer
+from outrider_lab.heads.modules import Eagle, config_for
+from outrider_lab.heads.writers import write_eagle
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
 
@@ -33,8 +35,6 @@ LARGE = (
 SECOND_START = """
 import sys
 from outrider import LLM
-from outrider_lab.heads.modules import Eagle, config_for
-from outrider_lab.heads.writers import write_eagle
 head = {"method": "eagle3", "model": sys.argv[2]}
 for config in ({"method": "auto"}, head):
     print(LLM(sys.argv[1], speculative_config=config).generate("def f")[0].outputs[0].token_ids)
