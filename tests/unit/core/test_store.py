@@ -337,7 +337,7 @@ def test_a_killed_process_leaves_nothing_that_counts(by: signal.Signals, tmp_pat
     with process(tmp_path, 600, KINDS["prefixes"][1].format(1)) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "half\n"
-        while child.poll() is None:  # once more where the first came before the end, which then waits for the writer
+        while child.poll() is None:  # again where the first came before the end, which then waits for the writer
             child.send_signal(by)
             time.sleep(0.1)
     assert shelf.store.entries() == []
