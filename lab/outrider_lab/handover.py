@@ -287,9 +287,10 @@ def write_head(head: HeadFolder, engine: str, target: str, folder: Path) -> Path
     if head.kind == MEDUSA:
         return write_medusa(out, read_medusa(head, loaded), "vllm", dtype=dtype)
     weights = read_eagle(head, loaded)
-    own = weights.own_embedding
-    embedding = torch.zeros(weights.config.vocab_size, weights.config.hidden_size) if own is None else own
-    return write_eagle(out, Eagle.of(weights, embedding), "flat", dtype=dtype, embedding=own is not None)
+    embedding, shares = weights.own_embedding, weights.own_embedding is None
+    if embedding is None:
+        embedding = torch.zeros(weights.config.vocab_size, weights.config.hidden_size)
+    return write_eagle(out, Eagle.of(weights, embedding), "flat", dtype=dtype, embedding=not shares)
 
 
 def same_tokens(target: str, draft: str) -> bool | None:

@@ -45,8 +45,11 @@ def _rejection(
 ) -> Rule:
     """Rejection on a chain with one thing wrong.
 
-    coin: (part, whole) of the probability to accept token x. after: the distribution after a rejection. of_p, of_q: what the rule
-    takes for the distributions.
+    Args:
+        coin: (part, whole) of the probability to accept token x.
+        after: The distribution after a rejection.
+        of_p: What the rule takes for the target's distributions.
+        of_q: What the rule takes for the drafter's distributions.
     """
 
     def rule(
@@ -77,7 +80,7 @@ def _block(*, first_failure: bool = False, token_residual: bool = False, weightl
         tokens: Sequence[int], parents: Sequence[int], target: NodeProbs, drafter: NodeProbs, choose: Any
     ) -> tuple[list[int], int]:
         last = len(tokens) - 1
-        kept, kept_weight, weight = 0, 1, 1
+        end, end_weight, weight = 0, 1, 1  # the last node that was accepted, and the weight of its prefix
         for n in range(1, last + 1):
             x = tokens[n]
             weight = clipped_ratio(weight * target(n - 1)[x], drafter(n - 1)[x])
@@ -86,13 +89,13 @@ def _block(*, first_failure: bool = False, token_residual: bool = False, weightl
                 part = sum(leftover(1 if weightless else weight, target(n), drafter(n)))
                 whole = part + 1 - weight
             if choose.coin(part, whole, depth=n, node=n) or weight == 1:
-                kept, kept_weight = n, weight
+                end, end_weight = n, weight
             elif first_failure:
                 break
         probs = target(last)
-        if kept < last:
-            probs = residual(1 if token_residual else kept_weight, target(kept), drafter(kept))
-        return list(range(kept + 1)), choose.token(probs, depth=kept + 1)
+        if end < last:
+            probs = residual(1 if token_residual else end_weight, target(end), drafter(end))
+        return list(range(end + 1)), choose.token(probs, depth=end + 1)
 
     return rule
 
@@ -132,13 +135,13 @@ _SMALLEST = 40  # toys in which a small counterexample is looked for
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to try a verifier. gamma: draft tokens of a step, for a chain. siblings, widths: of a tree."""
+    """One way to try a verifier."""
 
     vocab: int
-    gamma: int
+    gamma: int  # draft tokens of a step, for a chain
     length: int
-    siblings: Siblings | None = None
-    widths: tuple[int, ...] = ()
+    siblings: Siblings | None = None  # of a tree
+    widths: tuple[int, ...] = ()  # of a tree, by level
 
     @property
     def name(self) -> str:
@@ -173,12 +176,14 @@ TREES = tuple(
 
 
 class VerifierFunction(Subject):
-    """A function with the signature of `outrider.verify.Reference`. trees: whether a node may have two children.
-
-    None takes the attribute `trees` of the function; False without it.
-    """
+    """A function with the signature of `outrider.verify.Reference`."""
 
     def __init__(self, function: Callable[..., Any], name: str, *, trees: bool | None = None) -> None:
+        """A verifier and its name.
+
+        Args:
+            trees: Whether a node may have two children. None takes the attribute `trees` of the function, False without it.
+        """
         super().__init__()
         self.function, self.name = function, name
         if trees is None:
@@ -201,7 +206,7 @@ class VerifierFunction(Subject):
         """The rule for drafts whose siblings were made so."""
         if siblings is None or not self._takes_siblings:
             return self.function
-        return lambda *given: self.function(*given, siblings=siblings)
+        return lambda *args: self.function(*args, siblings=siblings)
 
 
 class Exact(CertificateKind):
@@ -225,16 +230,16 @@ class Exact(CertificateKind):
         wrong = list[oracle.Toy]()
         for toy in oracle.toys(_TOYS if configuration.siblings is None else _TOYS_OF_TREES, configuration.vocab):
             try:
-                found = oracle.composed(toy, rule, drafter, configuration.length)
+                written = oracle.composed(toy, rule, drafter, configuration.length)
             except Exception as error:  # of the author's function
                 record["error"] = f"{type(error).__name__}: {error} (toy {toy.seed}, {toy.kind}, {configuration.name})"
                 return record
             wanted = oracle.plain(toy, configuration.length)
             record["toys"] += 1
             record["texts"] += len(wanted)
-            if found != wanted:
+            if written != wanted:
                 wrong.append(toy)
-                record["distance"] = max(record["distance"], oracle.total_variation(found, wanted))
+                record["distance"] = max(record["distance"], oracle.total_variation(written, wanted))
         if wrong:
             record["cause"] = self._cause(configuration, wrong)
             record["counterexample"] = self._counterexample(configuration, wrong)
@@ -247,13 +252,11 @@ class Exact(CertificateKind):
         rule, drafter = self.verifier.rule(configuration.siblings), configuration.drafter()
         same = list[str]()
         for length in sorted({configuration.length, 3}):
-            found = [oracle.composed(toy, rule, drafter, length) for toy in toys]
+            pairs = [(toy, oracle.composed(toy, rule, drafter, length)) for toy in toys]
             same = [
                 name
                 for name, mistake in RULES.items()
-                if all(
-                    self._as(mistake, toy, drafter, length) == wanted for toy, wanted in zip(toys, found, strict=True)
-                )
+                if all(self._as(mistake, toy, drafter, length) == written for toy, written in pairs)
             ]
             if len(same) == 1:
                 return same[0]
@@ -363,11 +366,11 @@ def story(toy: oracle.Toy, rule: oracle.Rule, drafter: oracle.Drafter, configura
     def numbers(probs: Sequence[Fraction]) -> str:
         return "  ".join(f"{LETTERS[i]} {probs[i]!s:>5}" for i in vocab)
 
-    known: list[tuple[int, ...]] = [()]
+    texts: list[tuple[int, ...]] = [()]
     if length > 1 or configuration.gamma > 1:
-        known += [(i,) for i in vocab]
+        texts += [(i,) for i in vocab]
     lines = [f"the target's p and the drafter's q ({configuration.name}):"]
-    for text in known:
+    for text in texts:
         after = "".join(LETTERS[i] for i in text) or "nothing"
         lines += [f"  after {after:8} p:  {numbers(toy.p(text))}", f"  {'':14} q:  {numbers(toy.q(text))}"]
     program, branches = oracle.speculate(toy, rule, drafter, length), list[str]()
@@ -377,14 +380,14 @@ def story(toy: oracle.Toy, rule: oracle.Rule, drafter: oracle.Drafter, configura
         branches.append(f"  {narrator.weight!s:>8}  {''.join(LETTERS[i] for i in text)}   {'; '.join(narrator.told)}")
         return text
 
-    found = oracle.distribution(told, _Narrator)
+    written = oracle.distribution(told, _Narrator)
     lines += ["all branches:", *branches[:24]]
     if len(branches) > 24:
         lines.append(f"  ... and {len(branches) - 24} more")
     lines.append("added up, and what plain decoding gives:")
     wanted = oracle.plain(toy, length)
-    for text in sorted({*found, *wanted}):
-        got, want = found.get(text, Fraction(0)), wanted.get(text, Fraction(0))
+    for text in sorted({*written, *wanted}):
+        got, want = written.get(text, Fraction(0)), wanted.get(text, Fraction(0))
         mark = "" if got == want else f"   <- {'too often' if got > want else 'too rarely'} by {abs(got - want)}"
         lines.append(f"  {''.join(LETTERS[i] for i in text)}  {got!s:>10}  {want!s:>10}{mark}")
     return "\n".join(lines)

@@ -129,12 +129,12 @@ def tune(
     show_answer(search)
     if interrupted:
         warn("interrupted: this is known so far", RED)
-    given = shlex.quote(json.dumps(answer.config))
+    config = shlex.quote(json.dumps(answer.config))
     if out is not None:
         write_whole(out, json.dumps(answer.config, indent=1) + "\n")
-        given = shlex.quote(str(out))
+        config = shlex.quote(str(out))
     print("Use it, also with run and serve:")
-    words = f"-m {shlex.quote(what.model)}", f"--speculative-config {given}"
+    words = f"-m {shlex.quote(what.model)}", f"--speculative-config {config}"
     print("  " + command(f"{program()} generate", "'def f(x):'", *words))
     raise typer.Exit(130 if interrupted else 0)
 
@@ -142,7 +142,8 @@ def tune(
 def candidates(inputs: TuneInputs, wanted: list[str] | None) -> list[tuple[str, dict[str, Any]]]:
     """Names and configurations to try. Raises ValueError for a method that is unknown, or that lacks an input.
 
-    wanted: methods that the user named, None for all.
+    Args:
+        wanted: Methods that the user named, None for all.
     """
     from outrider.drafters.config import SpeculativeConfig
     from outrider.drafters.method import METHODS, find
@@ -234,7 +235,9 @@ def why_plain(search: Search) -> str:
 def show_exports(search: Search, whole: bool, depths: dict[int, int] | None) -> None:
     """Print how other engines get the best setting that they can express.
 
-    whole: their own command lines, else only ours that makes them. depths: best chain by batch size, None to predict it now.
+    Args:
+        whole: Whether to print their own command lines, else only ours that makes them.
+        depths: The best chain by batch size, None to predict it now.
     """
     from outrider_lab.cli.export import show_commands
     from outrider_lab.handover import exports

@@ -208,9 +208,9 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(tmp_path: Path) -> No
     assert "interrupted measurement. Continue it with --resume" in lost.stderr
     other = bench("--method", "ngram", "-r", "2", "--json", str(file), "--resume")
     assert other.exit_code == 2
-    assert "another measurement (settings: name=suffix there, name=ngram now)" in other.stderr
+    assert "another measurement (different settings)" in other.stderr
     warmer = bench(*words, "-t", "1", "--resume")
-    assert "(sampling: temperature=0.0 there, temperature=1.0 now)" in warmer.stderr
+    assert "(different sampling)" in warmer.stderr
 
     done = bench(*words, "--resume")
     assert done.exit_code == 0, done.output
