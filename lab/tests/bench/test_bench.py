@@ -45,8 +45,7 @@ def bench(*words: str):
     return CliRunner().invoke(cli.app, ["bench", "-m", SMALL, "-n", "4", "--num-prompts", "2", *words])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("rows", "temperature"), [(1, 0.0), (2, 0.8)])
 def test_every_token_is_accounted_for(rows: int, temperature: float) -> None:
     side, run = local(None, PAIR, rows=rows, temperature=temperature)
     list(measure(run, side, PROMPTS))
@@ -131,17 +130,8 @@ def test_the_command_measures_and_tells(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     done = bench("--method", "suffix", "--method", "ngram", "-k", "2", "-r", "1", "--json", str(file))
     assert done.exit_code == 0, done.output
-    for word in (
-        "suffix k=2",
-        "ngram k=2",
-        "plain",
-        "tokens/s",
-        "interval",
-        "By category",
-        "2 of 2",
-        "Identical texts",
-    ):
-        assert word in done.stdout
+    words = "suffix k=2|ngram k=2|plain|tokens/s|interval|By category|2 of 2|Identical texts"
+    assert all(word in done.stdout for word in words.split("|"))
     assert max(len(line) for line in done.stdout.splitlines() if str(tmp_path) not in line) <= 80
     assert "\x1b" not in done.stdout
     run = Run.load(file)
@@ -268,13 +258,8 @@ def test_a_file_that_is_no_run_is_not_overwritten(tmp_path: Path) -> None:
 def test_configurations_and_their_names(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text('{"method": "suffix"}')
-    given = [
-        str(file),
-        '{"method": ["suffix", "ngram"], "tree_width": 2}',
-        '{"model": "x", "verifier": "block"}',
-        str(file),
-    ]
-    assert SettingOptions(model="m", speculative_config=given).configs(False) == [
+    texts = ['{"method": ["suffix", "ngram"], "tree_width": 2}', '{"model": "x", "verifier": "block"}']
+    assert SettingOptions(model="m", speculative_config=[str(file), *texts, str(file)]).configs(False) == [
         ("mine", {"method": "suffix"}),
         ("suffix+ngram width=2", {"method": ["suffix", "ngram"], "tree_width": 2}),
         ("draft_model block", {"model": "x", "verifier": "block"}),

@@ -9,7 +9,22 @@ from typing import Any
 from outrider.core.origins import ACCEPTED, BONUS, CORRECTED, PLAIN
 from outrider_lab.bench.run import PromptRecord, Run, Sample, Setting
 
-WORDS = "def |area|(r)|:\n|    |return |math|.|pi| * |r|\n|# of a circle|x = 1\n".split("|")
+WORDS = [
+    "def ",
+    "area",
+    "(r)",
+    ":\n",
+    "    ",
+    "return ",
+    "math",
+    ".",
+    "pi",
+    " * ",
+    "r",
+    "\n",
+    "# of a circle",
+    "x = 1\n",
+]
 HOSTILE = [
     "</script><script>alert(1)</script>", "<img src=x onerror=alert(2)>", "\"' onload='alert(3)", "{{ 7*7 }}{% raw %}",
     "\x00\x1b[31m", "\u202eright to left", "&lt;already&gt; &amp;", "</style></svg></table>", "]]>", "<!-- ", "x" * 300,
