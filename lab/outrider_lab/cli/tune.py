@@ -197,8 +197,6 @@ def show_table(search: Search) -> None:
     console().print(shown)
     for name, problem in search.forecasts.problems.items():
         say(f"{name}: {problem}")
-    if said := search.drafts_with_a_model():
-        say(said)
 
 
 def show_answer(search: Search) -> None:

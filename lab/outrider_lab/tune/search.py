@@ -162,25 +162,6 @@ class Search:
                 if self.decided:
                     return
 
-    def drafts_with_a_model(self) -> str:
-        """Keep the draft model, or take none: from the same replays."""
-        lookups = [c for c in self.candidates if c.drafters and not self._costs(c)]
-        models = [c for c in self.candidates if c.drafters and self._costs(c)]
-        if not models:
-            return ""
-        best = max(models, key=lambda c: c.predicted or 0.0)
-        without = max((c.predicted or 0.0 for c in lookups), default=1.0)
-        name = next(n for n in best.drafters if n in self.forecasts.costs.drafters)
-        keep = "Keep" if (best.predicted or 0.0) > max(without, 1.0) * (1 + EQUAL) else "Leave out"
-        with_it, without_it = (
-            f"{best.predicted:.2f} times plain decoding with it",
-            f"{max(without, 1.0):.2f} without it",
-        )
-        return f"{keep} {name}: {with_it}, {without_it}, by the replay."
-
-    def _costs(self, candidate: Candidate) -> bool:
-        return any(name in self.forecasts.costs.drafters for name in candidate.drafters)
-
     @property
     def exported(self) -> Candidate:
         """The setting for other engines: the answer, or the best single method where the answer chooses among several."""

@@ -205,7 +205,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, methods: l
         "suffix",
         "quantized_self",
     )
-    assert ("times plain decoding with it" in result.output) == (methods != ["suffix"])
+    assert ("draft_model" in result.output) == (methods != ["suffix"])
     words = ["generate", "def f(x):", "-n", "4", "--speculative-config", str(file)]
     assert CliRunner().invoke(app, words).exit_code == 0
     run = Run.load(answers)
