@@ -114,7 +114,7 @@ def test_an_engine_that_cannot_be_asked_any_more_is_not_asked_again(pytester: py
         "        return super().generate(requests, variant)\n"
         "def ends():\n    return Ends()\n"
     )
-    result = run(pytester, "ends_for_certify:ends --kind contract", "--tb=line")
+    result = run(pytester, "ends_for_certify:ends --kind contract")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["*the engine is gone at call 5*"])
     result.stdout.no_fnmatch_line("*at call 6*")
