@@ -17,16 +17,16 @@ _INCONCLUSIVE = 3
 
 def main() -> int:
     """Read the inputs from the environment, certify, and tell GitHub. Returns the exit code of the step."""
-    given = os.environ
-    words = [given["SUBJECT"], *shlex.split(given.get("OPTIONS", "")), "--budget", given.get("BUDGET", "10m")]
+    inputs = os.environ
+    words = [inputs["SUBJECT"], *shlex.split(inputs.get("OPTIONS", "")), "--budget", inputs.get("BUDGET", "10m")]
     command = [sys.executable, "-c", "from outrider_certify.cli import main; main()", *words, "-o", str(_PAGE)]
     code = subprocess.run(command, check=False).returncode
     data = _PAGE.with_suffix(".json")
     if data.exists():
-        made = Certificate.load(data)
-        _tell("GITHUB_OUTPUT", f"verdict={made.conclusion.value}\n")
-        _tell("GITHUB_STEP_SUMMARY", summary(made))
-    return 0 if code == _INCONCLUSIVE and given.get("STRICT") != "true" else code
+        certificate = Certificate.load(data)
+        _tell("GITHUB_OUTPUT", f"verdict={certificate.conclusion.value}\n")
+        _tell("GITHUB_STEP_SUMMARY", summary(certificate))
+    return 0 if code == _INCONCLUSIVE and inputs.get("STRICT") != "true" else code
 
 
 def summary(certificate: Certificate) -> str:

@@ -29,36 +29,32 @@ def ratio(predicted: np.ndarray, p: TokenDistribution, token: int) -> float:
 
 
 class Audit:
-    """Wealth of every bet so far.
-
-    alpha: the probability of a false alarm. logs: float64 [mistake, stake], the logarithms. made: bool [mistake], whether a bet
-    on it was ever made. crossed: tokens after which the alarm was raised; None without one.
-    """
+    """Wealth of every bet so far."""
 
     def __init__(self, alpha: float = 1e-6) -> None:
-        self.alpha, self.tokens = alpha, 0
-        self.crossed: int | None = None
-        self.logs = np.zeros((len(MISTAKES), len(STAKES)))
-        self.made = np.zeros(len(MISTAKES), dtype=bool)
+        self.alpha, self.tokens = alpha, 0  # alpha: the probability of a false alarm
+        self.crossed: int | None = None  # tokens after which the alarm was raised
+        self.logs = np.zeros((len(MISTAKES), len(STAKES)))  # the logarithms of the wealth
+        self.placed = np.zeros(len(MISTAKES), dtype=bool)  # whether a bet on the mistake was ever placed
 
     def see(self, context: TokenContext, token: int) -> bool:
         """Count one token. Returns whether the alarm was raised, now or before."""
-        ratios, made = np.ones(len(MISTAKES)), np.zeros_like(self.made)
+        ratios, placed = np.ones(len(MISTAKES)), np.zeros_like(self.placed)
         for number, (_, predict) in enumerate(MISTAKES):
             if (predicted := predict(context)) is not None:
-                made[number], ratios[number] = True, ratio(predicted, context.p, token)
-        return self.add(np.log(1 - STAKES + STAKES * ratios[:, None]), made, 1)
+                placed[number], ratios[number] = True, ratio(predicted, context.p, token)
+        return self.add(np.log(1 - STAKES + STAKES * ratios[:, None]), placed, 1)
 
-    def add(self, logs: np.ndarray, made: np.ndarray, tokens: int) -> bool:
+    def add(self, logs: np.ndarray, placed: np.ndarray, tokens: int) -> bool:
         """Count the wealth that was won on later tokens. Returns whether the alarm was raised, now or before."""
-        self.logs, self.made, self.tokens = self.logs + logs, self.made | made, self.tokens + tokens
+        self.logs, self.placed, self.tokens = self.logs + logs, self.placed | placed, self.tokens + tokens
         if self.crossed is None and self.log_wealth >= self.alarm:
             self.crossed = self.tokens
         return self.crossed is not None
 
     @property
     def log_wealth(self) -> float:
-        """The logarithm of the mean of all bets. A bet that was never made keeps its 1."""
+        """The logarithm of the mean of all bets. A bet that was never placed keeps its 1."""
         top = float(self.logs.max())
         return top + math.log(float(np.exp(self.logs - top).mean()))
 
@@ -70,7 +66,7 @@ class Audit:
     def ranking(self) -> list[tuple[str, float]]:
         """(mistake, best log wealth of a bet on it), the largest first."""
         best: dict[str, float] = {}
-        for number in np.flatnonzero(self.made):
+        for number in np.flatnonzero(self.placed):
             name = MISTAKES[number][0]
             best[name] = max(best.get(name, -math.inf), float(self.logs[number].max()))
         return sorted(best.items(), key=lambda pair: -pair[1])
@@ -82,19 +78,22 @@ class Audit:
 
 
 class StratifiedAudit:
-    """One audit of all tokens and one of each stratum. Half of the money is bet on the whole, and half on the strata.
-
-    alpha: the probability of a false alarm of all of it. labels: the strata, each of which has an equal share.
-    """
+    """One audit of all tokens and one of each stratum. Half of the money is bet on the whole, and half on the strata."""
 
     def __init__(self, alpha: float, labels: Sequence[str]) -> None:
+        """Begin with a wealth of 1.
+
+        Args:
+            alpha: The probability of a false alarm of all of it.
+            labels: The strata, each of which has an equal share.
+        """
         self.whole, self.crossed = Audit(alpha), None
         self.parts = {label: Audit(alpha) for label in labels}
 
-    def add(self, label: str, logs: np.ndarray, made: np.ndarray, tokens: int) -> None:
+    def add(self, label: str, logs: np.ndarray, placed: np.ndarray, tokens: int) -> None:
         """Count the wealth that was won on later tokens of one stratum."""
-        self.whole.add(logs, made, tokens)
-        self.parts[label].add(logs, made, tokens)
+        self.whole.add(logs, placed, tokens)
+        self.parts[label].add(logs, placed, tokens)
         if self.crossed is None and self.log_wealth >= self.whole.alarm:
             self.crossed = self.whole.tokens
 

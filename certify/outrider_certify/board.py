@@ -13,22 +13,20 @@ def certificates_in(folder: Path) -> list[tuple[str, Certificate]]:
 
     Raises FileNotFoundError for a folder without any, and what `Certificate.load` raises.
     """
-    found = [(path.stem, Certificate.load(path)) for path in sorted(folder.glob("*.json"))]
-    if not found:
+    certificates = [(path.stem, Certificate.load(path)) for path in sorted(folder.glob("*.json"))]
+    if not certificates:
         raise FileNotFoundError(
             f"{folder} has no certificate. Make one there: outrider-certify URL -o {folder}/NAME.html"
         )
-    return found
+    return certificates
 
 
 def write_board(folder: Path) -> Path:
     """Write the page `index.html` into a folder of certificates. Returns its path."""
-    found, path = certificates_in(folder), folder / "index.html"
-    kinds = [kind for kind in TITLES if any(c.part(kind) for _, c in found)]
-    write_whole(
-        path,
-        rendered("board.html", certificates=found, kinds=kinds, amount=amount, seen=seen, words=words, origin=origin),
-    )
+    certificates, path = certificates_in(folder), folder / "index.html"
+    kinds = [kind for kind in TITLES if any(c.part(kind) for _, c in certificates)]
+    shown = {"amount": amount, "seen": seen, "words": words, "origin": origin}
+    write_whole(path, rendered("board.html", certificates=certificates, kinds=kinds, **shown))
     return path
 
 

@@ -48,34 +48,26 @@ class CertificateRecord(BaseModel):
 
 
 class Finding(CertificateRecord):
-    """Something that is wrong, or that a reader should know.
+    """Something that is wrong, or that a reader should know."""
 
-    title: one sentence. cause: the mistake whose traces it has; "" if unknown. where: prompt, seed, position.
-    evidence: lines that a person can check. error: whether it makes the conclusion `differs`.
-    """
-
-    title: str
-    cause: str = ""
-    where: str = ""
-    evidence: str = ""
-    error: bool = True
+    title: str  # one sentence
+    cause: str = ""  # the mistake whose traces it has; "" if unknown
+    where: str = ""  # prompt, seed, position
+    evidence: str = ""  # lines that a person can check
+    error: bool = True  # whether it makes the conclusion `differs`
 
 
 class CertificatePart(CertificateRecord):
-    """What one kind of test says.
+    """What one kind of test says."""
 
-    kind: exact, seeded, statistical, contract or quality. sentence: the conclusion in plain words. tested: what, by name, for a
-    table. power: what would have been found. figures: the numbers behind the sentences. skipped: what was not tested, and why.
-    """
-
-    kind: str
+    kind: str  # exact, seeded, statistical or contract; or a part of the gate
     conclusion: Conclusion
-    sentence: str
-    power: str = ""
-    tested: dict[str, str] = {}
+    sentence: str  # the conclusion in plain words
+    power: str = ""  # what would have been found
+    tested: dict[str, str] = {}  # what, by name, for a table
     findings: list[Finding] = []
-    skipped: list[str] = []
-    figures: dict[str, Any] = {}
+    skipped: list[str] = []  # what was not tested, and why
+    figures: dict[str, Any] = {}  # the numbers behind the sentences
     seconds: float = 0.0
 
     @property
@@ -85,27 +77,22 @@ class CertificatePart(CertificateRecord):
 
 
 class Certificate(CertificateRecord):
-    """All parts, and what they were made with.
-
-    subject: its name and properties. weights: sha256 of the weights, where they are at hand. command: makes it again.
-    budget: seconds that were allowed. complete: False while it is being made. digest: sha256 of all other fields, which `save`
-    writes and `load` checks, so that a changed file is noticed.
-    """
+    """All parts, and what they were made with."""
 
     format: int = FORMAT
     type: Literal["outrider-certificate"] = "outrider-certificate"
-    subject: str
-    properties: dict[str, str] = {}
-    weights: dict[str, str] = {}
+    subject: str  # its name
+    properties: dict[str, str] = {}  # of the subject
+    weights: dict[str, str] = {}  # sha256 of the weights, where they are at hand
     machine: dict[str, str] = {}
     versions: dict[str, str] = {}
-    command: str = ""
+    command: str = ""  # makes it again
     date: str = ""
-    budget: float = 0.0
+    budget: float = 0.0  # seconds that were allowed
     confidence: float = 0.99
-    complete: bool = False
+    complete: bool = False  # False while it is being made
     parts: list[CertificatePart] = Field(default_factory=list)
-    digest: str = ""
+    digest: str = ""  # sha256 of all other fields, which `save` writes and `load` checks: a changed file is noticed
 
     def computed_digest(self) -> str:
         """The sha256 of all fields but `digest`, as 64 hexadecimal digits."""
@@ -143,7 +130,7 @@ class Certificate(CertificateRecord):
     def load(cls, path: Path) -> Certificate:
         """Read a file that `save` wrote. Raises ValueError for any other file, a changed one, and another format number."""
         try:
-            found = cls.model_validate_json(path.read_text(encoding="utf-8"))
+            certificate = cls.model_validate_json(path.read_text(encoding="utf-8"))
         except (ValidationError, UnicodeDecodeError) as error:
             first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": "it is not text"}
             where = ".".join(map(str, first["loc"])) or "the file"
@@ -151,11 +138,13 @@ class Certificate(CertificateRecord):
                 f"{path} is not a certificate of this version ({where}: {first['msg']}). "
                 "Make one with: outrider-certify URL -o certificate.html"
             ) from None
-        if found.format != FORMAT:
-            raise ValueError(f"{path} has format {found.format}. This version reads format {FORMAT}. Certify again.")
-        if found.digest != found.computed_digest():
+        if certificate.format != FORMAT:
+            raise ValueError(
+                f"{path} has format {certificate.format}. This version reads format {FORMAT}. Certify again."
+            )
+        if certificate.digest != certificate.computed_digest():
             raise ValueError(f"{path} was changed after it was written: its digest is another one. Certify again.")
-        return found
+        return certificate
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -188,12 +177,12 @@ def compare(before: Certificate, after: Certificate) -> tuple[list[str], bool]:
         if old.conclusion is not part.conclusion:
             lines.append(f"{part.kind}: {old.conclusion.value} before, {part.conclusion.value} now. {part.sentence}")
             worse |= _worse(old.conclusion, part.conclusion)
-        known = {(f.title, f.cause) for f in old.findings if f.error}
-        found = {(f.title, f.cause) for f in part.findings if f.error}
-        for title, cause in sorted(found - known):
+        errors_before = {(f.title, f.cause) for f in old.findings if f.error}
+        errors = {(f.title, f.cause) for f in part.findings if f.error}
+        for title, cause in sorted(errors - errors_before):
             lines.append(f"{part.kind}: new: {title}" + (f" ({cause})" if cause else ""))
             worse = True
-        lines += [f"{part.kind}: gone: {title}" for title, _ in sorted(known - found)]
+        lines += [f"{part.kind}: gone: {title}" for title, _ in sorted(errors_before - errors)]
         if old.power != part.power:
             lines.append(f"{part.kind}: power before: {old.power} Now: {part.power}")
     lines += [f"{kind}: tested before, not now" for kind in parts]

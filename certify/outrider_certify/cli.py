@@ -33,7 +33,7 @@ _subject, _how, _output = partial(_option, "Subject"), partial(_option, "How"), 
 _gate = partial(_option, "Gate before a roll-out")
 _ARGUMENT = typer.Argument(metavar="SUBJECT", help="A model, `module:name`, or the address of a server.")
 _GENERATE = 'Certify transformers: arguments of its generate, as JSON, with "assistant_model".'
-_KINDS = "exact, seeded, statistical, contract, quality. May be repeated. Default: all that suit."
+_KINDS = "exact, seeded, statistical, contract. May be repeated. Default: all that suit."
 _ENDPOINT = "Of a server: completions, or chat, where a prompt is the message of a user."
 
 
@@ -64,7 +64,6 @@ class CertifyOptions:
     num_prompts: Annotated[int, _how("Prompts to use, at most.", min=2)] = 6
     max_tokens: Annotated[int, _how("Tokens of a text.", "--max-tokens", "-n", min=8)] = 48
     seed: Annotated[int, _how("Of all texts.")] = 0
-    problems: Annotated[Path | None, _how("For quality: problems in HumanEval's format.", metavar="FILE.jsonl")] = None
     timeout: Annotated[float, _how("Seconds for an answer of a server.", min=1)] = 120.0
     out: Annotated[Path, _output("The page. The JSON file is next to it.", "--out", "-o", metavar="FILE")] = Path(
         "certificate.html"
@@ -84,7 +83,10 @@ class CertifyOptions:
 
 
 def server_subject(options: CertifyOptions, reference: Callable[[str, list[Prompt]], Subject]) -> Subject | None:
-    """The server that `options` name; None if they name none. reference: makes the subject of --reference.
+    """The server that `options` name; None if they name none.
+
+    Args:
+        reference: Makes the subject of --reference.
 
     Raises ValueError for options of a server without one, and what `ServerSubject` raises.
     """
@@ -168,8 +170,12 @@ def run(
 ) -> int:
     """What the command does. Returns its exit code.
 
-    subject_of: makes the subject. program: its name. identity: what else the records depend on. Raises ValueError and OSError
-    for options that are wrong.
+    Args:
+        subject_of: Makes the subject.
+        program: The name of the command.
+        identity: What else the records depend on.
+
+    Raises ValueError and OSError for options that are wrong.
     """
     if options.compare is not None:
         return _compare(*options.compare)
@@ -197,7 +203,10 @@ def run(
 def started(
     options: CertifyOptions, identity: dict[str, Any], subject_of: Callable[[CertifyOptions], Subject] = subject_of
 ) -> tuple[Subject, TestSettings, TrialJournal]:
-    """The subject, what is tested of it, and the records so far. identity: what else the records depend on.
+    """The subject, what is tested of it, and the records so far.
+
+    Args:
+        identity: What else the records depend on.
 
     Raises ValueError and OSError for options that are wrong.
     """
@@ -214,8 +223,8 @@ def started(
 
     settings = TestSettings(**{f.name: getattr(options, f.name) for f in fields(TestSettings)})
     subject = subject_of(options)
-    given = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in ("kind", "budget", "out")}
-    identity = {**given, "name": subject.name, **subject.weights, **identity}
+    words = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in ("kind", "budget", "out")}
+    identity = {**words, "name": subject.name, **subject.weights, **identity}
     return subject, settings, TrialJournal(out.with_suffix(".journal"), {k: str(v) for k, v in identity.items()})
 
 
@@ -227,8 +236,11 @@ def certified(
     progress: Callable[[str], None],
     command: str,
 ) -> tuple[Certificate, bool]:
-    """The certificate, which is written to its files too, and whether ctrl-C stopped it. command: makes it again."""
-    from outrider_certify.page import write
+    """The certificate, which is written to its files too, and whether ctrl-C stopped it.
+
+    Args:
+        command: Makes the certificate again.
+    """
     from outrider_certify.run import Interrupted, certify
 
     seconds, stopped = duration(options.budget), False
@@ -236,9 +248,7 @@ def certified(
         certificate = certify(subject, seconds, options.kind or (), settings, journal, progress)
     except Interrupted as stop:
         certificate, stopped = stop.certificate, True
-    certificate.command = command
-    certificate.save(options.out.with_suffix(".json"))
-    write(certificate, options.out)
+    _written(certificate, command, options.out)
     if certificate.complete:
         journal.remove()
     return certificate, stopped
@@ -247,7 +257,6 @@ def certified(
 def _gated(options: CertifyOptions, command: str) -> int:
     """The gate before a roll-out. Returns its exit code."""
     from outrider_certify.gate import GateServer, gate, read_traffic
-    from outrider_certify.page import write
     from outrider_certify.subjects.transport import ServerClient
 
     before, after, traffic = options.before, options.after, options.traffic
@@ -260,18 +269,25 @@ def _gated(options: CertifyOptions, command: str) -> int:
         for url in (before, after)
     )
     certificate = gate(first, second, bodies, confidence=options.confidence, progress=_progress)
-    certificate.command = command
-    certificate.save(options.out.with_suffix(".json"))
-    write(certificate, options.out)
+    _written(certificate, command, options.out)
     _show(certificate, options.out)
     return certificate.conclusion.exit_code
 
 
-def duration(given: str) -> float:
+def _written(certificate: Certificate, command: str, out: Path) -> None:
+    """Write the page and, next to it, the JSON file."""
+    from outrider_certify.page import write
+
+    certificate.command = command
+    certificate.save(out.with_suffix(".json"))
+    write(certificate, out)
+
+
+def duration(text: str) -> float:
     """Seconds of `90s`, `10m`, `1.5h`, or of a plain number."""
-    parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", given)
+    parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
     if not parts or float(parts[1]) == 0:
-        raise ValueError(f"--budget is a time such as 90s, 10m or 1h, got {given!r}")
+        raise ValueError(f"--budget is a time such as 90s, 10m or 1h, got {text!r}")
     return float(parts[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[parts[2]]
 
 

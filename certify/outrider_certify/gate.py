@@ -36,8 +36,8 @@ def read_traffic(path: Path) -> list[dict[str, Any]]:
     """The bodies of the requests of a file: a JSON line each, OpenAI's or its batch format. Raises ValueError."""
 
     def parse(line: str) -> dict[str, Any]:
-        given = json.loads(line)
-        body = dict(given.get("body", given))
+        parsed = json.loads(line)
+        body = dict(parsed.get("body", parsed))
         if not ("messages" in body or "prompt" in body):
             raise ValueError("a request has messages or a prompt")
         return {k: v for k, v in body.items() if k not in ("model", "stream", "stream_options", "custom_id")}
@@ -72,15 +72,16 @@ def flat(value: Any, path: str) -> dict[str, Any]:
 
 @dataclass
 class Answer:
-    """What a server answered. scores: of each token (its text, its log-probability, those of the likeliest). error: why not."""
+    """What a server answered."""
 
     text: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     finish: str | None = None
     seconds: float = 0.0
     tokens: int = 0
+    # of each token: its text, its log-probability, those of the likeliest
     scores: list[tuple[str, float, dict[str, float]]] = field(default_factory=list)
-    error: str = ""
+    error: str = ""  # why there is no answer
 
     @property
     def content(self) -> tuple[Any, ...]:
@@ -96,8 +97,7 @@ class GateServer:
     def ask(self, body: dict[str, Any], **more: Any) -> Answer:
         start = perf_counter()
         try:
-            given = self.client.post(path_of(body), {**body, "model": self.model, **more})
-            answer = _answer(given)
+            answer = _answer(self.client.post(path_of(body), {**body, "model": self.model, **more}))
         except (Unsupported, ConnectionError) as error:
             answer = Answer(error=str(error))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -113,33 +113,33 @@ def path_of(body: dict[str, Any]) -> str:
     return "/v1/chat/completions" if "messages" in body else "/v1/completions"
 
 
-def _answer(given: dict[str, Any]) -> Answer:
-    choice = given["choices"][0]
+def _answer(reply: dict[str, Any]) -> Answer:
+    choice = reply["choices"][0]
     message = choice.get("message") or {"content": choice.get("text")}
     calls = [
         ToolCall(str(c["function"]["name"]), str(c["function"].get("arguments") or ""))
         for c in message.get("tool_calls") or []
     ]
-    known, scores = choice.get("logprobs") or {}, list[tuple[str, float, dict[str, float]]]()
-    for c in known.get("content") or []:
+    logs, scores = choice.get("logprobs") or {}, list[tuple[str, float, dict[str, float]]]()
+    for c in logs.get("content") or []:
         scores.append((c["token"], c["logprob"], {t["token"]: t["logprob"] for t in c.get("top_logprobs") or []}))
-    tops = known.get("top_logprobs") or [{}] * len(known.get("tokens") or [])
-    for token, value, top in zip(known.get("tokens") or [], known.get("token_logprobs") or [], tops, strict=False):
+    tops = logs.get("top_logprobs") or [{}] * len(logs.get("tokens") or [])
+    for token, value, top in zip(logs.get("tokens") or [], logs.get("token_logprobs") or [], tops, strict=False):
         scores.append((token, value or 0.0, top or {}))
-    tokens = (given.get("usage") or {}).get("completion_tokens") or 0
+    tokens = (reply.get("usage") or {}).get("completion_tokens") or 0
     return Answer(str(message.get("content") or ""), calls, choice.get("finish_reason"), tokens=tokens, scores=scores)
 
 
 @dataclass
 class GateLine:
-    """One request through both servers. kind: same, tie, sampling or error. fields: of tool calls that differ."""
+    """One request through both servers."""
 
     body: dict[str, Any]
     before: list[Answer]
     after: list[Answer]
-    kind: str = "same"
+    kind: str = "same"  # same, tie, sampling, error or failed
     why: str = ""
-    fields: list[str] = field(default_factory=list)
+    fields: list[str] = field(default_factory=list)  # of tool calls that differ
     shown: list[str] = field(default_factory=list)
 
 
@@ -402,9 +402,9 @@ def gate(
     """All requests through both servers, as a certificate with the parts equality, tool calls, quality and latency."""
     from outrider_certify.run import described
 
-    made, lines = Gate(before, after, confidence=confidence), list[GateLine]()
+    comparison, lines = Gate(before, after, confidence=confidence), list[GateLine]()
     for turn, body in enumerate(traffic):
-        lines.append(made.line(body, turn))
+        lines.append(comparison.line(body, turn))
         progress(f"request {turn + 1} of {len(traffic)}: {lines[-1].kind}")
     certificate = described(f"{before.client.url} and then {after.client.url}")
     certificate.properties = {
@@ -412,6 +412,6 @@ def gate(
         "after": f"{after.client.url}, {after.model}",
         "requests": str(len(traffic)),
     }
-    certificate.parts, certificate.complete = made.parts(lines), True
+    certificate.parts, certificate.complete = comparison.parts(lines), True
     certificate.confidence = confidence
     return certificate

@@ -18,23 +18,17 @@ from outrider_certify.subject import SamplingParams, TokenDistribution
 
 @dataclass(frozen=True)
 class TokenContext:
-    """What is known before a token is written.
+    """What is known before a token is written."""
 
-    p: the target's. q: the drafter's as it draws, None if not known. before: q of the token before, if there is one.
-    params: of the request. tokens: the text so far, of which `prompt` tokens are the prompt. step: tokens that were committed
-    when the step of this token began; None if not known. bonus: whether it follows draft tokens of its step, all of
-    which were accepted.
-    """
-
-    p: TokenDistribution
-    q: TokenDistribution | None
-    before: TokenDistribution | None
-    params: SamplingParams
-    tokens: Sequence[int]
-    prompt: int
+    p: TokenDistribution  # the target's
+    q: TokenDistribution | None  # the drafter's as it draws, None if not known
+    before: TokenDistribution | None  # q of the token before, if there is one
+    params: SamplingParams  # of the request
+    tokens: Sequence[int]  # the text so far
+    prompt: int  # how many of these are the prompt
     end_ids: tuple[int, ...] = ()
-    step: int | None = None
-    bonus: bool = False
+    step: int | None = None  # tokens that were committed when the step of this token began; None if not known
+    bonus: bool = False  # whether it follows draft tokens of its step, all of which were accepted
 
     @cached_property
     def rule(self) -> Rule | None:
@@ -80,8 +74,8 @@ def rule(p: np.ndarray, q: np.ndarray) -> Rule:
 
 def judged(drawn: np.ndarray, accept: np.ndarray, rest: np.ndarray) -> np.ndarray:
     """The token of one step: a draft token drawn from `drawn`, accepted so often; after a rejection one drawn from `rest`."""
-    kept = drawn * accept
-    return kept + (1 - kept.sum()) * rest
+    accepted = drawn * accept
+    return accepted + (1 - accepted.sum()) * rest
 
 
 def _low_q_dropped(least: float) -> Callable[[TokenContext, np.ndarray, Rule], np.ndarray | None]:
@@ -92,8 +86,8 @@ def _low_q_dropped(least: float) -> Callable[[TokenContext, np.ndarray, Rule], n
         if not 0 < low < 1:
             return None
         accept, rest = right
-        kept = np.where(q < least, 0, q) * accept
-        return kept + (1 - low - kept.sum()) * rest + low * context.p.probs
+        accepted = np.where(q < least, 0, q) * accept
+        return accepted + (1 - low - accepted.sum()) * rest + low * context.p.probs
 
     return predict
 
@@ -112,7 +106,7 @@ def _shared_noise(context: TokenContext, q: np.ndarray, right: Rule) -> np.ndarr
     S(u) is the sum of max(q_i, r_i u) over all i, which is linear between two ratios q_i / r_i.
     """
     accept, r = right
-    kept, rest = q * accept, np.flatnonzero(r)
+    accepted, rest = q * accept, np.flatnonzero(r)
     u = q[rest] / r[rest]
     order = np.argsort(u, kind="stable")
     rest, u = rest[order], u[order]
@@ -120,8 +114,8 @@ def _shared_noise(context: TokenContext, q: np.ndarray, right: Rule) -> np.ndarr
     slope, constant = np.cumsum(r[rest]), q.sum() - np.cumsum(q[rest])
     start, end = constant + slope * u, constant + slope * np.append(u[1:], np.inf)
     pieces = (1 / start - 1 / end) / slope
-    predicted = kept.copy()
-    predicted[rest] += (1 - kept.sum()) * r[rest] * np.cumsum(pieces[::-1])[::-1]
+    predicted = accepted.copy()
+    predicted[rest] += (1 - accepted.sum()) * r[rest] * np.cumsum(pieces[::-1])[::-1]
     return predicted
 
 

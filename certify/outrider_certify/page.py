@@ -15,7 +15,7 @@ TITLES = {
     "seeded": "Tokens: the same texts as plain decoding",
     "statistical": "Distribution: tokens drawn from the target's own",
     "contract": "Contract: parameters and bookkeeping",
-    "quality": "Quality: problems solved, or answers that are well formed",
+    "quality": "Quality: answers that are well formed",
     "server": "The server itself",
     "equality": "Equality: the same answers from both servers",
     "tool calls": "Tool calls, field by field",
@@ -29,11 +29,11 @@ def render(certificate: Certificate) -> str:
     return rendered("certificate.html", c=certificate, subject=words(certificate.subject), titles=TITLES)
 
 
-def rendered(template: str, **given: object) -> str:
+def rendered(template: str, **values: object) -> str:
     """A page of a template."""
     folder = FileSystemLoader(Path(__file__).parent / "template")
     env = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return visible(env.get_template(template).render(given))
+    return visible(env.get_template(template).render(values))
 
 
 def visible(text: str) -> str:
@@ -45,10 +45,10 @@ def words(subject: str) -> str:
     """The name of a subject, without the JSON that may stand at its end: `{"k": 4}` becomes `k 4`."""
     name, brace, rest = subject.partition("{")
     try:
-        given = json.loads(brace + rest) if brace else {}
+        options = json.loads(brace + rest) if brace else {}
     except ValueError:
         return subject
-    return name + ", ".join(f"{key} {value}" for key, value in given.items())
+    return name + ", ".join(f"{key} {value}" for key, value in options.items())
 
 
 def write(certificate: Certificate, path: Path) -> None:

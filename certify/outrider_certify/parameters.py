@@ -18,14 +18,10 @@ def _no_effect(before: GeneratedText, after: GeneratedText) -> str:
 
 @dataclass(frozen=True)
 class ParameterChange:
-    """A parameter with a value for one text.
+    """A parameter with a value for one text."""
 
-    params: the changes. effect: (text without it, text with it) -> what is wrong, "" if the parameter had its effect.
-    """
-
-    name: str
-    params: dict[str, Any]
-    effect: Effect = _no_effect
+    params: dict[str, Any]  # the changes
+    effect: Effect = _no_effect  # (text without it, text with it) -> what is wrong, "" if the parameter had its effect
 
 
 def _repeats_less(before: GeneratedText, after: GeneratedText) -> str:
@@ -35,13 +31,9 @@ def _repeats_less(before: GeneratedText, after: GeneratedText) -> str:
 
 
 # They do nothing to a greedy text.
-FILTERS = {
-    "top_k": ParameterChange("top_k", {"top_k": 2}),
-    "top_p": ParameterChange("top_p", {"top_p": 0.5}),
-    "min_p": ParameterChange("min_p", {"min_p": 0.5}),
-}
+FILTERS = {name: ParameterChange({name: value}) for name, value in (("top_k", 2), ("top_p", 0.5), ("min_p", 0.5))}
 PENALTIES = {
-    name: ParameterChange(name, {name: value}, _repeats_less)
+    name: ParameterChange({name: value}, _repeats_less)
     for name, value in (("repetition_penalty", 1.8), ("presence_penalty", 2.0), ("frequency_penalty", 2.0))
 }
 # The parameters of `chosen`, for a text that is long enough.
@@ -50,22 +42,23 @@ CHOSEN = ("logit_bias", "bad_words", "stop_token_ids", "min_tokens", "stop")
 
 def chosen(text: GeneratedText) -> dict[str, ParameterChange]:
     """Parameters whose value depends on the text that is written without them."""
-    changes = list[ParameterChange]()
+    changes = dict[str, ParameterChange]()
     if len(text.tokens) >= 6:
         common = Counter(text.tokens).most_common(1)[0][0]
         late = text.tokens[2 * len(text.tokens) // 3]
         bad = [[text.tokens[3]], text.tokens[4:6]]
-        changes += [
-            ParameterChange("logit_bias", {"logit_bias": {common: -100.0}}, _without([[common]], "logit_bias of -100")),
-            ParameterChange("bad_words", {"bad_words": bad}, _without(bad, "bad_words")),
-            ParameterChange("stop_token_ids", {"stop_token_ids": [late]}, _ends_at_token(late)),
-            ParameterChange("min_tokens", {"stop_token_ids": [common], "min_tokens": 5}, _at_least(5)),
-        ]
+        bias = {"logit_bias": {common: -100.0}}
+        changes = {
+            "logit_bias": ParameterChange(bias, _without([[common]], "logit_bias of -100")),
+            "bad_words": ParameterChange({"bad_words": bad}, _without(bad, "bad_words")),
+            "stop_token_ids": ParameterChange({"stop_token_ids": [late]}, _ends_at_token(late)),
+            "min_tokens": ParameterChange({"stop_token_ids": [common], "min_tokens": 5}, _at_least(5)),
+        }
     middle = len(text.text) // 2
     stop = text.text[middle : middle + 3]
     if len(text.text) >= 9 and stop.strip():
-        changes.append(ParameterChange("stop", {"stop": [stop]}, _cut_at(stop)))
-    return {change.name: change for change in changes}
+        changes["stop"] = ParameterChange({"stop": [stop]}, _cut_at(stop))
+    return changes
 
 
 def together(chosen_changes: dict[str, ParameterChange]) -> dict[str, Any]:

@@ -52,16 +52,16 @@ class _Certification:
             self.kinds = kinds_of(self.subject, self.options.kind or (), self.settings)
         except (ValueError, OSError) as error:
             raise pytest.UsageError(f"--certify: {' '.join(str(error).split())}") from None
-        self.made: Certificate | None = None
+        self.result: Certificate | None = None
         self.failed: Exception | None = None
 
     @property
     def certificate(self) -> Certificate:
         """The certificate. The first call makes it, and that takes the budget."""
-        if self.made is not None:
-            return self.made
+        if self.result is not None:
+            return self.result
         if self.failed is not None:  # it is not asked again for each test
-            raise self.failed.with_traceback(None)  # else it grows with each test
+            pytest.fail(f"{type(self.failed).__name__}: {self.failed}", pytrace=False)
         try:
             return self._make()
         except Exception as error:
@@ -72,11 +72,11 @@ class _Certification:
         from outrider_certify.cli import certified
 
         command = f"pytest --certify {shlex.quote(self.words)}"
-        made, stopped = certified(self.options, self.subject, self.settings, self.journal, lambda line: None, command)
-        self.made = made
+        words = self.options, self.subject, self.settings, self.journal
+        self.result, stopped = certified(*words, lambda line: None, command)
         if stopped:
             raise KeyboardInterrupt
-        return made
+        return self.result
 
     def part(self, kind: CertificateKind, check: str) -> CertificatePart | None:
         """What the records of one check say; None if the budget did not reach it."""
@@ -127,10 +127,10 @@ def certificate(pytestconfig: pytest.Config) -> Any:
 
 
 def _of(config: pytest.Config) -> _Certification:
-    found = config.stash.get(_SESSION, None)
-    if found is None:
+    certification = config.stash.get(_SESSION, None)
+    if certification is None:
         pytest.skip(f"no engine is named: {_EXAMPLE}")
-    return found
+    return certification
 
 
 # -- the tests ----------------------------------------------------------------------------------------------------------------
@@ -139,8 +139,8 @@ def _of(config: pytest.Config) -> _Certification:
 class CertifiedKind(pytest.Collector):
     """The tests of a kind: one for each check, or one for all of it."""
 
-    def __init__(self, *, certification: _Certification, kind: CertificateKind, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, *, certification: _Certification, kind: CertificateKind, **node: Any) -> None:
+        super().__init__(**node)
         self.certification, self.kind = certification, kind
         self.add_marker("certify")
 
@@ -205,10 +205,10 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     certification = config.stash.get(_SESSION, None)
-    if certification is None or certification.made is None:
+    if certification is None or certification.result is None:
         return
-    made, out = certification.made, certification.options.out
+    result, out = certification.result, certification.options.out
     terminalreporter.section("certificate")
     for report in terminalreporter.stats.get("inconclusive", ()):
         terminalreporter.write_line(f"{report.nodeid}: {report.longrepr[2].removeprefix('Skipped: ')}")
-    terminalreporter.write_line(f"{made.subject}: {made.conclusion.value}. The page is {out}.")
+    terminalreporter.write_line(f"{result.subject}: {result.conclusion.value}. The page is {out}.")

@@ -29,8 +29,8 @@ def read_prompts(source: str, most: int) -> list[str]:
 
 
 def _prompt(line: str) -> str:
-    given = json.loads(line)
-    body = given.get("body", given)
+    parsed = json.loads(line)
+    body = parsed.get("body", parsed)
     if "messages" in body:
         content = body["messages"][-1]["content"]
         prompt = content if isinstance(content, str) else "".join(part["text"] for part in content if "text" in part)

@@ -21,17 +21,13 @@ _numbers = count(1_000_000)  # of prompts that nothing else asks
 
 @dataclass(frozen=True)
 class ReducedCase:
-    """The smallest request that still shows a difference.
-
-    needs: what could not be left out, by name. again: whether it shows in the second text of a prompt only. stable: whether it
-    showed at all when it was asked again.
-    """
+    """The smallest request that still shows a difference."""
 
     request: TextRequest
     variant: SpeculationVariant
-    needs: tuple[str, ...] = ()
-    again: bool = False
-    stable: bool = True
+    needs: tuple[str, ...] = ()  # what could not be left out, by name
+    again: bool = False  # whether it shows in the second text of a prompt only
+    stable: bool = True  # whether it showed at all when it was asked again
 
 
 class _Reduction:

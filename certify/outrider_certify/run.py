@@ -14,7 +14,6 @@ from pathlib import Path
 from outrider_certify._version import __version__
 from outrider_certify.certificate import Certificate, CertificatePart, Conclusion, Finding
 from outrider_certify.contract import Contract
-from outrider_certify.quality import Quality, read_problems
 from outrider_certify.seeded import Seeded
 from outrider_certify.statistical import Statistical
 from outrider_certify.subject import SamplingParams, Subject, TextRequest, Unsupported
@@ -22,32 +21,27 @@ from outrider_certify.texts import read_texts
 from outrider_certify.trials import CertificateKind, OwnKinds, TrialJournal, judged, run_kinds
 from outrider_certify.two_sample import TwoSample
 
-KINDS = ("exact", "seeded", "statistical", "contract", "quality")
+KINDS = ("exact", "seeded", "statistical", "contract")
 _TEXTS = 20  # a change of one text in 20 / deviation is to be excluded: one in 200 at 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class TestSettings:
-    """How much is tested.
+    """How much is tested."""
 
-    confidence: of every statement. deviation: the total variation that is to be excluded. max_tokens: of a text. seed: of all
-    texts. texts: a file of recorded texts, which are audited in place of new ones. problems: a file in HumanEval's format.
-    """
-
-    confidence: float = 0.99
-    deviation: float = 0.1
-    max_tokens: int = 48
-    seed: int = 0
-    texts: Path | None = None
-    problems: Path | None = None
+    confidence: float = 0.99  # of every statement
+    deviation: float = 0.1  # the total variation that is to be excluded
+    max_tokens: int = 48  # of a text
+    seed: int = 0  # of all texts
+    texts: Path | None = None  # a file of recorded texts, which are audited in place of new ones
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during a run. certificate: what was tested so far."""
+    """Ctrl-C during a run."""
 
     def __init__(self, certificate: Certificate) -> None:
         super().__init__()
-        self.certificate = certificate
+        self.certificate = certificate  # what was tested so far
 
 
 def certify(
@@ -60,9 +54,14 @@ def certify(
 ) -> Certificate:
     """Test a subject and say what would have been found.
 
-    budget: seconds for all kinds together. kinds: names of `KINDS`; none for all that suit the subject. journal: of a file, so
-    that the same call goes on after an interruption. progress: is told each trial. Raises ValueError for a kind that does not
-    suit, and Interrupted on ctrl-C.
+    Args:
+        budget: Seconds for all kinds together.
+        kinds: Names of `KINDS`; none for all that suit the subject.
+        settings: How much is tested.
+        journal: Of a file, so that the same call goes on after an interruption.
+        progress: Is told each trial.
+
+    Raises ValueError for a kind that does not suit, and Interrupted on ctrl-C.
     """
     tests = kinds_of(subject, kinds, settings)
     certificate = described(subject.name)
@@ -102,8 +101,7 @@ def kinds_of(subject: Subject, names: Sequence[str], settings: TestSettings) -> 
         raise ValueError(f"unknown kind {wrong[0]!r}; known: {', '.join(KINDS)}{hint}")
     suited = subject.kinds() if isinstance(subject, OwnKinds) else engine_kinds(subject, settings)
     if missing := [name for name in names if name not in suited]:
-        hint = "; name the problems: --problems FILE.jsonl" if missing == ["quality"] else ""
-        raise ValueError(f"{subject.name} cannot have the kind {missing[0]!r}; it can have {', '.join(suited)}{hint}")
+        raise ValueError(f"{subject.name} cannot have the kind {missing[0]!r}; it can have {', '.join(suited)}")
     return [kind for name, kind in suited.items() if not names or name in names]
 
 
@@ -112,24 +110,18 @@ def engine_kinds(subject: Subject, settings: TestSettings) -> dict[str, Certific
     confidence, length, seed = settings.confidence, settings.max_tokens, settings.seed
     if settings.texts:
         texts = read_texts(settings.texts, subject)
-        return {
-            "statistical": Statistical(
-                subject, confidence=confidence, deviation=settings.deviation, seed=seed, recorded=texts
-            )
-        }
+        audit = Statistical(subject, confidence=confidence, deviation=settings.deviation, seed=seed, recorded=texts)
+        return {"statistical": audit}
     sampled = (
         Statistical(subject, confidence=confidence, deviation=settings.deviation, length=length, seed=seed)
         if _tells_distributions(subject, seed)
         else TwoSample(subject, confidence=confidence, length=length, seed=seed)
     )
-    kinds: dict[str, CertificateKind] = {
+    return {
         "seeded": Seeded(subject, confidence=confidence, length=length, seed=seed, rate=settings.deviation / _TEXTS),
         "statistical": sampled,
         "contract": Contract(subject, length=min(length, 32), seed=seed),  # last: parameters may end a server
     }
-    if settings.problems:
-        kinds["quality"] = Quality(subject, read_problems(settings.problems))
-    return kinds
 
 
 def _tells_distributions(subject: Subject, seed: int) -> bool:
@@ -145,10 +137,14 @@ def _tells_distributions(subject: Subject, seed: int) -> bool:
 
 
 def described(name: str) -> Certificate:
-    """A certificate without parts, of this machine and time. name: of the subject."""
+    """A certificate without parts, of this machine and time.
+
+    Args:
+        name: Of the subject.
+    """
     cpu = platform.processor() or platform.machine()
-    if (file := Path("/proc/cpuinfo")).exists() and (found := re.search(r"model name\s*: (.*)", file.read_text())):
-        cpu = found[1]
+    if (file := Path("/proc/cpuinfo")).exists() and (line := re.search(r"model name\s*: (.*)", file.read_text())):
+        cpu = line[1]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return Certificate(
         subject=name,

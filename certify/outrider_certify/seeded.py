@@ -50,10 +50,7 @@ PLAIN, TOGETHER, END = "the defaults", "together", "end token"
 
 
 class Seeded(CertificateKind):
-    """The kind `seeded`. length: tokens of a text. rate: the share of changed texts that is to be excluded.
-
-    rounds: None for as many as that needs. Each has prompts of its own.
-    """
+    """The kind `seeded`."""
 
     name, share = "seeded", 4.0
 
@@ -67,6 +64,13 @@ class Seeded(CertificateKind):
         rate: float = 0.005,
         rounds: int | None = None,
     ) -> None:
+        """Test one subject.
+
+        Args:
+            length: Tokens of a text.
+            rate: The share of changed texts that is to be excluded.
+            rounds: None for as many as that needs. Each has prompts of its own.
+        """
         self.subject, self.confidence, self.length, self.seed = subject, confidence, length, seed
         self.rate, self.rounds = rate, rounds
         self._reduced = Counter[str]()
@@ -95,7 +99,7 @@ class Seeded(CertificateKind):
             number += 1
 
     def round(self, number: int) -> Iterator[CertifyTrial]:
-        """The trials of each set once. number: of the round."""
+        """The trials of each set once."""
         for temperature in (0.0, 1.0) if self.subject.exact_tokens else (0.0,):
             for name in self.checks_by_name():
                 if (name in FILTERS and not temperature) or (name == NEAR_TIES and temperature):
@@ -114,7 +118,11 @@ class Seeded(CertificateKind):
         return len(records) >= size and enough
 
     def trial(self, number: int, temperature: float, name: str) -> Record:
-        """The differences between speculation and plain decoding of one text for each prompt. name: of the parameter."""
+        """The differences between speculation and plain decoding of one text for each prompt.
+
+        Args:
+            name: Of the parameter or the condition.
+        """
         record: Record = {
             "set": name,
             "tokens": 0,

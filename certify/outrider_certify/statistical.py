@@ -65,14 +65,15 @@ FILTERS = {
 
 
 def rank(p: TokenDistribution, token: int, uniform: float, order: np.ndarray | None = None) -> float:
-    """The mass above a token plus a uniform part of its own, in (0, 1).
+    """The mass above a token plus a uniform part of its own, in (0, 1). Equal tokens keep the order of their ids.
 
-    order: float64 [known], larger comes first; None orders by p. Equal tokens keep the order of their ids.
+    Args:
+        order: float64 [known], larger comes first. None orders by p.
     """
     probs, at = p.probs, p.index(token)
     if at is None:
-        known = float(probs.sum())
-        return min(known + uniform * max(1 - known, 0.0), 1 - 1e-12)
+        mass = float(probs.sum())
+        return min(mass + uniform * max(1 - mass, 0.0), 1 - 1e-12)
     order = probs if order is None else order
     above = order > order[at]
     equal = (order == order[at]) & (np.arange(len(probs)) < at)
@@ -97,7 +98,12 @@ class TextStatistics:
     def read(
         self, subject: Subject, request: TextRequest, text: GeneratedText, number: int, rng: np.random.Generator
     ) -> None:
-        """Count one text. number: of its prompt. rng: of the uniform parts."""
+        """Count one text.
+
+        Args:
+            number: Of its prompt.
+            rng: Of the uniform parts.
+        """
         if text.error:
             self.errors.append(text.error)
             return
@@ -149,7 +155,7 @@ class TextStatistics:
             "texts": self.texts,
             "set": self.label,
             "cells": {name: counts.tolist() for name, counts in self.cells.items()},
-            "wealth": [self.audit.logs.tolist(), self.audit.made.tolist()],
+            "wealth": [self.audit.logs.tolist(), self.audit.placed.tolist()],
             "errors": self.errors[:3],
         }
 
@@ -158,15 +164,15 @@ class _Gathered:
     """All records so far, and what the tests said at each look.
 
     A look is after 8, 16, 32, ... records. Each look spends its share of the error probability, so one may stop at any of them.
-    p_values, level: of the first look that rejected, or of the last one. bound: the smallest upper bound of any look.
     """
 
     def __init__(self, alpha: float, labels: Sequence[str]) -> None:
         self.alpha, self.looks, self.records = alpha, 0, 0
         self.audit = StratifiedAudit(alpha / 2, labels)
         self.cells, self.texts, self.errors, self.skipped = dict[str, np.ndarray](), 0, list[str](), list[str]()
+        # of the first look that rejected, or of the last one
         self.tests, self.p_values, self.level = dict[str, np.ndarray](), dict[str, float](), 0.0
-        self.bound, self.rejected, self.rejected_at = 1.0, list[str](), 0
+        self.bound, self.rejected, self.rejected_at = 1.0, list[str](), 0  # bound: the smallest upper bound of any look
 
     def add(self, record: Record) -> None:
         """Count what `record` gave."""
@@ -176,8 +182,8 @@ class _Gathered:
         self.skipped += [record["skipped"]] if record.get("skipped") else []
         for name, more in record["cells"].items():
             self.cells[name] = self.cells.get(name, 0) + np.asarray(more)
-        logs, made = record["wealth"]
-        self.audit.add(record["set"], np.array(logs), np.array(made), record["tokens"])
+        logs, placed = record["wealth"]
+        self.audit.add(record["set"], np.array(logs), np.array(placed), record["tokens"])
         if self.records >= _FIRST_LOOK and self.records & (self.records - 1) == 0:
             self.look()
 
@@ -221,9 +227,12 @@ class Statistical(CertificateKind):
         seed: int = 0,
         recorded: Sequence[tuple[TextRequest, GeneratedText]] = (),
     ) -> None:
-        """deviation: the total variation below which the subject passes. length: tokens of a text.
+        """Test one subject.
 
-        recorded: texts that were written elsewhere, as in production, with their parameters; then none are written.
+        Args:
+            deviation: The total variation below which the subject passes.
+            length: Tokens of a text.
+            recorded: Texts that were written elsewhere, as in production, with their parameters. Then none are written.
         """
         self.subject, self.alpha, self.deviation, self.seed = subject, 1 - confidence, deviation, seed
         self.length, self.recorded = length, recorded
@@ -306,86 +315,88 @@ class Statistical(CertificateKind):
 
     def done(self, records: Sequence[Record]) -> bool:
         """An alarm was raised, and one mistake leads. Or the bound is half of what was asked for, and that in each stratum."""
-        found = self._all(records)
-        audit, first = found.audit, found.audit.crossed
-        if first is not None or found.rejected:
+        gathered = self._all(records)
+        audit, first = gathered.audit, gathered.audit.crossed
+        if first is not None or gathered.rejected:
             leads = audit.ranked(audit.guilty()).lead() >= _SURE and first is not None
-            return leads or audit.tokens >= _PATIENCE * (first or found.rejected_at)
-        return found.bound <= self.deviation / 2 and max(found.strata().values()) <= self.deviation
+            return leads or audit.tokens >= _PATIENCE * (first or gathered.rejected_at)
+        return gathered.bound <= self.deviation / 2 and max(gathered.strata().values()) <= self.deviation
 
     def judge(self, records: Sequence[Record]) -> CertificatePart:
-        found, seconds = self._all(records), sum(r["seconds"] for r in records)
-        audit = found.audit
+        gathered, seconds = self._all(records), sum(r["seconds"] for r in records)
+        audit = gathered.audit
         if not audit.tokens:
-            why = (found.errors + found.skipped + ["no text was written"])[0]
+            why = (gathered.errors + gathered.skipped + ["no text was written"])[0]
             return CertificatePart(
                 kind=self.name,
                 conclusion=Conclusion.CANNOT_TELL,
                 sentence=f"Cannot tell: no text could be read ({why}).",
             )
-        found = deepcopy(found)  # the last look is not one of those at which it may go on
-        found.look()
-        pairs = float(found.cells.get(PAIRS, np.zeros(1)).sum())
-        least = bounds.smallest_deviation(SQUARE**2, pairs, found.level)
+        gathered = deepcopy(gathered)  # the last look is not one of those at which it may go on
+        gathered.look()
+        pairs = float(gathered.cells.get(PAIRS, np.zeros(1)).sum())
+        least = bounds.smallest_deviation(SQUARE**2, pairs, gathered.level)
         confidence = f"{100 * (1 - self.alpha):g} %"
-        strata = found.strata()
+        strata = gathered.strata()
         figures = {
             "tokens": audit.tokens,
-            "texts": found.texts,
+            "texts": gathered.texts,
             "pairs": pairs,
-            "tv_bound": found.bound,
+            "tv_bound": gathered.bound,
             "tv_bound_by_stratum": strata,
             "smallest_deviation": least,
-            "looks": found.looks,
-            "p_values": dict(sorted(found.p_values.items(), key=lambda pair: pair[1])),
-            "tests_level": found.level,
+            "looks": gathered.looks,
+            "p_values": dict(sorted(gathered.p_values.items(), key=lambda pair: pair[1])),
+            "tests_level": gathered.level,
             "audit_log_wealth": audit.log_wealth,
             "audit_alarm": audit.whole.alarm,
             "audit_stopped_at": audit.crossed,
             "audit_strata": {label: part.log_wealth for label, part in audit.parts.items()},
             "audit_ranking": audit.ranked(audit.guilty()).ranking()[:6],
-            "cells": {n: c.tolist() for n, c in found.tests.items()},
+            "cells": {n: c.tolist() for n, c in gathered.tests.items()},
         }
         part = CertificatePart(
             kind=self.name,
             conclusion=Conclusion.SAME_DISTRIBUTION,
             sentence="",
-            power=f"A total variation of {least:.3f} between pairs of tokens would have been found with probability "
+            power=f"A total variation of {least:.3f} between pairs of tokens would have been gathered with probability "
             f"{bounds.POWER:g}. A bet on each known mistake ran over all {audit.tokens:,} tokens. A deviation that cancels "
             "over all contexts and is no known mistake would not be seen.",
             tested={
-                "texts": f"{found.texts:,}" + (" recorded" if self.recorded else ""),
+                "texts": f"{gathered.texts:,}" + (" recorded" if self.recorded else ""),
                 "tokens": f"{audit.tokens:,}",
-                "tests": f"{len(found.p_values)} of the joint distribution, and the audit",
+                "tests": f"{len(gathered.p_values)} of the joint distribution, and the audit",
                 "total variation of one token at most": "; ".join(f"{n}: {b:.2f}" for n, b in strata.items() if b < 1),
-                "the drafter's probabilities": "known" if any("drafter" in n for n in found.p_values) else "not known",
+                "the drafter's probabilities": "known"
+                if any("drafter" in n for n in gathered.p_values)
+                else "not known",
             },
             figures=figures,
         )
-        if found.rejected or audit.crossed is not None:
+        if gathered.rejected or audit.crossed is not None:
             part.conclusion = Conclusion.DIFFERS
-            part.findings.append(_finding(found))
+            part.findings.append(_finding(gathered))
             cause = part.findings[0].cause
             part.sentence = (
                 f"Differs: the texts are not drawn from the target's distribution{': ' + cause if cause else ''}."
             )
-        elif found.bound <= self.deviation:
+        elif gathered.bound <= self.deviation:
             part.sentence = (
-                f"Same distribution: total variation at most {found.bound:.3f} with {confidence} confidence, "
+                f"Same distribution: total variation at most {gathered.bound:.3f} with {confidence} confidence, "
             )
             part.sentence += f"over {audit.tokens:,} tokens."
         else:
-            enough = bounds.needed(SQUARE**2, self.deviation, self.alpha * bounds.spent(found.looks + 1))
+            enough = bounds.needed(SQUARE**2, self.deviation, self.alpha * bounds.spent(gathered.looks + 1))
             part.conclusion = Conclusion.CANNOT_TELL
             ratio = 2 * enough / max(audit.tokens, 1)
             part.sentence = (
-                "Cannot tell with this budget: nothing differs so far, and the total variation is at most "
-                f"{found.bound:.3f} with {confidence} confidence. To show {self.deviation:g} it needs about {2 * enough:,} tokens"
+                f"Cannot tell with this budget: nothing differs so far, and the total variation is at most {gathered.bound:.3f} "
+                f"with {confidence} confidence. To show {self.deviation:g} it needs about {2 * enough:,} tokens"
                 + (f", {max(ratio * seconds / 60, 0.1):.1f} minutes here." if seconds else ".")
             )
-        part.skipped = list(dict.fromkeys(found.skipped))
-        if found.errors:
-            part.skipped.append(f"{len(found.errors)} texts failed, the first: {found.errors[0]}")
+        part.skipped = list(dict.fromkeys(gathered.skipped))
+        if gathered.errors:
+            part.skipped.append(f"{len(gathered.errors)} texts failed, the first: {gathered.errors[0]}")
         return part
 
 
@@ -410,10 +421,10 @@ def _tests(cells: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[st
     return tests, p_values
 
 
-def _where(found: _Gathered) -> str:
+def _where(gathered: _Gathered) -> str:
     """The condition under which alone the texts differ, as the mistake that it is; "" if there is none."""
-    parts, guilty = found.audit.parts, set(found.audit.guilty())
-    guilty |= {label for label in parts if any(f"one token, {label}," in name for name in found.rejected)}
+    parts, guilty = gathered.audit.parts, set(gathered.audit.guilty())
+    guilty |= {label for label in parts if any(f"one token, {label}," in name for name in gathered.rejected)}
     if guilty and guilty <= {NEIGHBOURS, PREEMPTION}:
         return CONDITIONS[NEIGHBOURS if NEIGHBOURS in guilty else PREEMPTION]
     if len(guilty) == 1:
@@ -423,19 +434,19 @@ def _where(found: _Gathered) -> str:
     return CONDITIONS[AGAIN] if quiet and len(guilty) >= 0.8 * len(others) > 1 else ""
 
 
-def _finding(found: _Gathered) -> Finding:
-    guilty = found.audit.guilty()
-    audit, where = found.audit.ranked(guilty), _where(found)
+def _finding(gathered: _Gathered) -> Finding:
+    guilty = gathered.audit.guilty()
+    audit, where = gathered.audit.ranked(guilty), _where(gathered)
     ranking = audit.ranking()
     named = [ranking[0][0]] if ranking and ranking[0][1] >= audit.alarm else []
-    lines = [f"{name}: p = {found.p_values[name]:.2g}" for name in found.rejected[:6]]
+    lines = [f"{name}: p = {gathered.p_values[name]:.2g}" for name in gathered.rejected[:6]]
     lines += [f"bet: {name}: wealth e^{logs:.1f}" for name, logs in ranking[:4] if logs > 0]
     lines += [f"strata whose own bets won: {', '.join(guilty)}"] if guilty else []
-    if found.audit.crossed is not None:
-        lines.append(f"the audit raised its alarm after {found.audit.crossed:,} tokens")
+    if gathered.audit.crossed is not None:
+        lines.append(f"the audit raised its alarm after {gathered.audit.crossed:,} tokens")
     return Finding(
         title="the texts are not drawn from the target's distribution",
         cause=": ".join([where] * bool(where) + named),
-        where=f"{found.texts:,} texts, {found.audit.tokens:,} tokens",
+        where=f"{gathered.texts:,} texts, {gathered.audit.tokens:,} tokens",
         evidence="\n".join(lines),
     )

@@ -49,11 +49,11 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A text to write. prompt: a text or token ids. params: with the seed. companions: other texts in the same batch."""
+    """A text to write."""
 
-    prompt: Prompt
-    params: SamplingParams
-    companions: int = 0
+    prompt: Prompt  # a text or token ids
+    params: SamplingParams  # with the seed
+    companions: int = 0  # other texts in the same batch
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -67,34 +67,28 @@ class TextRequest:
 
 @dataclass(frozen=True)
 class SpeculationVariant:
-    """One configuration of speculation. name: unique. adversarial: made to provoke mistakes, and not what the user certifies."""
+    """One configuration of speculation."""
 
-    name: str
+    name: str  # unique
     options: dict[str, Any] = field(default_factory=dict)
-    adversarial: bool = False
+    adversarial: bool = False  # whether it is to provoke mistakes, and not what the user certifies
 
 
 @dataclass
 class GeneratedText:
-    """A text that was written.
+    """A text that was written. What the subject does not tell is empty or None."""
 
-    tokens: of the text; empty if the subject gives no tokens. prompt: token ids, if known. logprobs: of each token, by token id.
-    alternatives: how many log-probabilities came with each token; empty if unknown.
-    drafted, accepted: draft tokens of each step, and how many were accepted; empty if unknown. usage: output tokens as the
-    subject counts them. error: why there is no text. broke: the engine failed while it wrote; it did not refuse.
-    """
-
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # of the text
     text: str = ""
-    prompt: list[int] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)  # token ids
     finish: str | None = None
-    logprobs: list[dict[int, float]] | None = None
-    alternatives: list[int] = field(default_factory=list)
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    usage: int | None = None
-    error: str | None = None
-    broke: bool = False
+    logprobs: list[dict[int, float]] | None = None  # of each token, by token id
+    alternatives: list[int] = field(default_factory=list)  # how many log-probabilities came with each token
+    drafted: list[int] = field(default_factory=list)  # draft tokens of each step
+    accepted: list[int] = field(default_factory=list)  # of these, by step
+    usage: int | None = None  # output tokens as the subject counts them
+    error: str | None = None  # why there is no text
+    broke: bool = False  # the engine failed while it wrote; it did not refuse
 
     @property
     def content(self) -> tuple[list[int], str]:
@@ -103,7 +97,7 @@ class GeneratedText:
 
     def steps(self) -> list[tuple[int, int]]:
         """(step, depth in the step) of each token; empty if the subject does not tell its steps."""
-        out = [(s, d) for s, kept in enumerate(self.accepted) for d in range(kept + 1)]
+        out = [(s, d) for s, accepted in enumerate(self.accepted) for d in range(accepted + 1)]
         return out[: len(self.tokens)] if len(out) >= len(self.tokens) else []
 
 
@@ -114,15 +108,11 @@ def failed(error: Exception) -> GeneratedText:
 
 @dataclass(frozen=True)
 class TokenDistribution:
-    """The target's distribution of one token, as far as it is known.
+    """The target's distribution of one token, as far as it is known."""
 
-    probs: float64 [known], after all sampling parameters. ids: int64 [known], the tokens they belong to; None: all tokens in
-    order. logits: float64 [vocab] before the sampling parameters, if known.
-    """
-
-    probs: np.ndarray
-    ids: np.ndarray | None = None
-    logits: np.ndarray | None = None
+    probs: np.ndarray  # float64 [known], after all sampling parameters
+    ids: np.ndarray | None = None  # int64 [known], the tokens they belong to; None: all tokens in order
+    logits: np.ndarray | None = None  # float64 [vocab] before the sampling parameters, if known
 
     @property
     def whole(self) -> bool:
@@ -143,24 +133,20 @@ class TokenDistribution:
 class Subject:
     """Base of all subjects. Derive from it to certify an engine of your own, and name it `module:class` on the command line.
 
-    name: for the page. exact_tokens: whether its sampled texts are promised to be those of plain decoding with the same seed,
-    and not only their distribution. Greedy texts are always to be the same. exact_numbers: whether `distributions` computes the
-    numbers of plain decoding to the last bit. partial_distributions: whether it knows the likeliest tokens only, at temperature
-    1. batches: whether `generate` gives a request its companions. slots: sequences that it writes side by side, 0 if not known;
-    with more, some wait or lose their place. long_context: tokens of a long prompt, 0 for none. end_ids: tokens that end a text.
-    properties, versions, weights: for the page.
+    Greedy texts are always to be those of plain decoding.
     """
 
-    name = "subject"
-    exact_tokens = False
-    exact_numbers = False
-    partial_distributions = False
-    batches = False
-    slots = 0
-    long_context = 0
-    end_ids: tuple[int, ...] = ()
+    name = "subject"  # for the page
+    exact_tokens = False  # whether sampled texts, too, are promised to be those of plain decoding with the same seed
+    exact_numbers = False  # whether `distributions` computes the numbers of plain decoding to the last bit
+    partial_distributions = False  # whether it knows the likeliest tokens only, at temperature 1
+    batches = False  # whether `generate` gives a request its companions
+    slots = 0  # sequences that it writes side by side, 0 if not known; with more, some wait or lose their place
+    long_context = 0  # tokens of a long prompt, 0 for none
+    end_ids: tuple[int, ...] = ()  # tokens that end a text
 
     def __init__(self) -> None:
+        # for the page
         self.properties: dict[str, str] = {}
         self.versions: dict[str, str] = {}
         self.weights: dict[str, str] = {}
@@ -245,10 +231,10 @@ class Subject:
         if text.tokens:
             return text.tokens
         try:
-            found = self.encode(text.text, prompt=False)
+            tokens = self.encode(text.text, prompt=False)
         except Unsupported:
             return []
-        return found if text.usage in (None, len(found)) else []
+        return tokens if text.usage in (None, len(tokens)) else []
 
     def show(self, tokens: Sequence[int]) -> str:
         """Tokens as a person reads them."""
@@ -258,7 +244,7 @@ class Subject:
         """What a person types to see the texts of a request, with speculation and without."""
         prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
         usual = SamplingParams()
-        given = {f.name: getattr(request.params, f.name) for f in fields(usual)}
-        words = ", ".join(f"{k}={v!r}" for k, v in given.items() if v != getattr(usual, k))
+        params = {f.name: getattr(request.params, f.name) for f in fields(usual)}
+        words = ", ".join(f"{k}={v!r}" for k, v in params.items() if v != getattr(usual, k))
         beside = f", {request.companions} companions" if request.companions else ""
         return f"prompt={prompt!r}, SamplingParams({words}), {variant.name}{beside}"

@@ -28,10 +28,10 @@ CertifyTrial = tuple[str, Callable[[], Record]]
 
 
 class CertificateKind:
-    """Base of the kinds of test. name: as in `--kind`. share: its part of the time, as a weight."""
+    """Base of the kinds of test."""
 
-    name: str
-    share: float = 1.0
+    name: str  # as in `--kind`
+    share: float = 1.0  # its part of the time, as a weight
 
     def trials(self) -> Iterator[CertifyTrial]:
         """The trials, in order; may be endless."""
@@ -58,32 +58,37 @@ class OwnKinds(Protocol):
 
 
 class TrialJournal:
-    """The records of a certificate that is being made, a line of JSON each. path: None keeps them in memory only.
+    """The records of a certificate that is being made, a line of JSON each.
 
-    identity: what the records depend on. A journal of another identity is started anew. A line is in the file before the next
-    trial begins. Half of a line, which a kill leaves, is cut off.
+    A line is in the file before the next trial begins. Half of a line, which a kill leaves, is cut off.
     """
 
     def __init__(self, path: Path | None, identity: dict[str, Any]) -> None:
+        """Read the records so far.
+
+        Args:
+            path: None keeps the records in memory only.
+            identity: What the records depend on. A journal of another identity is started anew.
+        """
         mark = {"certificate": hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]}
         self.path, self._file = path, None if path is None else path.open("a+b")
         self.records: dict[tuple[str, str], Record] = {}
         if self._file is not None:
             self._file.seek(0)
-            end, known = 0, False
+            end, marked = 0, False  # marked: the line with the identity was read
             for line in self._file:
                 try:
                     record = json.loads(line) if line.endswith(b"\n") else None
                 except ValueError:
                     break
-                known = known or record == mark
-                if not isinstance(record, dict) or not known:
+                marked = marked or record == mark
+                if not isinstance(record, dict) or not marked:
                     break
                 if record != mark:
                     self.records[record["kind"], record["key"]] = record
                 end += len(line)
             self._file.truncate(end)
-            if not known:
+            if not marked:
                 self._append(mark)
         self.resumed = len(self.records)
 
@@ -122,9 +127,12 @@ def run_kinds(
 ) -> Iterator[CertificatePart]:
     """Run the kinds one after the other and yield the part of each.
 
-    seconds: for all kinds, work of earlier runs included. What a kind leaves goes to the later ones. A kind has at least one
-    trial. most: trials of a kind, at most; None for as many as the time allows. ready: why the subject can be asked nothing more,
-    "" if it can. Then a kind is judged by what it has.
+    What a kind leaves of the time goes to the later ones. A kind has at least one trial.
+
+    Args:
+        seconds: For all kinds, work of earlier runs included.
+        most: Trials of a kind, at most. None for as many as the time allows.
+        ready: Why the subject can be asked nothing more, "" if it can. Then a kind is judged by what it has.
     """
     spent = 0.0
     for number, kind in enumerate(kinds):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import lru_cache
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from outrider_certify.subject import GeneratedText, SpeculationVariant, Subject, TextRequest, TokenDistribution
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+DROPPED = {"top_k on the draft only": ("top_k",), "min_p dropped": ("min_p",), "logit_bias dropped": ("logit_bias",)}
 SLOTS, PREEMPTED, WINDOW = 4, 5, 96
 
 
@@ -30,6 +32,12 @@ def race(*key: int, size: int) -> np.ndarray:
     noise = np.random.default_rng(key).exponential(size=size)
     noise.flags.writeable = False
     return noise
+
+
+@lru_cache(1 << 12)
+def signs(at: int, row: int, size: int) -> np.ndarray:
+    """Which way the numbers of a row are rounded where several rows are computed at once."""
+    return np.random.default_rng([at, row]).choice([-1.0, 1.0], size)
 
 
 @lru_cache(1 << 12)
@@ -80,6 +88,7 @@ class ToyEngine(Subject):
         self.rounding, self.exact_numbers = rounding, not rounding
         self.num_prompts = prompts
         self.seen = set[tuple[int, ...]]()
+        self.plain_texts = dict[str, list[GeneratedText]]()
         self.end_ids = (vocab - 1,)
         self.exact_tokens = rule == "match" and not rounding
         rng = np.random.default_rng(seed)
@@ -103,7 +112,14 @@ class ToyEngine(Subject):
         return texts
 
     def plain(self, requests: Sequence[TextRequest]) -> list[GeneratedText]:
-        return [self._text(request, i, None) for request in requests for i in range(request.params.n)]
+        """Asked again and again for the same texts, and they are kept."""
+        texts = list[GeneratedText]()
+        for request in requests:
+            key = repr((request.prompt, request.params))
+            if key not in self.plain_texts:
+                self.plain_texts[key] = [self._text(request, i, None) for i in range(request.params.n)]
+            texts += deepcopy(self.plain_texts[key])
+        return texts
 
     def constrained(self, request: TextRequest, choices: Sequence[str]) -> GeneratedText:
         """Letter by letter, two letters a step: the mask of a letter is what the grammar allows after those before it."""
@@ -245,15 +261,9 @@ class ToyEngine(Subject):
                 position -= 1
             logits = self.logits(self.table, cache + drafted[:i], position)
             if len(drafted) and (self.rounding or fault == "one ulp between row counts"):
-                size = self.rounding or np.spacing(8.0)
-                logits = logits + size * np.random.default_rng([len(tokens), i]).choice([-1.0, 1.0], len(logits))
+                logits = logits + (self.rounding or np.spacing(8.0)) * signs(len(tokens), i, len(logits))
             text = tokens if fault == "penalties per step" else tokens + drafted[:i]
-            drop = {
-                "top_k on the draft only": ("top_k",),
-                "min_p dropped": ("min_p",),
-                "logit_bias dropped": ("logit_bias",),
-            }
-            drop = drop.get(fault, ())
+            drop = DROPPED.get(fault, ())
             if fault == "bad words at the first token only" and i:
                 drop = ("bad_words",)
             ps.append(self.warp(logits, params, text, prompt, drop))
@@ -265,7 +275,7 @@ class ToyEngine(Subject):
     def _judge(self, drafted, qs, ps, position, seed, step, fault):
         def draw(p, at, salt):
             noise = race(seed, at, *(() if salt is None else (step, salt)), size=len(p))
-            return int(np.where(p > 0, noise / np.where(p > 0, p, 1), np.inf).argmin())
+            return int(np.divide(noise, p, out=np.full(len(p), np.inf), where=p > 0).argmin())
 
         if self.rule == "match":
             for i in range(len(drafted) + 1):

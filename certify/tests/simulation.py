@@ -77,7 +77,7 @@ def right(run: int) -> CertificatePart:
 
 
 def _no_bet(audit: Audit, context: object, token: int) -> bool:
-    return audit.add(np.zeros_like(audit.logs), np.zeros_like(audit.made), 1)
+    return audit.add(np.zeros_like(audit.logs), np.zeros_like(audit.placed), 1)
 
 
 def off_by(deviation: float, run: int) -> CertificatePart:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from broken import ToyEngine
+from toy_server import certified
 
 from outrider_certify import bounds
 from outrider_certify.audit import Audit
+from outrider_certify.certificate import Conclusion
 from outrider_certify.mistakes import MISTAKES, TokenContext, at_other_temperature, judged, rule
-from outrider_certify.statistical import rank
-from outrider_certify.subject import SamplingParams, TokenDistribution
+from outrider_certify.statistical import Statistical, rank
+from outrider_certify.subject import GeneratedText, SamplingParams, TextRequest, TokenDistribution
 
 VOCAB = 300
 # Tokens until the evidence is 10^6 (algorithms.md 4.3), for the sampler's mistake.
@@ -58,12 +61,26 @@ def test_the_audit_stops_in_time(fault: str) -> None:
 
 def test_the_audit_is_silent_on_a_right_sampler() -> None:
     rng, audit = np.random.default_rng(1), Audit(0.01)
-    for _ in range(3000):
+    for _ in range(1500):
         p, q = softmax(2 * rng.standard_normal(12)), softmax(2 * rng.standard_normal(12))
         context = TokenContext(TokenDistribution(p), TokenDistribution(q), None, SamplingParams(), [0], 1)
         audit.see(context, int(rng.choice(12, p=p)))
     assert audit.crossed is None
     assert audit.log_wealth < 2
+
+
+def test_recorded_texts_of_a_broken_sampler() -> None:
+    broken, honest = ToyEngine("no residual", error=2.0), ToyEngine(error=2.0)
+    params = SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True)
+
+    def recorded(engine: ToyEngine) -> list[tuple[TextRequest, GeneratedText]]:
+        requests = [TextRequest((i % 8, 1), params).with_(seed=i) for i in range(12)]
+        return list(zip(requests, engine.generate(requests, engine.variants()[0]), strict=True))
+
+    bad = certified(Statistical(honest, recorded=recorded(broken)))
+    assert bad.conclusion is Conclusion.DIFFERS
+    assert "no residual" in bad.findings[0].cause
+    assert certified(Statistical(honest, recorded=recorded(honest))).conclusion is Conclusion.CANNOT_TELL
 
 
 def test_tokens_that_are_not_known_count_as_one() -> None:

@@ -67,11 +67,9 @@ def test_a_kind_that_does_not_suit_is_explained(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kinds_for_certify.py").write_text("def generate(prompt, params, speculate):\n    return [3]\n")
     assert "unknown kind" in certify("kinds_for_certify:generate", "--kind", "fast", code=2)
-    assert "given as --kind exact --kind quality" in certify(
-        "kinds_for_certify:generate", "--kind", "exact,quality", code=2
-    )
+    several = certify("kinds_for_certify:generate", "--kind", "exact,contract", code=2)
+    assert "given as --kind exact --kind contract" in several
     assert "cannot have the kind 'exact'" in certify("kinds_for_certify:generate", "--kind", "exact", code=2)
-    assert "--problems FILE.jsonl" in certify("kinds_for_certify:generate", "--kind", "quality", code=2)
     sys.modules.pop("kinds_for_certify", None)
 
 

@@ -42,8 +42,6 @@ def test_an_engine_is_recognised_and_its_way_to_plain_decoding_is_told(owner: st
     server.owner = owner
     made = subject(server, off_body=None)
     assert made.properties["engine"] == name
-    assert made.properties["its token ids"]
-    assert made.properties["its probabilities"]
     with pytest.raises(Unsupported, match=f"{name}: "):
         made.plain([TextRequest(PROMPTS[0], SamplingParams())])
 

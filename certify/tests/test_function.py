@@ -6,16 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from toy_server import certified
 
-from outrider_certify.certificate import CertificatePart, Conclusion
+from outrider_certify.certificate import Conclusion
 from outrider_certify.seeded import Seeded
 from outrider_certify.subjects.function import FunctionSubject, imported, is_python_name, python_subject
-from outrider_certify.trials import CertificateKind, TrialJournal, run_kinds
-
-
-def certified(kind: CertificateKind, most: int | None = None) -> CertificatePart:
-    [part] = run_kinds([kind], TrialJournal(None, {}), 1e9, most=most)
-    return part
 
 
 def generate(prompt, params, speculate):

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from outrider_certify import cli
-from outrider_certify.certificate import Certificate, Conclusion
+from outrider_certify.certificate import Certificate, CertificatePart, Conclusion
 from outrider_certify.gate import GateServer, ToolCall, fields_that_differ, gate, read_traffic
 from outrider_certify.page import render
 from outrider_certify.subjects import transport
@@ -56,12 +56,17 @@ def gated(before: Write, after: Write, *bodies: dict[str, Any]) -> Certificate:
     return gate(server(before), server(after), bodies or [ASKED])
 
 
+def part(certificate: Certificate, kind: str) -> CertificatePart:
+    found = certificate.part(kind)
+    assert found
+    return found
+
+
 def test_equal_servers_pass() -> None:
     made = gated(lambda body: said("four"), lambda body: said("four"))
     assert made.conclusion is Conclusion.EXACT_TOKENS or made.conclusion is Conclusion.HOLDS
     assert made.conclusion.exit_code == 0
-    latency = made.part("latency")
-    assert latency
+    latency = part(made, "latency")
     assert "tokens a second" in latency.sentence
     assert made.sentence.startswith("1 of 1 request")  # equality, although another part decides the verdict
     page = render(made)
@@ -73,11 +78,9 @@ def test_equal_servers_pass() -> None:
 def test_an_argument_of_a_tool_call_that_changes_is_an_error_and_is_named() -> None:
     made = gated(lambda body: said(calls={"to": "x", "amount": 4}), lambda body: said(calls={"to": "x", "amount": "4"}))
     assert made.conclusion is Conclusion.DIFFERS
-    part = made.part("tool calls")
-    assert part
-    assert part.findings[0].evidence == 'call 1, arguments.amount: 4 before, "4" after'
-    equality = made.part("equality")
-    assert equality
+    found = part(made, "tool calls")
+    assert found.findings[0].evidence == 'call 1, arguments.amount: 4 before, "4" after'
+    equality = part(made, "equality")
     assert "curl -s http://toy:1/v1/chat/completions" in equality.findings[0].evidence
 
 
@@ -90,8 +93,7 @@ def test_an_error_is_reduced_to_the_shortest_request() -> None:
     made = gated(
         lambda body: said("no"), lambda body: said("no" if "no" not in body["messages"][-1]["content"] else "yes"), long
     )
-    equality = made.part("equality")
-    assert equality
+    equality = part(made, "equality")
     shown = [line for line in equality.findings[0].evidence.splitlines() if line.startswith("curl")]
     body = json.loads(shown[0].split(" -d ", 1)[1].strip("'"))
     assert body["messages"] == [{"role": "user", "content": "no"}]
@@ -112,11 +114,9 @@ def test_two_scores_that_are_nearly_equal_are_a_tie(noise: float, margin: float,
         lambda body: said("x a", {"n": 1}, scores=[("x", -1.0, -3.0), ("a", -1.0, -1.0 - margin)]),
         lambda body: said(f"x {word}", {"n": 2}, scores=[("x", -1.0 - noise, -3.0), (word, -1.0, -1.0 - margin)]),
     )
-    calls = made.part("tool calls")
-    assert calls
+    calls = part(made, "tool calls")
     assert calls.figures["different"] == (kind == "error")  # fields behind a tie are of another text
-    equality = made.part("equality")
-    assert equality
+    equality = part(made, "equality")
     assert equality.figures[kind] == 1
     assert (made.conclusion is Conclusion.DIFFERS) is (kind == "error")
 
@@ -135,16 +135,14 @@ def _dice(words: str) -> Write:
 def test_requests_that_draw_are_compared_as_samples(after: str, *, differs: bool) -> None:
     drawn = [{"prompt": f"roll {i}", "temperature": None if i % 2 else 1.0} for i in range(6)]
     made = gated(_dice("abcd"), _dice(after), *drawn)
-    equality = made.part("equality")
-    assert equality
+    equality = part(made, "equality")
     assert equality.figures["error"] == 0
     assert (equality.conclusion is Conclusion.DIFFERS) is differs, equality.figures
 
 
 def test_a_server_that_does_not_repeat_itself_draws() -> None:
     made = gated(_dice("abc"), _dice("xyz"))
-    equality = made.part("equality")
-    assert equality
+    equality = part(made, "equality")
     assert equality.figures["sampling"] == 1
 
 
@@ -161,8 +159,7 @@ def test_a_server_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> No
     both = gated(lambda body: httpx.Response(500), lambda body: httpx.Response(500))
     assert both.conclusion is Conclusion.CANNOT_TELL
     odd = gated(lambda body: said("a"), lambda body: {"choices": []})
-    equality = odd.part("equality")
-    assert equality
+    equality = part(odd, "equality")
     assert "another form" in equality.findings[0].evidence
 
 
@@ -172,17 +169,15 @@ def test_fewer_well_formed_answers_are_worse() -> None:
         for i in range(12)
     ]
     made = gated(lambda body: said('{"a": 1}'), lambda body: said('{"a": '), *bodies)
-    part = made.part("quality")
-    assert part
-    assert part.conclusion is Conclusion.DIFFERS
-    assert "JSON" in part.findings[0].title
+    found = part(made, "quality")
+    assert found.conclusion is Conclusion.DIFFERS
+    assert "JSON" in found.findings[0].title
 
 
 def test_an_answer_without_a_call_has_no_good_arguments() -> None:
     asked = {**ASKED, "tools": [{"type": "function", "function": {"name": "pay"}}]}
-    part = gated(lambda body: said("four"), lambda body: said(calls={"amount": 4}), asked).part("quality")
-    assert part
-    assert [found["won"] for name, found in part.figures.items() if "calls a tool" in name] == [1]
+    found = part(gated(lambda body: said("four"), lambda body: said(calls={"amount": 4}), asked), "quality")
+    assert [counts["won"] for name, counts in found.figures.items() if "calls a tool" in name] == [1]
 
 
 def test_more_well_formed_answers_are_not_worse_and_errors_are_no_answers() -> None:
@@ -191,9 +186,8 @@ def test_more_well_formed_answers_are_not_worse_and_errors_are_no_answers() -> N
         (lambda body: said('{"a": '), lambda body: said('{"a": 1}')),
         (lambda body: said('{"a": 1}'), lambda body: httpx.Response(400)),
     ):
-        part = gated(before, after, *bodies).part("quality")
-        assert part
-        assert part.conclusion is not Conclusion.DIFFERS
+        found = part(gated(before, after, *bodies), "quality")
+        assert found.conclusion is not Conclusion.DIFFERS
 
 
 def test_the_servers_take_turns_at_being_asked_first() -> None:
@@ -214,8 +208,7 @@ def test_a_reduction_asks_few_questions_and_keeps_no_request_that_fails() -> Non
         return httpx.Response(400) if len(body["messages"][-1]["content"]) < 100 else said("a")
 
     long = {**ASKED, "messages": [{"role": "user", "content": "word " * 200}], **{f"x{n}": n for n in range(40)}}
-    equality = gated(before, lambda body: said("b"), long).part("equality")
-    assert equality
+    equality = part(gated(before, lambda body: said("b"), long), "equality")
     assert len(asked) <= 1 + 2 + 30
     shown = [line for line in equality.findings[0].evidence.splitlines() if line.startswith("curl")]
     assert len(json.loads(shown[0].split(" -d ", 1)[1].strip("'"))["messages"][-1]["content"]) >= 100

@@ -15,7 +15,7 @@ from outrider_certify.subject import GeneratedText, SamplingParams, TextRequest
 from outrider_certify.subjects.server import ServerSubject
 from outrider_certify.trials import TrialJournal, run_kinds
 
-PROMPTS = [(1, 2), (3, 4), (5, 1), (2, 2, 7)]
+PROMPTS = [(3, 4), (2, 2, 7)]
 
 
 def numbers(text: str) -> list[int]:
@@ -105,7 +105,7 @@ def test_llama_cpp_tells_ties_from_errors_by_its_own_numbers(
     assert toy.properties["speculation"].startswith("seen: 14")
     assert toy.noise() == pytest.approx(wobble, abs=1e-6)
     [part] = run_kinds([Seeded(toy, length=16, rounds=1)], TrialJournal(None, {}), 1e9)
-    seen = {d["variant"] for n in range(4) for d in Seeded(toy, length=16).trial(n, 0.0, "the defaults")["differences"]}
+    seen = {d["variant"] for n in range(2) for d in Seeded(toy, length=16).trial(n, 0.0, "the defaults")["differences"]}
     assert "as a stream" in seen
     assert part.figures["unclear"] == 0  # a stream's tokens are those of the same text in one piece
     assert (part.figures["ties"] > 0, part.figures["errors"] > 0) == (kind == "tie", kind == "error"), part.sentence

@@ -27,6 +27,9 @@ def wrong():
 """
 
 
+ONE_ROUND = "--budget 1h --deviation 1"  # so little is to be excluded that each kind ends after its first round
+
+
 @pytest.fixture
 def engines(pytester: pytest.Pytester) -> Iterator[Path]:
     pytester.makepyfile(engines_for_certify=ENGINES)
@@ -39,7 +42,7 @@ def run(pytester: pytest.Pytester, words: str, *more: str) -> pytest.RunResult:
 
 
 def test_each_check_of_a_right_engine_is_a_test_with_a_name(pytester: pytest.Pytester, engines: Path) -> None:
-    result = run(pytester, "engines_for_certify:right --kind seeded --kind contract --budget 4s")
+    result = run(pytester, f"engines_for_certify:right --kind seeded --kind contract {ONE_ROUND}")
     assert result.ret == pytest.ExitCode.OK
     result.stdout.re_match_lines([r"certify\[seeded\]::min_p PASSED", r"certify\[contract\]::logprobs PASSED"])
     result.stdout.re_match_lines([r"certify\[contract\]::grammar PASSED"])
@@ -50,7 +53,7 @@ def test_each_check_of_a_right_engine_is_a_test_with_a_name(pytester: pytest.Pyt
 
 
 def test_a_mistake_fails_the_tests_that_are_about_it_and_no_others(pytester: pytest.Pytester, engines: Path) -> None:
-    result = run(pytester, "engines_for_certify:wrong --kind seeded --kind contract --budget 4s")
+    result = run(pytester, f"engines_for_certify:wrong --kind seeded --kind contract {ONE_ROUND}")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.re_match_lines([r"certify\[seeded\]::min_p FAILED", r"certify\[contract\]::min_p FAILED"])
     result.stdout.fnmatch_lines(["*min_p is not applied under speculation*", "*plain *", "*speculation *"])
@@ -67,9 +70,9 @@ def test_a_project_uses_the_fixtures_in_tests_of_its_own(pytester: pytest.Pytest
     pytester.makepyfile(
         test_mine="def test_the_total_variation(certify_subject, certificate):\n"
         "    assert certify_subject.name == 'a toy engine'\n"
-        "    assert [part.kind for part in certificate.parts] == ['seeded']\n"
+        "    assert [part.kind for part in certificate.parts] == ['contract']\n"
     )
-    words = "engines_for_certify:right --kind seeded --budget 1s"
+    words = f"engines_for_certify:right --kind contract {ONE_ROUND}"
     assert run(pytester, words, "-m", "not certify").parseoutcomes()["passed"] == 1
     without = pytester.runpytest_inprocess("-p", "no:xdist", "-p", "no:cacheprovider", "-rs")
     without.stdout.fnmatch_lines(["*no engine is named: pytest --certify*"])
@@ -111,7 +114,7 @@ def test_an_engine_that_cannot_be_asked_any_more_is_not_asked_again(pytester: py
         "        return super().generate(requests, variant)\n"
         "def ends():\n    return Ends()\n"
     )
-    result = run(pytester, "ends_for_certify:ends --kind seeded --kind contract --budget 1s")
+    result = run(pytester, "ends_for_certify:ends --kind contract")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["*the engine is gone at call 5*"])
     result.stdout.no_fnmatch_line("*at call 6*")

@@ -82,7 +82,7 @@ def test_without_probabilities_two_samples_are_compared() -> None:
     assert "no difference was seen" in part("").sentence
     assert part("greedy at any temperature").conclusion is Conclusion.DIFFERS
     short = certified(TwoSample(subject(ToyServer(ToyEngine(), logprobs=False)), length=16), most=2)
-    assert "needs at least 30" in short.sentence
+    assert "needs at least 15" in short.sentence
 
 
 def test_without_logprobs_rows_are_not_known() -> None:

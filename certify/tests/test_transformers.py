@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from toy_server import certified
 
-from outrider_certify.certificate import CertificatePart, Conclusion
+from outrider_certify.certificate import Conclusion
 from outrider_certify.seeded import Seeded
 from outrider_certify.statistical import Statistical
 from outrider_certify.subjects.transformers_generate import TransformersSubject
-from outrider_certify.trials import CertificateKind, TrialJournal, run_kinds
 
 torch = pytest.importorskip("torch")
 TOY_PROMPTS = ((1, 2), (3, 4), (5, 1))
-
-
-def certified(kind: CertificateKind, most: int | None = None) -> CertificatePart:
-    [part] = run_kinds([kind], TrialJournal(None, {}), 1e9, most=most)
-    return part
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from outrider_certify.subject import GeneratedText, SamplingParams, SpeculationV
 from outrider_certify.subjects.server import ServerSubject
 from outrider_certify.trials import CertificateKind, TrialJournal, run_kinds
 
-PROMPTS = ToyEngine().prompts()
+PROMPTS = ToyEngine().prompts()[:3]
 
 
 Answer = Callable[[dict[str, Any]], httpx.Response | None]

@@ -57,7 +57,11 @@ ACCELERATORS = {
 
 
 def explained(trace: Trace, tokenizer: Any | None = None) -> ExplainedRun:
-    """What the page shows of a trace, without the model. tokenizer: for the texts of tokens; None shows numbers."""
+    """What the page shows of a trace, without the model.
+
+    Args:
+        tokenizer: For the texts of tokens. None shows numbers.
+    """
     header, notes = trace.header, list[str]()
     if trace.problem is not None:
         notes.append(f"The file is damaged, and everything before the damage is shown: {trace.problem}.")
@@ -89,19 +93,22 @@ def _same(record: Any, names: str) -> dict[str, Any]:
 def with_model(run: ExplainedRun, trace: Trace, llm: LLM) -> ExplainedRun:
     """The run with what the model can tell: every probability, the draft model's too, and drafts of several shapes.
 
-    llm: with the model of the trace, and with its drafter for the draft's part. At most `MOST_STEPS` steps are computed again.
+    At most `MOST_STEPS` steps are computed again.
+
+    Args:
+        llm: With the model of the trace, and with its drafter for the draft's part.
     """
     model, left, notes = _draft_model(llm), MOST_STEPS, list(run.notes)
     requests = list[ExplainedRequest]()
     for request in run.requests:
-        text, known = trace.text(request.id), request.steps
+        text, steps = trace.text(request.id), request.steps
         if text.request.grammar:
             notes.append(f"Request {request.id} had a grammar, which a trace does not hold; it was not computed again.")
         elif request.prompt is not None:
-            some = known[:left]
-            known = [*(_computed(trace, text, step, llm.decoder, model) for step in some), *known[left:]]
+            some = steps[:left]
+            steps = [*(_computed(trace, text, step, llm.decoder, model) for step in some), *steps[left:]]
             left -= len(some)
-        requests.append(replace(request, steps=known))
+        requests.append(replace(request, steps=steps))
     if left <= 0 and sum(len(r.steps) for r in run.requests) > MOST_STEPS:
         notes.append(f"All probabilities are known for the first {MOST_STEPS} steps.")
     compared = list[ComparedDrafts]()
@@ -111,10 +118,9 @@ def with_model(run: ExplainedRun, trace: Trace, llm: LLM) -> ExplainedRun:
         )
     elif requests and requests[0].prompt is not None and not trace.texts[requests[0].id].request.grammar:
         compared = compare(trace.texts[requests[0].id], llm.decoder, model)
-    made = replace(run, requests=requests, compared=compared, size=model_size(llm.loaded), notes=notes)
-    if llm.tokenizer is not None:
-        made = replace(made, texts=_texts(requests, llm.tokenizer, compared))
-    return made
+    texts = run.texts if llm.tokenizer is None else _texts(requests, llm.tokenizer, compared)
+    size = model_size(llm.loaded)
+    return replace(run, requests=requests, compared=compared, size=size, notes=notes, texts=texts)
 
 
 def machine_curves() -> list[CostCurve]:
@@ -155,7 +161,7 @@ def compare(text: TracedText, decoder: Decoder, model: LanguageModel) -> list[Co
         for shape in (None, lambda budget: optimal_shape(budget, BY_RANK))
     )
     tree = Budget(DEPTH, WIDTH, NODES)
-    found = list[ComparedDrafts]()
+    compared = list[ComparedDrafts]()
     for at in range(min(len(output) - 1, COMPARED)):
         before = [*prompt, *output[:at]]
         if len(before) + NODES > model.max_length:
@@ -164,8 +170,8 @@ def compare(text: TracedText, decoder: Decoder, model: LanguageModel) -> list[Co
             _drafted(text, before, decoder, drafter, budget)
             for drafter, budget in ((free, Budget(NODES)), (fixed, tree), (free, tree))
         )
-        found.append(ComparedDrafts(len(before), output[at : at + NODES], chain, shaped, best))
-    return found
+        compared.append(ComparedDrafts(len(before), output[at : at + NODES], chain, shaped, best))
+    return compared
 
 
 def _drafted(text: TracedText, before: list[int], decoder: Decoder, drafter: ModelDrafter, budget: Budget) -> TreeDraft:
@@ -253,17 +259,18 @@ def _computed(
     trace: Trace, text: TracedText, step: ExplainedStep, decoder: Decoder, model: LanguageModel | None
 ) -> ExplainedStep:
     """The step with every probability, from the target and from the draft model."""
-    found = replay(trace, decoder, step.step, text.id)
-    made = replace(
+    again = replay(trace, decoder, step.step, text.id)
+    q = ranks = None
+    if model is not None and step.tokens is not None and step.parents is not None:
+        q, ranks = _draft_probs(text, list(again.before), step.tokens, step.parents, decoder, model)
+    return replace(
         step,
-        p=[node.p for node in found.nodes],
-        rank=[node.rank for node in found.nodes],
-        likely=[[(t, p) for t, p in node.likely] for node in found.nodes],
+        p=[node.p for node in again.nodes],
+        rank=[node.rank for node in again.nodes],
+        likely=[[(t, p) for t, p in node.likely] for node in again.nodes],
+        q=q,
+        q_rank=ranks,
     )
-    if model is None or step.tokens is None or step.parents is None:
-        return made
-    q, ranks = _draft_probs(text, list(found.before), step.tokens, step.parents, decoder, model)
-    return replace(made, q=q, q_rank=ranks)
 
 
 def _draft_probs(

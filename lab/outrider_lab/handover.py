@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import pprint
 import re
 import shlex
 import tomllib
@@ -29,16 +28,6 @@ TABLES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".t
 """What handover.toml says. A package with a method of its own adds the name to `methods`, and rows."""
 ENGINES = [name for name in TABLES if name != "all"]
 """Names on the command line."""
-_PYTHON = """\
-from vllm import LLM, SamplingParams
-
-llm = LLM(
-    model={model!r},
-    speculative_config={config},
-)
-for output in llm.generate(["def add(a, b):"], SamplingParams(temperature=0, max_tokens=64)):
-    print(output.outputs[0].text)
-"""
 
 
 @dataclass(frozen=True)
@@ -221,9 +210,7 @@ def _written(engine: str, model: str, flags: Mapping[str, Any], facts: Mapping[s
     """What to add to the command line, and the files, by name."""
     if engine == "vllm":
         command = f"--speculative-config {shlex.quote(json.dumps(flags))}" if flags else ""
-        python = pprint.pformat(flags or None, width=90, sort_dicts=False).replace("\n", "\n    ")
-        file = _yaml({"model": model, **({"speculative-config": flags} if flags else {})})
-        return command, {"vllm.yaml": file, "vllm_offline.py": _PYTHON.format(model=model, config=python)}
+        return command, {"vllm.yaml": _yaml({"model": model, **({"speculative-config": flags} if flags else {})})}
     if engine == "trt-llm":
         # the documentation of these two methods asks for it
         alone = flags.get("decoding_type") in ("Draft_Target", "NGram")

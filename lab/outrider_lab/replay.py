@@ -35,21 +35,16 @@ from outrider_lab.traces import Trace, TracedText
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """A step, computed again.
-
-    nodes: the draft's nodes, with distribution, noise and reason. path: the accepted nodes. token: drawn at the last of them.
-    written: the tokens that the step added. before: the prompt and the text that the step continues. differs: what is not as
-    recorded, in words; () if all is equal.
-    """
+    """A step, computed again."""
 
     text: TracedText
     step: StepRecord
-    nodes: tuple[ExplainedNode, ...]
-    path: tuple[int, ...]
-    token: int
-    written: tuple[int, ...]
-    before: tuple[int, ...]
-    differs: tuple[str, ...]
+    nodes: tuple[ExplainedNode, ...]  # the draft's nodes, with distribution, noise and reason
+    path: tuple[int, ...]  # the accepted nodes
+    token: int  # drawn at the last of them
+    written: tuple[int, ...]  # the tokens that the step added
+    before: tuple[int, ...]  # the prompt and the text that the step continues
+    differs: tuple[str, ...]  # what is not as recorded, in words; () if all is equal
 
     @property
     def same(self) -> bool:
@@ -58,9 +53,14 @@ class Replay:
 
 
 class _Recorded(BaseDrafter):
-    """Proposes the draft of a recorded step. drafter: knows the distributions that the draft was drawn from; None: not needed."""
+    """Proposes the draft of a recorded step."""
 
     def __init__(self, step: StepRecord, drafter: Drafter | None) -> None:
+        """Propose one step.
+
+        Args:
+            drafter: Knows the distributions that the draft was drawn from. None where they are not needed.
+        """
         self.step, self.drafter = step, drafter
         self.taps = () if drafter is None else drafter.taps
 
@@ -100,11 +100,13 @@ def beside(decoder: Decoder, drafter: Drafter, controller: Controller, **other: 
 def replay(
     trace: Trace, decoder: Decoder, step: int, request: int | None = None, mask: TokenMask | None = None
 ) -> Replay:
-    """Compute step `step` of a request again. request: its id; None for the only one.
+    """Compute step `step` of a request again.
 
-    decoder: with the model of the trace, as in `LLM(...).decoder`; nothing may run in it. Its verifier and draft lengths do not
-    matter. Its drafter matters only if the verifier needs the draft's distribution. mask: the grammar of the request, if it had
-    one.
+    Args:
+        decoder: With the model of the trace, as in `LLM(...).decoder`. Nothing may run in it. Its verifier and draft lengths do
+            not matter. Its drafter matters only if the verifier needs the draft's distribution.
+        request: Its id. None for the only one.
+        mask: The grammar of the request, if it had one.
 
     Raises ValueError for a step that does not exist, a trace without tokens, another model and a missing grammar. Also for a
     drafter that proposes another tree now.
@@ -192,9 +194,9 @@ def _gap(one: TopProbs, other: TopProbs) -> float:
 
 @dataclass(frozen=True)
 class Coin:
-    """It accepts if value < probability. value: uniform noise in (0, 1)."""
+    """It accepts if value < probability."""
 
-    value: float
+    value: float  # uniform noise in (0, 1)
     probability: float
 
     @property
@@ -204,46 +206,42 @@ class Coin:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a verifier looked at when it judged a node.
+    """What a verifier looked at when it judged a node: `coin` with coins, the other two without."""
 
-    Without coins: noise is the Gumbel noise of the node's token, None for greedy decoding. rival is (token, p, noise) of
-    the token that the target drew instead, or None. With coins: coin, or None where the verifier needed no coin.
-    """
-
-    noise: float | None = None
-    rival: tuple[int, float, float | None] | None = None
-    coin: Coin | None = None
+    noise: float | None = None  # Gumbel noise of the node's token, None for greedy decoding
+    rival: tuple[int, float, float | None] | None = (
+        None  # (token, p, noise) of the token that the target drew instead, if any
+    )
+    coin: Coin | None = None  # None where the verifier needed no coin
 
 
 @dataclass(frozen=True)
 class ExplainedNode:
-    """A node of the draft, and what the verifier did with it.
+    """A node of the draft, and what the verifier did with it."""
 
-    node, parent, depth, token: its place in the draft. p: the target's probability of its token. rank: the token's place in the
-    target's distribution, 1 is the most likely. likely: the most likely tokens after this node. drawn: the token that the
-    target drew after it, None where it drew none. evidence: None if the verifier did not judge the node. explains_by: see
-    `Verifier`.
-    """
-
-    node: int
+    node: int  # its index in the draft
     parent: int
     depth: int
     token: int
     accepted: bool
     parent_accepted: bool
-    p: float
-    rank: int
-    likely: TopProbs
-    drawn: int | None
-    evidence: Evidence | None
-    explains_by: str | None
+    p: float  # the target's probability of its token
+    rank: int  # the token's place in the target's distribution, 1 is the most likely
+    likely: TopProbs  # the most likely tokens after this node
+    drawn: int | None  # the token that the target drew after it, None where it drew none
+    evidence: Evidence | None  # None if the verifier did not judge the node
+    explains_by: str | None  # see `Verifier`
 
     @property
     def judged(self) -> bool:
         return self.evidence is not None
 
     def why(self, show: Callable[[int], str] = str) -> str:
-        """The reason in words. show: how to write a token."""
+        """The reason in words.
+
+        Args:
+            show: How to write a token.
+        """
         if self.node == 0:
             return "the last token of the text, where the draft begins"
         if self.evidence is None:
@@ -260,10 +258,10 @@ class ExplainedNode:
         return f"accepted: {value} is below {bound}" if self.accepted else f"rejected: {value} is not below {bound}"
 
     def _why_sample(self, seen: Evidence, show: Callable[[int], str]) -> str:
-        own = _odds(self.p, seen.noise)
+        odds = _odds(self.p, seen.noise)
         if self.accepted:
             how = "it is the target's most likely token" if seen.noise is None else "the target drew it too"
-            return f"accepted: {how} ({own})"
+            return f"accepted: {how} ({odds})"
         if seen.rival is None:
             return "rejected: a sibling has the same token, and the walk went there"
         token, p, noise = seen.rival
@@ -274,7 +272,7 @@ class ExplainedNode:
             return f"rejected: the target's most likely token is {rival}"
         if self.p == 0:
             return f"rejected: the sampling parameters forbid it; the target drew {rival}"
-        return f"rejected: the target drew {rival}; this one had {own}"
+        return f"rejected: the target drew {rival}; this one had {odds}"
 
 
 def _odds(p: float, noise: float | None) -> str:
@@ -284,8 +282,10 @@ def _odds(p: float, noise: float | None) -> str:
 def explain(verifier: Verifier, target: LogitsDistribution, step: Step, seed: int, number: int) -> list[ExplainedNode]:
     """Explain the nodes of a step of one sequence.
 
-    target: the distribution that the verifier was given. seed: of the sequence, as int64. number: of the step, which the noise
-    is keyed by.
+    Args:
+        target: The distribution that the verifier was given.
+        seed: Of the sequence, as int64.
+        number: Of the step, which the noise is keyed by.
     """
     device = target.logits.device
     noise = Noise(torch.tensor([seed], device=device), torch.tensor([number], device=device))

@@ -42,7 +42,7 @@ def test_json_and_files(tmp_path: Path) -> None:
     vllm, trt = json.loads(done.stdout)
     assert vllm["engine"] == "vLLM"
     assert trt["serve"] == f"trtllm-serve MODEL --config {out}/trt-llm.yaml"
-    assert sorted(p.name for p in out.iterdir()) == ["trt-llm.yaml", "vllm.yaml", "vllm_offline.py"]
+    assert sorted(p.name for p in out.iterdir()) == ["trt-llm.yaml", "vllm.yaml"]
     assert (out / "vllm.yaml").read_text() == vllm["files"]["vllm.yaml"]
 
 

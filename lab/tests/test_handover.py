@@ -113,7 +113,6 @@ def test_the_whole_command_line_and_its_files(tmp_path: Path) -> None:
     first, second = found["vLLM"].files["vllm.yaml"].splitlines()
     assert json.loads(first.removeprefix("model: ")) == code
     assert json.loads(second.removeprefix("speculative-config: ")) == vllm(found["vLLM"])
-    compile(found["vLLM"].files["vllm_offline.py"], "vllm_offline.py", "exec")
     assert "spec-draft-n-max = 4" in found["llama.cpp"].files["llama.cpp.ini"]
     assert "speculative-num-steps: 4" in found["SGLang"].files["sglang.yaml"]
     for export in found.values():

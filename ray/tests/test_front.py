@@ -20,7 +20,7 @@ from outrider_ray.front import Front, ResumableStream, guarded
 PROMPT = "def quicksort(xs):\n"
 SETTINGS = ServeOptions(model="code", host="0.0.0.0")
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
-SAMPLED = {"max_tokens": 12, "temperature": 0.8, "seed": 5}
+SAMPLED = {"max_tokens": 10, "temperature": 0.8, "seed": 5}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "seed": 1}),
     "sampled": ("/v1/completions", {"prompt": PROMPT, **SAMPLED, "presence_penalty": 1.0, "stop": ["\n\n\n", "xs)"]}),
     "ids": ("/v1/completions", {"prompt": PROMPT, **SAMPLED, "return_token_ids": True, "echo": True}),
-    "several": ("/v1/completions", {"prompt": [PROMPT, "import os\n"], **SAMPLED, "n": 2, "max_tokens": 7}),
+    "several": ("/v1/completions", {"prompt": [PROMPT, "import os\n"], **SAMPLED, "n": 2, "max_tokens": 4}),
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "sort"}], **SAMPLED}),
     "logprobs": ("/v1/completions", {"prompt": PROMPT, **SAMPLED, "logprobs": 1}),
 }
@@ -108,7 +108,7 @@ def test_a_stream_survives_a_death_at_every_event(lives: list[Live], name: str) 
 def test_a_stream_survives_many_deaths(lives: list[Live]) -> None:
     """Each replica writes two events and dies."""
     path, body = REQUESTS["sampled"]
-    body = {**body, "stop": [], "max_tokens": 16}
+    body = {**body, "stop": [], "max_tokens": 12}
     expected = seen(events(httpx.post(lives[0].url + path, json={**body, **USAGE}, headers={"x-request-id": "a"})))
     app = front(lives, lambda call, event: event == 3 and call < 12)
     assert seen(events(post(app, path, {**body, **USAGE}, headers={"x-request-id": "a"}))) == expected
@@ -158,7 +158,8 @@ def test_a_continued_stream_is_continued_again(lives: list[Live]) -> None:
 
 
 def test_whole_answers_are_asked_again(lives: list[Live]) -> None:
-    for path, body in REQUESTS.values():
+    for name in ("several", "chat", "logprobs"):
+        path, body = REQUESTS[name]
         own = httpx.post(lives[0].url + path, json=body).json()
         app = front(lives, lambda call, event: call < 3 and event == call % 2)
         found = post(app, path, body).json()

@@ -61,19 +61,18 @@ def first_requests(machine: str, temperature: float) -> list[Played]:
 
 
 def single(costs: CostModel, some, names: tuple[str, ...]) -> list[dict[str, float]]:
-    """Every single method and length, by kind."""
+    """Every single method, and some lengths of each, by kind."""
     found = [by_kind(fresh(costs, some, (name,)), costs) for name in names]
     for name in names:
-        lengths = (8, 16) if name == "suffix" else range(1, 6)
+        lengths = (16,) if name == "suffix" else (1, 3, 5)
         found += [by_kind(one(costs, some, (name,), fixed(costs, k)), costs) for k in lengths]
     return found
 
 
-def orders(some) -> list[list[RecordedText]]:
-    """Two more orders than that of the file."""
+def shuffled(some, seed: int) -> list[RecordedText]:
     mixed = list(some)
-    random.Random(5).shuffle(mixed)
-    return [list(some)[::-1], mixed]
+    random.Random(seed).shuffle(mixed)
+    return mixed
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,7 @@ def test_a_server_is_as_fast_as_first_requests_in_any_order(machine: str, temper
     costs, some = MACHINES[machine], texts("qwen2.5-coder", temperature)
     first = by_kind(first_requests(machine, temperature), costs)
     assert first["all"] > least - 0.07
-    for found in (in_a_row(machine, temperature), *(by_kind(one(costs, order), costs) for order in orders(some))):
+    for found in (in_a_row(machine, temperature), by_kind(one(costs, shuffled(some, 5)), costs)):
         assert found["all"] > least
         assert found["all"] > 0.96 * first["all"]
         assert found["chat"] > 0.96 * first["chat"]
@@ -109,8 +108,14 @@ def test_a_large_part_of_what_an_oracle_reaches() -> None:
     assert all(found[kind] <= best[kind] for kind in KINDS)
 
 
-@pytest.mark.parametrize("machine", ["quiet", "vnni", "gpu", "never"])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(
+    ("machine", "temperature"),
+    [
+        *((machine, 0.0) for machine in ("quiet", "vnni", "gpu", "never")),
+        ("quiet", 0.7),
+        *(more(machine, 0.7) for machine in ("vnni", "gpu", "never")),
+    ],
+)
 def test_no_answer_of_some_length_is_slower_than_plain_decoding(machine: str, temperature: float) -> None:
     costs = MACHINES[machine]
     for played in first_requests(machine, temperature):
@@ -118,7 +123,7 @@ def test_no_answer_of_some_length_is_slower_than_plain_decoding(machine: str, te
         assert speed > (0.95 if played.tokens >= 32 else 0.85), (played.text.kind, played.tokens, speed)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("temperature", [0.0, more(0.7)])
 def test_a_draft_as_large_as_the_target_is_never_asked(temperature: float) -> None:
     costs, some = MACHINES["never"], texts("qwen2.5-coder", temperature)
     machine = Machine(costs, planner(costs), ["draft_model"])
@@ -142,33 +147,33 @@ def test_wrong_costs_are_recovered_from(machine: str) -> None:
         wrong += [replace(costs, target={n: seconds * factor for n, seconds in costs.target.items()})]
     for believed in wrong:
         assert by_kind(one(costs, some, own=planner(costs, believed)), costs)["all"] > 0.93 * right, believed
+    for believed in wrong[:3]:
         assert by_kind(fresh(costs, some, believed=believed), costs)["all"] > 0.79 * first, believed
 
 
 def test_noise_costs_little() -> None:
     costs, some = MACHINES["quiet"], texts("qwen2.5-coder", 0.0)
     right = in_a_row("quiet", 0.0)["all"]
-    for jitter in (0.05, 0.15):
-        assert by_kind(one(costs, some, jitter=jitter, seed=3), costs)["all"] > 0.96 * right
+    assert by_kind(one(costs, some, jitter=0.15, seed=3), costs)["all"] > 0.96 * right
 
 
-@pytest.mark.parametrize("speed", [0.4, 2.5])
-def test_a_machine_that_changes_its_speed_is_followed(speed: float) -> None:
+def test_a_machine_that_changes_its_speed_is_followed() -> None:
     costs, some = MACHINES["quiet"], texts("qwen2.5-coder", 0.0)
-    first, second = some[::2], some[1::2]
-    machine = Machine(costs, planner(costs), BOTH, ["suffix"])
-    machine.write(first)
-    machine.speed = speed
-    changed = sum(played.seconds for played in machine.write(second))
-    machine = Machine(costs, planner(costs), BOTH, ["suffix"])
-    machine.write(first)
-    steady = sum(played.seconds for played in machine.write(second)) / speed
-    assert changed < 1.15 * steady
+
+    def seconds(speed: float) -> float:
+        """Of the second half of the texts, at another speed than the first."""
+        machine = Machine(costs, planner(costs), BOTH, ["suffix"])
+        machine.write(some[::2])
+        machine.speed = speed
+        return sum(played.seconds for played in machine.write(some[1::2]))
+
+    steady = seconds(1.0)
+    assert all(seconds(speed) < 1.15 * steady / speed for speed in (0.4, 2.5))
 
 
 def test_a_store_full_of_wrong_text_is_soon_ignored() -> None:
     """Every lookup finds a long match, states that it is sure, and is wrong."""
-    costs, some = MACHINES["quiet"], texts("qwen2.5-coder", 0.0)
+    costs, some = MACHINES["quiet"], texts("qwen2.5-coder", 0.0)[::2]
     sure = RecordedDraft(0, 12, [0.95] * 8, 8)
     wrong = [replace(t, drafts={**t.drafts, "suffix": [sure] * len(t.output)}) for t in some]
     model = by_kind(one(costs, some, ("draft_model",)), costs)["all"]
@@ -178,13 +183,12 @@ def test_a_store_full_of_wrong_text_is_soon_ignored() -> None:
 
 @pytest.mark.parametrize(
     ("machine", "slots", "least"),
-    [("quiet", 4, 1.08), ("vnni", 4, 1.15), ("vnni", 8, 0.99), ("gpu", 4, 1.9), ("gpu", 8, 1.65)],
+    [("quiet", 4, 1.08), ("vnni", 8, 0.99), ("gpu", 4, 1.9), more("vnni", 4, 1.15), more("gpu", 8, 1.65)],
 )
 def test_clients_side_by_side(machine: str, slots: int, least: float) -> None:
-    """Half code, half chat: faster than plain decoding, and than every fixed length."""
+    """Half code, half chat: faster than plain decoding, and than fixed lengths."""
     costs = MACHINES[machine]
-    some = [t for t in texts("qwen2.5-coder", 0.0) if t.kind in ("code", "chat")] * 2
-    random.Random(1).shuffle(some)
+    some = shuffled([t for t in texts("qwen2.5-coder", 0.0) if t.kind in ("code", "chat")] * 2, 1)
 
     def taken(own: Planner, names: tuple[str, ...]) -> float:
         machine = Machine(costs, own, names, ["suffix"], slots=slots)
@@ -193,7 +197,7 @@ def test_clients_side_by_side(machine: str, slots: int, least: float) -> None:
 
     plain = taken(fixed(costs, 0), ())
     found = plain / taken(planner(costs), BOTH)
-    lengths = [("suffix", 4), ("suffix", 16), *(("draft_model", k) for k in (1, 2, 3, 4))]
+    lengths = [("suffix", 16), ("draft_model", 1), ("draft_model", 3)]
     best = max(plain / taken(fixed(costs, k), (name,)) for name, k in lengths)
     assert found > least
     assert found > 0.9 * best

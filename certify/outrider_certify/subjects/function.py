@@ -61,10 +61,10 @@ def python_subject(target: Any, name: str, example: str = EXAMPLE) -> Subject:
         return FunctionSubject(target, name)
     if names:
         raise ValueError(f"{name} takes ({', '.join(names)}); {example}")
-    made = target()
-    if not isinstance(made, Subject):
-        raise ValueError(f"{name}() gives a {type(made).__name__}; {example}")
-    return made
+    subject = target()
+    if not isinstance(subject, Subject):
+        raise ValueError(f"{name}() gives a {type(subject).__name__}; {example}")
+    return subject
 
 
 class FunctionSubject(Subject):

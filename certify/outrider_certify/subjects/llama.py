@@ -20,10 +20,12 @@ _PLACES = (2, 5, 8, 11, 14)  # tokens of a text whose number is computed again
 def logprobs(client: ServerClient, tokens: Sequence[int], body: dict[str, Any], *, cached: bool) -> dict[int, float]:
     """Log-probabilities of the likeliest next tokens after penalties and biases.
 
-    body: fields of the request. cached: with the keys and values that the server has kept, else the text is read anew.
+    Args:
+        body: Fields of the request.
+        cached: Whether to use the keys and values that the server has kept. Else the text is read anew.
     """
-    kept = ("presence_penalty", "frequency_penalty", "repeat_penalty", "logit_bias", "ignore_eos")
-    asked = {name: body[name] for name in kept if name in body}
+    names = ("presence_penalty", "frequency_penalty", "repeat_penalty", "logit_bias", "ignore_eos")
+    asked = {name: body[name] for name in names if name in body}
     asked |= {"prompt": list(tokens), "n_predict": 1, "temperature": 1.0, "samplers": ["penalties", "temperature"]}
     asked |= {"n_probs": _KNOWN, "post_sampling_probs": True, "cache_prompt": cached}
     [first] = client.post("/completion", asked)["completion_probabilities"]
@@ -49,9 +51,9 @@ def margin(client: ServerClient, tokens: Sequence[int], body: dict[str, Any], on
     """
     gaps = list[float]()
     for cached in (True, False):
-        known = logprobs(client, tokens, body, cached=cached)
-        if one in known and other in known:
-            gaps.append(abs(known[one] - known[other]))
+        scores = logprobs(client, tokens, body, cached=cached)
+        if one in scores and other in scores:
+            gaps.append(abs(scores[one] - scores[other]))
     return min(gaps, default=None)
 
 
@@ -68,7 +70,7 @@ def noise(client: ServerClient, prompts: Sequence[Sequence[int]]) -> float | Non
         }
         written = client.post("/v1/completions", body)["choices"][0]["logprobs"]["content"]
         for at in _PLACES:
-            known = logprobs(client, [*prompt, *(t["id"] for t in written[:at])], {"ignore_eos": True}, cached=False)
-            if written[at]["id"] in known:
-                gaps.append(abs(known[written[at]["id"]] - written[at]["logprob"]))
+            scores = logprobs(client, [*prompt, *(t["id"] for t in written[:at])], {"ignore_eos": True}, cached=False)
+            if written[at]["id"] in scores:
+                gaps.append(abs(scores[written[at]["id"]] - written[at]["logprob"]))
     return max(gaps, default=None)

@@ -47,14 +47,7 @@ _DRAFTED = re.compile(r"^\S*(?:spec_decode_num_draft_tokens|drafted)_total(?:\{.
 
 
 class ServerSubject(Subject):
-    """url: the server that speculates. plain_url: one that does not. off_body: fields that turn speculation off at `url`.
-    on_body: fields that turn it on.
-
-    Without these, an engine with a field of its own (`engines`) is asked by it, if no draft token is seen then.
-
-    reference: a subject with the same weights, which gives the target's probabilities. endpoint: of ENDPOINTS; "chat" sends a
-    prompt as the message of a user. Raises ConnectionError if no server answers, ValueError for a wrong address.
-    """
+    """A server, and its plain decoding: at a second server, or by fields of the request."""
 
     long_context = 512
 
@@ -73,6 +66,21 @@ class ServerSubject(Subject):
         endpoint: str = "completions",
         transport: httpx.BaseTransport | None = None,
     ) -> None:
+        """Find out what a server tells.
+
+        Without `plain_url`, `off_body` and `on_body`, an engine with a field of its own (`engines`) is asked by it, if no draft
+        token is seen then.
+
+        Args:
+            url: The server that speculates.
+            plain_url: A server that does not.
+            off_body: Fields that turn speculation off at `url`.
+            on_body: Fields that turn it on.
+            reference: A subject with the same weights, which gives the target's probabilities.
+            endpoint: Of ENDPOINTS; "chat" sends a prompt as the message of a user.
+
+        Raises ConnectionError if no server answers, ValueError for a wrong address.
+        """
         super().__init__()
         if endpoint not in ENDPOINTS:
             raise ValueError(f"endpoint is one of {', '.join(ENDPOINTS)}, got {endpoint!r}")
@@ -206,12 +214,7 @@ class ServerSubject(Subject):
         self.llama = "default_generation_settings" in props
         self.ways = recognised(self._told_at)
         if self.ways is not UNKNOWN:
-            ways = {
-                "its token ids": self.ways.ids,
-                "its probabilities": self.ways.numbers,
-                "its seeds": self.ways.seeds,
-            }
-            self.properties |= {"engine": self.ways.name, **ways}
+            self.properties["engine"] = self.ways.name
         if self.llama:
             self.versions["server"] = f"llama.cpp {props.get('build_info', '')}".strip()
         elif about:
@@ -311,15 +314,15 @@ class ServerSubject(Subject):
         if load == 1 or len(requests) == 1:
             return [text for request in requests for text in self._ask(self.server, self.model, request, more)]
         with ThreadPoolExecutor(load) as pool:
-            found = list(pool.map(lambda request: self._ask(self.server, self.model, request, more), requests))
-        return [text for texts in found for text in texts]
+            answers = pool.map(lambda request: self._ask(self.server, self.model, request, more), requests)
+            return [text for texts in answers for text in texts]
 
     def plain(self, requests: Sequence[TextRequest]) -> list[GeneratedText]:
         if self.without is None:
-            own = f" ({self.ways.name}: {self.ways.without})" if self.ways is not UNKNOWN else ""
+            hint = f" ({self.ways.name}: {self.ways.without})" if self.ways is not UNKNOWN else ""
             raise Unsupported(
                 "it has no field that is known to turn speculation off: start a second server of the same model without "
-                f"speculation and add --plain-url http://..., or name the fields with --off-body{own}"
+                f"speculation and add --plain-url http://..., or name the fields with --off-body{hint}"
             )
         client, model = self.without, self.plain_model
         return [text for request in requests for text in self._ask(client, model, request, self.off)]
@@ -364,10 +367,10 @@ class ServerSubject(Subject):
             **self.off,
         }
         answer = (self.without or self.server).post("/v1/completions", body)
-        known = (answer.get("choices") or [{}])[0].get("prompt_logprobs")
-        if not isinstance(known, list) or len(known) < len(prompt) + len(tokens):
+        entries = (answer.get("choices") or [{}])[0].get("prompt_logprobs")
+        if not isinstance(entries, list) or len(entries) < len(prompt) + len(tokens):
             raise Unsupported("the server gives no prompt_logprobs; name a model with its weights: --reference MODEL")
-        return [_distribution(entry) for entry in known[len(prompt) : len(prompt) + len(tokens)]]
+        return [_distribution(entry) for entry in entries[len(prompt) : len(prompt) + len(tokens)]]
 
     def draft_distributions(self, request: TextRequest, text: GeneratedText) -> list[TokenDistribution] | None:
         return None if self.reference is None else self.reference.draft_distributions(request, text)
@@ -431,14 +434,14 @@ def _distribution(entry: Any) -> TokenDistribution:
 
 def _generated(choice: dict[str, Any], request: TextRequest, prompt: Sequence[int] | None) -> GeneratedText:
     """A choice of an answer. Token ids: vLLM's and ours are in `token_ids`, llama.cpp's with the log-probabilities."""
-    known = choice.get("logprobs") or {}
-    content = known.get("content") or []
+    logs = choice.get("logprobs") or {}
+    content = logs.get("content") or []
     tokens = [int(t) for t in choice.get("token_ids") or [c["id"] for c in content if "id" in c]]
-    values = known.get("token_logprobs") or [c.get("logprob") for c in content]
+    values = logs.get("token_logprobs") or [c.get("logprob") for c in content]
     logprobs = None
     if tokens and values and all(v is not None for v in values):
         logprobs = [{t: float(v)} for t, v in zip(tokens, values, strict=False)]
-    tops = known.get("top_logprobs") or [c["top_logprobs"] for c in content if "top_logprobs" in c]
+    tops = logs.get("top_logprobs") or [c["top_logprobs"] for c in content if "top_logprobs" in c]
     return GeneratedText(
         tokens=tokens,
         text=str(choice.get("text") or (choice.get("message") or {}).get("content") or ""),

@@ -32,12 +32,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class TransformersSubject(Subject):
-    """Its sampled texts promise the distribution, and not the tokens.
-
-    model: a folder, a hub name, or a loaded model. generate: arguments of generate; "assistant_model" is given as `model` is.
-    None for a model that only tells its probabilities. dtype: of both models, of DTYPES. find: from the name of a model to the
-    folder or GGUF file that transformers loads. Raises ValueError for a model that transformers cannot load.
-    """
+    """Its sampled texts promise the distribution, and not the tokens."""
 
     def __init__(
         self,
@@ -49,6 +44,17 @@ class TransformersSubject(Subject):
         tokenizer: Any | None = None,
         find: Callable[[str, str], str | Path] = lambda name, dtype: name,
     ) -> None:
+        """Load a model and its assistant.
+
+        Args:
+            model: A folder, a hub name, or a loaded model.
+            generate: Arguments of generate; "assistant_model" is named as `model` is. None for a model that only tells its
+                probabilities.
+            dtype: Of both models, of DTYPES.
+            find: From the name of a model to the folder or GGUF file that transformers loads.
+
+        Raises ValueError for a model that transformers cannot load.
+        """
         super().__init__()
         if generate is not None and not any(name in generate for name in _SPECULATIVE):
             raise ValueError(
@@ -121,22 +127,22 @@ class TransformersSubject(Subject):
             raise Unsupported("transformers' generate has no such parameter, or not together with speculation")
         if p.logprobs is not None:
             raise Unsupported("transformers' generate returns scores, and no log-probabilities of tokens")
-        given: dict[str, Any] = {"do_sample": p.temperature > 0, "max_new_tokens": p.max_tokens}
+        settings: dict[str, Any] = {"do_sample": p.temperature > 0, "max_new_tokens": p.max_tokens}
         if p.temperature > 0:
-            given |= {"temperature": p.temperature, "top_k": p.top_k, "top_p": p.top_p, "min_p": p.min_p or None}
+            settings |= {"temperature": p.temperature, "top_k": p.top_k, "top_p": p.top_p, "min_p": p.min_p or None}
         if p.repetition_penalty != 1:
-            given["repetition_penalty"] = p.repetition_penalty
+            settings["repetition_penalty"] = p.repetition_penalty
         if p.bad_words:
-            given["bad_words_ids"] = [list(w) for w in p.bad_words]
+            settings["bad_words_ids"] = [list(w) for w in p.bad_words]
         if p.logit_bias:
-            given["sequence_bias"] = [[[t], b] for t, b in p.logit_bias.items()]
+            settings["sequence_bias"] = [[[t], b] for t, b in p.logit_bias.items()]
         if p.min_tokens and ends:
-            given["min_new_tokens"] = p.min_tokens
+            settings["min_new_tokens"] = p.min_tokens
         if p.stop:
-            given["stop_strings"] = list(p.stop)
+            settings["stop_strings"] = list(p.stop)
         # Without an end token generate would take that of the model, so an impossible one stands for none.
         config = copy.deepcopy(self.model.generation_config)
-        config.update(**given, eos_token_id=list(ends) or self.vocab_size, pad_token_id=ends[0] if ends else 0)
+        config.update(**settings, eos_token_id=list(ends) or self.vocab_size, pad_token_id=ends[0] if ends else 0)
         prompt = [int(t) for t in request.prompt]
         ids = torch.tensor([prompt])
         torch.manual_seed((p.seed or 0) % 2**63)

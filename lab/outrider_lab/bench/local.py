@@ -18,10 +18,11 @@ from outrider_lab.bench.run import Arrivals, Sample, Setting
 
 
 class Local:
-    """Models of this process. llms: by the name of the setting. sampling: fields of `SamplingParams`."""
+    """Models of this process."""
 
     def __init__(self, llms: Mapping[str, LLM], sampling: Mapping[str, Any]) -> None:
-        self.llms, self.sampling = dict(llms), dict(sampling)
+        self.llms = dict(llms)  # by the name of the setting
+        self.sampling = dict(sampling)  # fields of `SamplingParams`
 
     @classmethod
     def load(
@@ -29,7 +30,11 @@ class Local:
     ) -> Local:
         """An LLM for each setting; all share the weights of the first. Fills in each setting's `guarantee`.
 
-        slots: prompts that are answered at the same time. options: for `LLM`. Raises what LLM raises.
+        Args:
+            slots: Prompts that are answered at the same time.
+            options: For `LLM`.
+
+        Raises what LLM raises.
         """
         llms, source = dict[str, LLM](), model
         for setting in settings:
@@ -83,9 +88,9 @@ class Local:
 
 def request_of(llm: LLM, sampling: Mapping[str, Any], prompt: Prompt, repeat: int) -> Request:
     """A request for a prompt: with the parameters of the measurement, and the prompt's own. Repeat r adds r to the seed."""
-    own = {name: value for name in ("max_tokens", "temperature") if (value := getattr(prompt, name)) is not None}
-    own |= {"seed": sampling["seed"] + repeat, "prediction": prompt.prediction}
-    [request] = llm.requests(llm.encode(prompt.content), SamplingParams(**{**sampling, **own}))
+    of_prompt = {name: value for name in ("max_tokens", "temperature") if (value := getattr(prompt, name)) is not None}
+    of_prompt |= {"seed": sampling["seed"] + repeat, "prediction": prompt.prediction}
+    [request] = llm.requests(llm.encode(prompt.content), SamplingParams(**{**sampling, **of_prompt}))
     return request
 
 
@@ -108,22 +113,22 @@ class SampleRecorder:
 
     def sample(self, error: str | None = None) -> Sample:
         """What was collected. error: why there is no answer."""
-        known = {**self._about, **vars(self._came), "phases": self._phases, "origins": self._origins, "error": error}
+        fields = {**self._about, **vars(self._came), "phases": self._phases, "origins": self._origins, "error": error}
         row = self._row
         if row is None:
-            return Sample(**known)
-        known |= {"drafted": list(row.counts.drafted), "accepted": list(row.counts.accepted)}
+            return Sample(**fields)
+        fields |= {"drafted": list(row.counts.drafted), "accepted": list(row.counts.accepted)}
         if row.finish is None:
-            return Sample(**known)
-        known["phases"] = {**self._phases, "rest": max(0.0, self._came.seconds - sum(self._phases.values()))}
+            return Sample(**fields)
+        fields["phases"] = {**self._phases, "rest": max(0.0, self._came.seconds - sum(self._phases.values()))}
         if row.checker.marks:
             borders = [0, *(min(mark, len(row.text)) for mark in row.checker.marks)]
             borders[-1] = len(row.text)
-            known["pieces"] = [row.text[a:b] for a, b in itertools.pairwise(borders)]
+            fields["pieces"] = [row.text[a:b] for a, b in itertools.pairwise(borders)]
         if row.finish.finish == "error":
-            known["error"] = str(row.finish.reason)
+            fields["error"] = str(row.finish.reason)
         return Sample(
-            **known,
+            **fields,
             prompt_tokens=len(row.prompt),
             output_tokens=len(row.output),
             token_ids=row.output,

@@ -24,15 +24,14 @@ _FIELDS = {"prompt", "messages", "id", "category", "max_tokens", "prediction"}
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. content: a text, or chat messages. max_tokens, temperature: None for those of the measurement.
-    prediction: a text that the answer will mostly repeat."""
+    """One prompt of a measurement."""
 
     id: str
     category: str
-    content: str | list[dict[str, Any]]
-    max_tokens: int | None = None
-    prediction: str | None = None
-    temperature: float | None = None
+    content: str | list[dict[str, Any]]  # a text, or chat messages
+    max_tokens: int | None = None  # None for that of the measurement
+    prediction: str | None = None  # a text that the answer will mostly repeat
+    temperature: float | None = None  # None for that of the measurement
 
     @property
     def text(self) -> str:
@@ -92,20 +91,20 @@ def read(source: str, count: int | None = None) -> tuple[list[Prompt], list[str]
 def _parse(line: str, number: int, unused: dict[str, int]) -> Prompt:
     """One JSON line. Counts the fields that are not used. Raises ValueError with the reason only."""
     try:
-        given = json.loads(line)
+        parsed = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
-    if not isinstance(given, dict):
-        raise ValueError(f"a line must be an object, got {_kind(given)}")
-    body, head = given, given
-    if isinstance(given.get("body"), dict):
-        body = given["body"]
+    if not isinstance(parsed, dict):
+        raise ValueError(f"a line must be an object, got {_kind(parsed)}")
+    body, head = parsed, parsed
+    if isinstance(parsed.get("body"), dict):
+        body = parsed["body"]
         body = {**body, "max_tokens": body.get("max_completion_tokens", body.get("max_tokens"))}
-        head = {"id": given.get("custom_id"), "category": given.get("category")}
-        unused_now = set(given) - _BATCH_FIELDS - {"category"}
+        head = {"id": parsed.get("custom_id"), "category": parsed.get("category")}
+        unused_now = set(parsed) - _BATCH_FIELDS - {"category"}
         unused_now |= set(body) - _FIELDS - {"max_completion_tokens", "model"}
     else:
-        unused_now = set(given) - _FIELDS
+        unused_now = set(parsed) - _FIELDS
     for name in sorted(unused_now):
         unused[name] = unused.get(name, 0) + 1
     limit = body.get("max_tokens")
@@ -139,11 +138,11 @@ def _messages(messages: list[Any]) -> Iterator[dict[str, Any]]:
         yield {**message, "content": _text(message.get("content"), f"the content of message {at}")}
 
 
-def _prediction(given: Any) -> str | None:
+def _prediction(value: Any) -> str | None:
     """A text, or OpenAI's {"type": "content", "content": ...}."""
-    if given is None:
+    if value is None:
         return None
-    return _text(given.get("content") if isinstance(given, dict) else given, "the prediction")
+    return _text(value.get("content") if isinstance(value, dict) else value, "the prediction")
 
 
 def _text(content: Any, what: str) -> str:

@@ -24,8 +24,6 @@ _CONNECT = 10.0
 # Additional fields of the body and of stream_options. Some servers reject them.
 _BODY_EXTRA = {"detailed_metrics": True}
 _STREAM_EXTRA = {"continuous_usage_stats": True}
-# Most steps that one answer can report.
-_MOST_STEPS = 100_000
 
 
 class RequestFailed(Exception):
@@ -33,12 +31,7 @@ class RequestFailed(Exception):
 
 
 class Remote:
-    """Servers.
-
-    settings: each with its `base_url`. The fields of `speculative_config` are added to each request; None adds those of
-    `off`, so that the server does not speculate. model: None takes the first model of each server. timeout: seconds for an
-    answer.
-    """
+    """Running servers."""
 
     def __init__(
         self,
@@ -51,7 +44,16 @@ class Remote:
         off: dict[str, Any] | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """Raises ValueError for a wrong address, and ConnectionError if a server does not answer."""
+        """Find the server and the model of each setting.
+
+        Args:
+            settings: Each with its `base_url`. The fields of `speculative_config` are added to each request.
+            model: The name on the servers. None takes the first model of each.
+            timeout: Seconds for an answer.
+            off: Fields of requests without speculation, those whose `speculative_config` is None.
+
+        Raises ValueError for a wrong address, and ConnectionError if a server does not answer.
+        """
         self.sampling, self.timeout, self.off = sampling, timeout, OFF if off is None else off
         self.clients: dict[str, httpx.Client] = {}
         self.models: dict[str, str] = {}
@@ -98,10 +100,8 @@ class Remote:
             return list(pool.map(lambda prompt: self._one(setting, prompt, repeat, turn), prompts))
 
     def _one(self, setting: Setting, prompt: Prompt, repeat: int, turn: int) -> Sample:
-        url, about = (
-            setting.base_url or "",
-            {"prompt": prompt.id, "setting": setting.name, "repeat": repeat, "turn": turn},
-        )
+        url = setting.base_url or ""
+        about = {"prompt": prompt.id, "setting": setting.name, "repeat": repeat, "turn": turn}
         path, body = self._request(setting, prompt, repeat)
         start = perf_counter()
         try:
@@ -141,7 +141,7 @@ class Remote:
 
     def _read(self, events: Iterator[dict[str, Any]], setting: Setting, start: float) -> dict[str, Any]:
         """Fields of a sample, from a stream."""
-        received, usage, came, found = 0, None, Arrivals(), dict[str, Any]()
+        received, usage, came, fields = 0, None, Arrivals(), dict[str, Any]()
         written, finish = "", None
         for event in events:
             now = perf_counter() - start
@@ -159,44 +159,22 @@ class Remote:
                 received, written = received + tokens, written + text
                 came.add(now, tokens)
             setting.guarantee = event.get("guarantee") or setting.guarantee
-            found |= _steps((event.get("metrics") or {}).get("speculative_decoding"))
+            steps = (event.get("metrics") or {}).get("speculative_decoding") or {}
+            if steps.get("per_step_drafted") is not None:
+                fields |= {"drafted": list(steps["per_step_drafted"]), "accepted": list(steps["per_step_accepted"])}
         if finish is None:
             raise RequestFailed("the stream ended before the answer did" if written else "the stream had no text")
         if usage:
             lost = (usage.get("completion_tokens_details") or {}).get("rejected_prediction_tokens") or 0
-            found |= {"prompt_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"] - lost}
+            fields |= {"prompt_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"] - lost}
         else:
-            found["output_tokens"] = received
+            fields["output_tokens"] = received
             self.notes[
                 f"{setting.base_url} does not report the number of tokens. Each event counts as one token, so tokens/s are too "
                 "low if it sends several at once"
             ] = None
         seconds = {} if written else {"seconds": perf_counter() - start}
-        return {**vars(came), **seconds, **found, "text": written, "finish_reason": finish}
-
-
-def _steps(metrics: dict[str, Any] | None) -> dict[str, list[int]]:
-    """Draft tokens of each step, from vLLM's `metrics.speculative_decoding`.
-
-    Without the details the order of the steps is unknown. Without the histogram by length, every draft counts as one of
-    the largest length.
-    """
-    if not metrics:
-        return {}
-    if metrics.get("per_step_drafted") is not None:
-        return {"drafted": list(metrics["per_step_drafted"]), "accepted": list(metrics["per_step_accepted"])}
-    by_length = metrics.get("acceptance_histogram_by_draft_length")
-    if not by_length and metrics.get("acceptance_histogram"):
-        by_length = {metrics.get("num_spec_tokens") or 0: metrics["acceptance_histogram"]}
-    pairs = [
-        (int(length), accepted, int(count))
-        for length, counts in (by_length or {}).items()
-        for accepted, count in enumerate(counts)
-    ]
-    if not 0 < sum(count for *_, count in pairs) < _MOST_STEPS:
-        return {}
-    drafted = [length for length, _, count in pairs for _ in range(count)]
-    return {"drafted": drafted, "accepted": [accepted for _, accepted, count in pairs for _ in range(count)]}
+        return {**vars(came), **seconds, **fields, "text": written, "finish_reason": finish}
 
 
 def _first_model(client: httpx.Client, url: str) -> str:

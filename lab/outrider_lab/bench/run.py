@@ -28,60 +28,47 @@ class RunPart(BaseModel):
 
 
 class Setting(RunPart):
-    """A way to decode. The first setting of a run is the baseline: the others are compared with it.
+    """A way to decode. The first setting of a run is the baseline: the others are compared with it."""
 
-    name: short and unique in the run; tables and pages show it. speculative_config: None is plain decoding.
-    base_url: the server that was asked, None for a model in this process.
-    guarantee: exact-tokens or exact-distribution; None if unknown.
-    """
-
-    name: str
-    speculative_config: dict[str, Any] | None = None
-    base_url: str | None = None
-    guarantee: str | None = None
+    name: str  # short and unique in the run; tables and pages show it
+    speculative_config: dict[str, Any] | None = None  # None is plain decoding
+    base_url: str | None = None  # the server that was asked, None for a model in this process
+    guarantee: str | None = None  # exact-tokens or exact-distribution; None if unknown
 
 
 class PromptRecord(RunPart):
-    """A prompt as the file keeps it. id: unique in the run. text: the prompt, or the last message of a chat.
-    tokens: its length, if known."""
+    """A prompt as the file keeps it."""
 
-    id: str
+    id: str  # unique in the run
     category: str = "all"
-    text: str
-    tokens: int | None = None
+    text: str  # the prompt, or the last message of a chat
+    tokens: int | None = None  # its length, if known
 
 
 class Sample(RunPart):
-    """One answer. Times are in seconds, from the request on.
+    """One answer. Times are in seconds, from the request on."""
 
-    prompt, setting: the id and the name. turn: index of this measurement in the run; use it to detect drift.
-    seconds: to the last token. ttft: to the first token.
-    gaps: for each later arrival, seconds since the one before, and how many tokens arrived together.
-    pieces: the text of each token. origins: a letter for each token, see `outrider.core.origins`.
-    drafted, accepted: draft tokens of each step, and how many were accepted.
-    phases: seconds in draft, target, verify and commit; `rest` is the time outside of steps.
-    error: why there is no answer.
-    """
-
-    prompt: str
-    setting: str
+    prompt: str  # its id
+    setting: str  # its name
     repeat: int
-    turn: int
-    seconds: float = 0.0
-    ttft: float | None = None
-    gaps: list[tuple[float, int]] = []
+    turn: int  # index of this measurement in the run
+    seconds: float = 0.0  # to the last token
+    ttft: float | None = None  # to the first token
+    gaps: list[
+        tuple[float, int]
+    ] = []  # of each later arrival: seconds since the one before, tokens that arrived together
     prompt_tokens: int = 0
     output_tokens: int = 0
     finish_reason: str | None = None
     seed: int | None = None
     text: str = ""
     token_ids: list[int] | None = None
-    pieces: list[str] | None = None
-    origins: str | None = None
-    drafted: list[int] | None = None
-    accepted: list[int] | None = None
-    phases: dict[str, float] = {}
-    error: str | None = None
+    pieces: list[str] | None = None  # the text of each token
+    origins: str | None = None  # a letter for each token, see `outrider.core.origins`
+    drafted: list[int] | None = None  # draft tokens of each step
+    accepted: list[int] | None = None  # of these, by step
+    phases: dict[str, float] = {}  # seconds in draft, target, verify and commit; `rest` is the time outside of steps
+    error: str | None = None  # why there is no answer
 
 
 @dataclass
@@ -102,28 +89,22 @@ class Arrivals:
 
 
 class Run(RunPart):
-    """A whole measurement.
-
-    date: ISO 8601, UTC. machine: processor, cores, versions. sampling: parameters of every request; repeat r adds r to the
-    seed. concurrency: requests that are sent together.
-    summary: by setting, in the field names of `vllm bench serve`; computed from the samples.
-    complete: False after an interrupt. The samples are still valid and the run can be resumed.
-    """
+    """A whole measurement."""
 
     format: int = FORMAT
     kind: Literal["outrider-bench"] = "outrider-bench"
-    date: str
+    date: str  # ISO 8601, UTC
     command: str
     model: str
-    machine: dict[str, str]
-    sampling: dict[str, Any]
+    machine: dict[str, str]  # processor, cores, versions
+    sampling: dict[str, Any]  # parameters of every request; repeat r adds r to the seed
     repeats: int = 1
-    concurrency: int = 1
+    concurrency: int = 1  # requests that are sent together
     settings: list[Setting] = Field(min_length=1)
     prompts: list[PromptRecord] = Field(min_length=1)
     samples: list[Sample] = []
-    summary: dict[str, Any] = {}
-    complete: bool = False
+    summary: dict[str, Any] = {}  # by setting, in the field names of `vllm bench serve`; computed from the samples
+    complete: bool = False  # False after an interrupt: the samples are valid, and the run can be resumed
 
     @classmethod
     def begun(
@@ -135,8 +116,12 @@ class Run(RunPart):
         lengths: Sequence[int | None] | None = None,
         **more: Any,
     ) -> Self:
-        """A measurement by this command on this machine, now. lengths: of the prompts, in tokens. more: other fields."""
-        known = lengths or [None] * len(prompts)
+        """A measurement by this command on this machine, now.
+
+        Args:
+            lengths: Of the prompts, in tokens.
+            more: Other fields.
+        """
         return cls(
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             command=shlex.join(["outrider", *sys.argv[1:]]),
@@ -146,7 +131,7 @@ class Run(RunPart):
             settings=list(settings),
             prompts=[
                 PromptRecord(id=p.id, category=p.category, text=p.text, tokens=n)
-                for p, n in zip(prompts, known, strict=True)
+                for p, n in zip(prompts, lengths or [None] * len(prompts), strict=True)
             ],
             **more,
         )

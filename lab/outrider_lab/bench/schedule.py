@@ -12,9 +12,9 @@ from outrider_lab.bench.run import Run, Sample, Setting
 
 @dataclass(frozen=True)
 class Turn:
-    """One measurement: one setting answers a group of prompts at the same time. number: its index in the plan."""
+    """One measurement: one setting answers a group of prompts at the same time."""
 
-    number: int
+    number: int  # its index in the plan
     repeat: int
     group: int
     setting: int
@@ -87,21 +87,6 @@ def check_resumable(old: Run, new: Run) -> None:
         del setting["guarantee"]  # found out while measuring
     for name, what in fields.items():
         if ours[name] != theirs[name]:
-            was, now = _first_difference(ours[name], theirs[name])
             raise ValueError(
-                f"the file holds another measurement ({what}: {was} there, {now} now). "
-                f"Use its options, {old.command}, or another file"
+                f"the file holds another measurement (different {what}). Use its options, {old.command}, or another file"
             )
-
-
-def _first_difference(a: object, b: object) -> tuple[object, object]:
-    """The first parts in which two values differ, shortened for a message."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        key = next((k for k in (*a, *b) if a.get(k) != b.get(k)), None)
-        x, y = _first_difference(a.get(key), b.get(key))
-        return f"{key}={x}", f"{key}={y}"
-    if isinstance(a, list) and isinstance(b, list):
-        if len(a) != len(b):
-            return len(a), len(b)
-        return next(_first_difference(x, y) for x, y in zip(a, b, strict=True) if x != y)
-    return (f"{str(x)[:60]}…" if len(str(x)) > 60 else x for x in (a, b))  # type: ignore[return-value]

@@ -16,27 +16,35 @@ import numpy as np
 from outrider.core.intervals import Interval, interval
 from outrider_lab.bench.run import Run, Sample
 
-# Ids of prompts.
 Group = tuple[str, ...]
+"""Ids of prompts."""
 PERCENTILES = (50, 90, 99)
+TIMES = {
+    "ttft": "to the first token",
+    "tpot": "per later token",
+    "itl": "from step to step",
+    "e2el": "for the whole answer",
+}
+"""What `times` measures. A step is one arrival: of a server, one event of a stream."""
 
 
 @dataclass(frozen=True)
 class AcceptanceStats:
-    """length: tokens per step, the target's own token included (1 + accepted / steps). rate: accepted / drafted tokens.
-    by_depth: share of all steps that accepted at least 1, 2, ... draft tokens."""
+    """Counts of draft tokens, of some answers."""
 
     steps: int
     drafted: int
     accepted: int
-    by_depth: list[float]
+    by_depth: list[float]  # share of all steps that accepted at least 1, 2, ... draft tokens
 
     @property
     def length(self) -> float:
+        """Tokens per step, the target's own token included."""
         return 1 + self.accepted / self.steps
 
     @property
     def rate(self) -> float | None:
+        """Accepted of the drafted tokens."""
         return self.accepted / self.drafted if self.drafted else None
 
 
@@ -65,17 +73,17 @@ def ratio(ours: Sequence[Sample], base: Sequence[Sample]) -> Interval | None:
     None without a common prompt, and where the ratio is not a positive number.
     """
     groups = grouped(costs(ours, speed), costs(base, speed)) if _timed(ours) and _timed(base) else {}
-    found = interval(np.array([*groups.values()]), relative) if groups else None
-    return found if found is not None and 0 < found.value < math.inf else None
+    speedup = interval(np.array([*groups.values()]), relative) if groups else None
+    return speedup if speedup is not None and 0 < speedup.value < math.inf else None
 
 
 def acceptance(samples: Iterable[Sample]) -> AcceptanceStats | None:
     """None if the steps are unknown, or if there were no draft tokens."""
-    found = steps(samples)
-    drafted, accepted = sum(n for n, _ in found), sum(n for _, n in found)
+    pairs = steps(samples)
+    drafted, accepted = sum(n for n, _ in pairs), sum(n for _, n in pairs)
     if not drafted:
         return None
-    return AcceptanceStats(len(found), drafted, accepted, [kept / len(found) for _, kept in by_depth(found) if kept])
+    return AcceptanceStats(len(pairs), drafted, accepted, [n / len(pairs) for _, n in by_depth(pairs) if n])
 
 
 def steps(samples: Iterable[Sample]) -> list[tuple[int, int]]:
@@ -88,23 +96,15 @@ def by_depth(steps: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
     steps: draft tokens of a step, and how many were accepted.
     """
-    tried, kept = Counter[int](), Counter[int]()
+    verified, passed = Counter[int](), Counter[int]()
     for drafted, accepted in steps:
-        tried.update(range(min(drafted, accepted + 1)))
-        kept.update(range(min(drafted, accepted)))
-    return [(tried[j], kept[j]) for j in range(len(tried))]
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """With linear interpolation. Raises ValueError for no values."""
-    if not values:
-        raise ValueError("there is no percentile of no values")
-    return float(np.percentile(values, percent))
+        verified.update(range(min(drafted, accepted + 1)))
+        passed.update(range(min(drafted, accepted)))
+    return [(verified[j], passed[j]) for j in range(len(verified))]
 
 
 def times(samples: Iterable[Sample]) -> dict[str, list[float]]:
-    """Seconds. ttft: to the first token. tpot: per later token. itl: between two arrivals; an arrival is one step, or one
-    event of a stream. e2el: to the last token."""
+    """Seconds, by the names of `TIMES`."""
     samples = list(samples)
     return {
         "ttft": [s.ttft for s in samples if s.ttft is not None],
@@ -127,8 +127,8 @@ def differing(ours: Iterable[Sample], base: Iterable[Sample]) -> tuple[list[tupl
 def identity_promised(run: Run, setting: str) -> bool:
     """True if the texts of a setting must equal those of the baseline: it guarantees exact tokens, of the same model."""
     first = run.settings[0]
-    [own] = [s for s in run.settings if s.name == setting]
-    return own is not first and own.guarantee == "exact-tokens" and own.base_url == first.base_url
+    [other] = [s for s in run.settings if s.name == setting]
+    return other is not first and other.guarantee == "exact-tokens" and other.base_url == first.base_url
 
 
 Cost = Callable[[list[Sample]], Sequence[float] | None]
@@ -141,8 +141,8 @@ def costs(samples: Iterable[Sample], cost: Cost) -> Costs:
     turns: dict[int, list[Sample]] = {}
     for s in samples:
         turns.setdefault(s.turn, []).append(s)
-    found = {(tuple(sorted(s.prompt for s in some)), some[0].repeat): cost(some) for some in turns.values()}
-    return {key: tuple(map(float, value)) for key, value in found.items() if value is not None}
+    by_group = {(tuple(sorted(s.prompt for s in some)), some[0].repeat): cost(some) for some in turns.values()}
+    return {key: tuple(map(float, value)) for key, value in by_group.items() if value is not None}
 
 
 def grouped(*sides: Costs) -> dict[Group, np.ndarray]:

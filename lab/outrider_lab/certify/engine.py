@@ -15,9 +15,9 @@ from outrider.control import Fixed
 from outrider.core.files import public_name
 from outrider.core.params import SamplingParams
 from outrider.core.sampling import LogitsWarper, SequenceState
-from outrider.core.types import Draft, Guarantee
+from outrider.core.types import Guarantee
 from outrider.drafters import ModelDrafter, make_drafters
-from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, chains
+from outrider.drafters.base import Drafter
 from outrider.drafters.config import SpeculativeConfig
 from outrider.engine.decoder import nth_seed
 from outrider.engine.llm import LLM
@@ -52,21 +52,8 @@ _PLAIN = SpeculativeConfig.of(None)
 CHUNK = 64  # tokens per forward, where a text is read
 
 
-class OutOfVocabulary(BaseDrafter):
-    """Proposes tokens that the target does not have. The loop must refuse them, and the text must not change."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-
-    def propose(self, context: DraftContext) -> Draft:
-        return chains(context, [[self.vocab_size + 3] * b.depth for b in context.budgets])
-
-
 class EngineSubject(Subject):
-    """model: as `LLM` takes it. config: the speculative_config to certify. prompts: texts or token ids.
-
-    rows: sequences side by side. options: precision, as `load` takes it.
-    """
+    """A model with a speculative_config."""
 
     batches = True
 
@@ -80,6 +67,15 @@ class EngineSubject(Subject):
         max_length: int = 512,
         **options: Any,
     ) -> None:
+        """Load a model, and the drafters when they are first asked.
+
+        Args:
+            model: As `LLM` takes it.
+            config: The speculative_config to certify.
+            prompts: Texts or token ids.
+            rows: Sequences side by side.
+            options: Precision, as `load` takes it.
+        """
         super().__init__()
         self.loaded: Loaded = model if isinstance(model, Loaded) else load(model, **options)
         self.config = SpeculativeConfig.of(config)
@@ -127,15 +123,11 @@ class EngineSubject(Subject):
             if VERIFIERS[self.config.verifier].trees and self.config.verifier == "match":
                 variants.append(SpeculationVariant("trees of width 2", {"depth": 3, "width": 2}))
         end = self.end_ids[0] if self.end_ids else 0
-        return [
-            *variants,
-            SpeculationVariant("always wrong", {"depth": 4, "drafter": Wrong(1)}, adversarial=True),
-            SpeculationVariant("always the end token", {"depth": 4, "drafter": Wrong(end)}, adversarial=True),
-            SpeculationVariant(
-                "outside of the vocabulary",
-                {"depth": 4, "drafter": OutOfVocabulary(self.loaded.model.vocab_size)},
-                adversarial=True,
-            ),
+        # The loop must refuse a token that the target does not have, and the text must not change.
+        hostile = {"always wrong": 1, "always the end token": end, "outside of the vocabulary": self.vocab_size + 3}
+        return variants + [
+            SpeculationVariant(name, {"depth": 4, "drafter": Wrong(token)}, adversarial=True)
+            for name, token in hostile.items()
         ]
 
     def generate(self, requests: Sequence[TextRequest], variant: SpeculationVariant) -> list[GeneratedText]:
@@ -263,7 +255,11 @@ def forward(model: LanguageModel, tokens: Sequence[int], chunk: int = CHUNK) -> 
 
 
 def subject_of(options: CertifyOptions, speculative_config: dict[str, Any] | None, load: dict[str, Any]) -> Subject:
-    """The subject of a command line. load: as `outrider.models.load.load` takes it. Raises ValueError for no subject."""
+    """The subject of a command line. Raises ValueError for no subject.
+
+    Args:
+        load: Options of `outrider.models.load.load`.
+    """
     name = options.subject or ""
     if server := server_subject(options, lambda model, prompts: EngineSubject(model, None, prompts, **load)):
         return server

@@ -65,8 +65,8 @@ class WorkloadOptions(
 
     def sampling(self) -> dict[str, Any]:
         """Fields of `SamplingParams`, those that say something."""
-        given = self.model_dump(exclude={"num_prompts"}, exclude_defaults=True)
-        return {"temperature": self.temperature, "max_tokens": self.max_tokens, "seed": self.seed} | given
+        changed = self.model_dump(exclude={"num_prompts"}, exclude_defaults=True)
+        return {"temperature": self.temperature, "max_tokens": self.max_tokens, "seed": self.seed} | changed
 
 
 class SettingOptions(Options):
@@ -87,7 +87,11 @@ class SettingOptions(Options):
     after: str | None = setting(None, "What", "The later version of the one of --before.")
 
     def configs(self, remote: bool) -> list[tuple[str, dict[str, Any]]]:
-        """Names and configurations. remote: of a server. Raises ValueError for options that exclude or need another."""
+        """Names and configurations. Raises ValueError for options that exclude or need another.
+
+        Args:
+            remote: Whether they are those of a server.
+        """
         if self.before or self.after:
             return self._versions(remote)
         model, draft, methods = self.model or CODE, self.draft_model, self.method
@@ -340,8 +344,8 @@ def _measure(run: Run, backend: Backend, prompts: list[Prompt], file: Path | Non
 def _status(samples: list[Sample]) -> str:
     from outrider_lab.bench.stats import rate
 
-    found = rate([s for s in samples if s.error is None])
-    speed = "failed" if found is None else f"{found.value:.0f} tokens/s"
+    measured = rate([s for s in samples if s.error is None])
+    speed = "failed" if measured is None else f"{measured.value:.0f} tokens/s"
     return f"{samples[0].setting:.20} · {samples[0].prompt:.20} · {speed}".ljust(50)
 
 

@@ -42,12 +42,11 @@ def certify(
 
             return engine.subject_of(options, config, dict(load))
 
-    given = {"speculative_config": config, **dict(load)}
-    raise typer.Exit(run(options, subject_of, "outrider", **given))
+    raise typer.Exit(run(options, subject_of, "outrider", speculative_config=config, **dict(load)))
 
 
-def _config(model: str, given: str | None) -> dict[str, Any] | None:
-    if given is not None:
-        return parse_speculative_config(given)
+def _config(model: str, text: str | None) -> dict[str, Any] | None:
+    if text is not None:
+        return parse_speculative_config(text)
     draft = own_draft(model)
     return {"method": "draft_model", "model": draft} if draft else None

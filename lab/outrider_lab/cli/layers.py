@@ -40,14 +40,14 @@ def layers(
     if loaded.tokenizer is None:
         raise ValueError(f"{loaded.name} has no tokenizer, so it cannot read a text; choose a model with one")
     ids = [loaded.tokenizer(text)["input_ids"] for text in samples or [SAMPLE]]
-    found = search_layers(loaded.model, ids, progress=say)
+    best = search_layers(loaded.model, ids, progress=say)
     if out is not None:
-        found.save(out)
-    chosen = f'{{"method": "layer_skip", "layers": {json.dumps(str(out)) if out else found.layers}, '
-    chosen += f'"num_speculative_tokens": {max(found.depth, 1)}}}'
-    if found.gain <= 1:
+        best.save(out)
+    chosen = f'{{"method": "layer_skip", "layers": {json.dumps(str(out)) if out else best.layers}, '
+    chosen += f'"num_speculative_tokens": {max(best.depth, 1)}}}'
+    if best.gain <= 1:
         print("No set of layers is expected to be faster than plain decoding. The best one:")
     print(
-        f"layers {found.layers}: {found.acceptance:.0%} of their tokens are the model's. A token costs {found.cost:.2f} "
-        f"of the model's; predicted {found.gain:.2f} times plain decoding\n--speculative-config '{chosen}'"
+        f"layers {best.layers}: {best.acceptance:.0%} of their tokens are the model's. A token costs {best.cost:.2f} "
+        f"of the model's; predicted {best.gain:.2f} times plain decoding\n--speculative-config '{chosen}'"
     )

@@ -71,27 +71,31 @@ def replay(
     with loading("the trace"):
         from outrider_lab.traces import read
 
-        found = read(trace)
-    if found.problem is not None:
-        say(f"note: {found.problem}; everything before it is shown", YELLOW)
+        recorded = read(trace)
+    if recorded.problem is not None:
+        say(f"note: {recorded.problem}; everything before it is shown", YELLOW)
     if step is None:
-        _summary(found, request)
+        _summary(recorded, request)
         return
-    text = found.text(request)
+    text = recorded.text(request)
     # Errors about the step or the prompt come before the model is loaded.
     _ = text.step(step), text.prompt
-    with loading(found.header.model):
-        llm = trace_model(found, model)
+    with loading(recorded.header.model):
+        llm = trace_model(recorded, model)
     with working(f"computing step {step} again"):
         from outrider_lab.replay import replay as again
 
-        result = again(found, llm.decoder, step, text.id)
-    _show(result, found, llm.tokenizer)
+        result = again(recorded, llm.decoder, step, text.id)
+    _show(result, recorded, llm.tokenizer)
     raise typer.Exit(0 if result.same else 1)
 
 
 def trace_model(trace: Trace, name: str | None, drafts: bool = False) -> Any:
-    """Load the model of a trace, with its drafter if the verifier reads the drafter's probabilities. drafts: in any case."""
+    """Load the model of a trace, with its drafter if the verifier reads the drafter's probabilities.
+
+    Args:
+        drafts: Whether to load the drafter in any case.
+    """
     from outrider.engine.llm import LLM
     from outrider.verify import VERIFIERS
 
@@ -104,8 +108,8 @@ def trace_model(trace: Trace, name: str | None, drafts: bool = False) -> Any:
 def _precision(recorded: RunRecord | Fingerprint) -> dict[str, Any]:
     """The arguments of `LLM` that keep weights, keys and values as recorded. The blocks of a GGUF file stay as they are."""
     name = recorded.dtype
-    kept = {"quantization": name} if name in ("int8", "int4") else {"dtype": "auto" if name == "gguf" else name}
-    return kept | ({"kv_cache_dtype": recorded.kv_cache_dtype} if recorded.kv_cache_dtype else {})
+    weights = {"quantization": name} if name in ("int8", "int4") else {"dtype": "auto" if name == "gguf" else name}
+    return weights | ({"kv_cache_dtype": recorded.kv_cache_dtype} if recorded.kv_cache_dtype else {})
 
 
 def _rewrite(file: Path, model: str | None) -> int:
@@ -186,11 +190,11 @@ def _row(text: TracedText) -> list[str]:
 
 def _show(result: Replay, trace: Trace, tokenizer: Any) -> None:
     def show(token: int) -> str:
-        return f"token {token}" if tokenizer is None else repr(known.label(token))
+        return f"token {token}" if tokenizer is None else repr(texts.label(token))
 
     from outrider.core.detokenizer import TokenBytes
 
-    known = TokenBytes(tokenizer)
+    texts = TokenBytes(tokenizer)
     step, params, text = result.step, result.text.request.params, result.text
     asked = (
         ", ".join(f"{k} {v}" for k, v in params.items() if k not in ("max_tokens", "ignore_eos")) or "temperature 1.0"
@@ -200,25 +204,17 @@ def _show(result: Replay, trace: Trace, tokenizer: Any) -> None:
         f"seed {text.request.seed}"
     )
     if tokenizer is not None:
-        print("after " + paint(repr(printable(known.decode(result.before[-24:]))), DIM))
+        print("after " + paint(repr(printable(texts.decode(result.before[-24:]))), DIM))
     if step.note:
         say(step.note)
     print()
     console().print(_tree(result, show))
-    kept = min(len(result.path) - 1, len(result.written))
-    own = (
-        "the bonus"
-        if step.drafted and not step.refused
-        else "in place of the draft token"
-        if step.drafted
-        else "plain decoding"
-    )
-    last = f"{show(result.token)} is the target's, {own}" if len(result.written) > kept else "then the text ended"
-    print(
-        "\nresult: "
-        + " ".join(show(t) for t in result.written)
-        + f"   ({kept} of {step.drafted} draft tokens accepted; {last})"
-    )
+    accepted = min(len(result.path) - 1, len(result.written))
+    after_draft = "in place of the draft token" if step.refused else "the bonus"
+    kind = after_draft if step.drafted else "plain decoding"
+    last = f"{show(result.token)} is the target's, {kind}" if len(result.written) > accepted else "then the text ended"
+    written = " ".join(map(show, result.written))
+    print(f"\nresult: {written}   ({accepted} of {step.drafted} draft tokens accepted; {last})")
     if result.same:
         say("computed again: the same draft, verdict and tokens as recorded", GREEN)
         return

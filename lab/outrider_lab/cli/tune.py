@@ -128,12 +128,12 @@ def tune(
     show_answer(search)
     if interrupted:
         warn("interrupted: this is known so far", RED)
-    given = shlex.quote(json.dumps(answer.config))
+    config = shlex.quote(json.dumps(answer.config))
     if out is not None:
         write_whole(out, json.dumps(answer.config, indent=1) + "\n")
-        given = shlex.quote(str(out))
+        config = shlex.quote(str(out))
     print("Use it, also with run and serve:")
-    words = f"-m {shlex.quote(what.model)}", f"--speculative-config {given}"
+    words = f"-m {shlex.quote(what.model)}", f"--speculative-config {config}"
     print("  " + command(f"{program()} generate", "'def f(x):'", *words))
     raise typer.Exit(130 if interrupted else 0)
 
@@ -176,8 +176,6 @@ def show_table(search: Search) -> None:
     console().print(shown)
     for name, problem in search.forecasts.problems.items():
         say(f"{name}: {problem}")
-    if said := search.drafts_with_a_model():
-        say(said)
 
 
 def show_answer(search: Search) -> None:
@@ -214,7 +212,9 @@ def why_plain(search: Search) -> str:
 def show_exports(search: Search, whole: bool, depths: dict[int, int] | None) -> None:
     """Print how other engines get the best setting that they can express.
 
-    whole: their own command lines, else only ours that makes them. depths: best chain by batch size, None to predict it now.
+    Args:
+        whole: Whether to print their own command lines, else only ours that makes them.
+        depths: The best chain by batch size, None to predict it now.
     """
     from outrider_lab.cli.export import show_commands
     from outrider_lab.handover import exports

@@ -26,12 +26,7 @@ TopTokens = list[tuple[int, Number]]  # the most likely tokens and their probabi
 
 @dataclass(frozen=True)
 class ExplainedStep:
-    """One draft-verify round of a request. The first fields are those of `StepRecord`.
-
-    With one entry for each node: p: the target's probability of its token. rank: the token's place in the target's distribution,
-    1 is the most likely. q, q_rank: the same in the draft model's distribution. confidence: the drafter's estimate that the
-    node is accepted. likely: the most likely tokens after the node. All of them are None where they are not known.
-    """
+    """One draft-verify round of a request. The first fields are those of `StepRecord`. What is not known is None."""
 
     step: int
     position: int
@@ -46,27 +41,26 @@ class ExplainedStep:
     path: list[int] | None = None
     token: int | None = None
     note: str | None = None
-    p: list[Number] | None = None
-    rank: list[int] | None = None
-    q: list[Number] | None = None
-    q_rank: list[int] | None = None
-    confidence: list[Number] | None = None
-    likely: list[TopTokens] | None = None
+    # one entry for each node
+    p: list[Number] | None = None  # the target's probability of its token
+    rank: list[int] | None = None  # the token's place in the target's distribution, 1 is the most likely
+    q: list[Number] | None = None  # the draft model's probability
+    q_rank: list[int] | None = None  # the token's place in the draft model's distribution
+    confidence: list[Number] | None = None  # the drafter's estimate that the node is accepted
+    likely: list[TopTokens] | None = None  # the most likely tokens after the node
 
 
 @dataclass(frozen=True)
 class ExplainedRequest:
-    """A request and its steps. seed: as text, because a number of JavaScript holds 53 bits only.
-
-    title, about: what the page calls it, and a line on it; without a title it has its number."""
+    """A request and its steps."""
 
     id: int
-    seed: str
+    seed: str  # as text, because a number of JavaScript holds 53 bits only
     temperature: Number
     steps: list[ExplainedStep]
     prompt: list[int] | None = None
-    title: str | None = None
-    about: str | None = None
+    title: str | None = None  # what the page calls it; without one it has its number
+    about: str | None = None  # a line on it
 
 
 @dataclass(frozen=True)
@@ -79,13 +73,10 @@ class TreeDraft:
 
 @dataclass(frozen=True)
 class ComparedDrafts:
-    """What one drafter proposes at one position of a run, as a chain, as a fixed tree and best first.
+    """What one drafter proposes at one position of a run, as a chain, as a fixed tree and best first."""
 
-    at: committed tokens before. text: the tokens that the run wrote from there on.
-    """
-
-    at: int
-    text: list[int]
+    at: int  # committed tokens before
+    text: list[int]  # the tokens that the run wrote from there on
     chain: TreeDraft
     fixed: TreeDraft
     best: TreeDraft
@@ -93,44 +84,34 @@ class ComparedDrafts:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What attention and weights cost to read. kv_bytes: of one key or value. weight_bytes: of all weights."""
+    """What attention and weights cost to read."""
 
     name: str
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
-    kv_bytes: Number
-    weight_bytes: int
+    kv_bytes: Number  # of one key or value
+    weight_bytes: int  # of all weights
 
 
 @dataclass(frozen=True)
 class CostCurve:
-    """What steps cost, in plain steps.
-
-    nodes: [rows, cost of a target forward over so many rows]; the cost of 1 row is 1. draft: cost of one level of the draft.
-    source: where the figures come from, in words. plain_seconds: of a plain step. balance: for a roofline in place of `nodes`,
-    the rows at which arithmetic takes as long as reading the weights.
-    """
+    """What steps cost, in plain steps: measured `nodes`, or the `balance` of a roofline."""
 
     name: str
-    source: str
-    nodes: list[tuple[int, Number]] = field(default_factory=list)
-    draft: Number | None = None
-    plain_seconds: Number | None = None
-    balance: Number | None = None
+    source: str  # where the figures come from, in words
+    nodes: list[tuple[int, Number]] = field(default_factory=list)  # (rows, cost of a target forward over so many rows)
+    draft: Number | None = None  # cost of one level of the draft
+    plain_seconds: Number | None = None  # of a plain step
+    balance: Number | None = None  # the rows at which arithmetic takes as long as reading the weights
 
 
 @dataclass(frozen=True)
 class ExplainedRun:
-    """A run for the page.
+    """A run for the page. Its first fields are those of the trace's header."""
 
-    title: what the page calls it. model, drafter, verifier, ...: of the trace's header.
-    texts: token id -> text. plain_seconds: of a plain step, if some were measured. compared: drafts of several shapes at
-    positions of the first request. notes: what is missing and why, in sentences.
-    """
-
-    title: str
+    title: str  # what the page calls it
     model: str
     drafter: str
     verifier: str
@@ -139,12 +120,12 @@ class ExplainedRun:
     date: str
     machine: dict[str, str]
     requests: list[ExplainedRequest]
-    texts: dict[int, str]
-    plain_seconds: Number | None = None
-    compared: list[ComparedDrafts] = field(default_factory=list)
+    texts: dict[int, str]  # by token id
+    plain_seconds: Number | None = None  # of a plain step, if some were measured
+    compared: list[ComparedDrafts] = field(default_factory=list)  # drafts of several shapes, along the first request
     size: ModelSize | None = None
     costs: list[CostCurve] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what is missing and why, in sentences
     format: Literal[1] = 1  # increased when a field changes its meaning
     outrider: str = __version__
 

@@ -29,11 +29,11 @@ STRETCH = 16
 
 @dataclass(eq=False)
 class TimedText:
-    """One text that is written in stretches. recorder: receives every step, with the seconds that this text has taken."""
+    """One text that is written in stretches."""
 
     decoder: Decoder
     row: Sequence
-    recorder: SampleRecorder
+    recorder: SampleRecorder  # receives every step, with the seconds that this text has taken
     seconds: float = 0.0
 
     def write(self, tokens: int) -> None:
@@ -65,21 +65,16 @@ def interleave(writers: abc.Iterable[tuple[Decoder, SampleRecorder]], request: R
 
 @dataclass(eq=False)
 class Candidate:
-    """A setting that can be measured.
-
-    drafters: the names of its drafters in the recording, none for plain decoding. length: of every draft, None if the planner
-    chooses. predicted: speed over plain decoding in the replay. samples: its measurements. dropped: why it is not measured any
-    longer. llm: set when it is first measured.
-    """
+    """A setting that can be measured."""
 
     name: str
     config: dict[str, Any]
-    drafters: tuple[str, ...] = ()
-    length: int | None = None
-    predicted: float | None = None
-    samples: list[Sample] = field(default_factory=list)
-    dropped: str = ""
-    llm: LLM | None = None
+    drafters: tuple[str, ...] = ()  # the names of its drafters in the recording, none for plain decoding
+    length: int | None = None  # of every draft, None if the planner chooses
+    predicted: float | None = None  # speed over plain decoding in the replay
+    samples: list[Sample] = field(default_factory=list)  # its measurements
+    dropped: str = ""  # why it is not measured any longer
+    llm: LLM | None = None  # set when it is first measured
 
     def drop(self, why: str) -> None:
         """Measure it no longer."""

@@ -30,45 +30,42 @@ LEAST = 0.004
 
 
 class RecordedDraft(NamedTuple):
-    """A chain that a drafter proposed at one position.
+    """A chain that a drafter proposed at one position."""
 
-    accepted: how many of its tokens the text goes on with. match: tokens that a lookup found, 0 for none and for a model.
-    chances: of each token, given those before it, as the drafter states them; empty if it states none. length: its tokens.
-    """
-
-    accepted: int
-    match: int
-    chances: list[float]
-    length: int
+    accepted: int  # how many of its tokens the text goes on with
+    match: int  # tokens that a lookup matched, 0 for none and for a model
+    chances: list[float]  # of each token, given those before it, as the drafter states them; empty if it states none
+    length: int  # its tokens
 
 
 @dataclass(eq=False)
 class RecordedText:
-    """A text. kind: of its prompt, such as code. limit: tokens that it may have. prompt, output: token ids. drafts: by drafter,
-    one for each output token, made before it was known."""
+    """A text, with the drafts for each of its tokens."""
 
-    kind: str
+    kind: str  # of its prompt, such as code
     temperature: float
-    limit: int
-    prompt: list[int]
-    output: list[int]
-    drafts: dict[str, list[RecordedDraft]] = field(default_factory=dict)
+    limit: int  # tokens that it may have
+    prompt: list[int]  # token ids
+    output: list[int]  # token ids
+    drafts: dict[str, list[RecordedDraft]] = field(default_factory=dict)  # by drafter, one for each output token
 
 
 class DraftRecorder(BaseDrafter):
-    """Asks drafters at every position, and proposes nothing itself. A drafter that raises is not asked again.
-
-    lookups: the names of those that cost nothing. problems: how drafters failed, by name.
-    """
+    """Asks drafters at every position, and proposes nothing itself. A drafter that raises is not asked again."""
 
     def __init__(self, drafters: Mapping[str, Drafter], lookups: Sequence[str] = (), depth: int = 8) -> None:
-        """depth: levels that the others are asked for."""
+        """Record what some drafters propose.
+
+        Args:
+            lookups: The names of those that cost nothing.
+            depth: Levels that the others are asked for.
+        """
         self.drafters, self.lookups, self.depth = dict(drafters), set(lookups), depth
         self._shared = SharedTaps.of(drafters)
         self.taps = self._shared.taps
-        self.problems: dict[str, str] = {}
+        self.problems: dict[str, str] = {}  # how drafters failed, by name
         self._proposals: dict[str, list[NodeList]] = {}
-        self.made: dict[int, dict[str, list[tuple[NodeList, int, list[float]]]]] = {}  # by slot and drafter
+        self.drafts: dict[int, dict[str, list[tuple[NodeList, int, list[float]]]]] = {}  # by slot and drafter
 
     def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
         self._each(
@@ -83,8 +80,10 @@ class DraftRecorder(BaseDrafter):
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
         def updated(name: str, drafter: Drafter) -> None:
-            own = [self._shared.commit(name, own_commit(c, self._proposals[name][b])) for b, c in enumerate(commits)]
-            drafter.update(context, own, target)
+            nodes = self._proposals[name]
+            drafter.update(
+                context, [self._shared.commit(name, own_commit(c, nodes[b])) for b, c in enumerate(commits)], target
+            )
 
         self._each(updated)
 
@@ -105,21 +104,18 @@ class DraftRecorder(BaseDrafter):
         if error is not None:
             error.scale = STATED  # all chances are stated with the same error
         budget = Budget(DEPTH) if name in self.lookups else Budget(self.depth, min_probability=LEAST)
-        budgets = [budget.clipped(own.depth) for own in context.budgets]
+        budgets = [budget.clipped(wanted.depth) for wanted in context.budgets]
         draft = drafter.propose(replace(context, budgets=budgets))
         self._proposals[name] = draft.host
         for b, slot in enumerate(context.slots):
             one = Proposal(draft, b)
             chances = [x / max(before, 1e-9) for before, x in pairwise(one.confidence or [1.0])]
-            self.made.setdefault(slot, {}).setdefault(name, []).append((one.nodes, one.offer.match, chances))
+            self.drafts.setdefault(slot, {}).setdefault(name, []).append((one.nodes, one.offer.match, chances))
 
     def taken(self, text: Text, slot: int, kind: str, limit: int) -> RecordedText:
         """What was recorded of a text that has ended. slot: the one that it had."""
-        made, out = (
-            self.made.pop(slot, {}),
-            RecordedText(kind, text.params.temperature, limit, text.prompt, text.output),
-        )
-        for name, every in made.items():
+        out = RecordedText(kind, text.params.temperature, limit, text.prompt, text.output)
+        for name, every in self.drafts.pop(slot, {}).items():
             if name in self.problems:
                 continue
             out.drafts[name] = [

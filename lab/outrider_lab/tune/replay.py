@@ -33,20 +33,22 @@ draft. `python -m benchmarks.around` measures the first and the last; the second
 
 
 class PlayedBack(BaseDrafter):
-    """A drafter that proposes what was recorded. lookup: it costs nothing and reads nothing.
-
-    last: the levels that it drafted in this step for each slot. calls: drafts so far.
-    """
+    """A drafter that proposes what was recorded."""
 
     def __init__(self, name: str, lookup: bool, texts: Mapping[int, RecordedText]) -> None:
-        """texts: those that are written now, by slot."""
+        """Play back one drafter.
+
+        Args:
+            lookup: Whether it costs nothing and reads nothing.
+            texts: Those that are written now, by slot.
+        """
         self.name, self.lookup, self.texts = name, lookup, texts
         method = method_of(name)
         self.head = method is not None and bool(method.heads or method.name == "mtp")
         self.error = LogitError(FOR_HEADS if self.head else START)
         self.held: dict[int, int] = {}  # by slot: committed tokens that it has read
-        self.last: dict[int, int] = {}
-        self.calls = 0
+        self.last: dict[int, int] = {}  # levels that it drafted in this step, by slot
+        self.calls = 0  # drafts so far
 
     def missing(self, slot: int, tokens: list[int]) -> int:
         return 0 if self.lookup or self.head else len(tokens) - 1 - self.held.get(slot, 0)
@@ -60,16 +62,16 @@ class PlayedBack(BaseDrafter):
             context.slots, context.tokens, context.prompt_lengths, context.budgets, strict=True
         ):
             text = self.texts[slot]
-            made, at = text.drafts[self.name][len(tokens) - n], len(tokens) - n
+            recorded, at = text.drafts[self.name][len(tokens) - n], len(tokens) - n
             draft, chances, alive = list[int](), list[float](), 1.0
-            length = min(made.length, budget.depth, budget.max_nodes)
+            length = min(recorded.length, budget.depth, budget.max_nodes)
             if self.lookup:
                 self.last[slot] = length
             else:
                 length = min(budget.depth, budget.max_nodes)  # unlikely tokens were not recorded: they are wrong
             for k in range(length):
-                draft.append(text.output[at + k] if k < made.accepted else _WRONG)
-                chance = made.chances[k] if k < len(made.chances) else 1e-4
+                draft.append(text.output[at + k] if k < recorded.accepted else _WRONG)
+                chance = recorded.chances[k] if k < len(recorded.chances) else 1e-4
                 if not self.lookup:
                     chance = min(max(chance, 1e-4), 1 - 1e-4)
                     chance = 1 / (1 + math.exp(-math.log(chance / (1 - chance)) * STATED / self.error.scale))
@@ -86,7 +88,7 @@ class PlayedBack(BaseDrafter):
             proposals.append([tokens[-1], *draft])
             stated.append([1.0, *chances])
             nodes = [(token, n - 1) for n, token in enumerate(proposals[-1])]
-            notes.append(Offer(nodes, [max(chance, 1e-9) for chance in stated[-1]], made.match))
+            notes.append(Offer(nodes, [max(chance, 1e-9) for chance in stated[-1]], recorded.match))
         rows, parents = chain(proposals)
         confidence = torch.zeros(rows.shape)
         for b, chances in enumerate(stated):
@@ -122,10 +124,10 @@ class Nothing:
 
 @dataclass
 class Played:
-    """What a setting did with a text. seconds: of decoding, with all drafting and reading. tokens: written. steps: rounds."""
+    """What a setting did with a text."""
 
     text: RecordedText
-    seconds: float = 0.0
+    seconds: float = 0.0  # of decoding, with all drafting and reading
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -136,10 +138,7 @@ class Played:
 
 
 class Machine:
-    """Writes recorded texts with a planner, and keeps time with costs.
-
-    Seconds are those of `costs`, times noise of `jitter`. calls: drafts that each drafter was asked for.
-    """
+    """Writes recorded texts with a planner, and keeps time with costs. Seconds are those of `costs`, times noise of `jitter`."""
 
     def __init__(
         self,
@@ -162,6 +161,7 @@ class Machine:
 
     @property
     def calls(self) -> dict[str, int]:
+        """Drafts that each drafter was asked for."""
         return {name: drafter.calls for name, drafter in self.played.items()}
 
     def write(self, texts: Sequence[RecordedText]) -> list[Played]:
@@ -242,11 +242,11 @@ class Machine:
         charges: list[Charge] = draft.notes[0].charges if draft.notes else []
         for at, charge in enumerate(charges):
             cost = self.costs.drafters[charge.name]
-            own = cost.read * charge.read
+            seconds = cost.read * charge.read
             if charge.levels:
                 together = self.costs.forward(charge.rows) / self.costs.forward(1)
-                own += (cost.first + cost.level * charge.levels) * together
-            charges[at] = charge._replace(seconds=own * self._noise())
+                seconds += (cost.first + cost.level * charge.levels) * together
+            charges[at] = charge._replace(seconds=seconds * self._noise())
             total += charges[at].seconds
         return total
 
@@ -260,7 +260,11 @@ def plain_seconds(text: RecordedText, costs: CostModel) -> float:
 
 
 def auto(costs: CostModel, limit: int = DEEPEST, believed: CostModel | None = None) -> Planner:
-    """The planner that a server has. believed: the costs that it starts with, if they are others."""
+    """The planner that a server has.
+
+    Args:
+        believed: The costs that it starts with, if they are others.
+    """
     return Planner(Budget(limit), Costs(believed or costs))
 
 

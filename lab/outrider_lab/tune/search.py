@@ -22,12 +22,7 @@ CLOSE, MEASURED = 0.92, 2
 
 
 class Search:
-    """Finds the fastest setting for some prompts. `run` yields a line of progress now and then.
-
-    methods: names and configurations to try. whole: the configuration that stands for all that fit, "auto"; None where the user
-    named methods. seconds: to measure for at most, without the recording.
-    plain: plain decoding. default: the planner with all drafters; None if there is none.
-    """
+    """Finds the fastest setting for some prompts. `run` yields a line of progress now and then."""
 
     def __init__(
         self,
@@ -39,12 +34,19 @@ class Search:
         verifiers: Sequence[str] = ("match",),
         seconds: float = 120.0,
     ) -> None:
+        """A search that has not begun.
+
+        Args:
+            methods: Names and configurations to try.
+            whole: The configuration that stands for all that fit, "auto". None where the user named methods.
+            seconds: To measure for at most, without the recording.
+        """
         self.racer, self.prompts, self.whole = racer, list(prompts), whole
         self.verifiers, self.seconds = verifiers, seconds
         self.forecasts = Forecasts(racer, self.prompts, methods)
         self.plain = Candidate("plain", {"method": "none"}, predicted=1.0)
         self.candidates = [self.plain]
-        self.default: Candidate | None = None
+        self.default: Candidate | None = None  # the planner with all drafters; None if there is none
         self.complete = False
 
     @property
@@ -62,8 +64,8 @@ class Search:
         best = max(measured, key=lambda c: c.speed, default=self.plain)
         if self.default is None or best is self.default or not self.default.samples:
             return best
-        found = best.gain(self.default)
-        return best if found is not None and found.low > 1 else self.default
+        gain = best.gain(self.default)
+        return best if gain is not None and gain.low > 1 else self.default
 
     @property
     def decided(self) -> bool:
@@ -91,10 +93,10 @@ class Search:
         for candidate in self.active:
             if candidate in (leader, self.plain):
                 continue
-            found = candidate.gain(leader)
-            if found is not None and found.high < 1 + EQUAL:
-                slower = found.high < 1
-                candidate.drop(f"{found.value:.2f} x {leader.name}" if slower else f"not faster than {leader.name}")
+            gain = candidate.gain(leader)
+            if gain is not None and gain.high < 1 + EQUAL:
+                slower = gain.high < 1
+                candidate.drop(f"{gain.value:.2f} x {leader.name}" if slower else f"not faster than {leader.name}")
 
     def run(self) -> Iterator[str]:
         yield from self.forecasts.run()
@@ -104,25 +106,29 @@ class Search:
         yield from self._measure()
         self.complete = True
 
-    def choose(self, found: Sequence[Candidate]) -> None:
-        """Take the candidates that may win: the default and the best others. found: all, the fastest in the replay first."""
-        self.candidates.extend(found)
-        adaptive = [c for c in found if c.length is None]
+    def choose(self, settings: Sequence[Candidate]) -> None:
+        """Take the candidates that may win: the default and the best others.
+
+        Args:
+            settings: All of them, the fastest in the replay first.
+        """
+        self.candidates.extend(settings)
+        adaptive = [c for c in settings if c.length is None]
         every = [c for c in adaptive if c.config["method"] == "auto"] or adaptive[:1]
         self.default = every[0] if every and "match" in self.verifiers else None
         left = MEASURED
-        for candidate in found:
-            close = (candidate.predicted or 0.0) >= CLOSE * max(found[0].predicted or 0.0, 1.0)
+        for candidate in settings:
+            close = (candidate.predicted or 0.0) >= CLOSE * max(settings[0].predicted or 0.0, 1.0)
             if candidate is self.default:
                 continue
             if left and close:
                 left -= 1
             else:
                 candidate.drop("slower in the replay")
-        if found and (best := found[0]).predicted and best.predicted > CLOSE:
+        if settings and (best := settings[0]).predicted and best.predicted > CLOSE:
             self.candidates.extend(self._with_verifier(best, v) for v in self.verifiers if v != "match")
         if "match" not in self.verifiers:
-            for candidate in found:
+            for candidate in settings:
                 candidate.drop(candidate.dropped or "the verifier match was not asked for")
 
     def _with_verifier(self, best: Candidate, verifier: str) -> Candidate:
@@ -155,25 +161,6 @@ class Search:
                     self.drop_slow()
                 if self.decided:
                     return
-
-    def drafts_with_a_model(self) -> str:
-        """Keep the draft model, take a cheaper one, or none: from the same replays."""
-        lookups = [c for c in self.candidates if c.drafters and not self._costs(c)]
-        models = [c for c in self.candidates if c.drafters and self._costs(c)]
-        if not models:
-            return ""
-        best = max(models, key=lambda c: c.predicted or 0.0)
-        without = max((c.predicted or 0.0 for c in lookups), default=1.0)
-        half = self.forecasts.halved(best)
-        name = next(n for n in best.drafters if n in self.forecasts.costs.drafters)
-        keep = "Keep" if (best.predicted or 0.0) > max(without, 1.0) * (1 + EQUAL) else "Leave out"
-        return (
-            f"{keep} {name}: {best.predicted:.2f} times plain decoding with it, {max(without, 1.0):.2f} without it, by the "
-            f"replay. A draft model that is right as often at half the cost of {name} would reach {half:.2f}."
-        )
-
-    def _costs(self, candidate: Candidate) -> bool:
-        return any(name in self.forecasts.costs.drafters for name in candidate.drafters)
 
     @property
     def exported(self) -> Candidate:

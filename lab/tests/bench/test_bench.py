@@ -45,8 +45,7 @@ def bench(*words: str):
     return CliRunner().invoke(cli.app, ["bench", "-m", SMALL, "-n", "4", "--num-prompts", "2", *words])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("rows", "temperature"), [(1, 0.0), (2, 0.8)])
 def test_every_token_is_accounted_for(rows: int, temperature: float) -> None:
     side, run = local(None, PAIR, rows=rows, temperature=temperature)
     list(measure(run, side, PROMPTS))
@@ -131,17 +130,8 @@ def test_the_command_measures_and_tells(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     done = bench("--method", "suffix", "--method", "ngram", "-k", "2", "-r", "1", "--json", str(file))
     assert done.exit_code == 0, done.output
-    for word in (
-        "suffix k=2",
-        "ngram k=2",
-        "plain",
-        "tokens/s",
-        "interval",
-        "By category",
-        "2 of 2",
-        "Identical texts",
-    ):
-        assert word in done.stdout
+    words = "suffix k=2|ngram k=2|plain|tokens/s|interval|By category|2 of 2|Identical texts"
+    assert all(word in done.stdout for word in words.split("|"))
     assert max(len(line) for line in done.stdout.splitlines() if str(tmp_path) not in line) <= 80
     assert "\x1b" not in done.stdout
     run = Run.load(file)
@@ -208,9 +198,9 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(tmp_path: Path) -> No
     assert "interrupted measurement. Continue it with --resume" in lost.stderr
     other = bench("--method", "ngram", "-r", "2", "--json", str(file), "--resume")
     assert other.exit_code == 2
-    assert "another measurement (settings: name=suffix there, name=ngram now)" in other.stderr
+    assert "another measurement (different settings)" in other.stderr
     warmer = bench(*words, "-t", "1", "--resume")
-    assert "(sampling: temperature=0.0 there, temperature=1.0 now)" in warmer.stderr
+    assert "(different sampling)" in warmer.stderr
 
     done = bench(*words, "--resume")
     assert done.exit_code == 0, done.output
@@ -268,13 +258,8 @@ def test_a_file_that_is_no_run_is_not_overwritten(tmp_path: Path) -> None:
 def test_configurations_and_their_names(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text('{"method": "suffix"}')
-    given = [
-        str(file),
-        '{"method": ["suffix", "ngram"], "tree_width": 2}',
-        '{"model": "x", "verifier": "block"}',
-        str(file),
-    ]
-    assert SettingOptions(model="m", speculative_config=given).configs(False) == [
+    texts = ['{"method": ["suffix", "ngram"], "tree_width": 2}', '{"model": "x", "verifier": "block"}']
+    assert SettingOptions(model="m", speculative_config=[str(file), *texts, str(file)]).configs(False) == [
         ("mine", {"method": "suffix"}),
         ("suffix+ngram width=2", {"method": ["suffix", "ngram"], "tree_width": 2}),
         ("draft_model block", {"model": "x", "verifier": "block"}),

@@ -95,8 +95,7 @@ def test_what_breaks_the_connection(error: Exception, message: str) -> None:
 
 
 def test_a_stream_is_measured() -> None:
-    histogram = {"acceptance_histogram_by_draft_length": {"2": [1, 0, 2]}}
-    metrics = {"speculative_decoding": histogram}
+    metrics = {"speculative_decoding": {"per_step_drafted": [2, 2, 2], "per_step_accepted": [0, 2, 2]}}
     events = [chunk("de", so_far={"tokens": 2}), chunk("f", so_far={"tokens": 5}), {**END, "guarantee": "exact-tokens"}]
     side, sample = answered(sse(*events, {**USAGE, "metrics": metrics}))
     assert (sample.error, sample.text, sample.prompt_tokens, sample.output_tokens) == (None, "def", 3, 5)

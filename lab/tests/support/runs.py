@@ -63,12 +63,10 @@ def simulate(
     details: bool = True,
     temperature: float = 0.0,
     complete: bool = True,
-    drift: float = 0.0,
 ) -> Run:
     """A run of these settings over one set of prompts.
 
     details=False: what another server reports: no token ids, steps or phases. noise: of each answer's time, relative.
-    drift: slowdown of the machine at the end, relative.
     """
     settings = settings or (PLAIN_SETTING, Simulated("draft 4", 4))
     draw = random.Random(seed)
@@ -78,12 +76,12 @@ def simulate(
         )
         for i in range(prompts)
     ]
-    samples, turns = [], prompts * repeats * len(settings)
+    samples = []
     for repeat in range(repeats):
         for prompt in asked:
             for setting in settings if repeat % 2 == 0 else settings[::-1]:
                 turn = len(samples)
-                slow = setting.factor * (1 + drift * turn / turns) * max(draw.gauss(1, noise), 0.2)
+                slow = setting.factor * max(draw.gauss(1, noise), 0.2)
                 samples.append(_answer(setting, prompt, repeat, turn, tokens, words, slow, details, draw))
     if not complete:
         samples = samples[: len(samples) * 2 // 3]

@@ -1,5 +1,4 @@
-"""The results of a run as numbers. `recommend` puts them into words, `charts` draws them, `summary` is for files. Statistics come
-from `stats`.
+"""The results of a run as numbers. `recommend` puts them into words, `summary` is for files. Statistics come from `stats`.
 
 The first setting of a run is the baseline. Ratios are over it, for the prompts and repeats that both answered.
 """
@@ -10,7 +9,10 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from typing import Any
+
+import numpy as np
 
 from outrider.core.intervals import Interval
 from outrider_lab.bench import stats
@@ -24,46 +26,41 @@ EXAMPLES = 4  # of texts that differ
 
 @dataclass(frozen=True)
 class TextDifference:
-    """Two answers to one prompt that differ. at: index of the first different token, or character if tokens are unknown.
-    unit: token or character. before: the text before it. base, ours: what follows in each answer."""
+    """Two answers to one prompt that differ."""
 
     prompt: str
     repeat: int
-    at: int
-    unit: str
-    before: str
-    base: str
-    ours: str
+    at: int  # index of the first different token, or character if tokens are unknown
+    unit: str  # token or character
+    before: str  # the text before it
+    base: str  # what follows in the baseline's answer
+    ours: str  # what follows in this setting's answer
 
 
 @dataclass(frozen=True)
 class TextComparison:
-    """Texts of a setting and of the baseline. promised: they must be equal. examples: some that are not."""
+    """Texts of a setting and of the baseline."""
 
     compared: int
     differing: int
-    promised: bool
+    promised: bool  # they must be equal
     examples: list[TextDifference]
 
 
 @dataclass(frozen=True)
 class SettingResult:
-    """All answers of one setting.
-
-    ratio, prompts, texts: compared with the baseline; None or empty for the baseline itself. prompts: ratio by prompt.
-    by_depth: see `stats.by_depth`. phases: seconds per token.
-    """
+    """All answers of one setting. What compares it with the baseline is None or empty for the baseline itself."""
 
     setting: Setting
     answers: list[Sample]
     failed: list[Sample]
     rate: Interval | None
-    ratio: Interval | None = None
-    prompts: dict[str, float] = field(default_factory=dict)
+    ratio: Interval | None = None  # to the baseline
+    prompts: dict[str, float] = field(default_factory=dict)  # ratio to the baseline by prompt
     acceptance: AcceptanceStats | None = None
-    by_depth: list[tuple[int, int]] = field(default_factory=list)
-    texts: TextComparison | None = None
-    phases: dict[str, float] = field(default_factory=dict)
+    by_depth: list[tuple[int, int]] = field(default_factory=list)  # see `stats.by_depth`
+    texts: TextComparison | None = None  # with the baseline's
+    phases: dict[str, float] = field(default_factory=dict)  # seconds per token
 
     @property
     def name(self) -> str:
@@ -100,13 +97,13 @@ def analyse(run: Run) -> list[SettingResult]:
 
 def by_category(run: Run) -> dict[str, tuple[int, list[SettingResult]]]:
     """For each category, in the run's order: its number of prompts, and the results on them. Empty for a single category."""
-    names, found = dict.fromkeys(p.category for p in run.prompts), dict[str, tuple[int, list[SettingResult]]]()
+    names, results = dict.fromkeys(p.category for p in run.prompts), dict[str, tuple[int, list[SettingResult]]]()
     for name in names if len(names) > 1 else ():
         prompts = [p for p in run.prompts if p.category == name]
         wanted = {p.id for p in prompts}
         samples = [s for s in run.samples if s.prompt in wanted]
-        found[name] = len(prompts), analyse(run.model_copy(update={"prompts": prompts, "samples": samples}))
-    return found
+        results[name] = len(prompts), analyse(run.model_copy(update={"prompts": prompts, "samples": samples}))
+    return results
 
 
 def is_chain(setting: Setting) -> bool:
@@ -137,38 +134,19 @@ def compare_texts(ours: Sequence[Sample], base: Sequence[Sample], promised: bool
 
 
 def _difference(mine: Sample, other: Sample) -> TextDifference:
-    place = _first_difference(mine.text, other.text)
+    place = len(commonprefix([mine.text, other.text]))
     at, unit = place, "character"
     if mine.token_ids and other.token_ids:
-        at, unit = _first_difference(mine.token_ids, other.token_ids), "token"
+        at, unit = len(commonprefix([mine.token_ids, other.token_ids])), "token"
     before = mine.text[max(place - 40, 0) : place]
     return TextDifference(mine.prompt, mine.repeat, at, unit, before, other.text[place:][:60], mine.text[place:][:60])
 
 
-def _first_difference(a: Sequence[object], b: Sequence[object]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 def seconds_by_phase(samples: Iterable[Sample]) -> dict[str, float]:
     """Seconds per token in each of PHASES that took time. Empty if phases are unknown."""
-    known = [s for s in samples if s.phases]
-    tokens = sum(s.output_tokens for s in known)
-    return {n: t for n in PHASES if (t := sum(s.phases.get(n, 0.0) for s in known) / tokens) > 0} if tokens else {}
-
-
-def drift(run: Run) -> float | None:
-    """Time per token in the second half of the run over that in the first, of repeated answers. None without repeats."""
-    groups: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for s in run.samples:
-        if s.error is None and s.output_tokens and s.seconds > 0:
-            groups.setdefault((s.prompt, s.setting), []).append((s.turn, s.seconds / s.output_tokens))
-    middle = max((s.turn for s in run.samples), default=0) / 2
-    halves: tuple[list[float], list[float]] = ([], [])
-    for group in groups.values():
-        usual = statistics.mean(t for _, t in group)
-        for turn, t in group if len(group) > 1 else []:
-            halves[turn > middle].append(t / usual)
-    return statistics.mean(halves[1]) / statistics.mean(halves[0]) if all(halves) else None
+    some = [s for s in samples if s.phases]
+    tokens = sum(s.output_tokens for s in some)
+    return {n: t for n in PHASES if (t := sum(s.phases.get(n, 0.0) for s in some) / tokens) > 0} if tokens else {}
 
 
 # -- for files ------------------------------------------------------------------------------------------------------------
@@ -191,13 +169,13 @@ def summary(run: Run) -> dict[str, Any]:
                 "identity_promised": r.texts.promised,
             }
         if categories:
-            own = {name: next(x for x in some if x.name == r.name) for name, (_, some) in categories.items()}
-            fields["by_category"] = {name: _of_category(result) for name, result in own.items()}
+            of_setting = {name: next(x for x in some if x.name == r.name) for name, (_, some) in categories.items()}
+            fields["by_category"] = {name: _of_category(result) for name, result in of_setting.items()}
         out[r.name] = fields
-    if (found := versions(run)) is not None:
-        different, compared = found.differing["after"]
+    if (comparison := versions(run)) is not None:
+        different, compared = comparison.differing["after"]
         out["after"]["over_before"] = {
-            **{c.measure: bounds(c.ratio) for c in found.changes},
+            **{c.measure: bounds(c.ratio) for c in comparison.changes},
             "texts_compared": compared,
             "texts_differing": different,
         }
@@ -235,22 +213,22 @@ def throughput_fields(samples: list[Sample], num_requests: int) -> dict[str, Any
             ms = [1000 * v for v in values]
             out |= {f"mean_{name}_ms": statistics.mean(ms), f"median_{name}_ms": statistics.median(ms)}
             out[f"std_{name}_ms"] = statistics.pstdev(ms)
-            out |= {f"p{p}_{name}_ms": stats.percentile(ms, p) for p in stats.PERCENTILES}
-    if (found := stats.acceptance(samples)) is not None:
+            out |= {f"p{p}_{name}_ms": float(np.percentile(ms, p)) for p in stats.PERCENTILES}
+    if (acceptance := stats.acceptance(samples)) is not None:
         out |= {
-            "spec_decode_acceptance_rate": 100 * (found.rate or 0.0),
-            "spec_decode_acceptance_length": found.length,
-            "spec_decode_num_drafts": found.steps,
-            "spec_decode_draft_tokens": found.drafted,
-            "spec_decode_accepted_tokens": found.accepted,
-            "spec_decode_per_position_acceptance_rates": found.by_depth,
+            "spec_decode_acceptance_rate": 100 * (acceptance.rate or 0.0),
+            "spec_decode_acceptance_length": acceptance.length,
+            "spec_decode_num_drafts": acceptance.steps,
+            "spec_decode_draft_tokens": acceptance.drafted,
+            "spec_decode_accepted_tokens": acceptance.accepted,
+            "spec_decode_per_position_acceptance_rates": acceptance.by_depth,
         }
     return out
 
 
-def bounds(found: Interval | None) -> dict[str, float | None] | None:
+def bounds(ratio: Interval | None) -> dict[str, float | None] | None:
     """An interval for JSON, which has no infinity."""
-    if found is None:
+    if ratio is None:
         return None
-    known = math.isfinite(found.high)
-    return {"value": found.value, "low": found.low if known else None, "high": found.high if known else None}
+    low, high = (ratio.low, ratio.high) if math.isfinite(ratio.high) else (None, None)
+    return {"value": ratio.value, "low": low, "high": high}

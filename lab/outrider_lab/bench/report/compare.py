@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from outrider.core.intervals import Interval, Value, interval, interval_unpaired, per
+from outrider.core.intervals import Interval, Value, interval, per
 from outrider_lab.bench import stats
 from outrider_lab.bench.report.format import amount, change, listing
-from outrider_lab.bench.run import Run, Sample, Setting
+from outrider_lab.bench.run import Run, Setting
 from outrider_lab.bench.stats import Cost, Group
 
 EFFECTS = {"better": "better", "worse": "worse", "noise": "within noise"}
@@ -18,14 +18,14 @@ EFFECTS = {"better": "better", "worse": "worse", "noise": "within noise"}
 
 @dataclass(frozen=True)
 class Change:
-    """One measure of one setting in two runs. ratio: after / before. more_is_better: of the measure."""
+    """One measure of one setting in two runs."""
 
     setting: str
     measure: str
     before: float
     after: float
-    ratio: Interval
-    more_is_better: bool
+    ratio: Interval  # after / before
+    more_is_better: bool  # of the measure
 
     @property
     def effect(self) -> str:
@@ -37,18 +37,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs.
+    """Two runs. The speedup over the run's own baseline is one of the measures; it does not change with the machine's speed."""
 
-    changes: of the settings that both runs have. The speedup over the run's own baseline is one of the measures; it does not
-    change with the speed of the machine. differing: by setting, the number of different texts, and of texts compared.
-    effect: better, worse or noise, of the headline. headline: one sentence. notes: what the reader should know first.
-    """
-
-    changes: list[Change]
-    differing: dict[str, tuple[int, int]]
-    effect: str
-    headline: str
-    notes: list[str]
+    changes: list[Change]  # of the settings that both runs have
+    differing: dict[str, tuple[int, int]]  # by setting: different texts, and texts compared
+    effect: str  # better, worse or noise, of the headline
+    headline: str  # one sentence
+    notes: list[str]  # what the reader should know first
 
     def rows(self) -> list[tuple[Change, str, str, str, str]]:
         """Of a table: the change, before, after, the difference, its effect."""
@@ -56,33 +51,39 @@ class Comparison:
 
 
 def compare_runs(before: Run, after: Run, about: str | None = None) -> Comparison:
-    """What changed between two runs, and whether it is more than noise. Settings are matched by name.
+    """What changed between two runs, and whether it is more than noise, by the prompts that both have.
 
-    about: the setting of the headline, if both runs have it. If exactly one setting in each run has no counterpart of the same
-    name, the two are compared with each other.
+    Settings are matched by name. If exactly one setting in each run has no counterpart of the same name, the two are compared
+    with each other.
+
+    Args:
+        about: The setting of the headline, if both runs have it.
     """
     before, notes = _rename_odd_setting(before, after)
     old, new = ([s.name for s in run.settings] for run in (before, after))
-    paired = {p.id for p in before.prompts} == {p.id for p in after.prompts}
     changes, differing = list[Change](), dict[str, tuple[int, int]]()
     for name in new:
         if name in old:
             answers = [stats.answered(run, name) for run in (before, after)]
             different, compared = stats.differing(answers[1], answers[0])
             differing[name] = len(different), compared
-            changes += _changes(name, answers, paired)
+            for measure, (cost, more_is_better) in _MEASURES.items():
+                costs = [stats.grouped(stats.costs(samples, cost)) for samples in answers]
+                changes += _change(name, measure, costs, per, more_is_better)
             if name not in (old[0], new[0]):
                 bases = stats.answered(before, old[0]), stats.answered(after, new[0])
                 costs = [
                     stats.grouped(stats.costs(a, stats.speed), stats.costs(b, stats.speed))
                     for a, b in zip(answers, bases, strict=True)
                 ]
-                changes += _change(name, SPEEDUP, costs, paired, stats.relative, True)
+                changes += _change(name, SPEEDUP, costs, stats.relative, True)
     speed = {c.setting: c for c in changes if c.measure == "tokens/s"}
     speedup = {c.setting: c for c in changes if c.measure == SPEEDUP}
     names = [n for n in (about, *speedup, *speed) if n in speed]
     if not names:
-        said = "The two runs have no setting with answers in common. Give the settings to compare the same name."
+        said = (
+            "The two runs have no setting with answers to the same prompts. Give the settings to compare the same name."
+        )
         return Comparison(changes, differing, "noise", said, notes)
     name, baseline = names[0], new[0]
     first = speedup.get(name, speed[name])
@@ -103,8 +104,8 @@ def compare_runs(before: Run, after: Run, about: str | None = None) -> Compariso
     }
     if differences := [name for name, (a, b) in what_else.items() if a != b]:
         notes.append(f"The runs differ in {listing(differences)}. The change may come from that.")
-    if not paired:
-        notes.append("The prompts of the runs are not the same. Intervals are therefore wider.")
+    if {p.id for p in before.prompts} != {p.id for p in after.prompts}:
+        notes.append("Only the prompts that both runs have are compared.")
     notes += [
         f"{name}: {n} of {compared} texts are not the same in both runs."
         for name, (n, compared) in differing.items()
@@ -131,14 +132,16 @@ def versions(run: Run) -> Comparison | None:
         )
         for some in answers
     )
-    found = compare_runs(old, new)
+    comparison = compare_runs(old, new)
     steps = [
         f"Tokens a step: {before} before, {after} after, {difference}."
-        for c, before, after, difference, _ in found.rows()
+        for c, before, after, difference, _ in comparison.rows()
         if c.measure == "acceptance length"
     ]
-    different, compared = found.differing["after"]
-    return replace(found, notes=[*steps, f"{compared - different} of {compared} texts are equal before and after."])
+    different, compared = comparison.differing["after"]
+    return replace(
+        comparison, notes=[*steps, f"{compared - different} of {compared} texts are equal before and after."]
+    )
 
 
 def _rename_odd_setting(before: Run, after: Run) -> tuple[Run, list[str]]:
@@ -154,37 +157,18 @@ def _rename_odd_setting(before: Run, after: Run) -> tuple[Run, list[str]]:
     return before.model_copy(update={"settings": settings, "samples": samples}), [note]
 
 
-def _changes(setting: str, answers: Sequence[list[Sample]], paired: bool) -> list[Change]:
-    """The changes of a setting's own measures."""
-    found = list[Change]()
-    for measure, (cost, more_is_better) in _MEASURES.items():
-        costs = [stats.grouped(stats.costs(samples, cost)) for samples in answers]
-        found += _change(setting, measure, costs, paired, per, more_is_better)
-    return found
-
-
 def _change(
-    setting: str,
-    measure: str,
-    costs: Sequence[dict[Group, np.ndarray]],
-    paired: bool,
-    value: Value,
-    more_is_better: bool,
+    setting: str, measure: str, costs: Sequence[dict[Group, np.ndarray]], value: Value, more_is_better: bool
 ) -> list[Change]:
-    """One change; none if a run does not have this measure."""
+    """One change; none if the runs do not have this measure of one group."""
     a, b = costs
     common = [g for g in a if g in b]
-    if paired and common:
-        table = np.array([np.concatenate([a[g], b[g]]) for g in common])
-        half = table.shape[1] // 2
-        ratio = interval(table, lambda t: value(t[..., half:]) / value(t[..., :half]))
-        one, two = value(table[:, :half].sum(0)), value(table[:, half:].sum(0))
-    elif a and b:
-        tables = np.array([*a.values()]), np.array([*b.values()])
-        ratio = interval_unpaired(*tables, value)
-        one, two = (value(t.sum(0)) for t in tables)
-    else:
+    if not common:
         return []
+    table = np.array([np.concatenate([a[g], b[g]]) for g in common])
+    half = table.shape[1] // 2
+    ratio = interval(table, lambda t: value(t[..., half:]) / value(t[..., :half]))
+    one, two = value(table[:, :half].sum(0)), value(table[:, half:].sum(0))
     return [Change(setting, measure, float(one), float(two), ratio, more_is_better)]
 
 
@@ -204,5 +188,5 @@ _MEASURES: dict[str, tuple[Cost, bool]] = {
 
 
 def _sum(values: Sequence[float | None]) -> tuple[float, int] | None:
-    known = [v for v in values if v is not None]
-    return (sum(known), len(known)) if known else None
+    numbers = [v for v in values if v is not None]
+    return (sum(numbers), len(numbers)) if numbers else None

@@ -37,16 +37,16 @@ def duration(seconds: float) -> str:
     return f"{amount(1000 * seconds)} ms" if seconds >= 0.001 else f"{amount(1e6 * seconds)} µs"
 
 
-def bounds(found: Interval, shown: Callable[[float], str] = amount) -> str:
+def bounds(interval: Interval, shown: Callable[[float], str] = amount) -> str:
     """The two ends of an interval."""
-    return f"{shown(found.low)} to {shown(found.high)}" if math.isfinite(found.high) else "one prompt"
+    return f"{shown(interval.low)} to {shown(interval.high)}" if math.isfinite(interval.high) else "one prompt"
 
 
-def interval(found: Interval) -> str:
+def interval(ratio: Interval) -> str:
     """The interval of a ratio, for use in a sentence."""
-    if not math.isfinite(found.high):
+    if not math.isfinite(ratio.high):
         return "one prompt is too few for an interval"
-    return f"95{_PERCENT_SIGN} interval {bounds(found, factor)}"
+    return f"95{_PERCENT_SIGN} interval {bounds(ratio, factor)}"
 
 
 def change(ratio: Interval) -> str:

@@ -9,12 +9,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from outrider.core.files import write_whole
 from outrider.core.origins import ACCEPTED, BONUS, CORRECTED, PLAIN
 from outrider_lab.bench import stats
-from outrider_lab.bench.report import charts
-from outrider_lab.bench.report.analysis import PHASES, SettingResult, analyse, by_category, drift
-from outrider_lab.bench.report.charts import environment
+from outrider_lab.bench.report.analysis import PHASES, SettingResult, analyse, by_category
 from outrider_lab.bench.report.compare import compare_runs, versions
 from outrider_lab.bench.report.format import amount, bounds, count, duration, factor, percent
 from outrider_lab.bench.report.recommend import Recommendation, no_answers, recommend
@@ -35,16 +36,15 @@ _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u206
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer to show. tokens: [origin, text] of consecutive tokens with one origin; "" if unknown. counts: tokens by
-    origin. cut: number of tokens left out."""
+    """An answer to show."""
 
     prompt: PromptRecord
     prompt_text: str
     speed: str
     sample: Sample
-    tokens: list[tuple[str, str]]
-    counts: dict[str, int]
-    cut: int
+    tokens: list[tuple[str, str]]  # (origin, text) of consecutive tokens with one origin; "" if unknown
+    counts: dict[str, int]  # tokens by origin
+    cut: int  # number of tokens left out
 
 
 def write(run: Run, path: Path, *, other: Run | None = None) -> Recommendation:
@@ -52,9 +52,9 @@ def write(run: Run, path: Path, *, other: Run | None = None) -> Recommendation:
 
     Raises ValueError for a run without an answer.
     """
-    html, found = render(run, other=other)
+    html, recommendation = render(run, other=other)
     write_whole(path, html, errors="replace")
-    return found
+    return recommendation
 
 
 def render(run: Run, *, other: Run | None = None) -> tuple[str, Recommendation]:
@@ -72,21 +72,21 @@ def render(run: Run, *, other: Run | None = None) -> tuple[str, Recommendation]:
         "best": best,
         "comparison": compare_runs(other, run, recommendation.setting) if other is not None else versions(run),
         "other": other,
-        "speedups": charts.speedups(results),
-        "latencies": charts.latencies(results),
         "deepest": min(max(len(r.by_depth) for r in results), DEEPEST),
         "categories": by_category(run),
         "phases": PHASES,
         "extremes": extremes(run, best),
         "origins": MEANINGS,
-        "drift": drift(run),
-        "percentile": stats.percentile,
+        "percentile": np.percentile,
+        "percentiles": stats.PERCENTILES,
+        "times": stats.TIMES,
         "times_of": stats.times,
     }
-    env = environment()
+    folder = FileSystemLoader(Path(__file__).parent / "template")
+    env = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     env.filters |= {"amount": amount, "factor": factor, "percent": percent, "of": count}
     env.filters |= {"duration": duration, "json": json.dumps, "bounds": bounds}
-    env.filters |= {"factors": lambda found: bounds(found, factor)}
+    env.filters |= {"factors": lambda interval: bounds(interval, factor)}
     html = env.get_template("report.html").render(values)
     return visible(html), recommendation
 
@@ -102,9 +102,9 @@ def extremes(run: Run, best: SettingResult) -> dict[str, list[Answer]]:
         speeds = {p: f"{factor(x)} times as fast" for p, x in best.prompts.items()}
         order = sorted(best.prompts, key=best.prompts.__getitem__)
     else:
-        known = {s.prompt: s.output_tokens / s.seconds for s in best.answers if s.output_tokens and s.seconds > 0}
-        speeds = {p: f"{amount(x)} tokens per second" for p, x in known.items()}
-        order = sorted(known, key=known.__getitem__)
+        rates = {s.prompt: s.output_tokens / s.seconds for s in best.answers if s.output_tokens and s.seconds > 0}
+        speeds = {p: f"{amount(x)} tokens per second" for p, x in rates.items()}
+        order = sorted(rates, key=rates.__getitem__)
     few = min(EXTREMES, (len(order) + 1) // 2)
     ends = {"The fastest": order[::-1][:few], "The slowest": order[:few][: len(order) - few]}
     prompts, first = {p.id: p for p in run.prompts}, dict[str, Sample]()

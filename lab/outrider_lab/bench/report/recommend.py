@@ -10,12 +10,7 @@ from itertools import pairwise
 
 from outrider.core.intervals import Interval
 from outrider_lab.bench import stats
-from outrider_lab.bench.report.analysis import (
-    SettingResult,
-    analyse,
-    by_category,
-    drift,
-)
+from outrider_lab.bench.report.analysis import SettingResult, analyse, by_category
 from outrider_lab.bench.report.format import count, factor, interval, percent
 from outrider_lab.bench.run import Run
 
@@ -33,18 +28,14 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Recommendation:
-    """kind: KEEP, DROP, CHANGE, OPEN (the numbers do not decide) or BROKEN (texts differ that must be equal).
+    """What to do with a setting, and why."""
 
-    headline: one sentence. advice: what to change. setting: the setting it is about. config: the value for
-    `--speculative-config`, if the setting is to be kept.
-    """
-
-    kind: str
-    headline: str
+    kind: str  # KEEP, DROP, CHANGE, OPEN (the numbers do not decide) or BROKEN (texts differ that must be equal)
+    headline: str  # one sentence
     reasons: list[str] = field(default_factory=list)
-    advice: list[str] = field(default_factory=list)
-    setting: str | None = None
-    config: str | None = None
+    advice: list[str] = field(default_factory=list)  # what to change
+    setting: str | None = None  # the setting it is about
+    config: str | None = None  # the value for `--speculative-config`, if the setting is to be kept
 
     @property
     def label(self) -> str:
@@ -95,26 +86,27 @@ def recommend(run: Run, results: list[SettingResult] | None = None) -> Recommend
     return Recommendation(kind, headline, reasons + notes, advice, best.name, json.dumps(config) if config else None)
 
 
-def assess(name: str, found: Interval, base: str, concurrency: int = 1) -> tuple[str, str]:
+def assess(name: str, ratio: Interval, base: str, concurrency: int = 1) -> tuple[str, str]:
     """The kind and the sentence for one setting, from its ratio to the baseline.
 
-    concurrency: prompts that were sent together.
+    Args:
+        concurrency: Prompts that were sent together.
     """
-    fast = f"{name} is {factor(found.value)} times as fast as {base} ({interval(found)})"
-    if found.low > 1 - WORTH and found.high < 1 + WORTH:
+    fast = f"{name} is {factor(ratio.value)} times as fast as {base} ({interval(ratio)})"
+    if ratio.low > 1 - WORTH and ratio.high < 1 + WORTH:
         return DROP, f"{fast}. This difference is not worth a setting."
-    if found.low > 1:
+    if ratio.low > 1:
         return KEEP, f"{fast}."
-    if found.high < 1:
-        return DROP, f"{name} is slower: {factor(found.value)} times the speed of {base} ({interval(found)})."
-    if not math.isfinite(found.high):
+    if ratio.high < 1:
+        return DROP, f"{name} is slower: {factor(ratio.value)} times the speed of {base} ({interval(ratio)})."
+    if not math.isfinite(ratio.high):
         return OPEN, f"{fast}, and prompts differ. Measure more prompts."
-    width = math.log(found.high / found.low) / 2 if found.low > 0 else math.inf
-    needed = found.groups * (width / math.log(1 + WORTH)) ** 2
+    width = math.log(ratio.high / ratio.low) / 2 if ratio.low > 0 else math.inf
+    needed = ratio.groups * (width / math.log(1 + WORTH)) ** 2
     advice = "The gain differs too much from prompt to prompt for one number. Look at the prompts in the report."
-    if needed <= 20 * found.groups:
+    if needed <= 20 * ratio.groups:
         advice = f"About {math.ceil(needed / 10) * 10} of them would show a difference of {percent(WORTH)}."
-    compared = f"{found.groups} groups of up to {concurrency} prompts" if concurrency > 1 else f"{found.groups} prompts"
+    compared = f"{ratio.groups} groups of up to {concurrency} prompts" if concurrency > 1 else f"{ratio.groups} prompts"
     return OPEN, f"{fast}. This can be chance, with {compared}. {advice}"
 
 
@@ -163,11 +155,11 @@ def _texts(run: Run, best: SettingResult, base: SettingResult) -> list[str]:
 
 
 def _acceptance(best: SettingResult) -> list[str]:
-    found = best.acceptance
-    if found is None or found.rate is None:
+    acceptance = best.acceptance
+    if acceptance is None or acceptance.rate is None:
         return []
-    rate = percent(found.rate)
-    return [f"A step of {best.name} commits {found.length:.2f} tokens. {rate} of its draft tokens are accepted."]
+    rate = percent(acceptance.rate)
+    return [f"A step of {best.name} commits {acceptance.length:.2f} tokens. {rate} of its draft tokens are accepted."]
 
 
 def _categories(run: Run, best: SettingResult) -> list[str]:
@@ -206,13 +198,6 @@ def _notes(run: Run, results: list[SettingResult]) -> list[str]:
             why = Counter(s.error for s in r.failed).most_common(1)[0][0]
             total = len(r.failed) + len(r.answers)
             said.append(f"{len(r.failed)} of {total} requests of {r.name} failed and do not count. Most often: {why}")
-    slowdown = drift(run)
-    if slowdown is not None and not 0.9 < slowdown < 1.1:
-        word = "slower" if slowdown > 1 else "faster"
-        said.append(
-            f"The machine became {word} during the measurement: a token took {factor(slowdown)} times as long in the second "
-            "half. Settings took turns, so the ratios are valid. Tokens per second are those of a busy machine."
-        )
     lengths = [sum(s.output_tokens for s in r.answers) / len(r.answers) for r in results if r.answers]
     if lengths and any(abs(a - b) > 0.1 * max(a, b) for a, b in pairwise(lengths)):
         said.append(

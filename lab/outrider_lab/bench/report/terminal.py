@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -18,12 +19,6 @@ from outrider_lab.bench.report.format import amount
 from outrider_lab.bench.report.recommend import BROKEN, CHANGE, DROP, KEEP, OPEN, recommend
 from outrider_lab.bench.run import Run
 
-LATENCIES = {
-    "ttft": "to the first token",
-    "tpot": "per later token",
-    "itl": "from step to step",
-    "e2el": "for the whole answer",
-}
 COLOURS = {KEEP: "green", DROP: "yellow", CHANGE: "yellow", OPEN: "default", BROKEN: "bold red"}
 
 
@@ -82,10 +77,10 @@ def latencies(results: list[SettingResult]) -> Table:
     """A row for each measure and setting, in milliseconds."""
     table = _table("Milliseconds", ["", "setting"], [f"p{percent}" for percent in stats.PERCENTILES])
     times = [stats.times(r.answers) for r in results]
-    for measure, what in LATENCIES.items():
+    for measure, what in stats.TIMES.items():
         for r, measured in zip(results, times, strict=True):
             if values := measured[measure]:
-                cells = [amount(1000 * stats.percentile(values, p)) for p in stats.PERCENTILES]
+                cells = [amount(1000 * x) for x in np.percentile(values, stats.PERCENTILES)]
                 table.add_row(what if r is results[0] else "", escape(r.name), *cells)
         table.add_section()
     return table
@@ -93,15 +88,20 @@ def latencies(results: list[SettingResult]) -> Table:
 
 def sentences(run: Run, results: list[SettingResult]) -> Iterator[str]:
     """The meaning of the tables, in the words of the page."""
-    found = recommend(run, results)
-    yield f"[{COLOURS[found.kind]}]{escape(found.headline)}[/]"
-    yield from map(escape, (*found.reasons, *found.advice))
+    recommendation = recommend(run, results)
+    yield f"[{COLOURS[recommendation.kind]}]{escape(recommendation.headline)}[/]"
+    yield from map(escape, (*recommendation.reasons, *recommendation.advice))
     if (changed := versions(run)) is not None:
         yield from map(escape, (changed.headline, *changed.notes))
 
 
 def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
-    """An empty table. words, numbers: heads of its first columns, and of the others."""
+    """An empty table.
+
+    Args:
+        words: Heads of its first columns.
+        numbers: Heads of the others.
+    """
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for head in words:
         table.add_column(head, overflow="fold", justify="right" if head == "prompts" else "left")
@@ -110,12 +110,12 @@ def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
     return table
 
 
-def _ratio(found: Interval | None) -> str:
-    if found is None:
+def _ratio(ratio: Interval | None) -> str:
+    if ratio is None:
         return "-"
-    colour = {"faster": "green", "slower": "yellow", "unclear": "default"}[found.direction]
-    return f"[{colour}]{found.value:.2f}[/]"
+    colour = {"faster": "green", "slower": "yellow", "unclear": "default"}[ratio.direction]
+    return f"[{colour}]{ratio.value:.2f}[/]"
 
 
-def _bounds(found: Interval | None) -> str:
-    return "-" if found is None or not math.isfinite(found.high) else f"{found.low:.2f} to {found.high:.2f}"
+def _bounds(ratio: Interval | None) -> str:
+    return "-" if ratio is None or not math.isfinite(ratio.high) else f"{ratio.low:.2f} to {ratio.high:.2f}"
