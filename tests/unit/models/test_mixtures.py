@@ -11,13 +11,13 @@ import pytest
 import quantised_files as made
 import torch
 from architectures import tiny
-from outrider.models.hf.batch_invariant import BatchInvariantOps
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from outrider.kernels import cpu as native
 from outrider.models import pretrained
 from outrider.models.hf.experts import NAME, mixtures
+from outrider.models.hf.linear import BatchInvariantOps
 from outrider.models.hf.model import HFModel
 from outrider.models.load import load
 
