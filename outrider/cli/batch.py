@@ -19,7 +19,7 @@ from outrider.core.extras import install, needs
 from outrider.serve.options import BatchOptions
 
 if TYPE_CHECKING:
-    from outrider.serve.batch.lines import BatchLine, Journal
+    from outrider.serve.batch import BatchLine, Journal
 
 _SHOWN = 5  # problems that are named on the terminal; the output has all
 
@@ -57,10 +57,8 @@ def batch(
     config = speculation.config(model)
     if ray is None and (replicas or cpus):
         raise ValueError("--replicas and --cpus are those of a cluster; add --ray ADDRESS, or leave them out")
-    with loading(model):
-        with needs("serve", "outrider batch"):
-            import outrider.serve.batch.answer  # noqa: F401
-        from outrider.serve.batch.lines import Journal, scan
+    with loading(model), needs("serve", "outrider batch"):
+        from outrider.serve.batch import Journal, scan
     options = BatchOptions(model=model, speculative_config=config, **given)
     if not input_file.is_file():
         raise FileNotFoundError(f"there is no file {input_file}; give a file of requests, one JSON object a line")
@@ -70,16 +68,18 @@ def batch(
     if not lines:
         raise ValueError(f"{input_file} has no lines; an example of one is in docs/guides/batch.md")
     journal = Journal(out, options.of_texts)
+    tokens, started = 0, perf_counter()
     try:
         left = [line for line in lines if line.code is None and line.key not in journal]
-        shown = BatchProgress(len(left), len(journal))
+        if len(journal):
+            print(f"{len(journal)} lines were answered before, {len(left)} are left", file=sys.stderr)
         if ray is None:
-            answers = _here(input_file, left, options, shown)
+            answers = _here(input_file, left, options)
         else:
             answers = _there(input_file, left, options, ray, replicas or 2, cpus or 1)
-        for key, row in answers if left else ():
+        for key, row in _shown(answers, len(left)) if left else ():
             journal.add(key, row)
-            shown.add(row)
+            tokens += _tokens(row)
         failed = _failed(lines, journal)
         journal.finish(lines)
     except KeyboardInterrupt:
@@ -87,19 +87,34 @@ def batch(
         raise
     finally:
         journal.close()
-    shown.end(out, len(lines), failed)
+    for problem in failed[:_SHOWN]:
+        warn(f"error: {problem}", RED)
+    if len(failed) > _SHOWN:
+        warn(f"and {len(failed) - _SHOWN} more errors, in {out}", RED)
+    what = _counted(len(lines) - len(failed), "answer") + (f" and {_counted(len(failed), 'error')}" if failed else "")
+    seconds = perf_counter() - started
+    said = f"{what} in {out}: {tokens} tokens in {seconds:.0f} s, {tokens / seconds:.1f} tokens/s"
+    print(said, file=sys.stderr)
     raise typer.Exit(1 if failed else 0)
 
 
-def _here(
-    path: Path, lines: list[BatchLine], options: BatchOptions, shown: BatchProgress
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    from outrider.serve.batch.answer import BatchAnswerer
-    from outrider.serve.batch.lines import read
+Answers = Iterator[tuple[str, dict[str, Any]]]
+
+
+def _shown(answers: Answers, total: int) -> Answers:
+    """The answers, and a bar on a terminal that says how far they are. total: how many there will be."""
+    from rich.console import Console
+    from rich.progress import track
+
+    bar = Console(stderr=True)
+    return iter(track(answers, "answering", total, console=bar, transient=True, disable=plain(sys.stderr)))
+
+
+def _here(path: Path, lines: list[BatchLine], options: BatchOptions) -> Answers:
+    from outrider.serve.batch import BatchAnswerer, read
 
     with loading(options.model):
         answerer = BatchAnswerer(options)
-    shown.begin()
     with answerer:
         for request, row in answerer.answers(read(path, lines)):
             yield request.key, row
@@ -107,8 +122,8 @@ def _here(
 
 def _there(
     path: Path, lines: list[BatchLine], options: BatchOptions, address: str, replicas: int, cpus: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    from outrider.serve.batch.lines import read
+) -> Answers:
+    from outrider.serve.batch import read
 
     entry = next(iter(entry_points(group="outrider.batch", name="ray")), None)
     if entry is None:
@@ -128,54 +143,10 @@ def _failed(lines: list[BatchLine], journal: Journal) -> list[str]:
     return texts
 
 
-class BatchProgress:
-    """A line on standard error that says how far the batch is: redrawn on a terminal, else a new one every 10 seconds."""
-
-    def __init__(self, total: int, had: int) -> None:
-        """total: lines that need an answer now. had: those that were answered before."""
-        self.total, self.done, self.tokens = total, 0, 0
-        self.started = self.last = perf_counter()
-        self._bare = plain(sys.stderr)
-        if had:
-            print(f"{had} lines were answered before, {total} are left", file=sys.stderr)
-
-    def begin(self) -> None:
-        """Count the time from now on: the model is loaded."""
-        self.started = self.last = perf_counter()
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Count an answer."""
-        body = (row["response"] or {}).get("body") or {}
-        self.done += 1
-        self.tokens += (body.get("usage") or {}).get("completion_tokens", 0)
-        now = perf_counter()
-        if now - self.last > (10 if self._bare else 0.2):
-            self.last = now
-            print(self.line(now - self.started), end="\n" if self._bare else "\x1b[K\r", file=sys.stderr, flush=True)
-
-    def line(self, seconds: float) -> str:
-        """How far it is after so many seconds of work."""
-        left = (self.total - self.done) * seconds / max(self.done, 1)
-        speed = self.tokens / seconds if seconds else 0.0
-        return f"{self.done} of {self.total} lines, {speed:.0f} tokens/s, {_duration(left)} left"
-
-    def end(self, out: Path, lines: int, failed: list[str]) -> None:
-        """Say what was done, and which lines failed. lines: of the output."""
-        seconds = perf_counter() - self.started
-        for problem in failed[:_SHOWN]:
-            warn(f"error: {problem}", RED)
-        if len(failed) > _SHOWN:
-            warn(f"and {len(failed) - _SHOWN} more errors, in {out}", RED)
-        speed = f", {self.tokens / seconds:.1f} tokens/s" if self.tokens else ""
-        what = _counted(lines - len(failed), "answer") + (f" and {_counted(len(failed), 'error')}" if failed else "")
-        print(f"{what} in {out}: {self.tokens} tokens in {_duration(seconds)}{speed}", file=sys.stderr)
+def _tokens(row: dict[str, Any]) -> int:
+    body = (row["response"] or {}).get("body") or {}
+    return (body.get("usage") or {}).get("completion_tokens", 0)
 
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -88,10 +88,7 @@ class BriefCommand(TyperCommand):
             super().format_help(ctx, formatter := ctx.make_formatter())
             typer.echo(formatter.getvalue(), nl=False)
             ctx.exit()
-        rest = super().parse_args(ctx, args)
-        if ctx.params.get("model_option") and ctx.get_parameter_source("model").name == "DEFAULT_MAP":
-            ctx.params["model"] = None  # the command line goes before the file of --config
-        return rest
+        return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the page. Raises KeyError if `usual` names no option."""

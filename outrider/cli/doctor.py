@@ -207,7 +207,7 @@ def package_checks() -> Iterator[Check]:
     from packaging.requirements import Requirement
 
     wanted, whole = [Requirement(line) for line in requires("outrider") or ()], list[str]()
-    for extra in ("data", "serve", "grammar", "lab", "certify", "ray", "otel"):
+    for extra in ("data", "serve", "grammar", "lab", "certify", "ray"):
         needed = [r.name for r in wanted if r.marker and r.marker.evaluate({"extra": extra})]
         if missing := ", ".join(name for name in needed if not _installed(name)):
             yield Check(f"extra {extra}", f"missing: {missing}", install(extra))

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, get_type_hints
 import typer
 from pydantic import AfterValidator, create_model, model_validator
 
-from outrider.cli.command import full_name
 from outrider.cli.terminal import readable
 from outrider.core.docstrings import arguments
 from outrider.core.params import RANGES, SamplingParams
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from outrider.engine.trace import Recorder
 
 CODE, CODE_DRAFT = "builtin:code", "builtin:code-draft"
+NO_MODEL = f"name a model: a folder, a GGUF file, a hub name or a built-in model, such as {CODE}"
 CHAT = "builtin:smollm2-135m"
 """A real model with a trained head, for the demo. builtin:code itself is too small for a speedup."""
 
@@ -43,11 +43,6 @@ def option(panel: str, text: str, *names: str, **more: Any) -> Any:
 def canonical_names(given: Any) -> Any:
     """The names of methods as the table has them; None stays."""
     return canonical(given) if isinstance(given, str) else given and [*map(canonical, given)]
-
-
-ModelInstead = Annotated[
-    str | None, option("Model", "The same as the argument MODEL.", "--model", "-m", callback=full_name)
-]
 
 
 def read_config(context: typer.Context, file: Path | None) -> Path | None:
@@ -298,16 +293,6 @@ class TraceOptions(Options):
 
 
 # -- what options mean ----------------------------------------------------------------------------------------------------
-
-
-def one_model(argument: str | None, named: str | None) -> str:
-    """The model of a command that takes it as its argument or as --model. Raises ValueError for none, and for two."""
-    model = argument or named
-    if model is None:
-        raise ValueError(f"name a model: a folder, a GGUF file, a hub name or a built-in model, such as {CODE}")
-    if argument and named:
-        raise ValueError(f"two models, {argument} and --model {named}; give one of them")
-    return model
 
 
 def own_draft(model: str) -> str | None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -17,6 +21,9 @@ from outrider.serve.options import setting
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
+
+HISTORY = 1000  # lines
+QUOTES = '"""'
 
 
 class TalkOptions(sampling("Conversation", temperature=0.7, max_tokens=None, seed=None)):
@@ -77,8 +84,6 @@ def run(
 
 def _talk(conversation: Conversation, history: bool) -> None:
     """Handle what is typed, until there is no more."""
-    from outrider.cli.keyboard import Keyboard, message  # readline changes the terminal
-
     keyboard = Keyboard(state_folder() / "chat_history" if history else None)
     tell(f"{conversation.name}, seed {conversation.options['seed']}. /help lists the commands, ctrl-D ends.")
     while True:
@@ -116,3 +121,58 @@ def chat_model(model: str, loaded: LoadOptions, folders: FolderOptions, speculat
     for line in [*llm.notes, *([note] if note else [])]:
         tell(line)
     return llm
+
+
+class Keyboard:
+    """Lines of a terminal. Arrow keys, a history that the next start still has, and pasted lines that stay together.
+
+    history: the file of the history; None keeps it in memory. It is readable by its owner only. A file that cannot be
+    written is no error: the history is in memory then.
+    """
+
+    def __init__(self, history: Path | None) -> None:
+        self._history = history
+        try:
+            import readline  # it changes the terminal
+        except ImportError:  # a Python without it still reads lines
+            self._readline = None
+            return
+        self._readline = readline
+        readline.parse_and_bind("set enable-bracketed-paste on")  # Python switches it off
+        readline.set_auto_history(False)  # a message is one entry, however many lines it has
+        readline.set_history_length(HISTORY)
+        if history is not None:
+            with suppress(OSError):
+                history.parent.mkdir(parents=True, exist_ok=True)
+                os.close(os.open(history, os.O_CREAT | os.O_APPEND, 0o600))
+                readline.read_history_file(history)
+
+    def line(self, prompt: str) -> str | None:
+        """The next line without its newline; None at the end. Raises KeyboardInterrupt for ctrl-C."""
+        if not sys.stdout.isatty():  # what is piped on is text only
+            print(prompt, end="", file=sys.stderr, flush=True)
+            prompt = ""
+        with suppress(EOFError):
+            return input(prompt)
+
+    def remember(self, message: str) -> None:
+        """Add a message to the history."""
+        if self._readline is not None:
+            self._readline.add_history(message)
+            if self._history is not None:
+                with suppress(OSError):
+                    self._readline.append_history_file(1, self._history)
+
+
+def message(line: Callable[[str], str | None]) -> str | None:
+    '''The next message: a line, or the lines between """ and """. None at the end, also within quotes.'''
+    text = line(">>> ")
+    if text is None or not text.lstrip().startswith(QUOTES):
+        return text
+    text = text.lstrip().removeprefix(QUOTES)
+    while not text.rstrip().endswith(QUOTES):
+        more = line("... ")
+        if more is None:
+            return None
+        text += "\n" + more
+    return text.rstrip().removesuffix(QUOTES).strip("\n")

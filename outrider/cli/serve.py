@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 from outrider.cli.command import as_command
-from outrider.cli.options import Config, ModelInstead, ServedSpeculationOptions, TraceOptions, one_model
+from outrider.cli.options import NO_MODEL, Config, ServedSpeculationOptions, TraceOptions
 from outrider.cli.terminal import DIM, command, loading, paint, working, wrapped
 from outrider.core.extras import needs
 from outrider.core.files import public_name
@@ -30,52 +30,41 @@ if TYPE_CHECKING:
 def serve(
     model: list[str] | None = None,
     *,
-    model_option: ModelInstead = None,
     speculation: ServedSpeculationOptions,
     config_file: Config = None,
     given: Annotated[dict[str, Any], ServeOptions],
     log_file: Path | None = None,
     trace: TraceOptions,
-    otlp_traces_endpoint: str | None = None,
 ) -> None:
     """Serve a model, or several. Requests are batched, and each gets the text that it would get alone.
 
     Args:
         model: A folder, a GGUF file, a hub name or a built-in model. Several: each is loaded when asked for.
         log_file: Write the log to this file, not to standard error.
-        otlp_traces_endpoint (URL): Send a span of each request to this collector, for example http://127.0.0.1:4318/v1/traces.
     """
-    models = model or [one_model(None, model_option)]
-    if model and model_option:
-        one_model(model[0], model_option)  # says that these are two ways
-    settings = _settings(models, speculation, given)
+    if not model:
+        raise ValueError(NO_MODEL)
+    settings = _settings(model, speculation, given)
     options = settings[0]
-    if len(models) > 1 and trace.trace is not None:
+    if len(model) > 1 and trace.trace is not None:
         raise ValueError(
-            f"--trace {trace.trace} holds the steps of one model, and there are {len(models)}; serve one of them"
+            f"--trace {trace.trace} holds the steps of one model, and there are {len(model)}; serve one of them"
         )
     with needs("serve", "the server"):
         from outrider.serve.connection import bound
-    ports = [options.port, *([] if options.monitor_port is None else [options.monitor_port])]
-    sockets = [one for port in ports for one in bound(options.host, port)]  # before seconds of imports
-    with loading(models[0]):
+    sockets = bound(options.host, options.port)  # before seconds of imports
+    with loading(model[0]):
         with needs("serve", "the server"):
             from outrider.serve import logs
             from outrider.serve.app import create_app
-            from outrider.serve.pool import ModelPool, weights_of
-            from outrider.serve.process import prepare
+            from outrider.serve.pool import ModelPool, prepare, weights_of
         from outrider.drafters.config import SpeculativeConfig
         from outrider.engine.memory import gib
 
         for one in settings:  # a pipe hears what is wrong before it hears that something is loaded
             SpeculativeConfig.of(one.speculative_config)
             weights_of(one)
-    with working(f"loading {models[0]}"):
-        spans = None
-        if otlp_traces_endpoint is not None:
-            with needs("otel", "--otlp-traces-endpoint"):
-                from outrider.serve.spans import Spans
-            spans = Spans(otlp_traces_endpoint)
+    with working(f"loading {model[0]}"):
         started = perf_counter()
         pool = ModelPool.of(settings, trace.recorder("counts"), fit=True)
         assembly = pool.start()
@@ -98,7 +87,7 @@ def serve(
         what += (
             f"\nloaded when asked for: {', '.join(others)}; all that are loaded take at most {gib(int(pool.memory))}"
         )
-    _run(create_app(pool, spans), pool, sockets, what, assembly.chats)
+    _run(create_app(pool), pool, sockets, what, assembly.chats)
 
 
 def _settings(models: list[str], speculation: ServedSpeculationOptions, given: dict[str, Any]) -> list[ServeOptions]:
@@ -118,7 +107,7 @@ def _settings(models: list[str], speculation: ServedSpeculationOptions, given: d
 
 
 def _run(app: Any, pool: ModelPool, sockets: list[socket.socket], what: str, chats: bool) -> None:
-    """Serve at sockets that are bound; the first is for clients. what: is said when it is ready. chats: the first model does."""
+    """Serve at sockets that are bound. what: is said when it is ready. chats: the first model does."""
     from outrider.serve.connection import ManyWaiting, http_config
     from outrider.serve.logs import log
 
@@ -153,7 +142,7 @@ def ready_lines(options: ServeOptions, port: int, chat: bool, stop: str) -> None
     """
     host = options.host
     host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    at = f"http{'s' if options.ssl_certfile else ''}://{host}:{port}"
+    at = f"http://{host}:{port}"
     bearer = ["-H 'Authorization: Bearer '$OUTRIDER_API_KEY"] if options.api_key else []
     body: dict[str, Any] = {"model": options.model_name}
     if chat:

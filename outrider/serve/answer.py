@@ -1,37 +1,34 @@
-"""The answer to a request: its texts from the queue to the response, read into the parts that a protocol writes."""
+"""The answer to a request: its texts from the queue to the response, read into parts, and written as a protocol has them."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import abc
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, NamedTuple
+from time import perf_counter
+from typing import Any, ClassVar, NamedTuple
 
 from outrider.core.outputs import Delta
 from outrider.drafters.method import PREDICTION
 from outrider.engine import Engine, EngineStopped, QueueFull
 from outrider.engine.request import Request, Sequence
 from outrider.engine.scheduler import LATE
-from outrider.serve.errors import Refused
+from outrider.serve.errors import Refused, dumps
 from outrider.serve.requests import CommonRequest
-from outrider.serve.thoughts import ThinkingReader
-from outrider.serve.tools import ToolCall, ToolCallReader
+from outrider.serve.tools import ThinkingReader, ToolCall, ToolCallReader
+
+Event = dict[str, Any]
 
 
 class Ending(NamedTuple):
-    """Why a choice ended.
+    """Why a choice ended."""
 
-    Args:
-        finish: stop, tool_calls or length.
-        reason: the stop string or token; of a text that was cut off, by what.
-        note: what happened to its drafts.
-    """
-
-    finish: str
-    reason: str | int | None
-    note: str | None
+    finish: str  # stop, tool_calls or length
+    reason: str | int | None  # the stop string or token; of a text that was cut off, by what
+    note: str | None  # what happened to its drafts
 
     @property
     def cut_by(self) -> str | int | None:
@@ -45,23 +42,14 @@ class Ending(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What comes next in a choice, in the order of the fields.
+    """What comes next in a choice, in the order of the fields."""
 
-    Args:
-        thought: of a model that thinks, where the protocol tells thoughts from texts.
-        text: of the answer.
-        call: a whole tool call.
-        number: of the call in its choice.
-        delta: whose tokens are told with this part.
-        ending: in the last part.
-    """
-
-    thought: str = ""
+    thought: str = ""  # of a model that thinks, where the protocol tells thoughts from texts
     text: str = ""
-    call: ToolCall | None = None
-    number: int = 0
-    delta: Delta | None = None
-    ending: Ending | None = None
+    call: ToolCall | None = None  # whole
+    number: int = 0  # of the call in its choice
+    delta: Delta | None = None  # whose tokens are told with this part
+    ending: Ending | None = None  # in the last part
 
 
 @dataclass(frozen=True)
@@ -69,20 +57,13 @@ class Usage:
     """The tokens of an answer.
 
     Draft tokens do not count, with one exception: as at OpenAI, the rejected tokens of the request's own prediction do.
-
-    Args:
-        prompt: tokens; a prompt counts once for all of its texts.
-        cached: those of them that the prefix cache had.
-        completion: tokens of the texts, and rejected ones.
-        accepted: tokens of a prediction.
-        rejected: tokens of a prediction.
     """
 
-    prompt: int
-    cached: int
-    completion: int
-    accepted: int
-    rejected: int
+    prompt: int  # a prompt counts once for all of its texts
+    cached: int  # tokens of prompts that the prefix cache had
+    completion: int  # tokens of the texts, and rejected ones
+    accepted: int  # tokens of a prediction
+    rejected: int  # tokens of a prediction
 
     @classmethod
     def of(cls, sequences: abc.Sequence[Sequence], n: int = 1) -> Usage:
@@ -217,7 +198,7 @@ class Answer:
             raise Refused(str(full), 429, code="queue_full", retry=full.retry_after) from full
         except EngineStopped as stopped:
             raise Refused(str(stopped), 503, code="stopped") from stopped
-        self.id, self.guarantee = ("chatcmpl-" if body.is_chat else "cmpl-") + name, engine.decoder.guarantee.value
+        self.name, self.guarantee = name, engine.decoder.guarantee.value
         self.choices = [choice(index, sequence) for index, sequence in enumerate(self.sequences)]
 
     async def end(self) -> None:
@@ -296,3 +277,68 @@ def one_by_one(delta: Delta, tokens: bool = True) -> list[Delta]:
         Delta(piece[0], delta.token_ids[i : i + 1], logprobs=delta.logprobs[i : i + 1])
         for i, piece in enumerate(pieces)
     ]
+
+
+class Writer(ABC):
+    """Writes one answer in a protocol: as a stream of events, or as the whole that its events add up to.
+
+    begin: the bytes of a stream before the parts. end: those after them. comment: those where no part comes for long, because
+    clients and proxies give up a connection that is silent.
+    """
+
+    media_type = "text/event-stream"
+    begin: abc.Sequence[bytes] = ()
+    end, comment = b"", b": still reading\n\n"
+    result: dict[str, Any]  # of `whole`, complete after `totals`
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+
+    @abstractmethod
+    async def part(self, choice: ChoiceReader, part: Part) -> list[Event]:
+        """The events of a part. Raises Refused for an answer that failed."""
+
+    @abstractmethod
+    def totals(self) -> list[Event]:
+        """The events after all parts: what was used."""
+
+    @abstractmethod
+    def failed(self, refused: Refused) -> list[Event]:
+        """The events of an answer that could not be written."""
+
+    def encoded(self, event: Event) -> bytes:
+        """An event as it is sent."""
+        return b"event: " + event["type"].encode() + b"\ndata: " + dumps(event) + b"\n\n"
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece. Raises Refused."""
+        async for item in self.answer.parts():
+            if item is not None:
+                self.answer.check_written()
+                await self.part(*item)
+        self.totals()
+        return self.result
+
+    async def stream(self, interval: float | None) -> AsyncIterator[bytes]:
+        """The events, as they come.
+
+        interval: seconds. With an interval each event has one token and leaves on a tick of an even clock. Then neither size
+        nor time nor `pieces` shows how many draft tokens were accepted (arXiv 2411.01076). None sends text as it comes.
+        """
+        for data in self.begin:
+            yield data
+        start = perf_counter()
+        try:
+            async for item in self.answer.parts(one_token=interval is not None):
+                data = self.comment if item is None else self._joined(await self.part(*item))
+                if interval is not None and item is not None:
+                    await asyncio.sleep(interval - (perf_counter() - start) % interval)
+                if data:
+                    yield data
+            yield self._joined(self.totals())
+        except Refused as refused:
+            yield self._joined(self.failed(refused))
+        yield self.end
+
+    def _joined(self, events: list[Event]) -> bytes:
+        return b"".join(map(self.encoded, events))

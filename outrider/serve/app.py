@@ -1,14 +1,15 @@
-"""The FastAPI application: the routes and their documentation."""
+"""The FastAPI application: the routes, their documentation, and the pages."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 import anyio
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
@@ -16,18 +17,15 @@ from outrider._version import __version__
 from outrider.core.files import public_name
 from outrider.engine.request import whose
 from outrider.serve import errors
-from outrider.serve.dashboard import pages_route
+from outrider.serve.dashboard.viewers import HEADERS, EventStream
 from outrider.serve.encoding import WIDE
 from outrider.serve.errors import OBJECT, Refused, answered, json_response, refusing
 from outrider.serve.guard import guards
 from outrider.serve.metrics import CONTENT_TYPE
+from outrider.serve.page import ASSETS, assemble, bundle
 from outrider.serve.pool import ModelPool, PooledModel
 from outrider.serve.protocols import anthropic, ollama, openai, responses
 from outrider.serve.requests import DetokenizeRequest, TokenizeRequest
-from outrider.serve.respond import Responder
-
-if TYPE_CHECKING:
-    from outrider.serve.spans import Spans
 
 
 def _errors(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
@@ -57,15 +55,13 @@ LINES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(pool: ModelPool, spans: Spans | None = None) -> FastAPI:
+def create_app(pool: ModelPool) -> FastAPI:
     """The application of a server's models. It ends them when it ends."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         await pool.close()
-        if spans is not None:
-            await anyio.to_thread.run_sync(spans.close)
 
     app = FastAPI(
         title="outrider",
@@ -78,24 +74,13 @@ def create_app(pool: ModelPool, spans: Spans | None = None) -> FastAPI:
         responses=_errors(errors.ErrorBody),
     )
     errors.install(app)
-    responder = Responder(pool, spans)
-    openai.install(app, responder, ANSWER)
-    responses.install(app, responder, ANSWER)
-    anthropic.install(app, responder, _errors(errors.MessagesErrorBody) | ANSWER)
-    ollama.install(app, responder, _errors(errors.OllamaErrorBody) | LINES)
+    openai.install(app, pool, ANSWER)
+    responses.install(app, pool, ANSWER)
+    anthropic.install(app, pool, _errors(errors.MessagesErrorBody) | ANSWER)
+    ollama.install(app, pool, _errors(errors.OllamaErrorBody) | LINES)
     _model(app, pool)
     _state(app, pool)
-    pages_route.install(app, pool)
-
-    def described() -> dict[str, Any]:
-        document = FastAPI.openapi(app)
-        tokens = document["components"]["schemas"]["DetokenizeRequest"]["properties"]["tokens"]
-        sizes = [service.engine.decoder.target.vocab_size for service in pool.loaded]
-        if len(sizes) == len(pool.models):
-            tokens["items"]["maximum"] = max(sizes) - 1
-        return document
-
-    app.openapi = described
+    _pages(app, pool)
     return app
 
 
@@ -206,6 +191,43 @@ def _state(app: FastAPI, pool: ModelPool) -> None:
     async def version() -> Response:
         """The version of outrider."""
         return json_response({"version": __version__})
+
+
+def _pages(app: FastAPI, pool: ModelPool) -> None:
+    """The pages `/`, and `/dashboard`, which is live. They are not part of the API and have no place in the schema."""
+    told = json.dumps({"key": bool(pool.settings.api_key)})
+    parts = (ASSETS / "home.html", ASSETS / "home.css", ASSETS / "home.js")
+    first, script = assemble(*parts, told, connect=True, apart="home.js"), bundle(ASSETS / "home.js")
+    live = assemble(ASSETS / "dashboard.html", ASSETS / "dashboard.css", ASSETS / "dashboard.js", connect=True)
+
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def home() -> Response:
+        """What the server is, where its other pages are, and a chat.
+
+        It is open to all, so it holds nothing of the model: it asks for that with the key that its user gives.
+        """
+        return Response(first, headers=HEADERS, media_type="text/html")
+
+    @app.get("/home.js", include_in_schema=False)
+    async def home_script() -> Response:
+        return Response(script, headers=HEADERS, media_type="text/javascript")
+
+    @app.get("/favicon.ico", include_in_schema=False)
+    async def icon() -> Response:
+        """There is none. Browsers ask for it beside pages that are not ours."""
+        return Response(status_code=204, headers={"cache-control": "max-age=86400"})
+
+    @app.get("/dashboard", include_in_schema=False)
+    async def page() -> Response:
+        return Response(live, headers=HEADERS, media_type="text/html")
+
+    @app.get("/dashboard/events", include_in_schema=False)
+    async def events(model: str | None = None) -> Response:
+        return EventStream(pool.dashboard(model))
+
+    @app.post("/dashboard/poll", include_in_schema=False)
+    async def poll(viewer: Annotated[str, Query(min_length=1, max_length=64)]) -> Response:
+        return Response(pool.dashboard().poll(viewer), headers=HEADERS, media_type="text/event-stream")
 
 
 def trouble(pool: ModelPool) -> str | None:

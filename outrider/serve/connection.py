@@ -10,10 +10,8 @@ import asyncio
 import errno
 import os
 import socket
-import ssl
-from asyncio.sslproto import SSLProtocol
 from collections import Counter
-from collections.abc import Callable, Coroutine, MutableMapping
+from collections.abc import Coroutine, MutableMapping
 from functools import lru_cache, partial
 from http import HTTPStatus
 from ipaddress import ip_address
@@ -31,18 +29,17 @@ T = TypeVar("T")
 _Base: Any = object  # one of uvicorn's protocols comes after it
 _ABORT = "outrider.abort"
 HEAD = 64 << 10  # bytes of the head of a request
-HEAD_SECONDS = 10.0  # of a TLS handshake; of a head, from accept or from its first byte to its end
+HEAD_SECONDS = 10.0  # of a head, from accept or from its first byte to its end
 IDLE = 30  # seconds that a connection may stay without a request
 ACCEPTED = 16  # connections that asyncio accepts in one go: each takes time from the answers that are written
 WAITING = 2048  # connections that wait in the kernel meanwhile
 FILES = 64  # files that the process may open beside connections
-MONITORS = 32  # connections to the port for `/health` and `/metrics`
 
 
 class Reception:
     """The connections of a server, by address. It makes room by closing those that keep the server waiting, oldest first.
 
-    A connection waits while it has no complete request: it sends nothing, or half of a handshake, of a head or of a body.
+    A connection waits while it has no complete request: it sends nothing, or half of a head or of a body.
     connections: open at once; an address may have half. held: bytes of requests that are kept until they are answered; an
     address may have half. request: bytes of one request, as they are sent.
     """
@@ -50,15 +47,15 @@ class Reception:
     def __init__(self, connections: int, max_body: int) -> None:
         self.connections, self.held, self.request = connections, 16 * max_body, 2 * max_body
         self.open, self.bytes = Counter[str](), Counter[str]()
-        self._waiting = dict[LimitedConnection, None]()  # the oldest first
+        self.waiting = dict[LimitedConnection, None]()  # the oldest first
 
     def enter(self, one: LimitedConnection) -> bool:
         """Admit a new connection. False if there is no room, and no connection that could go."""
         full = self.open[one.address] >= max(1, self.connections // 2)
         if full or self.open.total() >= self.connections:
-            waiting = (c.address for c in self._waiting)
+            waiting = (c.address for c in self.waiting)
             crowd = one.address if full else max(waiting, key=self.open.__getitem__, default="")
-            oldest = next((c for c in self._waiting if c.address == crowd), None)
+            oldest = next((c for c in self.waiting if c.address == crowd), None)
             if oldest is None:
                 return False
             oldest.cut()
@@ -75,11 +72,11 @@ class Reception:
 
     def wait(self, one: LimitedConnection) -> None:
         """It has no complete request from now on."""
-        self._waiting.setdefault(one)
+        self.waiting.setdefault(one)
 
     def serve(self, one: LimitedConnection) -> None:
         """Its request is complete: it is not closed for others."""
-        self._waiting.pop(one, None)
+        self.waiting.pop(one, None)
 
     def hold(self, one: LimitedConnection, count: int) -> None:
         """Count bytes of a request. If they are too many, the largest unfinished one is refused."""
@@ -87,7 +84,7 @@ class Reception:
         self.bytes[one.address] += count
         crowded = self.bytes[one.address] > self.held // 2
         if crowded or self.bytes.total() > self.held:
-            crowd = [c for c in self._waiting if not crowded or c.address == one.address]
+            crowd = [c for c in self.waiting if not crowded or c.address == one.address]
             if crowd:
                 max(crowd, key=lambda c: c.held).refuse(429, "the server holds too many unfinished requests")
 
@@ -105,30 +102,22 @@ class LimitedConnection(_Base):
     address: of the client. held: bytes of a request that is not answered yet.
     """
 
-    def __init__(self, receptions: dict[int | None, Reception], **given: Any) -> None:
-        """receptions: by port; that of None for the others."""
-        super().__init__(**given)
-        self.receptions, self.address, self.held = receptions, "", 0
+    def __init__(self, reception: Reception, **options: Any) -> None:
+        """options: as of uvicorn's protocols."""
+        super().__init__(**options)
+        self.reception, self.address, self.held = reception, "", 0
         self._phase = 0  # bytes of this head; in a body, of the whole request
         self._clock: asyncio.TimerHandle | None = None
         self._inside = False
 
-    def arrive(self, transport: asyncio.Transport) -> bool:
-        """Count a connection that need not speak HTTP yet. False if there is no room; then it is closed."""
-        there, here = (transport.get_extra_info(name) or ("", None) for name in ("peername", "sockname"))
-        self.address, self._accepted = network(there[0]), transport
-        self.reception = self.receptions.get(here[1], self.receptions[None])
-        self._inside = self.reception.enter(self)
-        if self._inside:
-            self._start_clock()
-        else:
-            transport.abort()
-        return self._inside
-
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if not self._inside and not self.arrive(transport):
+        self.address = network((transport.get_extra_info("peername") or ("",))[0])
+        self._inside = self.reception.enter(self)
+        if not self._inside:
+            transport.abort()
             return
+        self._start_clock()
         app = self.app
 
         async def with_abort(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
@@ -182,13 +171,10 @@ class LimitedConnection(_Base):
     def cut(self) -> None:
         """Close at once; what was not sent is lost."""
         self.leave()
-        self._accepted.abort()
+        self.transport.abort()
 
     def refuse(self, status: int, message: str) -> None:
         """Answer in place of the application, and close."""
-        if self.transport is None:  # TLS has not begun
-            self.cut()
-            return
         if self.cycle is None or not self.cycle.response_started:
             refused = Refused(message, status, code="overloaded" if status == 429 else "request_too_large")
             body = dumps(refused.body_of({"path": ""} if self.cycle is None else self.cycle.scope))
@@ -232,33 +218,6 @@ class LimitedConnection(_Base):
 
 class ClientConnection(LimitedConnection, AutoHTTPProtocol):
     """The protocol that uvicorn would take, with limits. See `http_config`."""
-
-
-class SmallSSL(SSLProtocol):
-    """TLS with a smaller buffer: a stranger has hundreds of them."""
-
-    max_size = HEAD
-
-
-class Secured(asyncio.Protocol):
-    """Begins TLS on a new connection, which is counted from then on.
-
-    asyncio's servers show a connection to its protocol after the handshake, and `start_tls` loses what comes before it begins.
-    """
-
-    def __init__(self, context: ssl.SSLContext, made: Callable[..., LimitedConnection], **given: Any) -> None:
-        """given: arguments of `made`."""
-        self._context, self._one = context, made(**given)
-
-    def connection_made(self, transport: Any) -> None:
-        if not self._one.arrive(transport):
-            return
-        loop, one = asyncio.get_running_loop(), self._one
-        shaken = loop.create_future()
-        secure = SmallSSL(loop, one, self._context, shaken, server_side=True)
-        transport.set_protocol(secure)
-        secure.connection_made(transport)
-        shaken.add_done_callback(lambda done: one.leave() if done.exception() else None)
 
 
 async def disconnected(receive: Receive) -> None:
@@ -357,13 +316,9 @@ class ManyWaiting(uvicorn.Server):
 
 def http_config(app: Any, settings: ServeOptions, **more: Any) -> uvicorn.Config:
     """uvicorn's settings for an application. more: settings that are given in place of these."""
-    receptions: dict[int | None, Reception] = {
-        None: Reception(connection_limit(settings.max_connections), settings.body_bytes),
-        (settings.monitor_port or -1): Reception(MONITORS, settings.body_bytes),
-    }
-    http, tls = partial(ClientConnection, receptions), settings.tls()
+    reception = Reception(connection_limit(settings.max_connections), settings.body_bytes)
     usual: dict[str, Any] = {
-        "http": http if tls is None else partial(Secured, tls, http),
+        "http": partial(ClientConnection, reception),
         "loop": "asyncio",  # uvloop accepts all that wait in one go
         "ws": "none",
         "backlog": ACCEPTED,

@@ -21,9 +21,8 @@ from typing import Any, TypeVar
 from outrider.core.params import ContextOverflow
 from outrider.engine.prompts import PromptEncoder
 from outrider.models.chat_template import chat_prompt
-from outrider.serve.bodies import check_body
 from outrider.serve.errors import Refused
-from outrider.serve.requests import ChatRequest
+from outrider.serve.requests import ChatRequest, check_body
 
 T = TypeVar("T")
 LONG = 16 << 10  # characters; what has more is long work

@@ -155,17 +155,15 @@ def refusing(param: str | None = None) -> Generator[None, None, None]:
 
 
 @contextmanager
-def called(names: Mapping[str, str]) -> Generator[None, None, None]:
-    """Refuse with the names that the client used. names: of another protocol's field, by ours."""
+def called(*tables: Mapping[str, str]) -> Generator[None, None, None]:
+    """Refuse with the names that the client used. tables: names of the client's fields by ours, one after the other."""
     try:
         yield
-    except Refused as refused:
-        refused.rename(names)
-        raise
-    except ValidationError as error:
-        refused = invalid_body(error.errors())
-        refused.rename(names)
-        raise refused from None
+    except (Refused, ValidationError) as error:
+        refused = invalid_body(error.errors()) if isinstance(error, ValidationError) else error
+        for names in tables:
+            refused.rename(names)
+        raise refused from error.__cause__
 
 
 def dumps(value: Any) -> bytes:

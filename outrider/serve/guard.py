@@ -16,26 +16,21 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.serve.bodies import check_body
 from outrider.serve.connection import abort, network
 from outrider.serve.errors import Refused, refusing
 from outrider.serve.logs import log
 from outrider.serve.metrics import ENGINE, Metrics
 from outrider.serve.options import ServeOptions
+from outrider.serve.requests import check_body
 
 OPEN = ("/health", "/", "/home.js", "/favicon.ico")  # load balancers have no key, and the page at / asks for it
-MONITOR = ("/health", "/metrics")  # answered under any load, and on a port of their own
+MONITOR = ("/health", "/metrics")  # answered under any load
 HEADS = (*MONITOR, "/v1/models", "/version", "/api/tags", "/api/version")  # answer HEAD as they answer GET
 OWNER = b"x-outrider-owner"  # header from a front to its replicas: whose request it is
 _HOST = re.compile(r"\[?([^\[\]]*?)\.?\]?(?::\d*)?")  # a name or an address, with a port
 SHOWN = 200  # characters of a path in the log
-PAGES = (
-    "/dashboard",
-    "/dashboard/events",
-    "/openapi.json",
-    "/metrics",
-    "/version",
-)  # a browser asks its user for the key
+# A browser asks its user for the key of these
+PAGES = ("/dashboard", "/dashboard/events", "/openapi.json", "/metrics", "/version")
 
 
 class Guard:
@@ -57,7 +52,7 @@ class Guard:
         asked = headers.get("x-request-id", "")
         name = asked if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", asked) else secrets.token_hex(12)
         state = scope.setdefault("state", {})
-        state["request_id"] = name
+        state |= {"request_id": name, "waited": 0.0}
         if scope["path"].startswith("/api/"):  # Ollama's clients need not say that a body is JSON
             MutableHeaders(scope=scope)["content-type"] = "application/json"
         status, gone, counted = 0, False, False
@@ -109,12 +104,6 @@ class Guard:
         settings, path = self.settings, scope["path"]
         if settings.replica_name:  # the front has checked
             return headers.get(OWNER.decode(), "")
-        if (
-            settings.monitor_port is not None
-            and path not in MONITOR
-            and (scope.get("server") or ("", 0))[1] == settings.monitor_port
-        ):
-            raise Refused(f"this port has {' and '.join(MONITOR)} only", 404)
         named = _HOST.fullmatch(headers.get("host", ""))
         host = named[1].lower() if named else ""
         if settings.hosts and host not in settings.hosts:

@@ -7,7 +7,6 @@ are read with it, and the server reads it.
 from __future__ import annotations
 
 import hashlib
-import ssl
 from collections.abc import Sequence
 from functools import cached_property
 from ipaddress import ip_address
@@ -26,7 +25,6 @@ Bytes = int
 KiB = int
 MiB = int
 
-CLIENT_HEADERS = ("keep", "move", "drop")
 PANELS = (
     "Model", "Training", "What", "How", "Hardware", "Demand", "Speculation", "Server", "Replicas", "Engine", "Limits",
     "Privacy", "Sampling", "Conversation", "Output",
@@ -164,26 +162,12 @@ class ModelOptions(LoadOptions, FolderOptions):
 
 
 class ServeOptions(ModelOptions):
-    """What a server is made of.
-
-    Those without help are not on the command line:
-
-    Args:
-        body_timeout: for a client to send its request.
-        send_timeout: for a client to receive a part of the response.
-        stall_timeout: for one step of the engine; after it `/health` reports that the engine hangs.
-        replica_name: of this server among others; the ids of its responses end with it.
-    """
+    """What a server is made of. Options without help are not on the command line."""
 
     tool_call_parser: str = setting(
         "auto",
         "Model",
         "How the model writes tool calls: auto (by its chat template), none, hermes, llama3_json, mistral.",
-    )
-    client_headers: str = setting(
-        "keep",
-        "Model",
-        "Header lines before a system text, which coding agents change in each request: keep, move to the prompt's end, or drop.",
     )
     host: str = setting("127.0.0.1", "Server", "The address to listen at; 0.0.0.0 is every address.")
     port: int = setting(8000, "Server", "0 takes a free port.", ge=0, le=65535)
@@ -194,8 +178,6 @@ class ServeOptions(ModelOptions):
         [], "Server", "A key; better set by the variable. May be repeated.", envvar="OUTRIDER_API_KEY", repr=False
     )
     api_key_file: Path | None = setting(None, "Server", "A file with keys, one a line.")
-    ssl_certfile: Path | None = setting(None, "Server", "A certificate, as PEM: the server then speaks HTTPS.")
-    ssl_keyfile: Path | None = setting(None, "Server", "The certificate's private key, as PEM.")
     max_queue: int = setting(64, "Engine", "Sequences that may wait. Beyond it clients get 429.", ge=0)
     kv_tokens: int | None = setting(None, "Engine", "Tokens of all sequences in the cache, at most.")
     kv_cache_memory_bytes: Bytes | None = setting(
@@ -225,11 +207,10 @@ class ServeOptions(ModelOptions):
     metrics_prefix: str = setting(
         "outrider", "Output", "Prefix of the names at /metrics; vllm fits dashboards made for vLLM."
     )
-    monitor_port: int | None = setting(None, "Output", "A further port, for /health and /metrics only.", ge=1, le=65535)
-    body_timeout: Seconds = 30.0
-    send_timeout: Seconds = 60.0
-    stall_timeout: Seconds = 120.0
-    replica_name: str = ""
+    body_timeout: Seconds = 30.0  # for a client to send its request
+    send_timeout: Seconds = 60.0  # for a client to receive a part of the response
+    stall_timeout: Seconds = 120.0  # for one step of the engine; after it `/health` reports that the engine hangs
+    replica_name: str = ""  # of this server among others; the ids of its responses end with it
 
     @model_validator(mode="before")
     @classmethod
@@ -246,27 +227,9 @@ class ServeOptions(ModelOptions):
     def _usable(self) -> Self:
         if self.tool_call_parser not in PARSERS:
             raise ValueError(f"--tool-call-parser is one of {', '.join(PARSERS)}, got {self.tool_call_parser!r}")
-        if self.client_headers not in CLIENT_HEADERS:
-            raise ValueError(f"--client-headers is one of {', '.join(CLIENT_HEADERS)}, got {self.client_headers!r}")
         if not all(key.strip() for key in self.api_key):
             raise ValueError("an API key is empty; leave out --api-key for a server without one")
-        if self.ssl_keyfile is not None and self.ssl_certfile is None:
-            raise ValueError("--ssl-keyfile needs the certificate, too: --ssl-certfile FILE")
-        self.tls()
         return self
-
-    def tls(self) -> ssl.SSLContext | None:
-        """The certificate and its key; None for a server that speaks HTTP. Raises ValueError for what is no certificate."""
-        if self.ssl_certfile is None:
-            return None
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
-        except OSError as error:
-            raise ValueError(
-                f"{self.ssl_certfile} is no certificate with the key {self.ssl_keyfile or 'in it'}: {error}"
-            ) from None
-        return context
 
     @cached_property
     def model_name(self) -> str:

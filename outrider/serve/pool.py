@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,38 +25,26 @@ from outrider.serve.errors import Refused, no_model
 from outrider.serve.logs import log
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import ServeOptions
-from outrider.serve.process import release, settle
 from outrider.serve.service import Service
 
 CACHES = 0.25  # share of the memory that the weights leave to keys and values, where they can
 RETRY = 5  # seconds after which a client may ask for a model again
+SWITCH = 0.0005  # seconds that a thread keeps Python to itself while the engine's waits for it
 
 
 @dataclass(eq=False)
 class PooledModel:
-    """A model of a server.
-
-    Args:
-        settings: what it is made of.
-        weights: bytes of its files.
-        assembly: None while it is not loaded.
-        users: requests that it answers.
-        leaving: it takes no more of them, because another model needs its memory.
-        keep: seconds that it stays after the last one; None: until others need its memory.
-        used: when the last one came.
-        timer: lets it go.
-        dashboard: its live page, once that was opened.
-    """
+    """A model of a server."""
 
     settings: ServeOptions
-    weights: int = 0
-    assembly: Assembly | None = None
-    users: int = 0
-    leaving: bool = False
-    keep: float | None = None
-    used: float = 0.0
-    timer: asyncio.TimerHandle | None = None
-    dashboard: Dashboard | None = None
+    weights: int = 0  # bytes of its files
+    assembly: Assembly | None = None  # None while it is not loaded
+    users: int = 0  # requests that it answers
+    leaving: bool = False  # it takes no more of them, because another model needs its memory
+    keep: float | None = None  # seconds that it stays after the last one; None: until others need its memory
+    used: float = 0.0  # when the last one came
+    timer: asyncio.TimerHandle | None = None  # lets it go
+    dashboard: Dashboard | None = None  # its live page, once that was opened
 
     @property
     def name(self) -> str:
@@ -349,3 +339,22 @@ def _share(weights: list[int], memory: float) -> float:
         if left >= CACHES * memory or count == 1:
             return left / count
     return memory
+
+
+def prepare() -> None:
+    """Make a process ready to serve, when its first model is loaded."""
+    sys.setswitchinterval(SWITCH)
+    settle()
+
+
+def settle() -> None:
+    """Let the garbage collector leave out what is there now: to look through a model again stops every thread for a fifth of a
+    second."""
+    gc.collect()
+    gc.freeze()
+
+
+def release() -> None:
+    """Free what a model leaves. What is there afterwards stays."""
+    gc.unfreeze()
+    settle()

@@ -1,4 +1,8 @@
-"""Request bodies. Names and meanings are OpenAI's, else vLLM's, and a few of our own.
+"""Request bodies: what is checked before they are read, and their fields. Names and meanings are OpenAI's, else vLLM's, and
+a few of our own.
+
+Reading and validation are single calls that stop every thread, so they cannot move to a worker. Their time grows with the number
+of values, and that number is bounded before they start.
 
 An unknown field is ignored, as other servers do. A field that looks like a misspelling of a known one is refused.
 A number may also come as a string that holds a JSON number, "0.7", and a whole number as 8.0: clients in some languages send
@@ -11,8 +15,10 @@ import difflib
 import json
 import re
 from dataclasses import fields
+from math import isfinite
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
+import numpy as np
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -40,7 +46,47 @@ MAX_DEPTH = 16  # draft tokens that a request may ask for
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # characters, also of a bad word
 MAX_LOGPROBS = 20  # of one token
 MAX_ENTRIES = 1024  # of logit_bias, and of each list of tokens
+# The text of a prompt is one value, and each id of a token is one. A list, an object and a name cost more.
+MAX_VALUES, MAX_PARTS = 250_000, 40_000
+
+_HIGH, _LOW = rb"\\u[dD][89abAB]..", rb"\\u[dD][c-fC-F].."
+_HALF = re.compile(_HIGH + rb"(?!" + _LOW + rb")|(?<!" + _HIGH + rb")" + _LOW)  # of a surrogate pair
+
+# Numbers that Python reads and JSON has not, or that no float holds. Each begins where its digits begin, so the search is linear.
+_ENDLESS = re.compile(rb"NaN|Infinity|(?<![\d.])\d+(?:\.\d+)?[eE]\+?\d{3,}|(?<!\d)\d{309,}\.")
+_STRING = re.compile(rb'"[^"]*"')
+# Without one of these, once its digits are zeros, a body has no such number. That takes a hundredth of the time.
+_ZEROS, _SUSPECTS = (
+    bytes.maketrans(b"123456789E", b"000000000e"),
+    (b"NaN", b"Infinity", b"0e000", b"0e+000", b"0" * 309),
+)
 _NUMBER = re.compile(r"-?(0|[1-9]\d{0,39})(\.\d{1,40})?([eE][+-]?\d{1,3})?")  # of JSON, and not a long one
+
+
+def check_body(body: bytes) -> None:
+    """Raise ValueError for JSON with more than MAX_VALUES values, or with more than MAX_PARTS lists, objects and names.
+
+    Also for half of a surrogate pair, for a number that is not finite, and for another encoding than UTF-8. Parses nothing."""
+    if b"\0" in body:  # Python also reads UTF-16 and UTF-32, and halves of pairs in them
+        raise ValueError("the body is not UTF-8, so it is not JSON")
+    for pair in (b"\\\\", b'\\"') if b"\\" in body else ():  # what is left of quotes then begins or ends a string
+        body = body.replace(pair, b"  ")
+    if b"\\u" in body and _HALF.search(body):
+        raise ValueError("the request has half of a surrogate pair, which is not a character")
+    zeros = body.translate(_ZEROS)
+    if any(suspect in zeros for suspect in _SUSPECTS):
+        for number in _ENDLESS.findall(_STRING.sub(b"", body)):
+            if not isfinite(float(number)):
+                raise ValueError(f"the request has the number {number[:20].decode()}, and a number in JSON is finite")
+    if body.count(b",") <= MAX_VALUES and sum(map(body.count, (b"[", b"{", b":"))) <= MAX_PARTS:
+        return
+    codes = np.frombuffer(body, np.uint8)
+    outside = np.cumsum(codes == ord('"'), dtype=np.uint8) % 2 == 0
+    counts = np.bincount(codes[outside], minlength=256)
+    if counts[ord(",")] > MAX_VALUES:
+        raise ValueError(f"the body has more than {MAX_VALUES} values; send fewer, or text in place of token ids")
+    if sum(counts[code] for code in b"[{:") > MAX_PARTS:
+        raise ValueError(f"the body has more than {MAX_PARTS} lists, objects and names; send fewer")
 
 
 def few(given: Any) -> Any:
@@ -142,13 +188,10 @@ def sampling_fields() -> Any:
 
 
 class CommonRequest(sampling_fields()):
-    """The fields of text completions and chat completions. missing: fields that are refused, and what is said of each.
-
-    is_chat: the prompt is messages. tells_thoughts: its answer has thoughts apart from the text.
-    """
+    """The fields of text completions and chat completions."""
 
     model_config = ConfigDict(extra="allow")
-    missing: ClassVar[dict[str, str]] = {
+    missing: ClassVar[dict[str, str]] = {  # fields that are refused, and what is said of each
         "use_beam_search": "this server has no beam search; leave it out, or send temperature=0 for greedy decoding",
         **{old: f'send structured_outputs: {{"{new}": ...}} in its place' for old, new in _FORMS.items()},
         "functions": "send tools in its place",
@@ -158,8 +201,9 @@ class CommonRequest(sampling_fields()):
         "chat_template": "a request cannot bring a template; start the server with --chat-template FILE",
     }
 
-    is_chat: ClassVar[bool] = False
-    tells_thoughts: ClassVar[bool] = False
+    is_chat: ClassVar[bool] = False  # the prompt is messages
+    tells_thoughts: ClassVar[bool] = False  # its answer has thoughts apart from the text
+    renamed: ClassVar[dict[str, str]] = {}  # what the protocol that became this body calls a field, by our name
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -192,10 +236,10 @@ class CommonRequest(sampling_fields()):
     return_fingerprint: bool | None = Field(
         None, description="what each text depends on, for outrider replay --fingerprint on any machine"
     )
-    continued_tokens: int | Ids | Annotated[list[Ids], Field(fail_fast=True)] | None = Field(
+    continued_tokens: Ids | Annotated[list[Ids], Field(fail_fast=True)] | None = Field(
         None,
-        description="an answer that was cut off goes on: the token ids of each choice so far, or how many tokens at the end "
-        "of the prompt they are; with the seed and the other fields of the first request the text is the same",
+        description="an answer that was cut off goes on: the token ids of each choice so far; with the seed and the other "
+        "fields of the first request the text is the same",
     )
     best_of: int | None = Field(None, ge=1, description="only the value of n is accepted")
     use_beam_search: bool | None = Field(None, description="only false is accepted")
@@ -267,11 +311,6 @@ class CommonRequest(sampling_fields()):
         return {"continued": "continued_tokens"}
 
     @property
-    def is_ids(self) -> bool:
-        """The prompt is token ids."""
-        return False
-
-    @property
     def limit(self) -> int | None:
         """Tokens of a text, at most; 0 reads the prompt only, None is as many as fit."""
         raise NotImplementedError
@@ -301,17 +340,12 @@ class CommonRequest(sampling_fields()):
         """A token is shown even if it adds no text."""
         return bool(self.return_token_ids) or self.alternatives is not None
 
-    @property
-    def opens_late(self) -> bool:
-        """The first chunk of a choice has to wait for the log-probabilities of its prompt."""
-        return self.echoes and self.alternatives is not None
-
     def params(self) -> SamplingParams:
         """The sampling parameters. Raises ValueError for invalid values, and for more than a limit of the server."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         echoed = self.alternatives if self.echoes else None
         for count, limit, what, name in (
-            ((self.n or 1) * self.count, MAX_CHOICES, "texts of one request", "n"),
+            ((self.n or 1) * max(len(self.prompts), 1), MAX_CHOICES, "texts of one request", "n"),
             (self.depth or 0, MAX_DEPTH, "draft tokens a step", "num_speculative_tokens"),
             (len(stops), MAX_STOPS, "stop strings", "stop"),
             (max(map(len, stops), default=0), MAX_STOP_LENGTH, "characters in a stop string", "stop"),
@@ -340,11 +374,6 @@ class CommonRequest(sampling_fields()):
             "prediction": self.prediction and text_of(self.prediction.content, "prediction.content"),
         }
         return SamplingParams(max_tokens=self.limit or None, **{k: v for k, v in values.items() if v is not None})
-
-    @property
-    def count(self) -> int:
-        """Prompts."""
-        return 1
 
 
 # Fields that clients send and that change no answer here: they are of the bill, of a cache, of a store or of what this server
@@ -395,14 +424,6 @@ class CompletionRequest(CommonRequest):
     @property
     def echoes(self) -> bool:
         return bool(self.echo)
-
-    @property
-    def count(self) -> int:
-        return len(self.prompts)
-
-    @property
-    def is_ids(self) -> bool:
-        return not any(isinstance(p, str) for p in self.prompts)
 
     @property
     def prompts(self) -> list[Any]:

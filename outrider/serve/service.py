@@ -1,4 +1,4 @@
-"""From HTTP requests to requests of the engine: models, tools, grammars, tokens, sampling parameters."""
+"""From HTTP requests to requests of the engine and to responses: tools, grammars, tokens, sampling parameters."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
+from fastapi import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+
 from outrider.core.extras import install
 from outrider.core.infill import Infilling
 from outrider.core.params import BadParameter, ContextOverflow, SamplingParams
@@ -17,9 +20,10 @@ from outrider.engine import Engine
 from outrider.engine.decoder import draw_seed
 from outrider.engine.fingerprint import Fingerprints
 from outrider.engine.request import Request, Sequence
-from outrider.serve.answer import Answer, ChoiceReader
+from outrider.serve.answer import Answer, ChoiceReader, Writer
+from outrider.serve.connection import unless_gone
 from outrider.serve.encoding import LONG, WIDE, Encoder
-from outrider.serve.errors import Refused, refusing
+from outrider.serve.errors import Refused, called, json_response, refusing
 from outrider.serve.grammar import Grammar, GrammarMask, Grammars, available
 from outrider.serve.logs import log
 from outrider.serve.options import ServeOptions
@@ -30,29 +34,31 @@ from outrider.serve.requests import (
     ResponseFormat,
     StructuredOutputs,
 )
-from outrider.serve.thoughts import END, ThinkingReader, thinks
-from outrider.serve.tools import PLAIN, ToolCallReader, ToolFormat, ToolOffer, chosen
+from outrider.serve.tools import (
+    PLAIN,
+    THOUGHT_TOKENS,
+    ThinkingReader,
+    ToolCallReader,
+    ToolFormat,
+    ToolOffer,
+    chosen,
+    thinks,
+)
 
-T = TypeVar("T")
+W = TypeVar("W", bound=Writer)
 MaskMaker = Callable[[], GrammarMask]
 
 
 class ToolUse(NamedTuple):
-    """What tools change in an answer.
+    """What tools change in an answer."""
 
-    Args:
-        forced: the tools of which one must be called.
-        reader: makes a reader of calls.
-        special: whether readers must see special tokens.
-    """
-
-    forced: ToolOffer | None = None
-    reader: Callable[[], ToolCallReader] | None = None
-    special: bool = False
+    forced: ToolOffer | None = None  # the tools of which one must be called
+    reader: Callable[[], ToolCallReader] | None = None  # makes a reader of calls
+    special: bool = False  # readers must see special tokens
 
 
 class Service:
-    """An engine behind OpenAI's API."""
+    """An engine behind the protocols."""
 
     def __init__(self, engine: Engine, settings: ServeOptions) -> None:
         self.engine, self.runtime, self.settings = engine, engine.runtime, settings
@@ -61,15 +67,33 @@ class Service:
         self.tokens = engine.decoder.tokens
         self.encoder = Encoder(self.prompts, engine.decoder.max_length, settings.model_name)
 
+    async def respond(
+        self,
+        body: CompletionRequest | ChatRequest,
+        request: HttpRequest,
+        make: Callable[[Answer, Service], Writer],
+    ) -> Response:
+        """The response to a body: whole, or as a stream. make: as of `accept`. Raises Refused."""
+        state = request.state
+        client = body.user or state.owner
+        writer = await self.accept(body, make, state.request_id, client, state.owner, state.waited)
+        state.ends.enter_context(writer.answer)
+        headers = {"x-outrider-guarantee": writer.answer.guarantee}
+        if body.stream:
+            headers |= {"cache-control": "no-cache", "x-accel-buffering": "no"}
+            events = writer.stream(self.settings.pad_seconds)
+            return StreamingResponse(events, headers=headers, media_type=writer.media_type)
+        return json_response(await unless_gone(request.receive, writer.whole()), headers=headers)
+
     async def accept(
         self,
         body: CompletionRequest | ChatRequest,
-        make: Callable[[Answer], T],
+        make: Callable[[Answer, Service], W],
         request_id: str,
         client: str,
         owner: str = "",
         waited: float = 0.0,
-    ) -> T:
+    ) -> W:
         """Check a request and queue its texts. Returns what writes the answer.
 
         Args:
@@ -82,45 +106,48 @@ class Service:
 
         Raises Refused for what the server cannot answer.
         """
-        with refusing():
-            tools = self._tools(body)
-            params = body.params()
-        if tools.special:
-            params = params.with_(skip_special_tokens=False)
-        mask = await self._grammar(body, tools.forced)
-        if body.return_fingerprint and (mask or body.limit == 0):
-            raise Refused(
-                "a text with a grammar or a forced tool call has no fingerprint, nor has a prompt without a text; "
-                "leave out return_fingerprint"
-            )
-        prompts, ends = await self._prompts(body)
-        if ends:
-            params = params.with_(stop_token_ids=[*params.stop_token_ids, *ends])
-        prompts, before = _continued(body, prompts, params.n)
-        if body.max_total_tokens is not None:
-            params = self._within(params, body.max_total_tokens, max(map(len, prompts)))
-        seconds = min(body.timeout or math.inf, self.settings.request_timeout) - waited
-        wishes = {
-            "client": client,
-            "owner": owner,
-            "prefill_only": body.limit == 0,
-            "method": body.method,
-            "num_speculative_tokens": body.depth,
-            "deadline": perf_counter() + seconds,
-        }
-        loop = asyncio.get_running_loop()
+        with called(body.called, body.renamed):
+            with refusing():
+                tools = self._tools(body)
+                params = body.params()
+            if tools.special:
+                params = params.with_(skip_special_tokens=False)
+            mask = await self._grammar(body, tools.forced)
+            if body.return_fingerprint and (mask or body.limit == 0):
+                raise Refused(
+                    "a text with a grammar or a forced tool call has no fingerprint, nor has a prompt without a text; "
+                    "leave out return_fingerprint"
+                )
+            prompts, ends = await self._prompts(body)
+            if ends:
+                params = params.with_(stop_token_ids=[*params.stop_token_ids, *ends])
+            before = _continued(body, len(prompts) * params.n)
+            if body.max_total_tokens is not None:
+                params = self._within(params, body.max_total_tokens, max(map(len, prompts)))
+            seconds = min(body.timeout or math.inf, self.settings.request_timeout) - waited
+            wishes = {
+                "client": client,
+                "owner": owner,
+                "prefill_only": body.limit == 0,
+                "method": body.method,
+                "num_speculative_tokens": body.depth,
+                "deadline": perf_counter() + seconds,
+            }
+            loop = asyncio.get_running_loop()
 
-        def begin() -> T:
-            """Beside the event loop, because all of it grows with the request."""
-            requests = self._requests(prompts, before, params, mask, wishes)
-            if self.settings.log_prompts:
-                log.info("%s asks %s", request_id, [self.tokens.decode(p) for p in prompts])
-            if body.return_fingerprint:
-                _ = self.fingerprints  # to make it reads the model's files
-            return make(Answer(self.engine, requests, body, loop, request_id, partial(self._choice, body, tools)))
+            def begin() -> W:
+                """Beside the event loop, because all of it grows with the request."""
+                requests = self._requests(prompts, before, params, mask, wishes)
+                if self.settings.log_prompts:
+                    log.info("%s asks %s", request_id, [self.tokens.decode(p) for p in prompts])
+                if body.return_fingerprint:
+                    _ = self.fingerprints  # to make it reads the model's files
+                choice = partial(self._choice, body, tools)
+                return make(Answer(self.engine, requests, body, loop, request_id, choice), self)
 
-        size = sum(map(len, prompts)) * params.n + sum(map(len, body.bad_words or ())) + len(params.prediction or ())
-        return await self.encoder.run(begin, LONG + 1 if body.return_fingerprint else size)
+            words = sum(map(len, body.bad_words or ())) + len(params.prediction or ())
+            size = LONG + 1 if body.return_fingerprint else sum(map(len, prompts)) * params.n + words
+            return await self.encoder.run(begin, size)
 
     @property
     def template(self) -> Any:
@@ -159,7 +186,7 @@ class Service:
 
     async def _prompts(self, body: CompletionRequest | ChatRequest) -> tuple[list[list[int]], tuple[int, ...]]:
         """The prompts of a request, and the tokens that end an answer beside the model's own. Raises Refused."""
-        if isinstance(body, ChatRequest):
+        if body.is_chat:
             return [await self.encoder.chat(body)], ()
         if not body.prompts:
             raise Refused("prompt is an empty list", param="prompt")
@@ -202,7 +229,7 @@ class Service:
         """What reads a text of an answer."""
         thoughts = None
         if body.tells_thoughts and thinks(self.template):
-            thoughts = ThinkingReader(self.tokens.decode(sequence.prompt[-END:]))
+            thoughts = ThinkingReader(self.tokens.decode(sequence.prompt[-THOUGHT_TOKENS:]))
         return ChoiceReader(place, sequence, body.shows_tokens, tools.reader and tools.reader(), thoughts)
 
     @cached_property
@@ -293,29 +320,15 @@ class Service:
         return Grammar.schema() if schema is None else Grammar.schema(schema)
 
 
-def _continued(body: CommonRequest, prompts: list[list[int]], n: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The prompts without tokens of answers, and the answer so far of each choice; nothing where all are new. Raises Refused if
-    they do not fit."""
-    continued, count, problem = body.continued_tokens, len(prompts) * n, ""
+def _continued(body: CommonRequest, count: int) -> list[list[int]]:
+    """The answer so far of each choice; nothing where all are new. count: choices. Raises Refused for another number of them."""
+    continued = body.continued_tokens
     if continued is None:
-        return prompts, []
-    if isinstance(continued, int):
-        shortest = min(map(len, prompts))
-        if not body.is_ids:
-            problem = (
-                "continued_tokens as a number counts token ids at the end of a prompt of token ids; "
-                "beside a text or messages, send the ids: continued_tokens=[...]"
-            )
-        elif n > 1:
-            problem = f"{n} texts of one prompt have {n} answers; send a list of token ids for each"
-        elif not 0 <= continued < shortest:
-            problem = f"the shortest prompt has {shortest} tokens, so {continued} cannot be answer already"
-        before = [p[len(p) - continued :] for p in prompts]
-        prompts = [p[: len(p) - continued] for p in prompts]
-    else:
-        before = [list(x) for x in continued if isinstance(x, list)] or [[x for x in continued if isinstance(x, int)]]
-        if len(before) != count:
-            problem = f"continued_tokens has {len(before)} lists of token ids, and the request asks for {count} texts"
-    if problem:
-        raise Refused(problem, param="continued_tokens")
-    return prompts, before
+        return []
+    before = [x for x in continued if isinstance(x, list)] or [[x for x in continued if isinstance(x, int)]]
+    if len(before) != count:
+        raise Refused(
+            f"continued_tokens has {len(before)} lists of token ids, and the request asks for {count} texts",
+            param="continued_tokens",
+        )
+    return before

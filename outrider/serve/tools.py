@@ -1,7 +1,8 @@
-"""Tool calls: read from the text as it grows, in the formats of several model families; the grammar that forces one.
+"""Tool calls and thoughts, read from the text as it grows: the formats of several model families, and the grammar of a call.
 
-A call is returned whole, when its JSON is complete and its name is that of an offered tool. Text that only looks like
-a call stays text: invalid JSON, another name, a text that ended too soon.
+A thought is what a model writes between marks before its answer. A call is returned whole, when its JSON is complete and its
+name is that of an offered tool. Text that only looks like a call stays text: invalid JSON, another name, a text that ended too
+soon.
 """
 
 from __future__ import annotations
@@ -23,20 +24,13 @@ class ToolFormat:
     """How a model family writes calls.
 
     A forced answer is `before`, then `begin` JSON `end` with `between` between two, then `after`.
-
-    Args:
-        opening: the text before calls.
-        closing: the text after each call; it may be missing at the end of a text.
-        sign: what the chat template contains, if not the opening.
-        key: the name of the arguments; both names are read.
-        bare: calls may also be JSON without the opening.
     """
 
-    opening: str
-    closing: str = ""
-    sign: str = ""
-    key: str = "arguments"
-    bare: bool = False
+    opening: str  # the text before calls
+    closing: str = ""  # the text after each call; it may be missing at the end of a text
+    sign: str = ""  # what the chat template contains, if not the opening
+    key: str = "arguments"  # both names of them are read
+    bare: bool = False  # calls may also be JSON without the opening
     before: str = ""
     begin: str = ""
     end: str = ""
@@ -54,6 +48,8 @@ FORMATS = {
 }
 PLAIN = ToolFormat("", bare=True, between="\n")  # a forced call of a model whose format is not known
 PARSERS = ("auto", "none", *FORMATS)
+THOUGHT = "<think>", "</think>"
+THOUGHT_TOKENS = 64  # of a prompt's end that may show that the template began a thought
 
 # Mistral's newer NAME{...}
 _NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w*\s*)?(?:\[ARGS\])?\s*(?=\{)")
@@ -98,19 +94,12 @@ def literal(text: str) -> str:
 
 @dataclass(frozen=True)
 class ToolOffer:
-    """The tools of a request.
+    """The tools of a request."""
 
-    Args:
-        tools: the JSON schema of the arguments, by name.
-        forced: the answer must be a call.
-        only: the name of the one tool that may be called, or None.
-        many: several calls are allowed.
-    """
-
-    tools: Mapping[str, Any]
-    forced: bool = False
-    only: str | None = None
-    many: bool = True
+    tools: Mapping[str, Any]  # the JSON schema of the arguments, by name
+    forced: bool = False  # the answer must be a call
+    only: str | None = None  # the one tool that may be called
+    many: bool = True  # several calls are allowed
 
     @property
     def names(self) -> list[str]:
@@ -131,11 +120,11 @@ class ToolOffer:
 
 @dataclass(frozen=True)
 class ToolForm:
-    """What a protocol asks of a tool. shown: its form, in messages. schema: where the schema is. names: what a name may be."""
+    """What a protocol asks of a tool."""
 
-    shown: str = '{"type": "function", "function": {"name": ..., "parameters": a JSON schema}}'
-    schema: str = "function.parameters"
-    names: str = r"[\w.-]{1,64}"
+    shown: str = '{"type": "function", "function": {"name": ..., "parameters": a JSON schema}}'  # its form, in messages
+    schema: str = "function.parameters"  # where the schema is
+    names: str = r"[\w.-]{1,64}"  # what a name may be
     said: str = "a name has up to 64 letters, digits, _, - and ."
 
 
@@ -341,6 +330,50 @@ class ToolCallReader:
         for mark in self._special:
             text = text.replace(mark, "")
         return text
+
+
+class ThinkingReader:
+    """Splits the text of one answer into thought and content. How the text is cut into pieces changes nothing."""
+
+    def __init__(self, prompt: str = "") -> None:
+        """prompt: its end, or all of it. Some templates begin the thought themselves."""
+        self._inside, self._text = prompt.rstrip().endswith(THOUGHT[0]), ""
+        self._over, self._trim = False, self._inside  # no thought can follow; space before the next text goes
+
+    def feed(self, text: str, last: bool = False) -> tuple[str, str]:
+        """Add text. Returns the thought and the content that are certain now. last: there is no more text."""
+        self._text += text
+        thought = content = ""
+        if not self._inside and not self._over:
+            start = self._text.lstrip()
+            if start.startswith(THOUGHT[0]):
+                self._text, self._inside, self._trim = start[len(THOUGHT[0]) :], True, True
+            elif last or not THOUGHT[0].startswith(start):
+                self._over = True
+        if self._inside:
+            self._trimmed()
+            thought, closed, rest = self._text.partition(THOUGHT[1])
+            if closed:
+                self._text, self._inside, self._over, self._trim = rest, False, True, True
+            else:
+                sure = len(thought if last else thought[: len(thought) - begun(thought, THOUGHT[1])].rstrip())
+                thought, self._text = thought[:sure], thought[sure:]
+            thought = thought.rstrip()
+        if self._over:
+            self._trimmed()
+            content, self._text = self._text, ""
+        return thought, content
+
+    def _trimmed(self) -> None:
+        """Leave out the space at the beginning of a part."""
+        if self._trim:
+            self._text = self._text.lstrip()
+            self._trim = not self._text
+
+
+def thinks(template: Any) -> bool:
+    """Whether a chat template is one of a model that thinks."""
+    return THOUGHT[1] in str(template or "")
 
 
 def begun(text: str, mark: str) -> int:

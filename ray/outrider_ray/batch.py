@@ -10,8 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from outrider.core.extras import needs
-from outrider.serve.batch.answer import BatchAnswerer
-from outrider.serve.batch.lines import BatchRequest
+from outrider.serve.batch import BatchAnswerer, BatchRequest
 from outrider.serve.options import BatchOptions
 from outrider_ray.cluster import join, leave
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from outrider.cli.command import as_command
-from outrider.cli.options import Config, ModelInstead, SpeculationOptions, one_model
+from outrider.cli.options import NO_MODEL, Config, SpeculationOptions
 from outrider.cli.serve import ready_lines
 from outrider.cli.terminal import loading
 from outrider.core.extras import needs
@@ -26,7 +26,6 @@ from outrider_ray.options import DeployOptions, serve_config
 def deploy(
     model: str | None = None,
     *,
-    model_option: ModelInstead = None,
     speculation: SpeculationOptions,
     address: str = "local",
     name: str = "outrider",
@@ -45,13 +44,12 @@ def deploy(
         start_timeout: Seconds until all replicas must be healthy.
         write_config: Write the configuration for `serve run` and `serve deploy` to this file, and stop.
     """
-    model = one_model(model, model_option)
+    if model is None:
+        raise ValueError(NO_MODEL)
     config = speculation.config(model)
     with needs("ray", "outrider deploy"):
         import ray.serve  # noqa: F401
     own = address == "local" and write_config is None
-    if "ssl_certfile" in given and not own:
-        raise ValueError("--ssl-certfile is for fronts of a local cluster; elsewhere Ray's proxies listen, without it")
     given |= {"model": model, "speculative_config": config, "engines": f"{name}-engines"}
     options = DeployOptions(**given)
     if write_config is not None:

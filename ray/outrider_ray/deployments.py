@@ -14,8 +14,7 @@ from starlette.types import ASGIApp
 
 from outrider.serve.app import create_app, trouble
 from outrider.serve.options import ServeOptions
-from outrider.serve.pool import ModelPool
-from outrider.serve.process import prepare
+from outrider.serve.pool import ModelPool, prepare
 from outrider_ray.calls import ReplicaRequest
 from outrider_ray.direct import IDLE, SHUTDOWN, Connections, Listener, Reservation, ReservationMiddleware
 from outrider_ray.front import Front, guarded

@@ -239,7 +239,7 @@ class ResumableStream:
         self._body = {**body, "return_token_ids": True}
         if self._body.get("seed") is None:
             self._body["seed"] = draw_seed() % 2**53  # what goes on elsewhere needs the same one
-        self._prompts, self._tokens = _texts(body)
+        self._tokens = _continued(body)
         self._opened, self._ended = set[int](), set[int]()
         self._head: dict[str, Any] | None = None  # of the first chunk: an answer keeps its id
         self._rest = b""
@@ -249,8 +249,6 @@ class ResumableStream:
         body = self._body
         if any(self._tokens):
             body = {**body, "continued_tokens": self._tokens}
-            if self._prompts is not None:
-                body["prompt"] = self._prompts
         if isinstance(body.get("timeout"), (int, float)):
             body = {**body, "timeout": max(0.001, body["timeout"] - (perf_counter() - self._started))}
         return dumps(body)
@@ -308,18 +306,16 @@ class ResumableStream:
         return bool(shown or (opening and self._shows_ids) or (self._shows_empty and not opening))
 
 
-def _texts(body: dict[str, Any]) -> tuple[list[Any] | None, list[list[int]]]:
-    """The prompts if tokens of the answer were cut from them, and the tokens so far of each choice.
+def _continued(body: dict[str, Any]) -> list[list[int]]:
+    """The tokens so far of each choice.
 
     The replica judges the request first, so what is not valid here only needs some value.
     """
     prompt, n, before = body.get("prompt"), body.get("n"), body.get("continued_tokens")
     single = not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int)
-    prompts: list[Any] = [prompt] if single else list(prompt or ())
-    count = len(prompts) * (n if isinstance(n, int) and 0 < n <= 1024 else 1)
-    if isinstance(before, int) and before > 0 and all(isinstance(p, list) for p in prompts):
-        return [p[:-before] for p in prompts], [list(p[-before:]) for p in prompts]
+    count = (1 if single else len(prompt or ())) * (n if isinstance(n, int) and 0 < n <= 1024 else 1)
     if isinstance(before, list) and before:
         lists = [list(x) for x in before] if isinstance(before[0], list) else [list(before)]
-        return None, lists if len(lists) == count else [[] for _ in range(count)]
-    return None, [[] for _ in range(count)]
+        if len(lists) == count:
+            return lists
+    return [[] for _ in range(count)]

@@ -43,7 +43,7 @@ class DeployOptions(ServeOptions):
     engines: str = "outrider-engines"
     listen: tuple[str, int] | None = None
     shutdown_timeout: Seconds = setting(30.0, "Limits", "Seconds for running requests of a replica that is replaced.")
-    hidden: ClassVar = frozenset({"pad_stream", "log_prompts", "memory", "monitor_port"})
+    hidden: ClassVar = frozenset({"pad_stream", "log_prompts", "memory"})
 
     @field_validator("speculative_config", mode="before")
     @classmethod

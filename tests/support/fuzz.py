@@ -246,7 +246,7 @@ MADE_WITH = {"model": "m", "seed": 1}
 
 
 def _make_journal(folder: Path) -> None:
-    from outrider.serve.batch.lines import Journal
+    from outrider.serve.batch import Journal
 
     folder.mkdir()
     journal = Journal(folder / "out.jsonl", MADE_WITH)
@@ -256,11 +256,12 @@ def _make_journal(folder: Path) -> None:
 
 
 def _load_journal(folder: Path) -> None:
-    from outrider.serve.batch.lines import Journal
+    from outrider.serve.batch import Journal
 
     journal = Journal(folder / "out.jsonl", MADE_WITH)
-    for key in list(journal._places):
-        journal.row(key)
+    for key in (f"{i:016x}" for i in range(6)):
+        if key in journal:
+            journal.row(key)
     journal.close()
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import uvicorn
 from patience import PATIENCE
 from published import Judged
@@ -49,6 +50,23 @@ class Live:
     def dashboard(self) -> Dashboard:
         return self.pool.dashboard()
 
+    def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json={"model": self.pool.models[0].name, **body})
+
+    def ask(self, path: str = "/v1/completions", **body: Any) -> Any:
+        """The answer, which is no error."""
+        response = self.post(path, **body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def events(self, path: str = "/v1/completions", **body: Any) -> list[Any]:
+        """The events of a stream, as OpenAI's are."""
+        response = self.post(path, **body, stream=True)
+        assert response.status_code == 200, response.text
+        lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+        assert lines[-1] == "[DONE]"
+        return [json.loads(line) for line in lines[:-1]]
+
 
 def builtin(rows: int = 4, config: dict | None = PAIR, **options) -> LLM:
     llm = LLM(
@@ -59,7 +77,7 @@ def builtin(rows: int = 4, config: dict | None = PAIR, **options) -> LLM:
 
 
 @contextmanager
-def serving(llm: LLM, settings: ServeOptions | None = None, spans: Any = None, **engine_options) -> Iterator[Live]:
+def serving(llm: LLM, settings: ServeOptions | None = None, **engine_options) -> Iterator[Live]:
     """Start, hand out, stop; the engine's tables must be empty afterwards."""
     settings = settings or ServeOptions(model="code", host="0.0.0.0")
     metrics = Metrics(settings.metrics_prefix, settings.model_name)
@@ -70,14 +88,14 @@ def serving(llm: LLM, settings: ServeOptions | None = None, spans: Any = None, *
 
     pool = ModelPool([PooledModel(settings)], metrics, load)
     pool.start()
-    with running(pool, spans) as live:
+    with running(pool) as live:
         yield live
 
 
 @contextmanager
-def running(pool: ModelPool, spans: Any = None) -> Iterator[Live]:
+def running(pool: ModelPool) -> Iterator[Live]:
     """A server of these models, whose first one is loaded; the tables of the engines must be empty afterwards."""
-    config = http_config(Judged(create_app(pool, spans)), pool.settings, port=0, log_level="error", lifespan="on")
+    config = http_config(Judged(create_app(pool)), pool.settings, port=0, log_level="error", lifespan="on")
     server = uvicorn.Server(config)
     ready = threading.Event()
     startup = server.startup
@@ -99,13 +117,6 @@ def running(pool: ModelPool, spans: Any = None) -> Iterator[Live]:
         assert [
             service.engine.scheduler.problems() for service in pool.loaded if service.engine.scheduler.problems()
         ] == []
-
-
-def certificate(cert: Path, key: Path) -> None:
-    """A certificate of 127.0.0.1 that signs itself."""
-    kind = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test"
-    options = [*kind.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run(["openssl", "req", *options], check=True, capture_output=True)
 
 
 @contextmanager

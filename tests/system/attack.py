@@ -17,63 +17,31 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
 from time import perf_counter, sleep
 from typing import Any
 
 import httpx
 
-PROBE = Path(__file__).parents[1] / "support" / "probe"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
 SLOW = r"^(([a-z]{1,30}){1,30}){1,30}$"
-ASKED = [
-    {"prompt": f"def f{n}(xs):\n", "max_tokens": 24, "temperature": 0.8, "seed": n, "return_token_ids": True}
-    for n in range(4)
-]
-CALM = 5  # times that each text is asked for alone
-
-
-@dataclass
-class Asked:
-    """What the good client saw in a while: texts, and the seconds before each token, first tokens and others."""
-
-    texts: int = 0
-    refused: int = 0
-    wrong: list[str] = field(default_factory=list)
-    first: list[float] = field(default_factory=list)
-    next: list[float] = field(default_factory=list)
-    longest_health: float = 0.0
-    unhealthy: int = 0
-
-    def within(self, calm: Asked) -> float:
-        """The share of tokens that took at most twice the calm median: first tokens of first ones, others of others."""
-        kinds = [(self.first, calm.first), (self.next, calm.next)]
-        return sum(t <= 2 * median(before) for now, before in kinds for t in now) / len(self.first + self.next)
+ASKED = [{"prompt": f"def f{n}(xs):\n", "max_tokens": 24, "temperature": 0.8, "seed": n} for n in range(4)]
 
 
 @dataclass
 class Report:
-    """What was seen. Times are seconds; memory is MiB. within: see `Asked.within`; that of the calm time is its own.
+    """What the good client saw. memory: MiB, before the attacks and after. attacks: how often each was tried."""
 
-    loop: the longest pause of the server's event loop, calm and attacked, as the server measured it; see `probe`.
-    """
-
-    texts: int
-    wrong: list[str]
-    refused: int
-    unhealthy: int
-    within: dict[str, float]
-    token: dict[str, dict[str, float]]
-    longest_health: dict[str, float]
-    loop: dict[str, dict[str, Any]]
-    memory: dict[str, float]
-    attacks: dict[str, int]
+    texts: int = 0
+    refused: int = 0
+    wrong: list[str] = field(default_factory=list)
+    unhealthy: int = 0
+    memory: dict[str, float] = field(default_factory=dict)
+    attacks: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -158,111 +126,67 @@ def strangers(names: list[str], over: Any, counts: Any, **given: int) -> None:
 
 def attacked(server: Server, seconds: float, *, names: list[str] | None = None, **sizes: int) -> Report:
     """Ask alone, then under attacks, then count what is left. names: of the attacks, all without it. sizes: of `Attack`."""
-    url, alone, begun = f"http://127.0.0.1:{server.port}", list[str | None](), perf_counter()
-    calm, busy = Asked(), Asked()
-    for turn in range(CALM + 1):
-        if turn == 1:  # the first one warms up
-            calm = Asked()
-        alone = [ask(url, body, calm) for body in ASKED]
-        assert None not in alone, alone
-    health(url, calm)
+    url, report = f"http://127.0.0.1:{server.port}", Report()
+    alone = [[ask(url, body, report) for body in ASKED] for _ in range(2)][1]  # the first time warms up
+    assert None not in alone, alone
     before, spawn = server.memory(), multiprocessing.get_context("spawn")
     over, counts = spawn.Event(), spawn.Queue()
     given = {"port": server.port, **sizes}
     attackers = spawn.Process(target=strangers, args=(names or [], over, counts), kwargs=given, daemon=True)
-    stop, from_here = threading.Event(), perf_counter()
-    watching = threading.Thread(target=_watch, args=(url, stop, busy), daemon=True)
+    stop = threading.Event()
+    watching = threading.Thread(target=_watch, args=(url, stop, report), daemon=True)
     attackers.start()
     watching.start()
-    until = perf_counter() + seconds
-    while perf_counter() < until or not busy.texts:
+    report.texts, until = 0, perf_counter() + seconds
+    while perf_counter() < until or not report.texts:
         for body, expected in zip(ASKED, alone, strict=True):
-            found = ask(url, body, busy)
+            found = ask(url, body, report)
             if found is not None and found != expected:
-                busy.wrong.append(f"{found!r} is not {expected!r}")
-    to_here = perf_counter()
+                report.wrong.append(f"{found!r} is not {expected!r}")
     stop.set()
     over.set()
-    attacks = counts.get(timeout=240)
+    report.attacks = counts.get(timeout=240)
     attackers.join(30)
     watching.join(120)
     with httpx.Client(timeout=60) as quiet:
         while '"running":0,"waiting":0' not in (said := quiet.get(url + "/health").text):
             assert "error" not in said, said
             sleep(0.05)
-    return Report(
-        busy.texts,
-        busy.wrong,
-        busy.refused,
-        busy.unhealthy,
-        {"calm": calm.within(calm), "attacked": busy.within(calm)},
-        {"calm": _times(calm), "attacked": _times(busy)},
-        {"calm": calm.longest_health, "attacked": busy.longest_health},
-        {"calm": server.longest_pause(begun, from_here), "attacked": server.longest_pause(from_here, to_here)},
-        {"calm": before, "after": server.memory()},
-        attacks,
-    )
+    report.memory = {"calm": before, "after": server.memory()}
+    return report
 
 
-def ask(url: str, body: dict[str, Any], seen: Asked) -> str | None:
-    """A streamed text; None if the server was too busy for it. Each attempt is a connection of its own, as a new client's is."""
-    found, last, first, following = "", perf_counter(), list[float](), list[float]()
+def ask(url: str, body: dict[str, Any], report: Report) -> str | None:
+    """A text; None if the server was too busy for it. Each attempt is a connection of its own, as a new client's is."""
     try:
-        with httpx.stream("POST", url + "/v1/completions", json={**body, "stream": True}, timeout=120) as response:
-            if response.status_code in (429, 503):
-                seen.refused += 1
-                sleep(0.1)
-                return None
-            assert response.status_code == 200, response.read()
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    choice, now = json.loads(line[6:])["choices"][0], perf_counter()
-                    count = len(choice.get("token_ids", ()))
-                    (following if first else first).extend([now - last] * count)
-                    last = now if count else last
-                    found += choice["text"]
+        response = httpx.post(url + "/v1/completions", json=body, timeout=120)
     except (httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError):
-        seen.refused += 1
+        report.refused += 1
         return None
-    seen.texts += 1
-    seen.first += first
-    seen.next += following
-    return found
+    if response.status_code in (429, 503):
+        report.refused += 1
+        sleep(0.1)
+        return None
+    assert response.status_code == 200, response.text
+    report.texts += 1
+    return response.json()["choices"][0]["text"]
 
 
-def health(url: str, seen: Asked) -> None:
+def _watch(url: str, over: threading.Event, report: Report) -> None:
     """Ask for the server's health, as an orchestrator does."""
-    begun = perf_counter()
-    try:
-        seen.unhealthy += httpx.get(url + "/health", timeout=60).status_code != 200
-    except httpx.HTTPError:
-        seen.unhealthy += 1
-    seen.longest_health = max(seen.longest_health, perf_counter() - begun)
-
-
-def _watch(url: str, over: threading.Event, seen: Asked) -> None:
     while not over.wait(0.05):
-        health(url, seen)
-
-
-def _times(seen: Asked) -> dict[str, float]:
-    every = sorted(seen.next)
-    return {
-        "first": median(seen.first),
-        "slowest_first": max(seen.first),
-        "next": median(every),
-        "next_95": every[int(0.95 * len(every))],
-        "slowest_next": every[-1],
-    }
+        try:
+            report.unhealthy += httpx.get(url + "/health", timeout=60).status_code != 200
+        except httpx.HTTPError:
+            report.unhealthy += 1
 
 
 @dataclass
 class Server:
-    """A server that is attacked. log: where its event loops write their pauses."""
+    """A server that is attacked."""
 
     port: int
     process: subprocess.Popen[str]
-    log: Path
 
     def memory(self) -> float:
         """MiB that the process and its children hold."""
@@ -280,43 +204,28 @@ class Server:
                 found += int(held[1]) if held else 0
         return found / 1024
 
-    def longest_pause(self, begun: float, ended: float) -> dict[str, Any]:
-        """The longest pause of an event loop between two moments, how many were over 100 ms, and how many over 50 ms."""
-        lines = [json.loads(line) for line in self.log.read_text().splitlines()]
-        found = [line for line in lines if begun < line["at"] < ended]
-        longest = max(found, key=lambda line: line["pause"], default={"pause": 0.0})
-        return {**longest, **{f"over_{ms}_ms": sum(x["pause"] > ms / 1000 for x in found) for ms in (50, 100)}}
-
 
 @contextmanager
-def serving(*options: str, replicas: int = 0, log: Path | None = None) -> Iterator[Server]:
+def serving(*options: str, replicas: int = 0) -> Iterator[Server]:
     """A server of the built-in model on all cores but the last, or replicas of it."""
     cores = sorted(os.sched_getaffinity(0))
     kind = ["deploy", "--replicas", str(replicas), "--cpus", "0.5"] if replicas else ["serve"]
-    with tempfile.TemporaryDirectory() as folder:
-        log = log or Path(folder) / "pauses.jsonl"
-        log.touch()
-        paths = os.pathsep.join([str(PROBE), os.environ.get("PYTHONPATH", os.getcwd())])
-        environment = {**os.environ, "PYTHONPATH": paths, "OUTRIDER_LOOP_LOG": str(log)}
-        os.sched_setaffinity(0, cores[:-1] or cores)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "outrider", *kind, "builtin:code", "--port", "0", *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-        )
-        os.sched_setaffinity(0, cores[-1:])
-        try:
-            assert process.stdout is not None
-            found = next(m for line in process.stdout if (m := re.search(r"http://127\.0\.0\.1:(\d+)/", line)))
-            yield Server(int(found[1]), process, log)
-        finally:
-            os.sched_setaffinity(0, cores)
-            process.send_signal(signal.SIGINT)
-            process.wait(120)
-            assert process.stdout is not None
-            process.stdout.close()
+    os.sched_setaffinity(0, cores[:-1] or cores)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "outrider", *kind, "builtin:code", "--port", "0", *options],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    os.sched_setaffinity(0, cores[-1:])
+    try:
+        assert process.stdout is not None
+        found = next(m for line in process.stdout if (m := re.search(r"http://127\.0\.0\.1:(\d+)/", line)))
+        yield Server(int(found[1]), process)
+    finally:
+        os.sched_setaffinity(0, cores)
+        process.send_signal(signal.SIGINT)
+        process.wait(120)
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 def main() -> None:
@@ -324,9 +233,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--replicas", type=int, default=0, help="attack `outrider deploy` with so many replicas")
     parser.add_argument("--only", action="append", help="an attack; may be repeated")
-    parser.add_argument("--log", type=Path, help="keep the pauses of the event loops in this file")
     given = parser.parse_args()
-    with serving("--prefix-cache", "16", replicas=given.replicas, log=given.log) as server:
+    with serving("--prefix-cache", "16", replicas=given.replicas) as server:
         report = attacked(server, given.seconds, names=given.only, heads=3000, bodies=256, unit=57 << 20)
     print(json.dumps(asdict(report), indent=1))
     if report.wrong or not report.texts:

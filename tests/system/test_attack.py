@@ -11,7 +11,7 @@ from tests.system.attack import attacked, serving
 
 @pytest.mark.parametrize(
     ("seconds", "heads", "bodies", "unit"),
-    [(3, 100, 40, 2 << 20), pytest.param(60, 3000, 256, 57 << 20, marks=pytest.mark.long)],
+    [(1, 60, 20, 1 << 20), pytest.param(60, 3000, 256, 57 << 20, marks=pytest.mark.long)],
 )
 def test_a_good_client_gets_its_texts_while_strangers_attack(
     seconds: float, heads: int, bodies: int, unit: int

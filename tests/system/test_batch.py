@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from outrider import SamplingParams
 from outrider.cli.main import app
-from outrider.serve.batch.answer import line_seed
+from outrider.serve.batch import line_seed
 
 SUFFIX = ["--speculative-config", '{"method": "suffix"}', "--max-num-seqs", "2"]
 CHAT = "def f(x):\n"

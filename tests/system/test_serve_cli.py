@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 from pathlib import Path
 
 import httpx
 import pytest
-from forked import Forked
 from patience import PATIENCE
-from serving import certificate
 from typer.testing import CliRunner
 
 from outrider.cli import main as cli
@@ -27,77 +22,58 @@ from outrider.cli.serve import ready_lines
 from outrider.serve import assembly
 from outrider.serve.options import ServeOptions
 
-COMMAND = [sys.executable, "-m", "outrider"]
-
 
 def test_serve_starts_streams_to_the_curl_it_prints_and_hands_back_partial_text_when_told_to_stop(
     tmp_path: Path,
 ) -> None:
+    """Without a traceback, whatever libraries have to say when the interpreter ends. A pipe is told at once what is loaded."""
     options = ["serve", "builtin:code", "--port", "0", "--shutdown-timeout", "0", "--log-file", str(tmp_path / "log")]
     options += ["--max-num-seqs", "2", "--metrics-prefix", "vllm", "--api-key", "k3y"]
     environment = {**os.environ, "OUTRIDER_API_KEY": "not this one"}
-    with subprocess.Popen([*COMMAND, *options], stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        ready, curl = process.stdout.readline(), process.stdout.readline()
-        try:
-            assert re.match(
-                r"builtin:code is ready after [\d.]+ s: auto, exact-tokens, 2 sequences of 2048 tokens", ready
-            )
-            found = re.search(r"http://(127\.0\.0\.1):(\d+)(/v1/completions) .* -d '(.*)'", curl)
-            assert found is not None
-            assert "Bearer '$OUTRIDER_API_KEY" in curl
-            body = {**json.loads(found[4]), "ignore_eos": True, "max_tokens": 2000}
-            assert body["model"] == "code"  # a colon in a name breaks clients
-            assert "chat messages reach it as comments before code; clients call it code" in ready
-            connection = http.client.HTTPConnection(found[1], int(found[2]), timeout=PATIENCE)
-            connection.request("GET", "/metrics", headers={"authorization": "Bearer k3y"})
-            assert b"vllm:spec_decode_num_drafts_total" in connection.getresponse().read()
-            chat = {"model": "builtin:code", "max_tokens": 4, "ignore_eos": True}
-            chat["messages"] = [{"role": "user", "content": "sort a list"}]
-            sent = {"authorization": "Bearer k3y", "content-type": "application/json"}
-            connection.request("POST", "/v1/chat/completions", json.dumps(chat), sent)
-            answer = json.loads(connection.getresponse().read())
-            assert (answer["model"], answer["usage"]["completion_tokens"]) == ("code", 4)
-            connection.request(
-                "POST", found[3], json.dumps(body), {"authorization": "Bearer k3y", "content-type": "application/json"}
-            )
-            response = connection.getresponse()
-            assert response.status == 200
-            assert response.readline().startswith(b"data: {")
-            process.send_signal(signal.SIGTERM)
-            events = [line.removeprefix(b"data: ").strip() for line in response if line.strip()]
-            assert events[-1] == b"[DONE]"
-            assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
-            assert "".join(json.loads(e)["choices"][0]["text"] for e in events[:-2])
-        finally:
-            process.terminate()
-        assert process.wait(PATIENCE) in (0, -signal.SIGTERM)
-    log = (tmp_path / "log").read_text()
-    assert "POST /v1/completions 200" in log
-    assert "quicksort" not in log
-    assert [line.partition(" INFO ")[2] for line in log.splitlines() if "stop" in line] == [
-        *("stopping: 0 s for 1 running requests", "stopped"),
-    ]
-
-
-def test_ctrl_c_ends_a_server_without_a_traceback() -> None:
-    """Whatever libraries have to say when the interpreter ends. A pipe is told at once what is loaded."""
-    command = [*COMMAND, "serve", "builtin:code", "--port", "0", "--method", "none"]
 
     def listen() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored, where these tests themselves run in the background
 
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen
-    ) as process:
+        [sys.executable, "-m", "outrider", *options],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=listen,
+    ) as process:  # fmt: skip
         assert process.stdout is not None
-        while "stop: ctrl-C" not in process.stdout.readline():
-            assert process.poll() is None
-        process.send_signal(signal.SIGINT)
+        try:
+            ready, curl = process.stdout.readline(), process.stdout.readline()
+            assert re.match(
+                r"builtin:code is ready after [\d.]+ s: auto, exact-tokens, 2 sequences of 2048 tokens", ready
+            )
+            assert "chat messages reach it as comments before code; clients call it code" in ready
+            found = re.search(r"(http://127\.0\.0\.1:\d+)(/v1/completions) .* -d '(.*)'", curl)
+            assert found is not None
+            assert "Bearer '$OUTRIDER_API_KEY" in curl
+            body = {**json.loads(found[3]), "ignore_eos": True, "max_tokens": 2000}
+            assert body["model"] == "code"  # a colon in a name breaks clients
+            with httpx.Client(base_url=found[1], headers={"authorization": "Bearer k3y"}) as client:
+                assert "vllm:spec_decode_num_drafts_total" in client.get("/metrics").text
+                chat = {"model": "builtin:code", "max_tokens": 4, "ignore_eos": True}
+                chat["messages"] = [{"role": "user", "content": "sort a list"}]
+                answer = client.post("/v1/chat/completions", json=chat).json()
+                assert (answer["model"], answer["usage"]["completion_tokens"]) == ("code", 4)
+                with client.stream("POST", found[2], json=body) as response:
+                    lines = (line for line in response.iter_lines() if line)
+                    first = next(lines)
+                    process.send_signal(signal.SIGINT)
+                    events = [line.removeprefix("data: ") for line in (first, *lines)]
+            assert events[-1] == "[DONE]"
+            assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+            assert "".join(json.loads(e)["choices"][0]["text"] for e in events[:-2])
+        except BaseException:
+            process.kill()
+            raise
         _, said = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130
-    assert [line.rpartition(" INFO ")[2] for line in said.splitlines()] == [
-        *("loading builtin:code ...", "stopping: 30 s for 0 running requests", "stopped", "interrupted"),
+    assert (process.returncode, said.splitlines()) == (130, ["loading builtin:code ...", "interrupted"])
+    log = (tmp_path / "log").read_text()
+    assert "POST /v1/completions 200" in log
+    assert "quicksort" not in log
+    assert [line.partition(" INFO ")[2] for line in log.splitlines() if "stop" in line] == [
+        *("stopping: 0 s for 1 running requests", "stopped"),
     ]
 
 
@@ -111,8 +87,6 @@ def test_ctrl_c_ends_a_server_without_a_traceback() -> None:
         (["serve", "builtin:code", "--speculative-config", '{"method": "sufix"}'], "did you mean 'suffix'"),
         (["serve", "builtin:code", "--kv-cache-memory-bytes", "1000000"], "would fit"),
         (["serve", "builtin:code", "--tool-call-parser", "pythonic"], "is one of auto, none, hermes"),
-        (["serve", "builtin:code", "--ssl-keyfile", "key.pem"], "--ssl-certfile FILE"),
-        (["serve", "builtin:code", "--ssl-certfile", "/dev/null"], "is no certificate"),
         (["serve", "builtin:code", "--api-key-file", "/dev/null"], "has no key"),
         (["serve", "builtin:code", "--api-key", " "], "an API key is empty"),
     ],
@@ -128,13 +102,10 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded(monkeypatch: pytest.M
     monkeypatch.setattr(assembly, "assemble", lambda *_: pytest.fail("it loads the model first"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        for options in (["--port", port], ["--port", "0", "--monitor-port", port]):
-            result = CliRunner().invoke(cli.app, ["serve", "builtin:code", *options])
-            assert result.exit_code == 2
-            said = " ".join(result.output.split())
-            assert (
-                said == f"error: cannot listen at 127.0.0.1:{port}: Address already in use; --port 0 takes a free port"
-            )
+        result = CliRunner().invoke(cli.app, ["serve", "builtin:code", "--port", port])
+    assert result.exit_code == 2
+    why = f"error: cannot listen at 127.0.0.1:{port}: Address already in use; --port 0 takes a free port"
+    assert " ".join(result.output.split()) == why
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -169,27 +140,3 @@ def test_a_narrow_terminal_breaks_no_word_of_the_start(
     curl = shlex.split(text.replace("\\\n", ""))  # as a shell joins them
     assert curl[:2] == ["curl", "-N"]
     assert json.loads(curl[-1])["stream"]
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl makes the certificate")
-def test_it_speaks_https_takes_keys_of_a_file_and_has_a_port_for_monitoring(tmp_path: Path) -> None:
-    cert, key, keys = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "keys"
-    certificate(cert, key)
-    keys.write_text("first\nsecond\n")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        monitor = free.getsockname()[1]
-    options = ["--port", "0", "--ssl-certfile", str(cert), "--ssl-keyfile", str(key), "--api-key-file", str(keys)]
-    command = ["serve", "builtin:code", *options, "--monitor-port", str(monitor), "--log-file", os.devnull]
-    with Forked(*command) as process:
-        process.stdout.readline()
-        found = re.search(r"https://127\.0\.0\.1:\d+", process.stdout.readline())
-        assert found is not None
-        trusted = ssl.create_default_context(cafile=str(cert))
-        with httpx.Client(verify=trusted) as client:
-            for path in ("/v1/models", "/metrics"):
-                sent = {"authorization": "Bearer second"}
-                assert client.get(found[0] + path, headers=sent).status_code == 200
-                assert client.get(found[0] + path).status_code == 401
-            watched = f"https://127.0.0.1:{monitor}"
-            assert client.get(watched + "/health").status_code == 200
-            assert client.get(watched + "/v1/models", headers=sent).status_code == 404

@@ -29,7 +29,7 @@ def test_nothing_is_lost_leaked_or_answered_twice() -> None:
             return made
 
         engine.submit = counted  # type: ignore[method-assign]
-        told, wrong = asyncio.run(soak(live.port, 2.0, 14, 1))
+        told, wrong = asyncio.run(soak(live.port, 1.0, 10, 1))
         assert wrong == []
         assert engine.scheduler.problems() == []
         assert engine.problem is None

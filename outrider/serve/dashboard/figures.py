@@ -19,35 +19,23 @@ _FEWEST, _GROUPS = 5, 10  # requests; fewer say nothing. Groups of neighbours th
 
 @dataclass
 class Tick:
-    """Sums over the steps and requests of a while: of one tick, of many, or of several servers.
+    """Sums over the steps and requests of a while: of one tick, of many, or of several servers."""
 
-    Args:
-        elapsed: seconds of the while.
-        processor: processor seconds of the whole process.
-        spent: those of them that the dashboard took.
-        steps: how many there were.
-        sequences: of the steps, summed.
-        tokens: written.
-        drafted: draft tokens.
-        by_depth: for each depth [drafted, accepted], over sequences; a tree drafts at a depth that it reaches.
-        plans: sequences, by what was done for them: a drafter's name, "none" or "reading".
-        seconds: of steps, by phase.
-        weighed: what the last plan said of each drafter.
-        requests: of each that ended, seconds from its arrival to its end: those that plain decoding would have taken, and those
-            taken.
-    """
-
-    elapsed: float = 0.0
-    processor: float = 0.0
-    spent: float = 0.0
+    elapsed: float = 0.0  # seconds of the while
+    processor: float = 0.0  # processor seconds of the whole process
+    spent: float = 0.0  # those of them that the dashboard took
     steps: int = 0
-    sequences: int = 0
-    tokens: int = 0
-    drafted: int = 0
+    sequences: int = 0  # of the steps, summed
+    tokens: int = 0  # written
+    drafted: int = 0  # draft tokens
+    # for each depth [drafted, accepted], over sequences; a tree drafts at a depth that it reaches
     by_depth: list[list[int]] = field(default_factory=lambda: list[list[int]]())
+    # sequences, by what was done for them: a drafter's name, "none" or "reading"
     plans: dict[str, float] = field(default_factory=lambda: dict[str, float]())
-    seconds: dict[str, float] = field(default_factory=lambda: dict[str, float]())
+    seconds: dict[str, float] = field(default_factory=lambda: dict[str, float]())  # of steps, by phase
+    # what the last plan said of each drafter
     weighed: dict[str, dict[str, Any]] = field(default_factory=lambda: dict[str, dict[str, Any]]())
+    # of each that ended, seconds from its arrival to its end: those that plain decoding would have taken, and those taken
     requests: list[tuple[float, float]] = field(default_factory=lambda: list[tuple[float, float]]())
 
     @property

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Header, Request
@@ -15,18 +16,18 @@ from pydantic import Field
 from starlette.responses import Response
 
 from outrider.models.chat_template import text_of
-from outrider.serve.answer import Answer, ChoiceReader, Part, Usage
+from outrider.serve.answer import Answer, ChoiceReader, Event, Part, Usage, Writer
 from outrider.serve.errors import Refused, called, json_response, refusing
-from outrider.serve.logs import log
+from outrider.serve.pool import ModelPool
 from outrider.serve.protocols.openai import metrics
 from outrider.serve.requests import UNSEEN, ChatRequest, CommonRequest, JsonObject, Objects, Texts
-from outrider.serve.respond import Event, Responder, Writer
 from outrider.serve.service import Service
 from outrider.serve.tools import ToolCall, ToolForm
 
 VERSION = "2023-06-01"
-# Lines before a system text that tell the bill, not the model; clients change them in each request
-_HEADER = re.compile(r"(?:x-[a-z0-9-]+:[^\n]*(?:\n+|$))+", re.IGNORECASE)
+# A line before a system text that tells the bill, not the model. It changes in each request, and no prompt would begin like an
+# earlier one.
+_BILL = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 _OTHER = "this endpoint calls it {}"
 # What clients expect beside what is known here; the schemas demand each, and most are null
 _OF_END, _CLIENT = ("stop_sequence", "stop_details", "container"), {"type": "direct"}
@@ -56,6 +57,11 @@ class MessagesMetadata(JsonObject):
 class MessagesChat(ChatRequest):
     """What the body of a message stands for."""
 
+    renamed = dict.fromkeys(("max_completion_tokens", "max_total_tokens"), "max_tokens") | {
+        "prompt": "messages",
+        "response_format": "output_config.format",
+        "stop": "stop_sequences",
+    }
     tells_thoughts = True
     tool_form = ToolForm(
         '{"name": ..., "input_schema": a JSON schema}',
@@ -91,19 +97,14 @@ class CountTokensRequest(CommonRequest):
     container: Any = Field(None, description="only null is accepted")
     mcp_servers: Any = Field(None, description="only null is accepted")
 
-    @property
-    def called(self) -> dict[str, str]:
-        limit = dict.fromkeys(("max_completion_tokens", "max_total_tokens"), "max_tokens")
-        return limit | {"prompt": "messages", "response_format": "output_config.format", "stop": "stop_sequences"}
-
-    def chat(self, headers: str, seen: Callable[[], object]) -> ChatRequest:
-        """The chat request that this one stands for. headers: keep, move or drop those that begin a system text; seen: is
-        called for a system text with them. Raises Refused."""
-        system, moved = self._system(headers, seen)
+    def chat(self) -> ChatRequest:
+        """The chat request that this one stands for. Raises Refused."""
+        blocks = [self.system] if isinstance(self.system, str) else self.system or []
+        with refusing("system"):
+            texts = [text_of(x if isinstance(x, str) else [x], f"system.{n}") for n, x in enumerate(blocks)]
+        system = "\n\n".join(filter(None, (_BILL.sub("", text) for text in texts)))
         with refusing("messages"):
             messages = [*([{"role": "system", "content": system}] if system else []), *_messages(self.messages)]
-        if moved and (users := [m for m in messages if m["role"] == "user"]):
-            users[-1]["content"] += f"\n\n{moved}"
         tools, choice, many = _tools(_loaded(self.tools, self.messages), self.tool_choice)
         shared: dict[str, Any] = self.shared | {
             "messages": messages,
@@ -119,7 +120,8 @@ class CountTokensRequest(CommonRequest):
             shared["response_format"] = _format(self.output_config.format, "output_config.format")
         elif self.output_format is not None:
             shared["response_format"] = _format(self.output_format, "output_format")
-        return MessagesChat.model_validate(shared)
+        with called(MessagesChat.renamed):
+            return MessagesChat.model_validate(shared)
 
     @property
     def _effort(self) -> str:
@@ -128,20 +130,6 @@ class CountTokensRequest(CommonRequest):
             return "none"
         return (self.output_config and self.output_config.effort) or "high"
 
-    def _system(self, headers: str, seen: Callable[[], object]) -> tuple[str, str]:
-        """The system text, and the headers that go to another place."""
-        system = [self.system] if isinstance(self.system, str) else self.system or []
-        with refusing("system"):
-            texts = [text_of(x if isinstance(x, str) else [x], f"system.{n}") for n, x in enumerate(system)]
-        moved = list[str]()
-        for number, text in enumerate(texts):
-            if header := _HEADER.match(text):
-                seen()
-                if headers != "keep":
-                    moved.append(header[0].strip())
-                    texts[number] = text[header.end() :]
-        return "\n\n".join(text for text in texts if text), "\n".join(moved) if headers == "move" else ""
-
 
 class MessagesRequest(CountTokensRequest):
     """POST /v1/messages"""
@@ -149,11 +137,9 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: int = Field(ge=1)
     stop_sequences: Texts | None = None
 
-    def chat(self, headers: str, seen: Callable[[], object]) -> ChatRequest:
-        request = super().chat(headers, seen)
-        return request.model_copy(
-            update={"max_completion_tokens": self.max_tokens, "stop": self.stop_sequences or None}
-        )
+    def chat(self) -> ChatRequest:
+        limits = {"max_completion_tokens": self.max_tokens, "stop": self.stop_sequences or None}
+        return super().chat().model_copy(update=limits)
 
 
 def _format(given: dict[str, Any], name: str) -> dict[str, Any]:
@@ -260,17 +246,17 @@ def _text(block: Any, where: str) -> str:
 
 
 class MessagesWriter(Writer):
-    """Writes one message. name: of the request. model: its served name. max_tokens: that were asked for."""
+    """Writes one message. max_tokens: that were asked for."""
 
-    def __init__(self, answer: Answer, name: str, model: str, max_tokens: int) -> None:
+    def __init__(self, answer: Answer, service: Service, max_tokens: int) -> None:
         super().__init__(answer)
-        self._name, self._max_tokens = name, max_tokens
+        self._max_tokens = max_tokens
         self._open: dict[str, Any] | None = None  # the block that text goes to
         self.result = {
-            "id": f"msg_{name}",
+            "id": f"msg_{answer.name}",
             "type": "message",
             "role": "assistant",
-            "model": model,
+            "model": service.settings.model_name,
             "content": [],
             **dict.fromkeys(("stop_reason", *_OF_END)),
             **dict.fromkeys(("context_management", "diagnostics")),  # of the beta
@@ -295,7 +281,7 @@ class MessagesWriter(Writer):
         return [*events, *self._close()]
 
     def failed(self, refused: Refused) -> list[Event]:
-        return [refused.messages_body(self._name)]
+        return [refused.messages_body(self.answer.name)]
 
     def totals(self) -> list[Event]:
         used, detailed = Usage.of(self.answer.sequences), bool(self.answer.body.detailed_metrics)
@@ -364,26 +350,13 @@ def _usage(prompt: int, cached: int, written: int) -> dict[str, int | None]:
     }
 
 
-def install(app: FastAPI, responder: Responder, documented: dict[int | str, dict[str, Any]]) -> None:
+def install(app: FastAPI, pool: ModelPool, documented: dict[int | str, dict[str, Any]]) -> None:
     """Add the routes. documented: what is answered."""
-    told = False
-
-    def headers_seen() -> None:
-        """Say once what a header costs."""
-        nonlocal told
-        if not told and responder.pool.settings.client_headers == "keep":
-            told = True
-            log.warning(
-                "a client begins its system text with header lines. If they change in each request, no prompt begins like an "
-                "earlier one: --client-headers drop leaves them out, and move puts them at the end"
-            )
 
     async def chat_of(body: CountTokensRequest, version: str, request: Request) -> tuple[Service, ChatRequest]:
         if version < VERSION:  # dates; streams before this one had another form
             raise Refused(f"anthropic-version {version[:40]!r} is older than this server knows; send {VERSION}")
-        service = await responder.pool.lend(body.model, request)
-        with called(body.called):
-            chat = body.chat(service.settings.client_headers, headers_seen)
+        service, chat = await pool.lend(body.model, request), body.chat()
         room = chat.max_total_tokens or service.encoder.max_length  # clients ask for more than many models hold
         return service, chat.model_copy(update={"max_total_tokens": room})
 
@@ -393,11 +366,7 @@ def install(app: FastAPI, responder: Responder, documented: dict[int | str, dict
     ) -> Response:
         """Answer messages. Needs a model with a chat template."""
         service, chat = await chat_of(body, anthropic_version, request)
-        name, model = request.state.request_id, service.settings.model_name
-        with called(body.called):
-            return await responder.respond(
-                service, chat, request, lambda answer: MessagesWriter(answer, name, model, body.max_tokens)
-            )
+        return await service.respond(chat, request, partial(MessagesWriter, max_tokens=body.max_tokens))
 
     @app.post("/v1/messages/count_tokens", responses=documented)
     async def count_tokens(
@@ -405,5 +374,5 @@ def install(app: FastAPI, responder: Responder, documented: dict[int | str, dict
     ) -> Response:
         """The tokens of messages, as the model would read them."""
         service, chat = await chat_of(body, anthropic_version, request)
-        with called(body.called):
+        with called(chat.renamed):
             return json_response({"input_tokens": len(await service.encoder.chat(chat))})

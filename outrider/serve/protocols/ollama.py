@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -18,15 +19,13 @@ from pydantic import ConfigDict, Field, model_validator
 from starlette.responses import Response
 
 from outrider._version import __version__
-from outrider.serve.answer import Answer, ChoiceReader, Part, Usage
+from outrider.serve.answer import Answer, ChoiceReader, Event, Part, Usage, Writer
 from outrider.serve.assembly import Assembly
 from outrider.serve.errors import Refused, called, dumps, json_response
-from outrider.serve.pool import PooledModel
+from outrider.serve.pool import ModelPool, PooledModel
 from outrider.serve.requests import ChatRequest, CompletionRequest, JsonObject, Objects, Texts
-from outrider.serve.respond import Event, Responder, Writer
 from outrider.serve.service import Service
-from outrider.serve.thoughts import thinks
-from outrider.serve.tools import ToolForm
+from outrider.serve.tools import ToolForm, thinks
 
 API_VERSION = "0.12.10"  # of Ollama's API, as it is spoken here; editors refuse what is older than they need
 # the fields as Ollama calls them
@@ -105,8 +104,15 @@ class OllamaOptions(JsonObject):
 class OllamaChat(ChatRequest):
     """What a body stands for, if its prompt is messages."""
 
+    renamed = CALLED
     tells_thoughts = True
     tool_form = ToolForm(names=r"(?s).+", said="a name is a text that is not empty")
+
+
+class OllamaCompletion(CompletionRequest):
+    """What a body stands for, if its prompt is a text."""
+
+    renamed = CALLED
 
 
 class OllamaRequest(JsonObject):
@@ -163,7 +169,8 @@ class OllamaChatRequest(OllamaRequest):
         messages = [_message(m, f"messages.{n}") for n, m in enumerate(self.messages or ())]
         goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
         more = {"messages": messages, "tools": self.tools or None, "continue_final_message": goes_on or None}
-        return OllamaChat.model_validate(self._shared(room) | more)
+        with called(CALLED):
+            return OllamaChat.model_validate(self._shared(room) | more)
 
 
 class OllamaGenerateRequest(OllamaRequest):
@@ -194,10 +201,12 @@ class OllamaGenerateRequest(OllamaRequest):
             if self.system:
                 raise Refused("system needs a chat template, and this prompt is read as it is", param="system")
             more = {"prompt": self.prompt or "", "suffix": self.suffix or None}
-            return CompletionRequest.model_validate(self._shared(room) | more)
+            with called(CALLED):
+                return OllamaCompletion.model_validate(self._shared(room) | more)
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, {"role": "user", "content": self.prompt}]
-        return OllamaChat.model_validate(self._shared(room) | {"messages": messages})
+        with called(CALLED):
+            return OllamaChat.model_validate(self._shared(room) | {"messages": messages})
 
 
 class OllamaModelRequest(JsonObject):
@@ -244,6 +253,7 @@ class OllamaWriter(Writer):
 
     Args:
         answer: to what the body stands for.
+        service: wrote it.
         model: as the client calls it.
         arrived: when its request came, a `perf_counter` time.
         waited: seconds until the model was loaded.
@@ -252,7 +262,7 @@ class OllamaWriter(Writer):
 
     media_type, comment = "application/x-ndjson", b""
 
-    def __init__(self, answer: Answer, model: str, arrived: float, waited: float, chat: bool) -> None:
+    def __init__(self, answer: Answer, service: Service, model: str, arrived: float, waited: float, chat: bool) -> None:
         super().__init__(answer)
         self._model, self._arrived, self._waited, self._chat = model, arrived, waited, chat
         self._text, self._thought, self._calls, self._end = "", "", list[dict[str, Any]](), dict[str, Any]()
@@ -316,9 +326,8 @@ def _nanoseconds(seconds: float) -> int:
     return max(0, round(seconds * 1e9))
 
 
-def install(app: FastAPI, responder: Responder, documented: dict[int | str, dict[str, Any]]) -> None:
+def install(app: FastAPI, pool: ModelPool, documented: dict[int | str, dict[str, Any]]) -> None:
     """Add the routes. documented: what is answered."""
-    pool = responder.pool
 
     async def answered(
         body: OllamaRequest,
@@ -342,11 +351,10 @@ def install(app: FastAPI, responder: Responder, documented: dict[int | str, dict
         service = await pool.lend(body.name, request, keep=body.keep)
         if empty:
             return json_response(loaded(body.model, chat, "unload" if ends else "load"))
-        waited = getattr(request.state, "waited", 0.0)
-        with called(CALLED):
-            return await responder.respond(
-                service, make(service), request, lambda answer: OllamaWriter(answer, body.model, arrived, waited, chat)
-            )
+        times = {"arrived": arrived, "waited": request.state.waited}
+        return await service.respond(
+            make(service), request, partial(OllamaWriter, model=body.model, chat=chat, **times)
+        )
 
     @app.post("/api/chat", responses=documented)
     async def chat(body: OllamaChatRequest, request: Request) -> Response:

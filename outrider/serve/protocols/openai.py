@@ -15,10 +15,10 @@ from outrider._version import __version__
 from outrider.core.detokenizer import Detokenizer, TokenBytes
 from outrider.core.outputs import Delta
 from outrider.engine.request import Sequence
-from outrider.serve.answer import Answer, ChoiceReader, Ending, Part, Usage
+from outrider.serve.answer import Answer, ChoiceReader, Ending, Event, Part, Usage, Writer
 from outrider.serve.errors import Refused, dumps
+from outrider.serve.pool import ModelPool
 from outrider.serve.requests import ChatRequest, CommonRequest, CompletionRequest
-from outrider.serve.respond import Event, Responder, Writer
 from outrider.serve.service import Service
 
 _LEAST = -9999.0  # JSON has no minus infinity
@@ -136,8 +136,9 @@ class CompletionWriter(Writer):
     def __init__(self, answer: Answer, service: Service) -> None:
         super().__init__(answer)
         body = self._body = answer.body
-        kind = "chat.completion.chunk" if body.is_chat else "text_completion"
-        self._head = {"id": answer.id, "object": kind, "created": int(time()), "model": service.settings.model_name}
+        kind, name = ("chat.completion.chunk", "chatcmpl-") if body.is_chat else ("text_completion", "cmpl-")
+        head = {"id": name + answer.name, "object": kind, "created": int(time()), "model": service.settings.model_name}
+        self._head: dict[str, Any] = head
         self._head["system_fingerprint"] = f"outrider-{__version__}"
         options = body.stream_options
         self._counts = bool(options and options.continuous_usage_stats)
@@ -148,7 +149,7 @@ class CompletionWriter(Writer):
         self._fingerprints = service.fingerprints if body.return_fingerprint else None
         self._late = list[int]()  # choices whose first chunk has to wait for the log-probabilities of their prompts
         for choice in answer.choices if body.stream else ():
-            if not choice.continues and body.opens_late:
+            if not choice.continues and body.echoes and body.alternatives is not None:
                 self._late.append(choice.index)
             elif not choice.continues:  # else the text before it had the first chunk
                 self.begin = [*self.begin, *map(self.encoded, self._opening(choice))]
@@ -306,17 +307,17 @@ def _likeliest(logprobs: dict[int, float], count: int) -> dict[int, float]:
     return dict(sorted(logprobs.items(), key=lambda item: -item[1])[:count])
 
 
-def install(app: FastAPI, responder: Responder, documented: dict[int | str, dict[str, Any]]) -> None:
+def install(app: FastAPI, pool: ModelPool, documented: dict[int | str, dict[str, Any]]) -> None:
     """Add the routes. documented: what is answered."""
 
     @app.post("/v1/completions", responses=documented)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several, given as texts or token ids."""
-        service = await responder.pool.lend(body.model, request, body.timeout)
-        return await responder.respond(service, body, request, lambda answer: CompletionWriter(answer, service))
+        service = await pool.lend(body.model, request, body.timeout)
+        return await service.respond(body, request, CompletionWriter)
 
     @app.post("/v1/chat/completions", responses=documented)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer messages. Needs a model with a chat template."""
-        service = await responder.pool.lend(body.model, request, body.timeout)
-        return await responder.respond(service, body, request, lambda answer: CompletionWriter(answer, service))
+        service = await pool.lend(body.model, request, body.timeout)
+        return await service.respond(body, request, CompletionWriter)

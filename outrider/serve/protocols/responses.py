@@ -10,6 +10,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import time
 from typing import Annotated, Any, Literal
 
@@ -18,8 +19,9 @@ from pydantic import BeforeValidator, Field, field_validator
 from starlette.responses import Response
 
 from outrider.models.chat_template import check_role, text_of
-from outrider.serve.answer import Answer, ChoiceReader, Part
+from outrider.serve.answer import Answer, ChoiceReader, Event, Part, Writer
 from outrider.serve.errors import Refused, answered, called, dumps, json_response, refusing
+from outrider.serve.pool import ModelPool
 from outrider.serve.protocols.openai import TokenTeller, metrics, usage
 from outrider.serve.requests import (
     UNSEEN,
@@ -31,7 +33,6 @@ from outrider.serve.requests import (
     Texts,
     few,
 )
-from outrider.serve.respond import Event, Responder, Writer
 from outrider.serve.service import Service
 from outrider.serve.tools import ToolCall, ToolForm
 
@@ -59,6 +60,11 @@ class Reasoning(JsonObject):
 class ResponsesChat(ChatRequest):
     """What the body of a response stands for."""
 
+    renamed = dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens") | {
+        "prompt": "input",
+        "messages": "input",
+        "response_format": "text.format",
+    }
     tool_form = ToolForm('{"type": "function", "name": ..., "parameters": a JSON schema}', "parameters")
 
 
@@ -111,11 +117,6 @@ class ResponsesRequest(CommonRequest):
         return value
 
     @property
-    def called(self) -> dict[str, str]:
-        limit = dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens")
-        return limit | {"prompt": "input", "messages": "input", "response_format": "text.format"}
-
-    @property
     def items(self) -> list[dict[str, Any]]:
         """The input as items."""
         if isinstance(self.input, str):
@@ -149,7 +150,8 @@ class ResponsesRequest(CommonRequest):
             shared |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if self.text is not None and self.text.format is not None:
             shared["response_format"] = _format(self.text.format)
-        return ResponsesChat.model_validate(shared)
+        with called(ResponsesChat.renamed):
+            return ResponsesChat.model_validate(shared)
 
 
 def _format(given: TextFormat) -> dict[str, Any]:
@@ -435,25 +437,23 @@ class ResponseStore:
         del self._kept[name]
 
 
-def install(app: FastAPI, responder: Responder, documented: dict[int | str, dict[str, Any]]) -> None:
+def install(app: FastAPI, pool: ModelPool, documented: dict[int | str, dict[str, Any]]) -> None:
     """Add the routes. documented: what is answered."""
     store = ResponseStore()
 
     @app.post("/v1/responses", responses=documented)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answer an input, or go on from an earlier response. Needs a model with a chat template."""
-        service = await responder.pool.lend(body.model, request)
+        service = await pool.lend(body.model, request)
         earlier = body.previous_response_id
         before = [] if earlier is None else store.get(earlier, 400, "previous_response_id").items
 
         def keep(response: dict[str, Any]) -> None:
             store.put(response, [*before, *body.items, *response["output"]])
 
-        name = response_id(responder.pool.settings.replica_name)
-        with called(body.called):
-            return await responder.respond(
-                service, body.chat(before), request, lambda answer: ResponsesWriter(answer, service, name, body, keep)
-            )
+        name = response_id(pool.settings.replica_name)
+        make = partial(ResponsesWriter, name=name, body=body, keep=keep)
+        return await service.respond(body.chat(before), request, make)
 
     @app.get("/v1/responses/{name}", responses=answered("The response"))
     async def read_response(name: str) -> Response:

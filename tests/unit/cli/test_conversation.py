@@ -10,7 +10,7 @@ import pytest
 
 from outrider import SamplingParams
 from outrider.cli.conversation import HELP, Conversation, repeated
-from outrider.cli.keyboard import message
+from outrider.cli.run import message
 from outrider.core.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from outrider.core.types import Guarantee
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,12 @@ def test_doctor_names_settings_that_cost_speed(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_doctor_sees_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_installed", lambda name: name != "llguidance")
+    def version(name: str) -> str:
+        if name == "llguidance":
+            raise PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(doctor, "version", version)
     fixes = {check.name: (check.result, check.fix, check.wrong) for check in doctor.package_checks()}
     assert fixes["extra grammar"] == ("missing: llguidance", "pip install '.[grammar]'   # in the checkout", False)
     assert "serve" in fixes["extras"][0]
@@ -97,6 +103,7 @@ def test_doctor_sees_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_with_a_model_it_prints_and_keeps_what_its_steps_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("outrider.engine.calibrate.ROUNDS", 1)
     done = CliRunner().invoke(app, ["doctor", "builtin:code", "--speculative-config", PAIR])
     assert done.exit_code == int("✗" in done.stdout), done.output
     shown = done.stdout.splitlines()

@@ -23,10 +23,13 @@ def page(*words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_the_help_page_is_one_screen(command: str) -> None:
+def test_the_help_page_is_one_screen_of_one_layout(command: str) -> None:
+    """Two columns, names and text: no types, one box for the options, however many there are."""
     lines = page(*command.split(), "--help")
     assert len(lines) <= LINES
     assert max(map(len, lines)) <= COLUMNS
+    assert sum(line.startswith("╭") for line in lines) == 1 + any("Arguments" in line for line in lines)
+    assert not any("<bool>" in line for line in lines)
 
 
 @pytest.mark.parametrize("command", [name for name, one in COMMANDS.items() if one.usual])
@@ -61,11 +64,3 @@ def test_what_users_of_ollama_type_is_short_for_a_command_of_models() -> None:
     for name in SHORTER:
         assert f"│ {name} " not in shown
         assert page(name, "--help")[2:] == page("models", name, "--help")[2:]
-
-
-@pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_all_pages_have_one_layout(command: str) -> None:
-    """Two columns, names and text: no types, one box for the options, however many there are."""
-    shown = page(*command.split(), "--help")
-    assert sum(line.startswith("╭") for line in shown) == 1 + any("Arguments" in line for line in shown)
-    assert not any("<bool>" in line for line in shown)

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import select
-import shutil
 import socket
-import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import uvicorn
 from patience import PATIENCE
-from serving import certificate
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -53,18 +49,18 @@ class Echo:
 class Live:
     """A server of `Echo` for small crowds."""
 
-    def __init__(self, loop: str = "auto", **more: Any) -> None:
-        self.app, options = Echo(), ServeOptions(model="m", max_body=64, **more)
-        config = connection.http_config(self.app, options, port=0, lifespan="off", loop=loop)
-        http: Any = config.http.args[-1] if options.ssl_certfile else config.http
-        self.reception: Reception = http.args[0][None]
+    def __init__(self) -> None:
+        self.app = Echo()
+        config = connection.http_config(self.app, ServeOptions(model="m", max_body=64), port=0, lifespan="off")
+        http: Any = config.http
+        self.reception: Reception = http.args[0]
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
         while not self.server.started:
             assert self.thread.is_alive()
         self.port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http{'s' if options.ssl_certfile else ''}://127.0.0.1:{self.port}"
+        self.url = f"http://127.0.0.1:{self.port}"
 
     def stop(self) -> None:
         self.app.go.set()
@@ -101,7 +97,7 @@ def answer(one: socket.socket) -> bytes:
 
 
 def asked(live: Live, path: str = "/") -> httpx.Response:
-    got = httpx.post(live.url + path, content=b"a" * 100, verify=False)
+    got = httpx.post(live.url + path, content=b"a" * 100)
     assert (got.status_code, got.text) == (200, "100")
     return got
 
@@ -160,7 +156,7 @@ def test_strangers_who_wait_go_first_and_a_request_that_runs_stays(live: Live, m
 
 def test_where_all_connections_work_a_stranger_is_let_go(live: Live) -> None:
     runs = [sent(live, b"GET /slow HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n") for _ in range(4)]
-    while live.reception.open.total() < 4 or live.reception._waiting:
+    while live.reception.open.total() < 4 or live.reception.waiting:
         pass
     assert answer(sent(live, HALF)) == b""
     live.app.go.set()
@@ -197,54 +193,7 @@ def test_when_all_have_left_nothing_is_counted(live: Live) -> None:
     desk = live.reception
     while desk.open.total() or desk.bytes.total():
         assert httpx.get(live.url, headers={"connection": "close"}).status_code == 200
-    assert not desk._waiting
-
-
-@pytest.fixture(params=["asyncio", "uvloop"])
-def secure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Live]:
-    """A server that speaks HTTPS, on each of the event loops that uvicorn may find."""
-    pytest.importorskip(request.param)
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl makes the certificate")
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
-    monkeypatch.setattr(connection, "connection_limit", lambda _: 8)
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    certificate(cert, key)
-    found = Live(loop=request.param, ssl_certfile=cert, ssl_keyfile=key)
-    yield found
-    found.stop()
-
-
-def greeting() -> bytes:
-    """The first message of a TLS client."""
-    out = ssl.MemoryBIO()
-    with contextlib.suppress(ssl.SSLWantReadError):
-        ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), out, server_hostname="x").do_handshake()
-    return out.read()
-
-
-def test_half_of_a_handshake_is_limited_in_time(secure: Live) -> None:
-    assert answer(sent(secure)) == answer(sent(secure, greeting()[:50])) == b""
-    assert answer(sent(secure, greeting()))  # the server's part, and then the end
-    assert b"HTTP/1.1" not in answer(sent(secure, HALF))
-    while secure.reception.open.total():
-        pass
-    asked(secure)
-
-
-def test_connections_that_do_not_shake_hands_are_counted_and_go_first(
-    secure: Live, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 600)
-    with ExitStack() as stack:
-        for part in (b"", greeting()[:50], greeting()):
-            oldest, *_ = [stack.enter_context(sent(secure, part)) for _ in range(20)]
-            answer(oldest)  # the server ends it
-            asked(secure)
-            assert secure.reception.open.total() <= 4  # half of what all addresses have
-    while secure.reception.open.total():
-        pass
-    assert not secure.reception._waiting
+    assert not desk.waiting
 
 
 def test_an_address_is_a_host_or_the_network_of_one() -> None:

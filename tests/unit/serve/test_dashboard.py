@@ -9,7 +9,7 @@ import re
 import socket
 import threading
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import fields
 from time import sleep
 from types import SimpleNamespace
@@ -68,19 +68,27 @@ def sums(seen: list[dict[str, Any]]) -> list[Tick]:
     return [Tick(**event["sums"]) for event in seen[1:]]
 
 
-def test_events_add_up_to_what_was_answered(live: Live) -> None:
+def test_events_add_up_to_what_was_answered_and_each_tick_has_the_figures_of_its_windows(live: Live) -> None:
+    """The page computes nothing. With fixed lengths nothing is weighed."""
     answers = list[dict[str, Any]]()
     seen = watched(live, lambda: answers.extend(ask(live).json() for _ in range(3)), lambda seen: len(ended(seen)) == 3)
     counts = [answer["metrics"]["speculative_decoding"] for answer in answers]
-    total = added(sums(seen))
+    ticks = sums(seen)
+    total = added(ticks)
     assert total.tokens == sum(a["usage"]["completion_tokens"] for a in answers)
     assert total.drafted == sum(c["num_draft_tokens"] for c in counts)
     assert total.accepted == sum(c["num_accepted_draft_tokens"] for c in counts)
     assert [r["tokens"] for r in ended(seen)] == [a["usage"]["completion_tokens"] for a in answers]
     assert all("text" not in r and "prompt" not in r for r in ended(seen))
-    survival = figures(total)["survival"]
-    assert survival[0] >= survival[-1] > 0
-    assert recent(sums(seen), 0.1).elapsed <= total.elapsed
+    found = figures(total)
+    assert found["survival"][0] >= found["survival"][-1] > 0
+    assert (found["weighed"], found["plans"]["draft_model"] > 0, found["depth"] > 0) == ({}, True, True)
+    for n, last in enumerate(seen[1:], 1):
+        assert last["windows"].keys() == {"10", "60", "300"}
+        for seconds, window in last["windows"].items():
+            wanted = outlook(recent(ticks[:n], int(seconds)), int(seconds), speculates=True)
+            assert window == json.loads(json.dumps(wanted))
+        assert last["point"][0] == figures(added(ticks[max(n - 4, 0) : n]))["rate"]
 
 
 def test_plans_are_counted_and_the_last_words_on_each_drafter_are_told() -> None:
@@ -99,43 +107,21 @@ def test_plans_are_counted_and_the_last_words_on_each_drafter_are_told() -> None
     assert len(total.requests) == 3
 
 
-def test_a_fixed_length_weighs_nothing(live: Live) -> None:
-    seen = watched(live, lambda: ask(live), lambda seen: len(ended(seen)) == 1)
-    found = figures(added(sums(seen)))
-    assert found["weighed"] == {}
-    assert found["plans"]["draft_model"] > 0
-    assert found["depth"] > 0
-
-
-def test_nothing_is_counted_while_nobody_looks(live: Live) -> None:
+def test_nothing_is_counted_while_nobody_looks_and_a_viewer_that_leaves_is_no_failure(
+    live: Live, caplog: pytest.LogCaptureFixture
+) -> None:
     engine, watch = live.service.engine, live.dashboard.watch
     assert ask(live).status_code == 200
     assert engine.scheduler.observers == (live.metrics,)
     assert watch.tick()[0].steps == 0
-    watched(live, lambda: ask(live), lambda seen: seen[-1]["sums"]["steps"] > 0)
-    while live.dashboard.viewers:
-        sleep(0.01)
-    assert engine.scheduler.observers == (live.metrics,)
-
-
-def test_a_viewer_that_leaves_is_no_failure(live: Live, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "outrider.serve"):
         watched(live, lambda: ask(live), lambda seen: seen[-1]["sums"]["steps"] > 0)
         while not any("/dashboard/events" in record.getMessage() for record in caplog.records):
             sleep(0.01)
     assert all(record.levelname == "INFO" for record in caplog.records)
-
-
-def test_a_tick_has_the_figures_of_each_window(live: Live) -> None:
-    """The page computes nothing: each tick brings the figures of its windows."""
-    seen = watched(live, lambda: [ask(live) for _ in range(3)], lambda seen: len(ended(seen)) == 3)
-    ticks = sums(seen)
-    for n, last in enumerate(seen[1:], 1):
-        assert last["windows"].keys() == {"10", "60", "300"}
-        for seconds, found in last["windows"].items():
-            wanted = outlook(recent(ticks[:n], int(seconds)), int(seconds), speculates=True)
-            assert found == json.loads(json.dumps(wanted))
-        assert last["point"][0] == figures(added(ticks[max(n - 4, 0) : n]))["rate"]
+    while live.dashboard.viewers:
+        sleep(0.01)
+    assert engine.scheduler.observers == (live.metrics,)
 
 
 def stepped(
@@ -275,21 +261,21 @@ class Load(NamedTuple):
 def test_no_gain_is_promised_that_whole_requests_do_not_have() -> None:
     """Loads by chance, written with drafts and plainly. The answer for the run with drafts says what the clocks of both say."""
     draw, kinds = random.Random(5), set[str]()
-    for _ in range(40):
+    for _ in range(16):
         clients, base = draw.choice([1, 4, 8]), draw.uniform(0.02, 0.1)
         plain = {rows: base * (1 + 0.15 * (rows - 1)) for rows in range(1, clients + 1)}
         load = Load(
             clients, plain, draw.uniform(0, 4) * base, draw.uniform(0, 0.6) * base, 0.1 * base, draw.uniform(0, 1)
         )
-        requests = [(draw.randint(0, 6), draw.randint(8, 60)) for _ in range(60)]
+        requests = [(draw.randint(0, 6), draw.randint(8, 60)) for _ in range(40)]
         watch = Watch(engine(costs=plain))
         took = virtual_server(watch, requests, True, draw, load)
         pairs = tuple(watch.tick()[0].requests)
         truth = virtual_server(Watch(engine(costs=plain)), requests, False, draw, load) / took
         told = gain(pairs)
         assert told is not None
-        assert len(pairs) == 60
-        assert told["ratio"] == pytest.approx(truth, rel=0.03)
+        assert len(pairs) == 40
+        assert told["ratio"] == pytest.approx(truth, rel=0.04)
         assert truth > 1 or told["low"] <= 1, f"a gain of {told} was promised, it is {truth}"
         kinds.add("yes" if told["low"] > 1 else "no" if told["high"] < 1 else "even")
     assert kinds == {"yes", "no", "even"}
@@ -330,83 +316,38 @@ def test_the_answer_is_one_sentence_with_the_only_figure(name: str) -> None:
     assert found.keys() == {*figures(total), "kind", "answer"}
 
 
-def test_the_interval_covers_the_ratio() -> None:
-    """Ten requests beside each other are alike. In 95 of 100 windows the true ratio, 1.5, is inside."""
-    make, inside = random.Random(7), 0
-    for _ in range(200):
-        stretches = [0.6 * make.uniform(0.5, 1.5) for _ in range(12)]
-        found = gain(tuple((plain, 0.4) for plain in stretches for _ in range(10)))
-        assert found is not None
-        inside += found["low"] <= 1.5 <= found["high"]
-    assert inside >= 0.9 * 200
+def test_requests_that_are_alike_leave_no_doubt() -> None:
     assert gain(((0.6, 0.4),) * 20) == pytest.approx({"ratio": 1.5, "low": 1.5, "high": 1.5})
-
-
-def test_two_hundred_requests_at_capacity_beside_a_viewer_that_stalls() -> None:
-    """Every request is answered, the viewer is dropped, and its queue is all that it ever held."""
-    with serving(builtin(), max_queue=300) as live:
-        board = live.dashboard
-        board.interval = 0.01
-        # The system buffers megabytes of a connection, which would take minutes to fill.
-        live.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        stalled = socket.create_connection(("127.0.0.1", live.port))
-        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        stalled.sendall(b"GET /dashboard/events HTTP/1.1\r\nHost: x\r\n\r\n")
-        while not board.viewers:
-            sleep(0.01)
-        [viewer] = board.viewers
-        longest = 0
-        with ThreadPoolExecutor(16) as clients:
-            answers = [clients.submit(ask, live, max_tokens=8) for _ in range(200)]
-            while not all(a.done() for a in answers) or (board.viewers and not board.dropped):
-                longest = max(longest, viewer.waiting)
-                sleep(0.002)
-        assert [a.result().status_code for a in answers] == [200] * 200
-        assert all(a.result().json()["usage"]["completion_tokens"] == 8 for a in answers)
-        assert board.dropped == 1
-        assert 0 < longest <= viewers.WAITING
-        while board.viewers:
-            sleep(0.01)
-        stalled.close()
-        assert ask(live).status_code == 200
 
 
 def test_memory_is_flat_beside_viewers_that_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     """Viewers come, read nothing and stay connected. Each is dropped, and nothing that was meant for it is kept."""
-    size, many = 100_000, 4
-    with serving(builtin()) as live:
+    size = 100_000
+    with serving(builtin()) as live, ExitStack() as stalled:
         board = live.dashboard
-        board.interval = 0.005
-        told = board.told
+        board.interval, told = 0.005, board.told
         monkeypatch.setattr(board, "told", lambda *given: {**told(*given), "padding": "x" * size})
-        stalled = list[socket.socket]()
+        # The system buffers megabytes of a connection, which would take minutes to fill.
         live.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
-        def stall() -> None:
-            one = socket.create_connection(("127.0.0.1", live.port))
+        def stall(number: int) -> None:
+            one = stalled.enter_context(socket.create_connection(("127.0.0.1", live.port)))
             one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
             one.sendall(b"GET /dashboard/events HTTP/1.1\r\nHost: x\r\n\r\n")
-            stalled.append(one)
-            for _ in range(3000):
-                if board.dropped == len(stalled) and not board.viewers and not live.server.server_state.connections:
-                    return
+            while board.dropped < number or board.viewers or live.server.server_state.connections:
                 sleep(0.01)
-            pytest.fail("the connection of a viewer that was dropped is kept")
 
-        stall()
+        stall(1)
         tracemalloc.start()
-        try:
-            for _ in range(many):
-                stall()
-            gc.collect()
-            left, most = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-            for one in stalled:
-                one.close()
+        stalled.callback(tracemalloc.stop)
+        for number in (2, 3):
+            stall(number)
+        gc.collect()
+        left, most = tracemalloc.get_traced_memory()
         # One viewer's queue is all that is ever held: unbounded, or kept, it would be many times that.
         assert most < 2.5 * viewers.WAITING * size
         assert left < 2 * size
+        assert ask(live).status_code == 200
 
 
 def test_there_is_a_limit_of_viewers(live: Live) -> None:

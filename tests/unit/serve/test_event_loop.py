@@ -20,10 +20,17 @@ from outrider.core.outputs import Delta
 from outrider.engine.prompts import PromptEncoder
 from outrider.serve import requests as protocol
 from outrider.serve.app import MAX_TOKENIZE
-from outrider.serve.bodies import MAX_PARTS, MAX_VALUES, check_body
 from outrider.serve.encoding import LONG, WIDE
 from outrider.serve.protocols.responses import ResponsesRequest
-from outrider.serve.requests import MAX_UNKNOWN, ChatRequest, CompletionRequest, DetokenizeRequest
+from outrider.serve.requests import (
+    MAX_PARTS,
+    MAX_UNKNOWN,
+    MAX_VALUES,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    check_body,
+)
 
 MANY = 100_000
 
@@ -32,10 +39,6 @@ MANY = 100_000
 def live() -> Iterator[Live]:
     with serving(builtin(2, max_model_len=512)) as live:
         yield live
-
-
-def post(live: Live, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(live.url + path, json=body)
 
 
 @pytest.mark.parametrize(
@@ -131,11 +134,11 @@ def test_many_unknown_fields_are_refused_and_few_are_compared(live: Live, monkey
     monkeypatch.setattr(
         protocol.difflib, "get_close_matches", lambda key, *a, **b: compared.append(key) or close(key, *a, **b)
     )
-    answer = post(live, "/v1/completions", prompt="x", **{f"field{i}": 1 for i in range(MAX_UNKNOWN + 1)})
+    answer = live.post("/v1/completions", prompt="x", **{f"field{i}": 1 for i in range(MAX_UNKNOWN + 1)})
     assert (answer.status_code, compared) == (400, [])
     assert "101 fields that do not exist" in answer.text
     few = {f"field{i}": 1 for i in range(3)}
-    assert post(live, "/v1/completions", prompt="x", max_tokens=1, **few, **{"k" * 5000: 1}).status_code == 200
+    assert live.post("/v1/completions", prompt="x", max_tokens=1, **few, **{"k" * 5000: 1}).status_code == 200
     assert compared == list(few)
 
 
@@ -143,19 +146,20 @@ def test_many_unknown_fields_are_refused_and_few_are_compared(live: Live, monkey
 def encoded(live: Live, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The length of each text that is encoded."""
     found, kind = list[int](), type(live.service.prompts.tokenizer)
-    encode = kind._encode_plus  # type: ignore[union-attr]
+    encode = kind.__call__
 
     def note(self: Any, text: str, *args: Any, **more: Any) -> Any:
         found.append(len(text))
         return encode(self, text, *args, **more)
 
-    monkeypatch.setattr(kind, "_encode_plus", note)
+    monkeypatch.setattr(kind, "__call__", note)
     return found
 
 
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(live: Live, encoded: list[int]) -> None:
     room = live.service.encoder.max_length
-    over, dense = "def " * (room * live.service.encoder._longest), "0" * (room * WIDE + 1)
+    longest = max(map(len, live.service.prompts.tokenizer.get_vocab()))  # type: ignore[union-attr]
+    over, dense = "def " * (room * longest), "0" * (room * WIDE + 1)
     for text, most in ((over, 0), (dense, room * WIDE // 2)):
         chat = [{"role": "user", "content": text}]
         for path, body, param in (
@@ -165,15 +169,15 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(live: Live, en
             ("/v1/responses", {"input": text}, "input"),
         ):
             encoded.clear()
-            answer = post(live, path, **body)
+            answer = live.post(path, **body)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
             assert "reduce the length" in answer.text
             assert max(encoded, default=0) <= most
     fits = "x" * MAX_TOKENIZE
-    assert post(live, "/tokenize", prompt=fits).json()["count"] > room
+    assert live.post("/tokenize", prompt=fits).json()["count"] > room
     for body in ({"prompt": fits + "x"}, {"messages": [{"role": "user", "content": fits + "x"}]}):
         encoded.clear()
-        assert "send it in parts" in post(live, "/tokenize", **body).text
+        assert "send it in parts" in live.post("/tokenize", **body).text
         assert encoded == []
 
 
@@ -181,7 +185,7 @@ def test_what_only_serves_drafts_is_encoded_once_and_not_beyond_the_models_lengt
     live: Live, encoded: list[int]
 ) -> None:
     told = {"type": "content", "content": "return x\n" * 50_000}
-    answer = post(live, "/v1/completions", prompt=["a", "b", "c"], max_tokens=2, prediction=told, bad_words=["if"])
+    answer = live.post("/v1/completions", prompt=["a", "b", "c"], max_tokens=2, prediction=told, bad_words=["if"])
     assert answer.status_code == 200
     assert sorted(encoded) == [1, 1, 1, 2, 3, WIDE * live.service.encoder.max_length]
 
@@ -197,10 +201,10 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(live: Live, monkeypatch: py
 
     monkeypatch.setattr(PromptEncoder, "encode", slow)
     with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(post, live, "/tokenize", prompt="x" * (LONG + 1))
+        long = pool.submit(live.post, "/tokenize", prompt="x" * (LONG + 1))
         assert held.wait(PATIENCE)
-        assert post(live, "/v1/completions", prompt="def f():", max_tokens=2).status_code == 200
-        assert post(live, "/tokenize", prompt="def f():").status_code == 200
+        assert live.post("/v1/completions", prompt="def f():", max_tokens=2).status_code == 200
+        assert live.post("/tokenize", prompt="def f():").status_code == 200
         free.set()
         assert long.result().status_code == 200
 
@@ -212,10 +216,10 @@ def test_texts_of_many_tokens_are_made_beside_the_loop(live: Live, monkeypatch: 
     )
     find = live.pool.find
     monkeypatch.setattr(live.pool, "find", lambda name: loop.add(threading.current_thread().name) or find(name))
-    told = post(live, "/tokenize", prompt="x = [1, 2]\n", return_token_strs=True).json()
+    told = live.post("/tokenize", prompt="x = [1, 2]\n", return_token_strs=True).json()
     assert "".join(told["token_strs"]) == "x = [1, 2]\n"
-    assert post(live, "/detokenize", tokens=told["tokens"]).json()["prompt"] == "x = [1, 2]\n"
-    asked = post(live, "/v1/completions", prompt="x", max_tokens=2, echo=True, logprobs=5, prompt_logprobs=5)
+    assert live.post("/detokenize", tokens=told["tokens"]).json()["prompt"] == "x = [1, 2]\n"
+    asked = live.post("/v1/completions", prompt="x", max_tokens=2, echo=True, logprobs=5, prompt_logprobs=5)
     assert asked.status_code == 200
     assert len(loop) == 1
     assert threads
@@ -224,8 +228,8 @@ def test_texts_of_many_tokens_are_made_beside_the_loop(live: Live, monkeypatch: 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "tokenize", "chat_template"])
 def test_the_variables_of_a_template_do_not_replace_the_requests_fields(live: Live, name: str) -> None:
-    answer = post(
-        live, "/v1/chat/completions", messages=[{"role": "user", "content": "x"}], chat_template_kwargs={name: 1}
+    answer = live.post(
+        "/v1/chat/completions", messages=[{"role": "user", "content": "x"}], chat_template_kwargs={name: 1}
     )
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs")
     assert f"cannot set '{name}'" in answer.text
@@ -243,7 +247,7 @@ def test_the_field_is_named_and_what_was_sent_is_cut(live: Live) -> None:
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"max_tokens": 10**4000}, "max_tokens"),
     ):
-        answer = post(live, "/v1/completions", prompt="x", **body)
+        answer = live.post("/v1/completions", prompt="x", **body)
         found = answer.json()["error"]
         assert (answer.status_code, found["param"]) == (400, param), found
         assert len(found["message"]) < 400
@@ -269,6 +273,6 @@ def test_an_answer_that_is_sent_whole_wakes_the_event_loop_at_its_end(
     found = dict[bool, int]()
     for stream in (False, True):
         deltas.clear()
-        post(live, "/v1/completions", prompt="def f(", max_tokens=60, ignore_eos=True, stream=stream)
+        live.post("/v1/completions", prompt="def f(", max_tokens=60, ignore_eos=True, stream=stream)
         found[stream] = len(deltas)
     assert found[False] < 10 < found[True], found

@@ -11,10 +11,8 @@ import pytest
 from serving import Live, builtin, serving
 
 from outrider.serve.protocols.anthropic import CountTokensRequest, MessagesRequest
-from outrider.serve.protocols.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
 from outrider.serve.protocols.responses import ResponsesRequest
 from outrider.serve.requests import ChatRequest, CommonRequest, CompletionRequest
-from outrider.serve.tools import FORMATS, ToolCall, ToolCallReader
 
 TEMPLATE = (
     "{% if tools %}<tool_call> {% for t in tools %}{{ t.function.name }} {% endfor %}\n{% endif %}"
@@ -242,61 +240,6 @@ def test_each_declared_field_is_tried(path: str) -> None:
     assert set(COMMON) <= declared(CommonRequest)
 
 
-OPTIONS: Effects = {
-    "num_predict": ({}, 2),
-    "num_ctx": ({}, 5),
-    "seed": ({}, 4),
-    "stop": ({}, LETTERS),
-    "temperature": ({}, 0.0),
-    "top_k": ({}, 1),
-    "top_p": ({}, 0.0),
-    "min_p": ({}, 1),
-    "repeat_penalty": ({"top_k": 1}, 1e5),
-    "repeat_last_n": ({"repeat_penalty": 2.0}, 64),
-    "presence_penalty": ({"top_k": 1}, -2),
-    "frequency_penalty": ({"top_k": 1}, -2),
-}
-OLLAMA: dict[str, tuple[type, dict[str, Any], Effects]] = {
-    "/api/generate": (
-        OllamaGenerateRequest,
-        {"prompt": "x = "},
-        {
-            "prompt": ({}, "def f("),
-            "suffix": ({}, "x"),
-            "system": ({}, "Be brief."),
-            "template": ({}, "x"),
-            "raw": ({}, True),
-            "images": ({}, ["x"]),
-            "context": ({}, [1]),
-        },
-    ),
-    "/api/chat": (OllamaChatRequest, {"messages": USER}, {"messages": ({}, [*USER, *USER]), "tools": ({}, TOOLS)}),
-}
-ALL: Effects = {
-    "model": ({}, "other"),
-    "stream": ({}, True),
-    "format": ({}, SCHEMA),
-    "keep_alive": ({}, "x"),
-    "think": ({}, True),
-    "logprobs": ({}, True),
-}
-
-
-@pytest.mark.parametrize("path", OLLAMA)
-def test_ollamas_fields_and_options_too(path: str, live: Live, usually: Any) -> None:
-    body, usual, own = OLLAMA[path]
-    assert declared(body) == {*ALL, *own, "options"}
-    assert declared(OllamaOptions) == set(OPTIONS)
-    base = {"model": "code", "stream": False, **usual}
-    options: dict[str, Any] = {"num_predict": 8, "seed": 3, "temperature": 0.9}
-    before = usually(path, base | {"options": options})
-    for field, (_, value) in (ALL | own).items():
-        assert before != seen(live, path, base | {"options": options, field: value}), field
-    for name, (more, value) in OPTIONS.items():
-        before = usually(path, base | {"options": options | more})
-        assert before != seen(live, path, base | {"options": options | more | {name: value}}), name
-
-
 @pytest.mark.parametrize("path", BODIES)
 def test_the_client_of_a_text_is_its_user(path: str, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     clients, submit = list[str](), live.service.engine.submit
@@ -310,15 +253,3 @@ def test_the_client_of_a_text_is_its_user(path: str, live: Live, monkeypatch: py
     for more in ({}, given):
         seen(live, path, BODIES[path][1] | more)
     assert clients[0] != "me" == clients[1]
-
-
-def test_only_one_call_where_one_is_allowed() -> None:
-    text = '<tool_call>{"name": "read", "arguments": {}}</tool_call>' * 2
-    for many, count in ((True, 2), (False, 1)):
-        offer = ChatRequest(messages=USER, tools=TOOLS, parallel_tool_calls=many).offer
-        assert offer is not None
-        for step in (1, 7, len(text)):
-            reader, calls = ToolCallReader(FORMATS["hermes"], offer.names, many=offer.many), list[ToolCall]()
-            for at in range(0, len(text), step):
-                calls += reader.feed(text[at : at + step])[1]
-            assert len(calls + reader.feed("", True)[1]) == count == reader.called

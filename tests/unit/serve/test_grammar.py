@@ -47,7 +47,7 @@ def grammars(llm: LLM) -> Grammars:
     return Grammars(llm.tokenizer, 8192, llm.loaded.end_ids)
 
 
-@pytest.mark.parametrize("trial", range(10))
+@pytest.mark.parametrize("trial", range(4))
 def test_questions_about_drafts_leave_no_trace(grammars: Grammars, trial: int) -> None:
     draw = random.Random(trial)
     asked_of = Grammar.regex(PATTERN) if trial % 2 else Grammar.schema({"enum": ["ab\tc", "abd", 17, True]})
@@ -369,11 +369,13 @@ WORDS = """
 
 @pytest.mark.parametrize("word", WORDS.split())
 def test_a_value_of_a_wrong_type_is_refused_or_a_note(grammars: Grammars, word: str) -> None:
-    for value in (None, True, 0, -1, 2.5, 1 << 70, "", "x", "\ud83d", [], [1], [None], {}, {"a": 1}, {"a": {"a": []}}):
-        for schema in ({word: value}, {"type": "object", "properties": {"a": {word: value, "type": "string"}}}):
-            for make in (lambda s=schema: Grammar.schema(s), lambda s=schema: Grammar.tools("start: @s0", [s])):
-                with suppress(ValueError):
-                    grammars.compiled(make())
+    for value in (None, True, -1, 2.5, 1 << 70, "\ud83d", [1], [None], {}, {"a": {"a": []}}):
+        for make in (
+            lambda v=value: Grammar.schema({word: v}),
+            lambda v=value: Grammar.tools("start: @s0", [{**OBJECT, "properties": {"a": {word: v, "type": "string"}}}]),
+        ):
+            with suppress(ValueError):
+                grammars.compiled(make())
 
 
 @pytest.mark.parametrize("pattern", SLOW)

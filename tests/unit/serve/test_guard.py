@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hmac
 import logging
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 
 from outrider.core.files import public_name
 from outrider.serve import logs
-from outrider.serve.guard import Guard
+from outrider.serve.guard import Guard, guards
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import ServeOptions, served_name
 
@@ -135,11 +137,28 @@ def test_without_a_key_an_address_is_an_owner_and_only_a_front_may_say_another()
     assert ask(ANY.with_(replica_name="r0"), client="203.0.113.5", **said).json() == {"owner": "key 7"}
 
 
-def test_the_port_for_monitoring_has_nothing_else() -> None:
-    own = ANY.with_(monitor_port=8000)
-    assert [ask(own, path).status_code for path in ("/health", "/metrics", "/v1/models", "/dashboard")] == [
-        200, 200, 404, 404
-    ]  # fmt: skip
+def test_the_key_is_compared_in_constant_time_and_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared, compare = [], hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or compare(a, b))
+    settings = ServeOptions(model="m", api_key=["s3cret"])
+    for key in ("s", "s3creT", "x" * 5000, "Basic s3cret"):
+        wrong = ask(settings, authorization=key if " " in key else f"Bearer {key}")
+        assert (wrong.headers["www-authenticate"], "s3cret" in wrong.text) == ("Bearer", False)
+    assert compared == [(32, 32)] * 4  # digests, of one length whatever was sent
+    assert ask(settings, "/health").status_code == 200
+
+
+@pytest.mark.parametrize("origins", [[], ["http://evil.example"]])
+def test_only_pages_of_a_named_origin_are_told_that_they_may_ask(origins: list[str]) -> None:
+    settings = ServeOptions(model="m", host="0.0.0.0", api_key=["k"], cors_origin=origins)
+    app = Starlette(middleware=guards(settings, Metrics("x", "m")))
+    asking = {"origin": "http://evil.example", "access-control-request-method": "POST"}
+
+    async def preflight() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            return await client.options("/v1/models", headers=asking)
+
+    assert asyncio.run(preflight()).headers.get("access-control-allow-origin") == (origins or [None])[0]
 
 
 def test_a_path_cannot_forge_a_line_of_the_log(tmp_path: Path) -> None:

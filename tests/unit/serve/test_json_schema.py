@@ -38,7 +38,8 @@ def taken(schema: Any, document: Any) -> set[bool] | None:
         return None
 
 
-def test_the_json_schema_test_suite(request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("step", [8, pytest.param(1, marks=pytest.mark.long)])
+def test_the_json_schema_test_suite(step: int, request: pytest.FixtureRequest) -> None:
     """A wrong accept is a fault. The wrong rejects are choices: the order of names, formats that are enforced, 1.0 for 1."""
     assert request.config.cache is not None
     try:
@@ -46,7 +47,7 @@ def test_the_json_schema_test_suite(request: pytest.FixtureRequest) -> None:
     except (OSError, subprocess.SubprocessError) as error:
         pytest.skip(f"the suite cannot be fetched: {error}")
     found, wrong = Counter[str](), list[str]()
-    for case in cases(package):
+    for case in list(cases(package))[::step]:
         answer = taken(case.schema, case.document)
         kind = "refused" if answer is None else "right" if answer == {case.valid} else f"wrong, {case.valid}"
         found[kind] += 1
@@ -54,10 +55,10 @@ def test_the_json_schema_test_suite(request: pytest.FixtureRequest) -> None:
             wrong.append(case.name)
     print(dict(found))
     assert wrong == []
-    assert found.total() == 1257
-    assert found["right"] >= 660
-    assert found["refused"] <= 575
-    assert found["wrong, True"] <= 22
+    assert found["right"] > found.total() / 2
+    if step == 1:
+        assert found.total() == 1257
+        assert (found["right"] >= 660, found["refused"] <= 575, found["wrong, True"] <= 22) == (True, True, True)
 
 
 Pair = tuple[dict[str, Any], st.SearchStrategy[Any]]  # a schema and documents that fit it
@@ -158,7 +159,7 @@ def unreadable(constant: str) -> None:
     other=st.recursive(leaves(), larger, max_leaves=3),
     data=st.data(),
 )
-@settings(max_examples=200, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_documents_of_random_schemas(pair: Pair, other: Pair, data: st.DataObject) -> None:
     """What a grammar writes is JSON that fits, what fits is accepted, and what does not fit is not."""
     schema, fitting = pair

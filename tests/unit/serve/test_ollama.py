@@ -33,12 +33,6 @@ def live() -> Iterator[Live]:
         yield live
 
 
-def ask(live: Live, path: str, **body: Any) -> dict[str, Any]:
-    response = httpx.post(live.url + path, json={"model": "code", **body})
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
 def test_what_is_not_said_is_as_ollama_has_it() -> None:
     given = {k: v for k, v in OllamaOptions.model_validate({}).shared(512).items() if v is not None}
     assert given == {"max_tokens": 512, "max_total_tokens": 512, "temperature": 0.8, "top_k": 40, "top_p": 0.9}
@@ -68,17 +62,17 @@ def test_the_model_is_described_and_stays(live: Live) -> None:
     [tagged], [running] = read("/api/tags")["models"], read("/api/ps")["models"]
     assert tagged["name"] == running["model"] == "code"
     assert running["context_length"] == 512
-    shown = ask(live, "/api/show")
+    shown = live.ask("/api/show")
     assert shown["model_info"]["general.architecture"] == shown["details"]["family"]
     assert shown["capabilities"][0] == "completion"
     assert "version" in read("/api/version")
     for path, empty in (("/api/chat", {"messages": []}), ("/api/generate", {"prompt": "", "keep_alive": "-1m"})):
-        assert ask(live, path, **empty)["done_reason"] == "load"
+        assert live.ask(path, **empty)["done_reason"] == "load"
     assert read("/api/ps")["models"][0]["expires_at"].startswith("9999")
-    assert ask(live, "/api/generate", keep_alive="1h30m")["done_reason"] == "load"
+    assert live.ask("/api/generate", keep_alive="1h30m")["done_reason"] == "load"
     left = datetime.fromisoformat(read("/api/ps")["models"][0]["expires_at"]) - datetime.now(UTC)
     assert 5390 < left.total_seconds() <= 5400
-    assert ask(live, "/api/generate")["done_reason"] == "load"
+    assert live.ask("/api/generate")["done_reason"] == "load"
     wrong = httpx.post(f"{live.url}/api/generate", json={"model": "code", "keep_alive": "soon"})
     assert (wrong.status_code, "such as" in wrong.json()["error"]) == (400, True)
 
@@ -95,13 +89,13 @@ def test_a_gap_is_filled_by_models_with_tokens_for_it_only(live: Live, monkeypat
     monkeypatch.setattr(live.service, "infilling", form)
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("def f(", "return x")]  # type: ignore
     wanted = [5, *ids[0], 6, *ids[1], 7]
-    made = ask(
-        live, "/v1/completions", prompt="def f(", suffix="return x", max_tokens=8, temperature=0, return_token_ids=True
+    made = live.ask(
+        "/v1/completions", prompt="def f(", suffix="return x", max_tokens=8, temperature=0, return_token_ids=True
     )
     assert made["choices"][0]["prompt_token_ids"] == wanted
     assert not {5, 6, 7} & set(made["choices"][0]["token_ids"][:-1])
     options = {"temperature": 0, "num_predict": 8}
-    same = ask(live, "/api/generate", prompt="def f(", suffix="return x", options=options, stream=False)
+    same = live.ask("/api/generate", prompt="def f(", suffix="return x", options=options, stream=False)
     assert same["response"] == made["choices"][0]["text"]
     ids = httpx.post(live.url + "/v1/completions", json={"prompt": [1, 2], "suffix": "x"})
     assert "not token ids" in ids.text  # type: ignore[union-attr]
@@ -111,11 +105,10 @@ def test_tools_that_the_model_cannot_see_are_told_of_once(
     live: Live, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tools = [{"type": "function", "function": {"name": "look"}}]
-    monkeypatch.setattr(live.service, "_told_of_tools", False)
     monkeypatch.setattr(logging.getLogger("outrider"), "propagate", True)
     with caplog.at_level(logging.WARNING, "outrider"):
         for _ in range(2):
-            ask(live, "/api/chat", messages=HELLO, tools=tools, options={"num_predict": 1}, stream=False)
+            live.ask("/api/chat", messages=HELLO, tools=tools, options={"num_predict": 1}, stream=False)
     told = {id(record) for record in caplog.records if "chat template of code has no tool calls" in record.getMessage()}
     assert len(told) == 1
 
@@ -125,8 +118,6 @@ def test_editors_find_an_ollama_that_is_new_enough(live: Live) -> None:
     assert found["version"] == API_VERSION
     assert tuple(map(int, API_VERSION.split("."))) >= (0, 6, 4)
     assert found["outrider"] == httpx.get(live.url + "/version").json()["version"]
-    shown = ask(live, "/api/show")
-    assert "completion" in shown["capabilities"]
-    about = shown["model_info"]
+    about = live.ask("/api/show")["model_info"]
     assert about["general.basename"] == "code"
     assert about[f"{about['general.architecture']}.context_length"] == 512

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from outrider.serve.metrics import Metrics
 from outrider.serve.options import ServeOptions
 from outrider.serve.pool import ModelPool, PooledModel
 
+pytestmark = pytest.mark.anyio
 MB = 1 << 20
 
 
@@ -33,11 +35,9 @@ class Shelf:
             if settings.model == "bad":
                 raise ValueError("bad has no weights")
             self.log.append(f"+{settings.model}")
-            ended = lambda: self.log.append(f"-{settings.model}")  # noqa: E731
-            loaded = SimpleNamespace(source=None)
-            service: Any = SimpleNamespace(
-                engine=None, close=ended, settings=settings, runtime=SimpleNamespace(loaded=loaded)
-            )
+            runtime = SimpleNamespace(loaded=SimpleNamespace(source=None))
+            service: Any = SimpleNamespace(engine=None, settings=settings, runtime=runtime)
+            service.close = lambda: self.log.append(f"-{settings.model}")
             return Assembly(service, [], True, caches * MB)
 
         self.pool = ModelPool(models, Metrics("x"), load, memory * MB)
@@ -56,6 +56,9 @@ class Asker:
     async def ask(self, pool: ModelPool, name: str | None, **more: Any) -> str:
         return (await pool.lend(name, self, **more)).settings.model  # type: ignore[arg-type]
 
+    def begin(self, pool: ModelPool, name: str, **more: Any) -> asyncio.Task[str]:
+        return asyncio.ensure_future(self.ask(pool, name, **more))
+
     def end(self) -> None:
         self.state.ends.close()
 
@@ -67,26 +70,35 @@ async def waits(*tasks: asyncio.Task[Any]) -> None:
     assert not [task for task in tasks if task.done()]
 
 
-def begun(asker: Asker, pool: ModelPool, name: str, **more: Any) -> asyncio.Task[str]:
-    return asyncio.ensure_future(asker.ask(pool, name, **more))
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
-def test_the_least_recently_used_model_leaves() -> None:
-    shelf = Shelf({"a": 3, "b": 3, "c": 3}, 10)  # two fit, with a share for their caches
-    pool = shelf.pool
+@pytest.fixture
+async def shelf(anyio_backend: str) -> AsyncIterator[Callable[..., Shelf]]:
+    """Makes shelves, whose pools are closed at the end."""
+    async with AsyncExitStack() as stack:
 
-    async def run() -> None:
-        pool.start()
-        for name in ("a", "b", "a", "c", "a", "b"):
-            asker = Asker()
-            assert await asker.ask(pool, name) == name
-            asker.end()
-        assert [pool.state(one) for one in pool.models] == ["loaded", "loaded", "unloaded"]
-        await pool.close()
+        def make(weights: dict[str, int], memory: float, **more: Any) -> Shelf:
+            made = Shelf(weights, memory, **more)
+            stack.push_async_callback(made.pool.close)
+            stack.callback(made.gate.set)
+            return made
 
-    asyncio.run(run())
-    assert shelf.log[:6] == ["+a", "+b", "-b", "+c", "-c", "+b"]
-    assert pool.share == 2 * MB
+        yield make
+
+
+async def test_the_least_recently_used_model_leaves(shelf: Callable[..., Shelf]) -> None:
+    one = shelf({"a": 3, "b": 3, "c": 3}, 10)  # two fit, with a share for their caches
+    pool = one.pool
+    pool.start()
+    for name in ("a", "b", "a", "c", "a", "b"):
+        asker = Asker()
+        assert await asker.ask(pool, name) == name
+        asker.end()
+    assert [pool.state(model) for model in pool.models] == ["loaded", "loaded", "unloaded"]
+    assert one.log == ["+a", "+b", "-b", "+c", "-c", "+b"]
 
 
 @pytest.mark.parametrize(
@@ -96,193 +108,152 @@ def test_as_many_models_as_possible_have_room_together(weights: list[int], memor
     assert Shelf({str(n): size for n, size in enumerate(weights)}, memory).pool.share == share * MB
 
 
-def test_a_model_stays_while_it_answers_and_takes_no_further_request() -> None:
+async def test_a_model_stays_while_it_answers_and_takes_no_further_request(shelf: Callable[..., Shelf]) -> None:
     """Nor do its requests keep the other one waiting for ever: those that come later wait for their turn."""
-    shelf = Shelf({"a": 3, "b": 3}, 4)
-    pool = shelf.pool
-
-    async def run() -> None:
-        first, second, third = Asker(), Asker(), Asker()
-        assert await first.ask(pool, "a") == "a"
-        wanted = begun(second, pool, "b")
-        await waits(wanted)
-        late = begun(third, pool, "a")
-        await waits(wanted, late)
-        assert shelf.log == ["+a"]
-        first.end()
-        assert await wanted == "b"
-        await waits(late)
-        second.end()
-        assert await late == "a"
-        third.end()
-        assert shelf.log == ["+a", "-a", "+b", "-b", "+a"]
-        await pool.close()
-
-    asyncio.run(run())
+    one, first, second, third = shelf({"a": 3, "b": 3}, 4), Asker(), Asker(), Asker()
+    assert await first.ask(one.pool, "a") == "a"
+    wanted = second.begin(one.pool, "b")
+    await waits(wanted)
+    late = third.begin(one.pool, "a")
+    await waits(wanted, late)
+    assert one.log == ["+a"]
+    first.end()
+    assert await wanted == "b"
+    await waits(late)
+    second.end()
+    assert await late == "a"
+    third.end()
+    assert one.log == ["+a", "-a", "+b", "-b", "+a"]
 
 
-def test_a_model_that_was_to_leave_stays_when_its_room_is_not_wanted_any_more() -> None:
-    shelf = Shelf({"a": 3, "b": 3}, 4)
-    pool = shelf.pool
-
-    async def run() -> None:
-        first, second, third = Asker(), Asker(), Asker()
-        await first.ask(pool, "a")
-        wanted = begun(second, pool, "b")
-        await waits(wanted)
-        late = begun(third, pool, "a")
-        await waits(late)
-        second.gone.set()
-        with pytest.raises(Refused, match="client has left"):
-            await wanted
-        assert await late == "a"
-        assert shelf.log == ["+a"]
-        first.end()
-        third.end()
-        assert (pool.models[0].users, pool.waiting) == (0, 0)
-        assert pool.models[0].ready
-        await pool.close()
-        assert shelf.log == ["+a", "-a"]
-
-    asyncio.run(run())
+async def test_a_model_that_was_to_leave_stays_when_its_room_is_not_wanted_any_more(
+    shelf: Callable[..., Shelf],
+) -> None:
+    one, first, second, third = shelf({"a": 3, "b": 3}, 4), Asker(), Asker(), Asker()
+    await first.ask(one.pool, "a")
+    wanted = second.begin(one.pool, "b")
+    await waits(wanted)
+    late = third.begin(one.pool, "a")
+    await waits(late)
+    second.gone.set()
+    with pytest.raises(Refused, match="client has left"):
+        await wanted
+    assert await late == "a"
+    first.end()
+    third.end()
+    assert (one.log, one.pool.models[0].users, one.pool.waiting) == (["+a"], 0, 0)
+    assert one.pool.models[0].ready
 
 
-def test_requests_wait_for_one_load_and_others_go_on() -> None:
-    shelf = Shelf({"a": 1, "b": 1}, 10, max_queue=2)
-    pool = shelf.pool
-
-    async def run() -> None:
-        pool.start()
-        shelf.gate.clear()
-        waiting = [begun(Asker(), pool, "b") for _ in range(2)]
-        await waits(*waiting)
-        assert await Asker().ask(pool, "a") == "a"
-        with pytest.raises(Refused, match="2 requests wait for models already") as full:
-            await Asker().ask(pool, "b")
-        assert full.value.status == 429
-        assert [pool.state(one) for one in pool.models] == ["loaded", "loading"]
-        shelf.gate.set()
-        assert await asyncio.gather(*waiting) == ["b", "b"]
-        assert shelf.log == ["+a", "+b"]
-        assert pool.models[1].users == 2
-        await pool.close()
-
-    asyncio.run(run())
+async def test_requests_wait_for_one_load_and_others_go_on(shelf: Callable[..., Shelf]) -> None:
+    one = shelf({"a": 1, "b": 1}, 10, max_queue=2)
+    pool = one.pool
+    pool.start()
+    one.gate.clear()
+    waiting = [Asker().begin(pool, "b") for _ in range(2)]
+    await waits(*waiting)
+    assert await Asker().ask(pool, "a") == "a"
+    with pytest.raises(Refused, match="2 requests wait for models already") as full:
+        await Asker().ask(pool, "b")
+    assert full.value.status == 429
+    assert [pool.state(model) for model in pool.models] == ["loaded", "loading"]
+    one.gate.set()
+    assert await asyncio.gather(*waiting) == ["b", "b"]
+    assert one.log == ["+a", "+b"]
+    assert pool.models[1].users == 2
 
 
-def test_a_request_waits_no_longer_than_it_may() -> None:
-    shelf = Shelf({"a": 1, "b": 1}, 10)
-    pool = shelf.pool
-
-    async def run() -> None:
-        shelf.gate.clear()
-        with pytest.raises(Refused, match=r"b was not loaded in 0\.01 s") as late:
-            await Asker().ask(pool, "b", seconds=0.01)
-        assert late.value.status == 408
-        shelf.gate.set()
-        asker = Asker()
-        assert await asker.ask(pool, "b") == "b"
-        assert asker.state.model == "b"
-        assert pool.models[1].users == 1
-        await pool.close()
-
-    asyncio.run(run())
+async def test_a_request_waits_no_longer_than_it_may(shelf: Callable[..., Shelf]) -> None:
+    one, asker = shelf({"a": 1, "b": 1}, 10), Asker()
+    one.gate.clear()
+    with pytest.raises(Refused, match=r"b was not loaded in 0\.01 s") as late:
+        await Asker().ask(one.pool, "b", seconds=0.01)
+    assert late.value.status == 408
+    one.gate.set()
+    assert await asker.ask(one.pool, "b") == "b"
+    assert (asker.state.model, one.pool.models[1].users) == ("b", 1)
 
 
-def test_a_model_leaves_after_the_time_that_was_asked_for() -> None:
-    shelf = Shelf({"a": 1, "b": 1}, 10)
-    pool = shelf.pool
-
-    async def run() -> None:
-        first, second = Asker(), Asker()
-        await first.ask(pool, "a", keep=0.0)
-        await second.ask(pool, "a", keep=60.0)  # the last request decides
-        first.end()
-        assert pool.models[0].expires is None
-        second.end()
-        assert pool.models[0].expires is not None
-        await waits()
-        assert shelf.log == ["+a"]
-        third = Asker()
-        await third.ask(pool, "a", keep=0.0)
-        assert pool.models[0].expires is None
-        third.end()
-        while pool.models[0].assembly is not None:
-            await asyncio.sleep(0.001)
-        await waits()
-        assert shelf.log == ["+a", "-a"]
-        assert await Asker().ask(pool, "a") == "a"
-        await pool.close()
-
-    asyncio.run(run())
+async def test_a_model_leaves_after_the_time_that_was_asked_for(shelf: Callable[..., Shelf]) -> None:
+    one, first, second, third = shelf({"a": 1, "b": 1}, 10), Asker(), Asker(), Asker()
+    [model, _] = one.pool.models
+    await first.ask(one.pool, "a", keep=0.0)
+    await second.ask(one.pool, "a", keep=60.0)  # the last request decides
+    first.end()
+    assert model.expires is None
+    second.end()
+    assert model.expires is not None
+    await waits()
+    assert one.log == ["+a"]
+    await third.ask(one.pool, "a", keep=0.0)
+    assert model.expires is None
+    third.end()
+    while model.assembly is not None:
+        await asyncio.sleep(0.001)
+    await waits()
+    assert one.log == ["+a", "-a"]
+    assert await Asker().ask(one.pool, "a") == "a"
 
 
-def test_a_model_whose_time_is_over_stays_if_a_request_comes_first() -> None:
-    shelf = Shelf({"a": 1, "b": 1}, 10)
-    pool = shelf.pool
-
-    async def run() -> None:
-        first, second, other = Asker(), Asker(), Asker()
-        await first.ask(pool, "a", keep=0.0)
-        shelf.gate.clear()
-        loads = begun(other, pool, "b")
-        await waits(loads)
-        first.end()
-        await waits(loads)  # its time is over, and it waits for the load
-        assert await second.ask(pool, "a") == "a"
-        shelf.gate.set()
-        assert await loads == "b"
-        await waits()
-        assert shelf.log == ["+a", "+b"]
-        await pool.close()
-
-    asyncio.run(run())
+async def test_a_model_whose_time_is_over_stays_if_a_request_comes_first(shelf: Callable[..., Shelf]) -> None:
+    one, first, second, other = shelf({"a": 1, "b": 1}, 10), Asker(), Asker(), Asker()
+    await first.ask(one.pool, "a", keep=0.0)
+    one.gate.clear()
+    loads = other.begin(one.pool, "b")
+    await waits(loads)
+    first.end()
+    await waits(loads)  # its time is over, and it waits for the load
+    assert await second.ask(one.pool, "a") == "a"
+    one.gate.set()
+    assert await loads == "b"
+    await waits()
+    assert one.log == ["+a", "+b"]
 
 
-def test_a_model_that_was_handed_to_a_request_which_has_ended_is_free() -> None:
-    shelf = Shelf({"a": 1, "b": 1}, 10)
-    pool = shelf.pool
+class Told(PooledModel):
+    """Tells when it is handed to requests that waited for it, before they go on."""
 
-    async def run() -> None:
-        shelf.gate.clear()
-        asker = Asker()
-        task = begun(asker, pool, "b")
-        await waits(task)
-        pool._hand_over(pool.models[1])
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert task.cancelled()
-        asker.end()
-        assert pool.models[1].users == 0
-        waiting: Any = asyncio.ensure_future(pool._loaded(pool.models[1], asker))  # type: ignore[arg-type]
-        await waits(waiting)
-        pool._hand_over(pool.models[1])
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        assert pool.models[1].users == 0
-        shelf.gate.set()
-        await pool.close()
+    tell: Any = None
 
-    asyncio.run(run())
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "users" and value and self.tell is not None:
+            asyncio.get_running_loop().call_soon(self.tell)
 
 
-def test_a_model_that_cannot_be_had_is_an_error_of_its_requests_alone() -> None:
-    shelf = Shelf({"a": 1, "bad": 1, "big": 1}, 10, caches=4)
-    pool = shelf.pool
+async def test_a_model_that_was_handed_to_a_request_which_has_ended_is_free(shelf: Callable[..., Shelf]) -> None:
+    one, asker = shelf({"a": 1, "b": 1}, 10), Asker()
+    model = one.pool.models[1]
+    model.__class__ = Told
 
-    async def run() -> None:
-        pool.start()
-        for name, why in (("bad", "bad cannot be loaded: bad has no weights"), ("big", "more than --memory")):
-            if name == "big":
-                pool.memory = 4 * MB
-            with pytest.raises(Refused, match=why) as refused:
-                await Asker().ask(pool, name)
-            assert (refused.value.status, refused.value.code) == (503, "model_not_loaded")
-        await pool.close()
-        with pytest.raises(Refused, match="stopping"):
-            await Asker().ask(pool, "bad")
+    def end() -> None:
+        for waiting in asyncio.all_tasks():
+            if "ModelPool._loaded" in repr(waiting.get_coro()):
+                waiting.cancel()
 
-    asyncio.run(run())
+    one.gate.clear()
+    task = asker.begin(one.pool, "b")
+    await waits(task)
+    model.tell, _ = end, one.gate.set()  # type: ignore[attr-defined]
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled()
+    asker.end()
+    await waits()
+    assert model.users == 0
+
+
+async def test_a_model_that_cannot_be_had_is_an_error_of_its_requests_alone(shelf: Callable[..., Shelf]) -> None:
+    pool = shelf({"a": 1, "bad": 1, "big": 1}, 10, caches=4).pool
+    pool.start()
+    for name, why in (("bad", "bad cannot be loaded: bad has no weights"), ("big", "more than --memory")):
+        if name == "big":
+            pool.memory = 4 * MB
+        with pytest.raises(Refused, match=why) as refused:
+            await Asker().ask(pool, name)
+        assert (refused.value.status, refused.value.code) == (503, "model_not_loaded")
+    await pool.close()
+    with pytest.raises(Refused, match="stopping"):
+        await Asker().ask(pool, "bad")
 
 
 def test_names() -> None:
@@ -294,7 +265,6 @@ def test_names() -> None:
     with pytest.raises(Refused, match="say which model is to answer: dir/a, b"):
         pool.find(None)
     assert Shelf({"a": 1}, 10).pool.find(None).name == "a"
-    with pytest.raises(
-        ValueError, match=r"a has 20.0 MiB of weights, which is more than --memory 10.0 MiB; give --memory 26"
-    ):
+    words = r"a has 20.0 MiB of weights, which is more than --memory 10.0 MiB; give --memory 26"
+    with pytest.raises(ValueError, match=words):
         Shelf({"a": 20}, 10)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,7 +23,7 @@ from outrider.engine.request import Sequence
 from outrider.models.chat_template import chat_prompt
 from outrider.serve.options import ServeOptions
 from outrider.serve.protocols.anthropic import MessagesRequest
-from outrider.serve.thoughts import ThinkingReader
+from outrider.serve.tools import ThinkingReader
 
 Json = dict[str, Any]
 TEMPLATE = (
@@ -334,7 +333,10 @@ LIMITS = {"/v1/messages": "max_tokens", "/v1/responses": "max_output_tokens"}
 
 
 def prompt_of(live: Live, written: list[Sequence], path: str, body: Json) -> str:
-    ask(live, path, {**body, LIMITS.get(path, "max_completion_tokens"): 1, "stream": False})
+    limit = (
+        {"options": {"num_predict": 1}} if path.startswith("/api/") else {LIMITS.get(path, "max_completion_tokens"): 1}
+    )
+    ask(live, path, {**body, **limit, "stream": False})
     return live.service.tokens.decode(written[-1].prompt)
 
 
@@ -394,7 +396,8 @@ def test_two_ways_to_say_the_same(live: Live, written: list[Sequence], path: str
     usual = {"messages": [USER], "max_tokens": 16} if "chat" in path else {"prompt": "x = "}
     usual |= {"raw": True, "stream": False} if path.startswith("/api/") else {"seed": 3, "temperature": 0.9}
     for more in (body, other):
-        ask(live, path, usual | more)
+        options = {"options": {"num_predict": 9, **more.get("options", {})}} if path.startswith("/api/") else {}
+        ask(live, path, usual | more | options)
     assert written[0].output == written[1].output
 
 
@@ -406,10 +409,9 @@ def test_a_schema_beside_the_type_counts(live: Live) -> None:
     assert json.loads(told("/v1/chat/completions", answer)[1])["at"] in ("sky", "sea")
 
 
-def chat_of(turns: list[Any], system: Any = None, headers: str = "keep") -> list[Json]:
+def chat_of(turns: list[Any], system: Any = None) -> list[Json]:
     """The messages that a message's body becomes."""
-    body = {"messages": turns, "system": system, "max_tokens": 1}
-    return MessagesRequest.model_validate(body).chat(headers, lambda: None).messages
+    return MessagesRequest.model_validate({"messages": turns, "system": system, "max_tokens": 1}).chat().messages
 
 
 def test_blocks_of_a_message_become_messages_of_a_chat() -> None:
@@ -436,35 +438,15 @@ def test_blocks_of_a_message_become_messages_of_a_chat() -> None:
     ]
 
 
-BILLED = "x-anthropic-billing-header: cc_version=2.1; cch={};\nBe brief."
-
-
-def test_header_lines_break_no_prefix_where_the_operator_says_so(
-    live: Live, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert chat_of([USER], BILLED.format(1))[0]["content"] == BILLED.format(1)
+@pytest.mark.parametrize("form", [str, lambda text: [{"type": "text", "text": text}]])
+def test_a_line_for_the_bill_breaks_no_prefix(form: Callable[[str], Any]) -> None:
     for cch in range(2):
-        assert chat_of([USER], [{"type": "text", "text": BILLED.format(cch)}], "drop") == [SYSTEM, USER]
-    moved = chat_of([USER], BILLED.format(1), "move")
-    assert moved[0] == SYSTEM
-    assert moved[1]["content"] == "sort a list\n\nx-anthropic-billing-header: cc_version=2.1; cch=1;"
-    body = {"messages": [USER], "max_tokens": 1}
-    assert told_once(lambda n: ask(live, "/v1/messages", body, system=BILLED.format(n)), caplog, monkeypatch) == [
-        "--client-headers drop"
-    ]
-
-
-def told_once(
-    act: Callable[[int], object], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> list[str]:
-    """What is warned of in two goes."""
-    with caplog.at_level(logging.WARNING, "outrider"):
-        monkeypatch.setattr(logging.getLogger("outrider"), "propagate", True)
-        for n in range(2):
-            act(n)
-    words = ("--client-headers drop", "has no tool calls")
-    said = {id(record): record.getMessage() for record in caplog.records}
-    return [word for text in said.values() for word in words if word in text]
+        assert chat_of([USER], form(f"x-anthropic-billing-header: cc_version=2.1; cch={cch};\nBe brief.")) == [
+            SYSTEM,
+            USER,
+        ]
+    other = "x-other-header: 1\nBe brief. x-anthropic-billing-header: 2"
+    assert chat_of([USER], form(other))[0]["content"] == other
 
 
 # ------------------------------------------------------------------------------------------------ thoughts

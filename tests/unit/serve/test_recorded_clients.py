@@ -38,66 +38,24 @@ OPTIONS = {
     "mirostat_eta": 0.1, "mirostat_tau": 5.0, "repeat_last_n": -1, "repeat_penalty": 1.1,
     "presence_penalty": 0.0, "frequency_penalty": 0.0,
 }  # fmt: skip
-WEBUI: list[tuple[str, dict[str, Any], list[str]]] = [
-    (
-        "/api/chat",
-        {"messages": ASKED, "stream": True, "options": OPTIONS, "keep_alive": "5m"},
-        ["message", "eval_count"],
-    ),
+LOOK = [{"type": "function", "function": TOOL}]
+GAP = "<|fim_prefix|>def f(<|fim_suffix|>return x<|fim_middle|>"
+STOPS = ["<|endoftext|>", "/src/", "```"]
+# path, body, what the client reads of the last line: Open WebUI, then Continue
+REQUESTS: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("/api/chat", {"messages": ASKED, "options": OPTIONS, "keep_alive": "5m"}, ["message", "eval_count"]),
     ("/api/chat", {"messages": ASKED, "stream": False, "options": {"num_predict": 8}, "think": False}, ["message"]),
-    (
-        "/api/chat",
-        {
-            "messages": LOOKED,
-            "stream": True,
-            "options": {"num_predict": 4},
-            "tools": [{"type": "function", "function": TOOL}],
-        },
-        ["message", "prompt_eval_count"],
-    ),
+    ("/api/chat", {"messages": LOOKED, "options": {"num_predict": 4}, "tools": LOOK}, ["message", "prompt_eval_count"]),
     ("/api/generate", {"prompt": "", "keep_alive": 0}, ["response", "done"]),
     ("/api/show", {}, ["details", "model_info", "capabilities"]),
-    (
-        "/v1/chat/completions",
-        {
-            "messages": ASKED,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "max_tokens": 4,
-            "reasoning_effort": "low",
-        },
-        ["choices", "usage"],
-    ),
-]
-CONTINUE: list[tuple[str, dict[str, Any], list[str]]] = [
-    (
-        "/api/chat",
-        {
-            "messages": ASKED,
-            "options": {"num_predict": 8, "num_ctx": 8192},
-            "keep_alive": 1800,
-            "stream": True,
-            "tools": [{"type": "function", "function": TOOL}],
-        },
-        ["message"],
-    ),
-    (
-        "/api/generate",
-        {
-            "prompt": "<|fim_prefix|>def f(<|fim_suffix|>return x<|fim_middle|>",
-            "raw": True,
-            "options": {
-                "temperature": 0.01,
-                "num_predict": 8,
-                "stop": ["<|endoftext|>", "/src/", "```"],
-                "num_ctx": 8192,
-            },
-            "keep_alive": 1800,
-            "stream": True,
-        },
-        ["response"],
-    ),
-]
+    ("/v1/chat/completions", {
+        "messages": ASKED, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 4,
+        "reasoning_effort": "low"}, ["choices", "usage"]),
+    ("/api/chat", {
+        "messages": ASKED, "options": {"num_predict": 8, "num_ctx": 8192}, "keep_alive": 1800, "tools": LOOK}, ["message"]),
+    ("/api/generate", {"prompt": GAP, "raw": True, "keep_alive": 1800, "options": {
+        "temperature": 0.01, "num_predict": 8, "stop": STOPS, "num_ctx": 8192}}, ["response"]),
+]  # fmt: skip
 BILL = "x-anthropic-billing-header: cc_version=2.1.331.{}; cc_entrypoint=sdk-cli;"
 DEFERRED = {
     "name": "Fetch",
@@ -139,11 +97,11 @@ def claude(bill: str = "32c", **more: Any) -> dict[str, Any]:
 def live() -> Iterator[Live]:
     llm = builtin(2, max_model_len=512)
     llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
-    with serving(llm, ServeOptions(model="code", client_headers="drop"), prefix_bytes=1 << 24) as live:
+    with serving(llm, ServeOptions(model="code"), prefix_bytes=1 << 24) as live:
         yield live
 
 
-@pytest.mark.parametrize(("path", "body", "read"), [*WEBUI, *CONTINUE])
+@pytest.mark.parametrize(("path", "body", "read"), REQUESTS)
 def test_a_recorded_request_is_answered_with_what_its_client_reads(
     live: Live, path: str, body: dict[str, Any], read: list[str]
 ) -> None:
@@ -185,23 +143,15 @@ def test_claude_code_is_answered_and_its_bill_breaks_no_prefix(live: Live) -> No
 
 def test_a_deferred_tool_is_offered_when_a_result_refers_to_it() -> None:
     def offered(**more: Any) -> tuple[list[str], list[dict[str, Any]]]:
-        made = MessagesRequest.model_validate(claude(**more)).chat("drop", lambda: None)
+        made = MessagesRequest.model_validate(claude(**more)).chat()
         return [tool["function"]["name"] for tool in made.tools or ()], made.messages
 
     assert offered()[0] == ["ToolSearch"]
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "tool_reference", "tool_name": "Fetch"}]}
     turns = [
         *claude()["messages"],
         {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "ToolSearch", "input": {}}]},
-        {
-            "role": "user",
-            "content": [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "t",
-                    "content": [{"type": "tool_reference", "tool_name": "Fetch"}],
-                }
-            ],
-        },
+        {"role": "user", "content": [result]},
     ]
     names, messages = offered(messages=turns)
     assert names == ["ToolSearch", "Fetch"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,12 +13,7 @@ from serving import Live, builtin, serving
 
 from outrider import LLM
 from outrider.serve.assembly import set_chat_template
-from outrider.serve.batch.answer import BatchAnswerer
-from outrider.serve.batch.lines import BatchRequest
 from outrider.serve.encoding import give_way
-from outrider.serve.options import BatchOptions
-
-FOLDER = Path(__file__).parents[2] / "data" / "templates"
 
 
 @pytest.fixture(scope="module")
@@ -33,22 +27,9 @@ def live(llm: LLM) -> Iterator[Live]:
         yield live
 
 
-def post(live: Live, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(live.url + path, json={"model": "code", **body}, timeout=600)
-
-
 def chat(live: Live, *messages: dict[str, Any], **more: Any) -> httpx.Response:
     more = {"max_tokens": 2, "return_token_ids": True} | more
-    return post(live, "/v1/chat/completions", messages=messages, **more)
-
-
-def test_the_prompt_is_what_transformers_makes(live: Live, llm: LLM) -> None:
-    messages = [{"role": "user", "content": "räksmörgås"}, {"role": "assistant", "content": "smörgås"}]
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    found = chat(live, *messages, tools=tools, tool_choice="auto").json()
-    template: Any = llm.tokenizer
-    expected = template.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=True)
-    assert found["prompt_token_ids"] == expected["input_ids"]
+    return live.post("/v1/chat/completions", messages=messages, **more)
 
 
 def test_instructions_reach_the_model_as_developer_and_as_system(live: Live, llm: LLM) -> None:
@@ -61,11 +42,11 @@ def test_instructions_reach_the_model_as_developer_and_as_system(live: Live, llm
         {"instructions": "Be brief.", "input": [{"role": "developer", "content": "In French."}, asked]},
         {"input": [{"role": "system", "content": "Be brief."}, {"role": "developer", "content": "In French."}, asked]},
     ):
-        answer = post(live, "/v1/responses", max_output_tokens=1, **body).json()
+        answer = live.post("/v1/responses", max_output_tokens=1, **body).json()
         assert answer["usage"]["input_tokens"] == len(llm.encode(both))
 
 
-@pytest.mark.parametrize("role", ["User", "bogus", "", None, ["user"]])
+@pytest.mark.parametrize("role", ["bogus", None])
 def test_a_role_that_does_not_exist_is_refused_on_every_route(live: Live, role: Any) -> None:
     message = {"role": role, "content": "x"}
     for path, body, param in (
@@ -75,7 +56,7 @@ def test_a_role_that_does_not_exist_is_refused_on_every_route(live: Live, role: 
         ("/api/chat", {"messages": [message]}, None),
         ("/tokenize", {"messages": [message]}, "messages"),
     ):
-        answer = post(live, path, **body)
+        answer = live.post(path, **body)
         assert answer.status_code == 400, path
         assert "0.role is" in answer.text, answer.text
         assert param is None or answer.json()["error"]["param"] == param
@@ -125,21 +106,6 @@ def test_what_a_template_cannot_do_is_refused(
     assert answer.json()["error"]["param"] == "messages"
     assert words in answer.json()["error"]["message"]
     assert chat(live, {"role": "user", "content": "x"}).status_code == 200
-
-
-def test_a_batch_has_the_prompts_of_the_library() -> None:
-    messages = [
-        {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "x"}]},
-    ]
-    body = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
-    options = BatchOptions(model="builtin:code", chat_template=(FOLDER / "qwen2.5.jinja").read_text())
-    with BatchAnswerer(options) as answerer:
-        [(_, row)] = answerer.answers([BatchRequest("k", "a", "/v1/chat/completions", body)])
-        expected = answerer.service.prompts.encode(
-            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "x"}]
-        )
-    assert row["response"]["body"]["prompt_token_ids"] == expected
 
 
 def test_a_template_with_a_mistake_is_refused_when_it_is_given(llm: LLM) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import httpx
-import openai
 import pytest
 from grammars import accepts
 from hypothesis import given
@@ -155,41 +154,6 @@ ANY = {"type": "object", "properties": {}}
 def live() -> Iterator[Live]:
     with serving(builtin(2)) as live:
         yield live
-
-
-@pytest.mark.parametrize("parser", ["none", *FORMATS])
-def test_a_call_that_is_asked_for_is_certain_and_the_same_with_and_without_guesses(live: Live, parser: str) -> None:
-    live.service.settings = live.service.settings.with_(tool_call_parser=parser)
-    body = {"model": "code", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "temperature": 1.2}
-    stop = {"type": "function", "function": {"name": "stop"}}
-    with openai.OpenAI(base_url=live.url + "/v1", api_key="any", max_retries=0) as client:
-        for choice, seed in (("required", 1), ("required", 2), (stop, 1)):
-            kwargs = {**body, "tool_choice": choice, "seed": seed, "max_tokens": 100, "parallel_tool_calls": False}
-            found = []
-            for extra in ({"disable_spec_decode": True}, {}):
-                [answer] = client.chat.completions.create(**kwargs, extra_body=extra).choices
-                calls, finish = answer.message.tool_calls, answer.finish_reason
-                if finish == "length":  # white space or digits without end; then there is no call
-                    assert calls is None
-                    found.append(answer.message.content)
-                    continue
-                assert finish == "tool_calls"
-                assert calls is not None
-                assert answer.message.content is None
-                [call] = calls
-                assert call.function.name in (["stop"] if choice is stop else ["look", "stop"])
-                assert type(json.loads(call.function.arguments).get("x", 0)) is int
-                found.append((call.function.name, call.function.arguments))
-            assert found[0] == found[1]
-            with client.chat.completions.create(**kwargs, stream=True) as stream:
-                chunks = [c.choices[0] for c in stream]
-            deltas = [d for c in chunks for d in c.delta.tool_calls or ()]
-            if isinstance(found[0], tuple):
-                assert [(d.index, d.function.name, d.function.arguments) for d in deltas] == [(0, *found[0])]
-                assert chunks[-1].finish_reason == "tool_calls"
-                assert not "".join(c.delta.content or "" for c in chunks)
-            else:
-                assert (deltas, "".join(c.delta.content or "" for c in chunks)) == ([], found[0])
 
 
 def test_calls_that_a_model_writes_of_itself_and_broken_ones(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

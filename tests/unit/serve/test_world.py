@@ -112,12 +112,9 @@ TAKEN = [
 REFUSED = [
     *(Report("vllm-project/vllm#55974", RESPONSES, {"input": [*HI, item]}, "input")
       for item in ({"type": "item_reference", "id": "x"}, {"type": "mcp_call"}, {"type": "bogus"}, {})),
-    *(Report("ids outside of a vocabulary", TEXT, {"prompt": ids}) for ids in ([-1], [10**9], [2**63], [[]], [1, "a"], [True])),
-    Report("ids outside of a vocabulary", TEXT, {"prompt": "x", "logit_bias": {"99999999": 1}}, "logit_bias"),
+    *(Report("ids outside of a vocabulary", TEXT, {"prompt": ids}) for ids in ([10**9], [2**63], [[]], [1, "a"], [True])),
     Report("ids outside of a vocabulary", TEXT, {"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids"),
     Report("a word that is empty", TEXT, {"prompt": "x", "bad_words": [""]}, "bad_words"),
-    Report("a word that is empty", TEXT, {"prompt": "x", "stop": [""]}, "stop"),
-    Report("ai-dynamo/dynamo#14463", CHAT, {"messages": HI, "stop": ["a"] * 17}, "stop"),
     Report("a fraction of a token", CHAT, {"messages": HI, "max_tokens": 2.5}, "max_tokens"),
     Report("a fraction of a token", CHAT, {"messages": HI, "max_tokens": True}, "max_tokens"),
     Report("a call that no tool takes", CHAT, {"messages": HI, "tool_choice": "required"}, "tool_choice"),
@@ -153,7 +150,7 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES, "/api/chat", "/tokenize"])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, "/api/chat"])
 @pytest.mark.parametrize("name", BODIES)
 def test_a_body_that_cannot_be_read_is_a_fault_of_the_client(live: Live, path: str, name: str) -> None:
     answer = httpx.post(live.url + path, content=BODIES[name], headers={"content-type": "application/json"})

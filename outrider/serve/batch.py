@@ -1,26 +1,44 @@
-"""The input of a batch, and the journal of its answers: each is on the disk before the next one counts.
+"""A batch: its input, what answers its lines with all slots in use, and the journal of the answers.
 
-The input is a JSON object a line, `{"custom_id", "method", "url", "body"}`. See
+Each answer is on the disk before the next one counts. The input is a JSON object a line,
+`{"custom_id", "method", "url", "body"}`. See
 https://platform.openai.com/docs/api-reference/batch/request-input.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import math
 import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from pydantic import ValidationError
+
 from outrider.core.files import written_whole
 from outrider.core.jsonl import JsonLines
-from outrider.serve.errors import dumps
+from outrider.engine import Engine
+from outrider.serve.assembly import load_llm
+from outrider.serve.errors import Refused, dumps, invalid_body, no_model, refusing
+from outrider.serve.logs import log
+from outrider.serve.options import BatchOptions, ServeOptions
+from outrider.serve.protocols.openai import CompletionWriter
+from outrider.serve.protocols.responses import ResponsesRequest, ResponsesWriter
+from outrider.serve.requests import MAX_CHOICES, ChatRequest, CompletionRequest, check_body
+from outrider.serve.service import Service
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+BODIES = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+}
 _EXAMPLE = '{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}'
 
 
@@ -36,24 +54,14 @@ class BatchRequest:
 
 @dataclass(frozen=True)
 class BatchLine:
-    """Where a line is, and what is wrong with it.
+    """Where a line is, and what is wrong with it."""
 
-    Args:
-        number: from 1.
-        start: where it begins, in bytes.
-        size: in bytes.
-        key: a digest of its bytes.
-        custom_id: what its author calls it.
-        code: of what is wrong.
-        problem: what is wrong.
-    """
-
-    number: int
-    start: int
-    size: int
-    key: str
-    custom_id: str | None
-    code: str | None = None
+    number: int  # from 1
+    start: int  # where it begins, in bytes
+    size: int  # in bytes
+    key: str  # a digest of its bytes
+    custom_id: str | None  # what its author calls it
+    code: str | None = None  # of what is wrong
     problem: str | None = None
 
     @property
@@ -125,11 +133,102 @@ def _request(value: dict[str, Any], key: str) -> BatchRequest:
         raise _BadLine("invalid_custom_id", "custom_id has half of a surrogate pair, which is not a character")
     if method != "POST":
         raise _BadLine("invalid_method", f'method is "POST", got {json.dumps(method)[:40]}')
-    if url not in ENDPOINTS:
-        raise _BadLine("invalid_url", f"url is one of {', '.join(ENDPOINTS)}, got {json.dumps(url)[:80]}")
+    if url not in BODIES:
+        raise _BadLine("invalid_url", f"url is one of {', '.join(BODIES)}, got {json.dumps(url)[:80]}")
     if not isinstance(body, dict):
         raise _BadLine("invalid_body", f"body is the JSON object that would be sent to {url}")
     return BatchRequest(key, name, url, body)
+
+
+class BatchAnswerer:
+    """A model that answers lines. Use it in a `with` block. Raises what `LLM` raises."""
+
+    def __init__(self, options: BatchOptions) -> None:
+        self.options = options
+        llm, self.note = load_llm(options)
+        # a line may wait for as long as the batch takes
+        settings = ServeOptions(**options.model_dump(exclude={"seed"}), request_timeout=math.inf)
+        self.window = 2 * options.max_num_seqs  # lines in work: as many wait as there are slots, so no slot waits
+        self.service = Service(Engine(llm.runtime, max_queue=self.window * MAX_CHOICES), settings)
+        self._loop = asyncio.new_event_loop()
+
+    def __enter__(self) -> BatchAnswerer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.service.close()
+        self._loop.close()
+
+    def answers(self, requests: Iterable[BatchRequest]) -> Iterator[tuple[BatchRequest, dict[str, Any]]]:
+        """Each request with its row of the output, in the order of their ends.
+
+        Raises RuntimeError if the engine dies: then the lines in work have no answer.
+        """
+        source, tasks = iter(requests), dict[asyncio.Task[dict[str, Any]], BatchRequest]()
+        try:
+            while True:
+                while len(tasks) < self.window and (request := next(source, None)) is not None:
+                    tasks[self._loop.create_task(self._answer(request))] = request
+                if not tasks:
+                    return
+                done, _ = self._loop.run_until_complete(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))
+                for task in done:
+                    request = tasks.pop(task)
+                    yield request, task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                self._loop.run_until_complete(asyncio.wait(tasks))
+
+    async def _answer(self, request: BatchRequest) -> dict[str, Any]:
+        engine = self.service.engine
+        try:
+            status, answer = 200, await self._whole(request)
+        except Exception as error:
+            if engine.problem is not None or not engine.alive:
+                raise RuntimeError(f"{engine.problem or 'the engine has stopped'}; answers so far are kept") from error
+            refused = error if isinstance(error, Refused) else Refused("the batch failed on this line", 500)
+            if refused is not error:
+                log.error("line %s failed", request.custom_id, exc_info=error)
+            status, answer = refused.status, refused.body
+        response = {"status_code": status, "request_id": request.key, "body": answer}
+        row = {"id": f"batch_req_{request.key}", "custom_id": request.custom_id}
+        return row | {"response": response, "error": None}
+
+    async def _whole(self, request: BatchRequest) -> dict[str, Any]:
+        make, body = CompletionWriter, self._body(request)
+        if request.url == "/v1/responses":
+            if body.previous_response_id is not None:
+                raise Refused(
+                    "the lines of a batch do not follow each other; send the whole conversation as input",
+                    param="previous_response_id",
+                )
+            make = partial(ResponsesWriter, name=f"resp_{request.key}", body=body)
+            body = body.chat([])
+        writer = await self.service.accept(body, make, request.key, "batch")
+        return await writer.whole()
+
+    def _body(self, request: BatchRequest) -> Any:
+        try:
+            with refusing():
+                check_body(json.dumps(request.body).encode())
+            body = BODIES[request.url].model_validate(request.body)
+        except ValidationError as error:
+            raise invalid_body(error.errors()) from None
+        if body.model is not None and body.model not in self.service.settings.names:
+            raise no_model(body.model, [self.service.settings.model_name])
+        if body.stream:
+            raise Refused("a batch has whole answers; leave out stream", param="stream")
+        if body.seed is None:
+            body = body.model_copy(update={"seed": line_seed(self.options.seed, request.custom_id)})
+        return body
+
+
+def line_seed(seed: int, custom_id: str) -> int:
+    """The seed of a line that has none. It does not depend on the other lines. JSON keeps it exactly."""
+    named = hashlib.sha256(f"{seed} {custom_id}".encode("utf-8", "replace")).digest()
+    return int.from_bytes(named[:8], "big") % 2**53
 
 
 _FORMAT = 1
