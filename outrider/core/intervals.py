@@ -46,24 +46,12 @@ def interval(table: np.ndarray, ratio: Value = per) -> Interval:
     comes from `DRAWS` resamples of the groups. It is widened for a small number of groups by Student's t and the divisor
     n - 1: plain bootstrap percentiles of a dozen groups contain the truth too seldom (lab/tests/bench/test_stats.py).
     """
-    return _interval([table], float(ratio(table.sum(0))), ratio)
-
-
-def interval_unpaired(a: np.ndarray, b: np.ndarray, ratio: Value = per) -> Interval:
-    """`interval` for ratio(b) / ratio(a) where the two have different groups."""
-    return _interval([a, b], float(ratio(b.sum(0)) / ratio(a.sum(0))), ratio)
-
-
-def _interval(tables: list[np.ndarray], value: float, ratio: Value) -> Interval:
-    """The interval around `value`, which is the ratio of the last table over those before it."""
-    n = min(map(len, tables))
+    n, value = len(table), float(ratio(table.sum(0)))
     if n < 2 or not 0 < value < math.inf:
         return Interval(value, 0.0, math.inf, n)
-    draw, logs = np.random.default_rng(0), np.zeros(DRAWS)
-    for t in tables:
-        picks = draw.multinomial(len(t), np.full(len(t), 1 / len(t)), DRAWS)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            logs = np.log(ratio(picks @ t)) * math.sqrt(len(t) / (len(t) - 1)) - logs
+    picks = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), DRAWS)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log(ratio(picks @ table)) * math.sqrt(n / (n - 1))
     finite = logs[np.isfinite(logs)]
     half = student_quantile(n - 1) * float(np.std(finite)) if len(finite) else math.inf
     with np.errstate(over="ignore"):

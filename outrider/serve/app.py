@@ -6,10 +6,10 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Any
 
 import anyio
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
@@ -224,10 +224,6 @@ def _pages(app: FastAPI, pool: ModelPool) -> None:
     @app.get("/dashboard/events", include_in_schema=False)
     async def events(model: str | None = None) -> Response:
         return EventStream(pool.dashboard(model))
-
-    @app.post("/dashboard/poll", include_in_schema=False)
-    async def poll(viewer: Annotated[str, Query(min_length=1, max_length=64)]) -> Response:
-        return Response(pool.dashboard().poll(viewer), headers=HEADERS, media_type="text/event-stream")
 
 
 def trouble(pool: ModelPool) -> str | None:

@@ -19,7 +19,7 @@ _FEWEST, _GROUPS = 5, 10  # requests; fewer say nothing. Groups of neighbours th
 
 @dataclass
 class Tick:
-    """Sums over the steps and requests of a while: of one tick, of many, or of several servers."""
+    """Sums over the steps and requests of a while: of one tick or of many."""
 
     elapsed: float = 0.0  # seconds of the while
     processor: float = 0.0  # processor seconds of the whole process
@@ -49,7 +49,7 @@ class Tick:
         return sum(accepted for _, accepted in self.by_depth)
 
     def add(self, other: Tick) -> None:
-        """Add a later record, or that of another server. What it weighed takes the place of what was weighed before."""
+        """Add a later record. What it weighed takes the place of what was weighed before."""
         for name in ("elapsed", "processor", "spent", "steps", "sequences", "tokens", "drafted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for mine, theirs in ((self.plans, other.plans), (self.seconds, other.seconds)):

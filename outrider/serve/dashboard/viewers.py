@@ -42,13 +42,20 @@ HEADERS = {
 }
 
 
-class Audience:
-    """Viewers, and the task that feeds them while there are any. dropped: viewers that did not read."""
+class Dashboard:
+    """Viewers, and the task that feeds them while there are any. Then `watch` is an observer of the engine."""
 
-    def __init__(self, interval: float) -> None:
-        self.interval, self.viewers, self.dropped = interval, list[Viewer](), 0
+    def __init__(self, service: Service, models: Callable[[], list[str]]) -> None:
+        """models: the names of those that are loaded."""
+        self.service, self.watch, self._models = service, Watch(service.engine), models
+        self.interval, self.viewers = INTERVAL, list[Viewer]()
+        self.dropped = 0  # viewers that did not read
         self._past, self._windows, self._turn = deque[Tick](maxlen=KEPT), dict[str, dict[str, Any]](), 0
         self._ticker: asyncio.Task[None] | None = None
+        self._spent = 0.0  # processor seconds of the last tick
+        trace = service.engine.scheduler.trace
+        self.shows_text = trace is not None and trace.detail is not Detail.COUNTS
+        self.speculates = service.engine.roster.default != NONE
 
     def join(self) -> Viewer:
         """A new viewer. The first one starts the ticks. Raises Refused if there are too many."""
@@ -57,10 +64,10 @@ class Audience:
         viewer = Viewer()
         if self._ticker is None:
             self._past.clear()
-            self.begin()
+            self.watch.clear()
+            self.service.engine.scheduler.watch(self.watch)
             self._ticker = asyncio.get_running_loop().create_task(self._tick())
-        if hello := self.hello():
-            viewer.offer(encoded("hello", hello))
+        viewer.offer(encoded("hello", self.hello()))
         self.viewers.append(viewer)
         return viewer
 
@@ -71,7 +78,7 @@ class Audience:
         if not self.viewers and self._ticker is not None:
             self._ticker.cancel()
             self._ticker = None
-            self.end()
+            self.service.engine.scheduler.unwatch(self.watch)
 
     def send(self, data: bytes) -> None:
         """Queue an event for all. Viewers that do not read are dropped."""
@@ -80,7 +87,7 @@ class Audience:
             viewer.drop()
             self.leave(viewer)
 
-    def told(self, tick: Tick, speculates: bool) -> dict[str, Any]:
+    def told(self, tick: Tick) -> dict[str, Any]:
         """What viewers are told of a tick, and of those before it.
 
         sums: the tick. windows: the outlook of each, by seconds. A long window changes slowly, so it is summed up at every second
@@ -90,7 +97,7 @@ class Audience:
         self._turn += 1
         for seconds in WINDOWS:
             if self._turn % max(min(len(self._past), 2 * seconds) // 60, 1) == 0:
-                self._windows[str(seconds)] = outlook(recent(self._past, seconds), seconds, speculates)
+                self._windows[str(seconds)] = outlook(recent(self._past, seconds), seconds, self.speculates)
         now = figures(recent(self._past, 3.5 * self.interval))
         return {"sums": vars(tick), "windows": self._windows, "point": [now["rate"], now["depth"]]}
 
@@ -103,62 +110,15 @@ class Audience:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self.interval)
-            await self.tick()
+            self.tick()
 
-    def begin(self) -> None:
-        """The first viewer joins."""
-
-    def end(self) -> None:
-        """The last viewer has left."""
-
-    def hello(self) -> dict[str, Any] | None:
-        """What a new viewer is told first; None if that is not known yet."""
-        raise NotImplementedError
-
-    async def tick(self) -> None:
+    def tick(self) -> None:
         """Send what happened since the last tick."""
-        raise NotImplementedError
-
-
-class Dashboard(Audience):
-    """Sends events to viewers. `watch` is an observer of the engine while there are viewers."""
-
-    def __init__(self, service: Service, models: Callable[[], list[str]]) -> None:
-        """models: the names of those that are loaded."""
-        super().__init__(INTERVAL)
-        self.service, self.watch, self._models = service, Watch(service.engine), models
-        self._spent = 0.0  # processor seconds of the last tick
-        self._pollers = dict[str, Viewer]()
-        trace = service.engine.scheduler.trace
-        self.shows_text = trace is not None and trace.detail is not Detail.COUNTS
-        self.speculates = service.engine.roster.default != NONE
-
-    def begin(self) -> None:
-        """See `Audience.begin`."""
-        self.watch.clear()
-        self.service.engine.scheduler.watch(self.watch)
-
-    def end(self) -> None:
-        """See `Audience.end`."""
-        self.service.engine.scheduler.unwatch(self.watch)
-
-    def poll(self, name: str) -> bytes:
-        """The events of a viewer that comes again and again for them, as the front of many servers does.
-
-        It joins when it comes first, and is dropped like others when it has stayed away for `WAITING` ticks.
-        """
-        self._pollers = {known: viewer for known, viewer in self._pollers.items() if viewer in self.viewers}
-        if name not in self._pollers:
-            self._pollers[name] = self.join()
-        return self._pollers[name].taken()
-
-    async def tick(self) -> None:
-        """See `Audience.tick`."""
         begun = thread_time()
         tick, ended = self.watch.tick(self._spent)
         engine = self.service.engine
         event = {
-            **self.told(tick, self.speculates),
+            **self.told(tick),
             "time": time(),
             "engine": asdict(engine.stats),
             "problem": engine.problem,
@@ -219,10 +179,6 @@ class Viewer:
         """Events that it has not been sent."""
         return self._queue.qsize()
 
-    def taken(self) -> bytes:
-        """The events that wait, which it need not be sent any more."""
-        return b"".join([self._queue.get_nowait() for _ in range(self._queue.qsize())])
-
     def drop(self) -> None:
         self._scope.cancel()
 
@@ -238,7 +194,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, dashboard: Audience) -> None:
+    def __init__(self, dashboard: Dashboard) -> None:
         super().__init__(headers={**HEADERS, "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self.dashboard = dashboard
