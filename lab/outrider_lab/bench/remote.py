@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from outrider.core.extras import needs
-from outrider.core.http import StreamError, address, error_message, error_text, events
+from outrider_lab.bench.events import StreamError, address, error_message, error_text, events
 from outrider_lab.bench.prompts import Prompt
 from outrider_lab.bench.run import Arrivals, Sample, Setting
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 import httpx
 import pytest
 
-from outrider.core.http import events
+from outrider_lab.bench.events import events
 from outrider.core.params import SamplingParams
 from outrider.core.stopping import FinishReason, StopChecker
 from outrider.core.types import PHASES, Budget, Commit, Step

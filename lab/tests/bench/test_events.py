@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from outrider.core.http import StreamError, events
+from outrider_lab.bench.events import StreamError, events
 
 EVENTS = [{"text": "a"}, {"text": "ü 世界\n"}, {"choices": []}]
 

@@ -44,30 +44,23 @@ def error_text(error: Any) -> str:
 def events(parts: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """The events of a stream, up to `[DONE]` or its end.
 
-    parts: the body as it arrives, cut anywhere. Raises StreamError for data that is not a stream of JSON objects.
+    Args:
+        parts: The body as it arrives, cut anywhere.
+
+    Raises StreamError for data that is not a stream of JSON objects.
     """
-    for _, event in named_events(parts):
-        if event is None:
-            return
-        yield event
-
-
-def named_events(parts: Iterable[bytes]) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """The events of a stream, each with its name; "" for one without. `[DONE]` is None."""
-    name = ""
     for line in _lines(parts):
-        if line.startswith("event:"):
-            name = line.removeprefix("event:").strip()
-        elif line.startswith("data:"):
+        if line.startswith("data:"):
             data = line.removeprefix("data:").strip()
+            if data == "[DONE]":
+                return
             try:
-                event = None if data == "[DONE]" else json.loads(data)
+                event = json.loads(data)
             except ValueError:
                 raise StreamError(f"an event is not JSON: {data[:100]}") from None
-            if not isinstance(event, dict | None):
+            if not isinstance(event, dict):
                 raise StreamError(f"an event is not an object: {data[:100]}")
-            yield name, event
-            name = ""
+            yield event
         elif line and line[0] in "{<":
             raise StreamError(f"this is not an event stream: {line[:100]}")
 
