@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, cast
 import httpx
 import pytest
 
-from outrider_lab.bench.events import events
 from outrider.core.params import SamplingParams
 from outrider.core.stopping import FinishReason, StopChecker
 from outrider.core.types import PHASES, Budget, Commit, Step
@@ -28,6 +27,7 @@ from outrider.engine.request import Request, Sequence
 from outrider.serve.dashboard import viewers
 from outrider.serve.dashboard.figures import Tick, added, figures, gain, outlook, recent
 from outrider.serve.dashboard.watch import Watch
+from outrider_lab.bench.events import events
 from tests.support.serving import Live, builtin, serving
 
 BOTH = {"method": ["suffix", "draft_model"], "model": "builtin:code-draft"}
