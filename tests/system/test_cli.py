@@ -274,7 +274,6 @@ def test_tune_ends_with_its_answer_and_a_line_that_works(tmp_path: Path, monkeyp
     done = run(*words, "--export", "--out", "kept.json")
     assert done.exit_code == 0, done.output
     assert "lain decoding" in done.stdout
-    assert re.search(r"is right as often at half the cost of draft_model would", done.stdout)
     assert "  llama.cpp: " in done.stdout
     assert done.stdout.splitlines()[-1].endswith("--speculative-config kept.json")
     assert json.loads(Path("kept.json").read_text())["method"] in ("draft_model", "none")

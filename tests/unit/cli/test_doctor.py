@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from outrider.cli import doctor
 from outrider.cli.main import app
-from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.method import METHODS
 from outrider.engine.calibrate import WHOLE, all_stored
 from outrider.kernels import cpu
@@ -121,13 +120,6 @@ def test_it_refuses_what_needs_no_costs(config: str) -> None:
     done = CliRunner().invoke(app, ["doctor", "builtin:code", "--speculative-config", config])
     assert done.exit_code == 2
     assert "uses no measured costs" in done.output + done.stderr
-
-
-@pytest.mark.parametrize("old", ["calibrated", "optimal"])
-def test_old_names_of_the_controller_work_and_warn(old: str) -> None:
-    with pytest.warns(DeprecationWarning, match='is now "adaptive"'):
-        config = SpeculativeConfig.of({"method": "suffix", "controller": old})
-    assert config.controller == "adaptive"
 
 
 def test_methods_lists_the_registry() -> None:
