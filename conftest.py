@@ -77,6 +77,18 @@ def _cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _kernels() -> Iterator[None]:
+    """A file leaves the instruction set and the threads of the kernels as they are: all later ones were once ten times slower."""
+    yield
+    if (native := sys.modules.get("outrider.kernels.cpu")) is not None and native.available():
+        now = (native.isa(), native.num_threads())
+        assert now == _first.setdefault("kernels", now)
+
+
+_first = dict[str, tuple[str, int]]()  # as the first file left them
+
+
 @pytest.fixture(autouse=True)
 def _published() -> Iterator[None]:
     """Each answer of a server of `serving` has the published form, whichever test asked for it."""

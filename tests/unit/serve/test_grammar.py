@@ -145,7 +145,9 @@ def test_what_a_grammar_leaves_no_choice_about_costs_few_steps_of_a_server(metho
     texts.append(json.dumps({"name": NAMES, "note": "a text that nobody has to choose", "numbers": [[12, 34], [56]]}))
     with serving(llm, options) as live:
         planner = live.service.engine.roster.planner  # costs of a busy machine could hold drafts back
-        planner.costs = Costs(CostModel({}, {1: 1.0, 16: 1.5}))  # seconds: what is around a draft is nothing beside them
+        planner.costs = Costs(
+            CostModel({}, {1: 1.0, 16: 1.5})
+        )  # seconds: what is around a draft is nothing beside them
         planner.costs.observe_forward = planner.costs.observe_draft = lambda *seconds: None  # type: ignore[method-assign]
         for form in ({"regex": texts[0]}, {"choice": texts[1:]}):
             ways = [body | {"structured_outputs": form, "method": method} for method in ("none", None)]
