@@ -84,7 +84,8 @@ def path_of(module: str) -> Path:
     """The source file of a module."""
     name = full_name(module)
     base = ROOT / name.partition(".")[0].partition("_")[2] / Path(*name.split("."))  # certify/outrider_certify/...
-    return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+    package = base / "__init__.py"  # a folder that git left behind has none
+    return package if package.exists() else base.with_suffix(".py")
 
 
 def prose(docstring: str | None) -> str:
