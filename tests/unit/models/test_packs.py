@@ -443,7 +443,8 @@ def test_a_disk_or_a_process_in_the_way_does_no_harm(
 def test_threads_pack_the_same_model(source: Path) -> None:
     with warnings.catch_warnings(), ThreadPoolExecutor(3) as pool:
         warnings.simplefilter("ignore")
-        texts = [logits(model) for model in pool.map(lambda _: load(source, quantization="int8").model, range(4))]
+        models = list(pool.map(lambda _: load(source, quantization="int8").model, range(4)))
+    texts = [logits(model) for model in models]
     assert all(torch.equal(t, texts[0]) for t in texts)
     assert len(store.packs()) == 1
 
