@@ -31,6 +31,7 @@ class Echo:
 
     def __init__(self) -> None:
         self.go = threading.Event()
+        self.working = threading.Event()  # a request for `/slow` has come in whole
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         length, more = 0, scope["path"] != "/refuse"
@@ -39,6 +40,8 @@ class Echo:
             if message["type"] == "http.disconnect":
                 return
             length, more = length + len(message["body"]), message["more_body"]
+        if scope["path"] == "/slow":
+            self.working.set()
         while scope["path"] == "/slow" and not self.go.is_set():
             await asyncio.sleep(0.01)
         said = b"%d" % length
@@ -144,6 +147,7 @@ def test_a_body_may_take_longer_than_a_head(live: Live) -> None:
 def test_strangers_who_wait_go_first_and_a_request_that_runs_stays(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_SECONDS", 600)
     runs = sent(live, b"GET /slow HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    assert live.app.working.wait(PATIENCE)  # before that it is a stranger too
     with ExitStack() as stack:
         for crowd in (HALF, BODY, b""):
             for _ in range(20):
