@@ -1,10 +1,10 @@
-"""Put every causal language model class of transformers through its checks; write the page and the package's table of them.
+"""Put every causal language model class of transformers through its checks; write the page of them.
 
     python -m docs.models [--only llama gpt2] [--again] [--page]
 
 Each class runs in a process of its own, at low priority and with a time limit. Each result is kept in docs/models.json at
 once, so a run that was stopped goes on where it was. --only: these model types. --again: also what has a result of this
-transformers. --page: run nothing, write docs/models.md and outrider/data/classes.json, which `outrider models check` reads.
+transformers. --page: run nothing, write docs/models.md.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from outrider.cli.compatibility import TABLE
-from tests.support.coverage import REFUSED, RUNS, UNAVAILABLE, ClassReport, report_of
+from tests.support.coverage import UNAVAILABLE, ClassReport, report_of
 from tests.support.tiny_models import whole_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,14 +127,6 @@ def page(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table(results: dict[str, Any]) -> str:
-    """What outrider/data/classes.json says of the classes that run and of those that are refused, a line for each."""
-    names = {RUNS: ("path", "guarantee", "note", "whole"), REFUSED: ("reason",)}
-    listed = sorted((m for m in results["models"].values() if m["status"] in names), key=lambda m: m["name"])
-    rows = (f'"{m["name"]}": {json.dumps({name: m[name] for name in names[m["status"]] if name in m})}' for m in listed)
-    return f'{{"transformers": "{results["transformers"]}", "classes": {{\n' + ",\n".join(rows) + "\n}}\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="TYPE")
@@ -155,7 +146,6 @@ def main() -> None:
             RESULTS.write_text(json.dumps(known, indent=1) + "\n")
             print(f"{found['name']}: {found['status']} {found.get('path', '')} {found.get('reason', '')}", flush=True)
     PAGE.write_text(page(known))
-    TABLE.write_text(table(known))
 
 
 if __name__ == "__main__":

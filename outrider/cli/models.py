@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,15 +23,14 @@ models = typer.Typer(
     name="models",
     add_completion=False,
     rich_markup_mode="rich",
-    epilog="[bold]Examples[/bold]\noutrider models\noutrider models check Qwen/Qwen3-8B\n"
-    "outrider models pull builtin:smollm2-135m\n\n"
+    epilog="[bold]Examples[/bold]\noutrider models\noutrider models pull builtin:smollm2-135m\n\n"
     "[bold]outrider list[/bold], [bold]outrider pull[/bold] and [bold]outrider rm[/bold] are the same as with models before them",
 )
 
 
 @models.callback(invoke_without_command=True, rich_help_panel="Models")
 def about(context: typer.Context, debug: Debug = False) -> None:
-    """List the models that are here, fetch or remove one, check if one runs here, or pack its weights."""
+    """List the models that are here, fetch or remove one, or pack its weights."""
     if context.invoked_subcommand is None:
         with readable(debug):
             show_list()
@@ -64,22 +62,6 @@ def show_list() -> None:
         f"\nRemove one from a cache: outrider rm NAME. Packs take {_size(store.limit())} at most; {store.LIMIT} changes that."
     )
     print(f'Use one: outrider generate "def main():" -m {CODE}')
-
-
-@as_command("Commands", "outrider models check Qwen/Qwen3-8B", "outrider models check model.gguf --json", to=models)
-def check(model: str, *, json_: bool = False) -> None:
-    """Say whether a model runs here, and how, from its configuration alone. Fetches nothing. Exit code 1: it does not run.
-
-    Args:
-        model: A folder, a config.json, a GGUF file or a hub name.
-        json_: Print the answer as JSON.
-    """
-    with loading(model):
-        from outrider.cli import compatibility
-
-        answer = compatibility.check(model)
-    print(json.dumps(answer) if json_ else "\n".join(compatibility.lines(model, answer)))
-    raise typer.Exit(0 if answer["runs"] else 1)
 
 
 @as_command(

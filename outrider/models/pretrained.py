@@ -35,7 +35,7 @@ from outrider.models.gguf.model import build, dense_, mtp_of, sizes
 from outrider.models.gguf.reader import read
 from outrider.models.gguf.tokenizer import tokenizer_of as gguf_tokenizer
 from outrider.models.hf.experts import mixtures
-from outrider.models.hf.model import HFModel, UnsupportedModel, shared_copy
+from outrider.models.hf.model import HFModel, UnsupportedModel, refuse, shared_copy
 from outrider.models.matrix import join_latents_
 from outrider.models.native.model import NativeModel, supports
 from outrider.models.quantised import formats, reader
@@ -104,9 +104,10 @@ def read_folder(request: LoadRequest, path: str) -> ReadModel:
 def _from_floats(request: LoadRequest, path: str, config: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model, and transformers' report of missing and unexpected tensors."""
     name, folder = request.name, Path(path)
+    shell = _shell(name, config)
     if folder.is_dir() and (stored := checkpoint.sizes(name, folder)):
         checkpoint.fits(name, stored, request.weights, request.device)
-        _check_sizes(name, config, stored, checkpoint.shapes(folder))
+        _check_sizes(name, shell, stored, checkpoint.shapes(folder))
     try:
         with ExactPowers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -128,13 +129,14 @@ def _from_quantised(
     """A checkpoint with a `quantization_config`. dtype "auto" keeps blocks where the kernels can."""
     name, settings = request.name, settings if isinstance(settings, dict) else settings.to_dict()
     method = formats.check(name, settings)
+    shell = _shell(name, config)
     here = Path(path).is_dir()
     folder = Path(path if here else snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
     stored = reader.Quantised(name, folder, method, settings)
     missing = why_no_kernels(request.device)
     floats = request.dtype if request.dtype != "auto" else dtype_name(getattr(config, "dtype", None) or torch.float16)
     checkpoint.fits(name, stored.sizes(), request.weights or (floats if missing else None), request.device)
-    _check_sizes(name, config, stored.sizes(), {})
+    _check_sizes(name, shell, stored.sizes(), {})
     try:
         return reader.build(stored, config, DTYPES[floats], keep=not missing)
     except UnsupportedModel:
@@ -143,16 +145,24 @@ def _from_quantised(
         raise ValueError(f"{name} cannot be loaded: {error}") from error
 
 
-def _check_sizes(name: str, config: Any, stored: checkpoint.Sizes, shapes: Mapping[str, Sequence[int]]) -> None:
+def _shell(name: str, config: Any) -> PreTrainedModel:
+    """The modules of a model that runs here, before its weights are fetched. Raises ValueError or UnsupportedModel."""
+    try:
+        shell = skeleton(config)
+    except Exception as error:  # each architecture checks its settings in its own way
+        raise ValueError(f"the configuration of {name} makes no model: {type(error).__name__}: {error}") from error
+    refuse(shell)
+    return shell
+
+
+def _check_sizes(
+    name: str, shell: PreTrainedModel, stored: checkpoint.Sizes, shapes: Mapping[str, Sequence[int]]
+) -> None:
     """Raise ValueError for a configuration of another model than the weights', before memory is taken for it.
 
     shapes: of the tensors as stored. Those whose names the model has must have its sizes. transformers renames the others, so
     they are counted only.
     """
-    try:
-        shell = skeleton(config)
-    except Exception as error:  # each architecture checks its settings in its own way
-        raise ValueError(f"the configuration of {name} makes no model: {type(error).__name__}: {error}") from error
     wanted = {n: t.shape for n, t in (*shell.named_parameters(), *shell.named_buffers())}
     if wrong := next((n for n, s in wanted.items() if n in shapes and math.prod(shapes[n]) != s.numel()), None):
         raise ValueError(

@@ -27,7 +27,7 @@ from outrider.cli.options import (
 OPTIONS = {
     "": 1, "run": 25, "generate": 35, "serve": 47, "batch": 29, "models": 1, "methods": 1, "doctor": 6, "deploy":
     56, "bench": 28, "certify": 29, "demo": 8, "explain": 5, "export": 6, "layers": 6, "replay": 5, "train": 19,
-    "tune": 19, "models list": 1, "models check": 2, "models pull": 1, "models rm": 2, "models pack": 4,
+    "tune": 19, "models list": 1, "models pull": 1, "models rm": 2, "models pack": 4,
 }  # fmt: skip
 
 

@@ -84,7 +84,6 @@ def test_the_page_is_made_of_the_results() -> None:
     made = runpy.run_path(str(ROOT / "docs" / "models.py"))
     results = json.loads((ROOT / "docs" / "models.json").read_text())
     assert (ROOT / "docs" / "models.md").read_text() == made["page"](results), "run python -m docs.models --page"
-    assert (ROOT / "outrider" / "data" / "classes.json").read_text() == made["table"](results)
 
 
 def test_no_class_is_wrong_or_crashes() -> None:
