@@ -11,7 +11,7 @@ import threading
 from collections import abc
 from itertools import pairwise
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,11 +21,12 @@ from outrider.core.noise import Noise
 from outrider.core.params import BadParameter, ContextOverflow
 from outrider.core.sampling import LogitsDistribution, LogitsWarper
 from outrider.core.stopping import FinishReason, StopChecker
+from outrider.core.tree import chain
 from outrider.core.types import PHASES, Commit, Draft, Guarantee, Step, Verdict
 from outrider.drafters.base import DraftContext, Drafter, NoDraft, TargetPass
 from outrider.drafters.lookup.memory import TextMemory
 from outrider.drafters.method import NONE
-from outrider.engine.prefix_cache import PrefixCache
+from outrider.engine.prefix_cache import BLOCK, PrefixCache
 from outrider.engine.request import Request, Sequence
 from outrider.kernels import cpu as native
 from outrider.kernels.probabilities import log_softmax
@@ -34,7 +35,16 @@ from outrider.models.nodes import Nodes
 from outrider.verify import VERIFIERS
 
 _NO_DRAFT = NoDraft()
-PREFILL_CHUNK = 256  # prompt tokens per forward; sequences that decode wait for one chunk at most
+PREFILL_CHUNK = 256  # prompt tokens of a forward, of one sequence or several; those that decode wait for one at most
+
+
+class _Chunk(NamedTuple):
+    """What a forward reads of a prompt."""
+
+    sequence: Sequence
+    start: int  # the place of the first token
+    part: list[int]  # the tokens
+    wanted: int | None  # log-probabilities of each
 
 
 class Decoder:
@@ -44,7 +54,7 @@ class Decoder:
         sequences: Those that have a slot, by slot, in order of admission.
         free: The other slots.
         waiting: Sequences whose tokens are not all in the cache yet.
-        chunk: Prompt tokens per forward.
+        chunk: Prompt tokens per forward, of all sequences that it reads.
         plain: Nothing drafts.
     """
 
@@ -183,9 +193,8 @@ class Decoder:
             sequences: They have slots, and keep them.
             tokens: Output tokens at which a sequence rests; None decodes all to their ends.
         """
-        for sequence in sequences:
-            while sequence in self.waiting:
-                self.prefill(sequence)
+        while unread := [sequence for sequence in sequences if sequence in self.waiting]:
+            self.prefill(unread)
         while live := [s for s in sequences if s.finish is None and (tokens is None or len(s.output) < tokens)]:
             yield self.round(live)
 
@@ -223,35 +232,73 @@ class Decoder:
             self.controller.observe(step)
             return step
 
-    def prefill(self, sequence: Sequence, chunk: int | None = None) -> None:
-        """Read the next chunk of a sequence's tokens, all but the last, into the cache. chunk: tokens, in place of the usual."""
+    def prefill(self, sequences: abc.Sequence[Sequence], rows: int | None = None) -> None:
+        """Read the next tokens of some sequences into the cache, in one forward. All but the last of each are read.
+
+        Args:
+            sequences: Some of `waiting`. The first is served first, and the others share the rows that it leaves.
+            rows: Tokens of the forward, in place of `chunk`.
+        """
+        chunks = list[_Chunk]()
+        for sequence in sequences:
+            if room := self._room(chunks, sequence, rows or self.chunk):
+                more = [*chunks, *self._chunks(sequence, room)]
+                cells = max((c.start for c in more), default=0) + max((len(c.part) for c in more), default=0)
+                if len(more) <= 1 or cells <= self.max_length:  # the cache needs no more cells than for one of them
+                    chunks = more
+        if parts := [c.part for c in chunks if c.part]:
+            slots = [c.sequence.slot for c in chunks if c.part]
+            tokens, parents = chain(parts)
+            nodes = Nodes(tokens, self.cache, slots, parents if len(parts) > 1 else None)
+            want = "none" if chunks[0].wanted is None else "all"
+            out = self.target.forward(nodes, taps=self.drafter.taps, want=want)
+            self.cache.commit(slots, [range(len(part)) for part in parts])
+            for place, (sequence, start, part, wanted) in enumerate(c for c in chunks if c.part):
+                if out.features is not None:
+                    self.drafter.start(sequence.slot, sequence.tokens, start, out.features[place, : len(part)])
+                if wanted is not None:
+                    following = sequence.tokens[start + 1 : start + 1 + len(part)]
+                    sequence.read(logprobs(x, t, wanted) for x, t in zip(out.logits[0], following, strict=True))
+        for chunk in chunks:
+            self._after(chunk.sequence, chunk.wanted)
+
+    def _room(self, chunks: list[_Chunk], sequence: Sequence, rows: int) -> int:
+        """How many tokens of a sequence a forward has room for, beside these chunks. rows: of the forward."""
+        if not chunks:
+            return rows
+        asks = [one.params.prompt_logprobs for one in (chunks[0].sequence, sequence)]
+        if asks != [None, None]:
+            return 0  # the logits of all its tokens: it is read alone
+        tokens, slot = sequence.tokens[:-1], sequence.slot
+        if self.prefixes is not None and not self.cache.length[slot]:
+            alike = self.prefixes.parting(tokens) + BLOCK
+            if any(len(tokens) >= alike and c.sequence.tokens[:alike] == tokens[:alike] for c in chunks):
+                return 0  # another one reads what it begins with: the prefix cache will have it
+        if self.target.skips_padding:
+            return rows - sum(len(c.part) for c in chunks)
+        room = rows // (len(chunks) + 1)
+        return room if room >= max(len(c.part) for c in chunks) else 0
+
+    def _chunks(self, sequence: Sequence, room: int) -> list[_Chunk]:
+        """The next tokens that a sequence reads, at most `room`; nothing while the prefix cache may have more of them."""
         tokens, last = sequence.tokens, len(sequence.tokens) - 1
-        wanted = sequence.params.prompt_logprobs
-        if sequence.written:
-            wanted = None  # a resumed sequence has them already
+        # a resumed sequence has the log-probabilities of its prompt already
+        wanted = None if sequence.written else sequence.params.prompt_logprobs
         done = self.cache.length[sequence.slot]
         if self.prefixes is not None and wanted is None:
             before = done
             done = self.prefixes.fetch(self.cache, sequence.slot, tokens[:last])
             sequence.recalled(before, done)
             if before < done < last and self.prefixes.files is not None:
-                return  # there may be more, and others need not wait for it
-        end = min(done + (chunk or self.chunk), last)
+                return []  # there may be more, and others need not wait for it
+        end = min(done + room, last)
         if self.prefixes is not None and self.cache.states:
             end = self.prefixes.chunk_end(self.cache, tokens[:last], done, end)
-        part = tokens[done:end]
-        if part:
-            want = "none" if wanted is None else "all"
-            out = self.target.forward(
-                Nodes(torch.tensor([part]), self.cache, [sequence.slot]), taps=self.drafter.taps, want=want
-            )
-            self.cache.commit([sequence.slot], [range(len(part))])
-            if out.features is not None:
-                self.drafter.start(sequence.slot, tokens, done, out.features[0])
-            if wanted is not None:
-                following = tokens[done + 1 : done + 1 + len(part)]
-                sequence.read(logprobs(x, t, wanted) for x, t in zip(out.logits[0], following, strict=True))
-        held = self.cache.length[sequence.slot]
+        return [_Chunk(sequence, done, tokens[done:end], wanted)]
+
+    def _after(self, sequence: Sequence, wanted: int | None) -> None:
+        """After a chunk was read."""
+        held, last = self.cache.length[sequence.slot], len(sequence.tokens) - 1
         if held == last or (self.prefixes is not None and self.prefixes.keeps_chunks(self.cache)):
             self.remember(sequence)
         if held == last:

@@ -145,7 +145,7 @@ class Engine:
     def cancel(self, sequences: abc.Sequence[Sequence]) -> None:
         """These have no reader any more. They leave before the next step."""
         for sequence in sequences:
-            sequence.cancel()
+            self.scheduler.cancel(sequence)
         with self._wake:
             self._wake.notify()
 

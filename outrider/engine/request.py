@@ -235,10 +235,6 @@ class Sequence:
         self.prompt_logprobs += logprobs if self.prompt_logprobs else [None, *logprobs]
         del self.prompt_logprobs[len(self.prompt) :]
 
-    def cancel(self) -> None:
-        """Its reader has left."""
-        self.cancelled = True
-
     def advance(self, tokens: abc.Sequence[int], steps: int) -> None:
         """Take over what earlier steps wrote, as a replay does, before the sequence is read."""
         for token in tokens:

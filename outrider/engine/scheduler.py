@@ -1,19 +1,22 @@
 """The scheduler: which sequences wait, run, give way and leave. One class, whether a server or a loop steps it.
 
 One step ends what was cancelled or is late, and seats waiting sequences while slots and memory last. It reads a chunk of the
-oldest unread prompt. Then it runs one draft-verify round of all sequences that decode, and hands out what was written. Noise is
+oldest unread prompts. Then it runs one draft-verify round of all sequences that decode, and hands out what was written. Noise is
 keyed by position. So neither its neighbours, nor when it joined, nor a preemption changes a text.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import math
 import threading
-from collections import Counter, abc
+from collections import Counter, abc, deque
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 from typing import Protocol
+from weakref import ref
 
 from outrider.core.outputs import Delta
 from outrider.core.types import Step
@@ -51,7 +54,7 @@ class Scheduler:
         max_queue: Sequences that may wait.
         kv_limit: Committed tokens of all sequences together, None for what the slots hold. When it runs short, the youngest
             sequences are preempted and read again later.
-        prefill_chunk: Prompt tokens per step while others decode, None for the decoder's own.
+        prefill_chunk: Prompt tokens per step, of all sequences, while others decode, None for the decoder's own.
         observer: Counts steps and sequences.
         trace: Where every step is written.
         raises: An exception of the model or the drafter leaves `step`. Otherwise it ends the sequences that it concerns.
@@ -83,6 +86,10 @@ class Scheduler:
         # When sequences that are left end with what they have, and why no more are taken from then on.
         self.stop_at, self.stopped = math.inf, CLOSING
         self._seconds = 1.0  # of a sequence, lately
+        self._owned = False  # a sequence had an owner
+        # (deadline, order, sequence) of those that have one, as a heap; those that have ended stay until it has passed
+        self._deadlines = list[tuple[float, int, ref[Sequence]]]()
+        self._cancelled, self._order = deque[Sequence](), itertools.count()
 
     @property
     def running(self) -> dict[int, Sequence]:
@@ -121,10 +128,17 @@ class Scheduler:
             if len(sequences) > room:
                 slots = self.decoder.cache.num_slots
                 raise QueueFull(waiting, max(1, math.ceil(self._seconds * (waiting + 1) / slots)))
-            self.accepted += len(sequences)
+            self.accepted, self._owned = self.accepted + len(sequences), self._owned or bool(owner)
             for sequence in sequences:
                 self.queue.put(sequence)
+                if (deadline := sequence.request.deadline) < math.inf:
+                    heapq.heappush(self._deadlines, (deadline, next(self._order), ref(sequence)))
         return sequences
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Its reader has left. The next step ends it, whether it runs or waits."""
+        sequence.cancelled = True
+        self._cancelled.append(sequence)
 
     def watch(self, observer: Observer) -> None:
         """Add an observer. It sees every step and every end from now on."""
@@ -139,23 +153,13 @@ class Scheduler:
     def step(self) -> tuple[Step | None, list[Sequence]]:
         """One step, as the module's docstring says. Returns the draft-verify round, if there was one, and its sequences."""
         with precision_gate.STEP, self.decoder.stepping:
-            now = perf_counter()
-            with self.lock:
-                all_ends = self.stop_at <= now
-                over = [
-                    s
-                    for s in (*self.queue, *self.running.values())
-                    if all_ends or s.cancelled or s.request.deadline <= now
-                ]
-            for s in over:
-                late = LATE if s.request.deadline <= now else CLOSING
-                self.finish(s, "abort", "cancelled" if s.cancelled else late)
+            self._end_what_is_over(perf_counter())
             self._seat()
             bounded = self.kv_limit < math.inf  # else no step adds up what is held
             while bounded and len(self.running) > 1 and not self._fits(self._held, len(self.running)):
                 self._unseat(next(reversed(self.running)))  # the youngest
             if self.decoder.waiting:
-                self._read(self.decoder.waiting[0])
+                self._read([*self.decoder.waiting])
             live = self.decoder.live
             return (self._round(live) if live else None), live
 
@@ -164,8 +168,13 @@ class Scheduler:
 
         Threads may do so at once. They step in turns, and each step moves the sequences of all.
         """
+        ended = 0  # all before it have
         try:
-            while any(sequence.finish is None for sequence in mine):
+            while True:
+                while ended < len(mine) and mine[ended].finish is not None:
+                    ended += 1
+                if ended == len(mine):
+                    break
                 with self._next_in_line:
                     self._stepping.acquire()
                 try:
@@ -176,9 +185,9 @@ class Scheduler:
             with self._next_in_line, self._stepping:
                 pass  # a step of another thread that ended the last one has told its reader, too
         finally:
-            left = [sequence for sequence in mine if sequence.finish is None]
+            left = [sequence for sequence in mine[ended:] if sequence.finish is None]
             for sequence in left:
-                sequence.cancel()  # ends it with the next step, if another thread is within one
+                self.cancel(sequence)  # ends it with the next step, if another thread is within one
             if left and self._stepping.acquire(blocking=False):
                 try:
                     for sequence in left:
@@ -192,6 +201,22 @@ class Scheduler:
         for _ in self.run(sequences):
             pass
         return sequences
+
+    def _end_what_is_over(self, now: float) -> None:
+        """End the sequences that are late or cancelled; all of them where the scheduler has stopped."""
+        over = list[Sequence]()
+        with self.lock:
+            if self.stop_at <= now:
+                over = [*self.queue, *self.running.values()]
+            while self._deadlines and self._deadlines[0][0] <= now:
+                if (late := heapq.heappop(self._deadlines)[-1]()) is not None:
+                    over.append(late)
+            while self._cancelled:
+                over.append(self._cancelled.popleft())
+        for sequence in over:
+            if sequence.finish is None:
+                late = LATE if sequence.request.deadline <= now else CLOSING
+                self.finish(sequence, "abort", "cancelled" if sequence.cancelled else late)
 
     def stop(self, when: float) -> None:
         """Take no more sequences. Those that are left at the `perf_counter` time `when` end with what they have."""
@@ -210,7 +235,7 @@ class Scheduler:
         """End a sequence with what it has. Frees its slot and hands out the last delta."""
         with self.decoder.stepping:
             with self.lock:
-                if sequence in self.queue:
+                if sequence.finish is None and self.running.get(sequence.slot) is not sequence:
                     self.queue.remove(sequence)
             if sequence.finish is None and self.trace:
                 self.trace.end(sequence, finish)
@@ -253,7 +278,7 @@ class Scheduler:
 
     def _make_way(self) -> None:
         """Give an owner that waits and has no slot one of the owner that has the most."""
-        if not len(self.queue):
+        if not self._owned or not len(self.queue):
             return
         running = Counter(sequence.request.owner for sequence in self.running.values())
         most, count = running.most_common(1)[0]
@@ -300,15 +325,20 @@ class Scheduler:
         with self.lock:
             self.queue.put_back(sequence)
 
-    def _read(self, sequence: Sequence) -> None:
-        """Read a chunk of a sequence's tokens."""
+    def _read(self, unread: list[Sequence]) -> None:
+        """Read a chunk of the oldest sequences' tokens."""
         try:
-            self.decoder.prefill(sequence, self._chunk if len(self.running) > 1 else self._chunk_alone)
+            self.decoder.prefill(unread, self._chunk if len(self.running) > 1 else self._chunk_alone)
         except Exception as error:
-            self._fail(sequence, error)
+            if len(unread) > 1 and not self.raises:
+                for sequence in unread:  # so that only the cause is lost
+                    self._read([sequence])
+            else:
+                self._fail(unread[0], error)
         else:
-            if sequence.finish is not None:  # a request that is only read
-                self._progress(sequence)
+            for sequence in unread:
+                if sequence.finish is not None:  # a request that is only read
+                    self._progress(sequence)
 
     def _round(self, live: list[Sequence]) -> Step | None:
         try:
@@ -374,4 +404,4 @@ class Scheduler:
         try:
             sink(sequence.delta())
         except Exception:  # the reader is gone
-            sequence.cancel()
+            self.cancel(sequence)

@@ -83,6 +83,8 @@ class LanguageModel(ABC):
     head_bytes: int = 0
     # Tokens that each attention reads at most; 0: the whole text.
     windows: tuple[int, ...] = (0,)
+    # True if a forward computes nothing for padding.
+    skips_padding: bool = False
     # True if `draft_chains` can be called.
     has_draft_chains: bool = False
     # How `new_cache` keeps keys and values: a name of `outrider.models.cache.KV_CACHE_DTYPES`.

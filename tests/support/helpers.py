@@ -115,7 +115,7 @@ class Loop(Decoder):
     def step(self) -> Step | None:
         """A chunk of the oldest unread prompt, then a round of all that decode: for tests of sequences that join and leave."""
         if self.waiting:
-            self.prefill(self.waiting[0])
+            self.prefill(self.waiting)
         return self.round(live) if (live := self.live) else None
 
     def steps(self, requests: Iterable[Request]) -> Iterator[tuple[Step | None, list[Sequence]]]:

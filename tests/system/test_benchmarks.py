@@ -44,6 +44,7 @@ RUNS = {
     "instruction_sets": "builtin:code --record OUT",
     "lengths": "builtin:code --folder FOLDER --draft builtin:code-draft --write 256 --tokens 8 --turns 1",
     "never_slower": "--model builtin:code --cases wrong --texts 1 --tokens 64 --out OUT",
+    "prompts": "builtin:code --count 3 --tokens 4 --long 20 --slots 2 --requests 300 --rounds 1 --out OUT",
     "quality": "builtin:code --quantization int8 --count 2 --length 60 --needle 100 --out OUT",
     "real": f"{PAIR} --methods plain suffix --workloads code --texts 1 --tokens 16 --length 512 --temperatures 0 --only texts "
     "prompt forward --journal FOLDER/j --out FOLDER",

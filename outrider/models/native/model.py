@@ -135,7 +135,7 @@ class NativeModel(LanguageModel):
             model = build(type(model).__name__, model.config, ModuleSource(model, weights, own, head_ids))
         self.vocab_size, self.max_length, self.kv_cache_dtype = model.vocab_size, model.max_length, kv_cache_dtype
         self.device = torch.device("cpu")
-        self.batch_invariant = True
+        self.batch_invariant = self.skips_padding = True
         self.weight_bytes, self.head_bytes = sum(m.bytes for m in model.matrices), model.head.bytes
         self._run(model)
 

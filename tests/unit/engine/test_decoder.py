@@ -13,8 +13,12 @@ from outrider.core.noise import Noise
 from outrider.core.params import SamplingParams
 from outrider.core.types import Budget, Draft, Guarantee
 from outrider.drafters.base import DraftContext, NoDraft
+from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.request import Request
 from outrider.kernels import cpu as native
+from outrider.models.base import Output, Want
+from outrider.models.cache import SCRATCH
+from outrider.models.nodes import Nodes
 from outrider.testing.stubs import Echo, Wrong
 from outrider.testing.toy import ToyModel
 
@@ -206,3 +210,56 @@ def test_torch_has_one_thread_while_the_kernels_work() -> None:
         assert (seen, torch.get_num_threads()) == ([1, 1, 1], 3)
     finally:
         torch.set_num_threads(1)
+
+
+class Counted(ToyModel):
+    """Notes the rows of each forward of prompts."""
+
+    skips_padding = True
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB, seed=0)
+        self.rows: list[list[int]] = []
+
+    def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
+        if want == "none":
+            self.rows.append([sum(parent > -2 for parent in parents) for parents in nodes.parent_lists])
+        return super().forward(nodes, taps=taps, want=want)
+
+
+def test_short_prompts_share_a_forward_and_texts_stay() -> None:
+    """As many as have room. The first is served first, a chunk of it at least."""
+    model, draw = Counted(), random.Random(3)
+    lengths = [20, 3, 9, 1, 14, 2, 7, 30]
+    requests = [request([draw.randrange(1, VOCAB) for _ in range(n)], SamplingParams(max_tokens=4), n) for n in lengths]
+    run = decoder(model, rows=8)
+    run.chunk = 16
+    assert [s.output for s in run.generate(requests)] == plain_texts(TARGET, requests)
+    assert model.rows == [[16], [3, 2, 8, 3], [10, 1, 5], [1, 15], [14]]
+
+
+def test_a_model_that_computes_padding_gets_no_more_rows_than_a_chunk() -> None:
+    model = Counted()
+    model.skips_padding = False
+    run = decoder(model, rows=8)
+    run.chunk = 16
+    requests = [request([1 + n % 3] * (2 + n), SamplingParams(max_tokens=2), n) for n in range(8)]
+    assert [s.output for s in run.generate(requests)] == plain_texts(TARGET, requests)
+    assert all(len(rows) * max(rows) <= 16 for rows in model.rows)
+    assert len(model.rows) < len(requests)
+
+
+def test_prompts_that_begin_alike_are_read_once() -> None:
+    model, common = Counted(), [1 + n % (VOCAB - 1) for n in range(40)]
+    requests = [request([*common, n + 1], SamplingParams(max_tokens=2), n) for n in range(6)]
+    run = decoder(model, rows=6, prefixes=PrefixCache(1 << 20))
+    assert [s.output for s in run.generate(requests)] == plain_texts(TARGET, requests)
+    assert model.rows == [[40], [8] * 5]  # blocks of 16 tokens
+
+
+def test_prompts_read_together_need_no_more_cells_than_one() -> None:
+    model = Counted()
+    run = decoder(model, rows=2, max_length=300)
+    run.generate([request([1] * 298, SamplingParams(max_tokens=1)), request([2] * 200, SamplingParams(max_tokens=1))])
+    assert model.rows == [[256], [41], [199]]
+    assert run.cache.capacity <= 300 + SCRATCH

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import random
+import weakref
+from collections.abc import Iterator
 from time import perf_counter
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +19,8 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Guarantee
 from outrider.engine import EngineStopped, QueueFull
 from outrider.engine.prefix_cache import BLOCK, PrefixCache
+from outrider.engine.queue import FairQueue
+from outrider.engine.request import Sequence
 from outrider.engine.scheduler import Scheduler
 from outrider.models.cache import SlotCache
 from outrider.testing.toy import ToyModel
@@ -196,7 +203,7 @@ def test_a_cancelled_text_leaves_the_queue_in_the_next_step() -> None:
     runs, waits = scheduler.add([request([1], LONG), request([2], LONG)])
     scheduler.step()
     assert runs.clock.between is None  # there was one step only
-    waits.cancel()
+    scheduler.cancel(waits)
     scheduler.step()
     assert not len(scheduler.queue)
     assert waits.finish is not None
@@ -247,3 +254,54 @@ def test_a_long_prompt_does_not_stop_those_who_write() -> None:
     eng.cancel([writer.sequence])
     writer.result()
     settled(eng)
+
+
+class WatchedQueue(FairQueue[Sequence]):
+    """Counts the sequences that somebody looks at."""
+
+    seen = 0
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for sequence in super().__iter__():
+            self.seen += 1
+            yield sequence
+
+
+def test_no_step_walks_over_all_that_waits() -> None:
+    """Nor does a call walk over all that was asked: 600 requests cost what two calls of 300 cost."""
+    scheduler = Scheduler(decoder(TARGET, rows=2))
+    scheduler.queue = queue = WatchedQueue(math.inf)
+    asked = [request([1, 2], SamplingParams(max_tokens=1), n, deadline=1e18) for n in range(600)]
+    looks = 0
+
+    class Mine(list[Sequence]):
+        def __getitem__(self, at: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().__getitem__(at)
+
+    for _ in scheduler.run(Mine(scheduler.add(asked))):
+        pass
+    assert queue.seen <= 2 * len(asked)
+    assert looks <= 4 * len(asked)
+
+
+def test_a_deadline_in_the_queue_is_kept_and_keeps_nothing_alive() -> None:
+    scheduler = Scheduler(decoder(TARGET, rows=1))
+    runs, waits, ends = scheduler.add(
+        [
+            request([1], LONG),
+            request([2], LONG, deadline=0.0),
+            request([3], SamplingParams(max_tokens=1), deadline=1e18),
+        ]
+    )
+    scheduler.step()
+    assert waits.finish is not None
+    assert "deadline" in str(waits.finish.reason)
+    assert runs.finish is None
+    scheduler.finish(runs, "abort", None)
+    assert len([*scheduler.run([ends])]) == 1
+    gone = weakref.ref(ends)
+    del runs, waits, ends
+    gc.collect()
+    assert gone() is None

@@ -230,6 +230,6 @@ def test_full_slots_are_not_preempted() -> None:
     prompts = [{"prompt_token_ids": [n + 1] * 8} for n in range(3)]
     seen: list[int] = []
     read = llm.decoder.prefill
-    llm.decoder.prefill = lambda sequence, chunk: (seen.append(sequence.id), read(sequence, chunk))[1]  # type: ignore[method-assign]
+    llm.decoder.prefill = lambda sequences, rows: (seen.extend(s.id for s in sequences), read(sequences, rows))[1]  # type: ignore[method-assign]
     llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
     assert len(seen) == 3

@@ -109,7 +109,7 @@ def test_a_text_that_ends_outside_of_a_step_says_so(tmp_path: Path) -> None:
         trace.begin(describe(LOADED, SpeculativeConfig(), run))  # type: ignore[arg-type]
         row = run.start(request([1, 2, 3], GREEDY))
         while row in run.waiting:
-            run.prefill(row)
+            run.prefill([row])
         trace.keep(run.round([row]), [row])
         trace.end(row, "abort")
         trace.end(row, "abort")
@@ -123,7 +123,7 @@ def test_a_row_that_moved_without_a_step_is_left_there(tmp_path: Path) -> None:
         trace.begin(describe(LOADED, SpeculativeConfig(), run))  # type: ignore[arg-type]
         rows = [run.start(request([1, 2, n], GREEDY)) for n in range(2)]
         while run.waiting:
-            run.prefill(run.waiting[0])
+            run.prefill(run.waiting)
         trace.keep(run.round(rows), rows)
         run.round(rows[:1])  # the recorder is not called
         trace.keep(run.round(rows), rows)
