@@ -7,6 +7,7 @@ it does not matter where the file came from. The package is never installed and 
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import importlib.util
 import shutil
@@ -169,6 +170,13 @@ def _size(file: Path) -> int:
 
 
 def _digest(file: Path) -> str:
+    state = file.stat()
+    return _digest_of(file, state.st_size, state.st_mtime_ns)
+
+
+@functools.cache
+def _digest_of(file: Path, *state: int) -> str:
+    """state: what changes with the content."""
     with file.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
