@@ -72,7 +72,7 @@ class Bench:
             "suffix": {"method": "suffix"},
             "prediction": {"method": "prediction"},
             "token_recycling": {"method": "token_recycling"},
-            "layer_skip": {"method": "layer_skip", "assistant_early_exit": max(1, depth // 2)},
+            "layer_skip": {"method": "layer_skip", "layers": list(range(max(1, depth // 2)))},
             "quantized_self int8": {"method": "quantized_self", "quantization": "int8"},
             "quantized_self int4": {"method": "quantized_self", "quantization": "int4"},
         }

@@ -25,7 +25,7 @@ from outrider.engine.decoder import Decoder, signed
 from outrider.engine.llm import LLM
 from outrider.engine.memory import per_token
 from outrider.engine.request import Sequence
-from outrider.engine.trace import Detail, StepRecord
+from outrider.engine.trace import Detail
 from outrider.models.base import LanguageModel
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
@@ -41,7 +41,7 @@ from outrider_lab.pages.explained import (
     curve,
 )
 from outrider_lab.replay import replay, request_of
-from outrider_lab.traces import Trace, TracedText
+from outrider_lab.traces import Trace, TracedStep, TracedText, sampling
 
 MOST_STEPS = 400  # of all requests, that are computed again
 COMPARED = 96  # positions of the first request at which drafts are compared
@@ -229,18 +229,18 @@ def _request(text: TracedText, detail: Detail) -> ExplainedRequest:
     return ExplainedRequest(
         id=text.id,
         seed=str(asked.seed),
-        temperature=asked.sampling.temperature,
+        temperature=sampling(asked).temperature,
         steps=[_step(step) for step in text.steps],
         prompt=asked.prompt,
     )
 
 
-def _seconds(step: StepRecord) -> tuple[float, float, float, float]:
+def _seconds(step: TracedStep) -> tuple[float, float, float, float]:
     of = step.seconds
     return of["draft"], of["target"], of["verify"], of["commit"]
 
 
-def _step(step: StepRecord) -> ExplainedStep:
+def _step(step: TracedStep) -> ExplainedStep:
     """The step as it was recorded. Probabilities are known of tokens among the most likely ones."""
     probs = step.target_probs
     return ExplainedStep(

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
 
+from outrider.core.params import SamplingParams
 from outrider.core.suggest import faults
 from outrider.engine.fingerprint import Fingerprint, settings_of
 from outrider.engine.llm import LLM
+from outrider_lab.traces import sampling
 
 _WORDS = {
     "sha256": "content of the model's files (sha256)",
@@ -60,10 +62,16 @@ def rewrite(recorded: Fingerprint, llm: LLM) -> tuple[list[int], int | None]:
     if differs := differences(recorded, llm):
         raise ValueError("the text cannot be compared; " + "; ".join(differs))
     prompt = {"prompt_token_ids": recorded.request.prompt}
-    text = llm.generate(prompt, recorded.params)[0].outputs[0]
+    text = llm.generate(prompt, params_of(recorded))[0].outputs[0]
     pairs = zip([*recorded.tokens, recorded.finish], [*text.token_ids, text.finish_reason], strict=False)
     at = next((n for n, (one, other) in enumerate(pairs) if one != other), None)
     return text.token_ids, at
+
+
+def params_of(recorded: Fingerprint) -> SamplingParams:
+    """The sampling parameters, with the seed and the bad words as token ids."""
+    request = recorded.request
+    return sampling(request).with_(seed=request.seed, bad_words=request.bad_words or ())
 
 
 def differences(recorded: Fingerprint, llm: LLM) -> list[str]:

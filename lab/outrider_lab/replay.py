@@ -26,11 +26,11 @@ from outrider.core.types import Draft, Siblings, Step, ints
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter
 from outrider.engine.decoder import Decoder, signed
 from outrider.engine.request import Request
-from outrider.engine.trace import NO_TOKENS, StepRecord, TopProbs, target_distribution, top
+from outrider.engine.trace import TopProbs, target_distribution, top
 from outrider.verify import VERIFIERS, Verifier
 from outrider.verify.batched import draw
 from outrider.verify.reference import Number
-from outrider_lab.traces import Trace, TracedText
+from outrider_lab.traces import NO_TOKENS, Trace, TracedStep, TracedText, sampling
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class Replay:
     """A step, computed again."""
 
     text: TracedText
-    step: StepRecord
+    step: TracedStep
     nodes: tuple[ExplainedNode, ...]  # the draft's nodes, with distribution, noise and reason
     path: tuple[int, ...]  # the accepted nodes
     token: int  # drawn at the last of them
@@ -55,7 +55,7 @@ class Replay:
 class _Recorded(BaseDrafter):
     """Proposes the draft of a recorded step."""
 
-    def __init__(self, step: StepRecord, drafter: Drafter | None) -> None:
+    def __init__(self, step: TracedStep, drafter: Drafter | None) -> None:
         """Propose one step.
 
         Args:
@@ -161,13 +161,13 @@ def _check(trace: Trace, text: TracedText, decoder: Decoder, mask: TokenMask | N
 def request_of(text: TracedText, mask: TokenMask | None = None) -> Request:
     """The request of a traced text, as the loop takes it."""
     bad = tuple(tuple(word) for word in text.request.bad_words or ())
-    params = text.request.sampling.with_(prompt_logprobs=None, logprobs=None)
+    params = sampling(text.request).with_(prompt_logprobs=None, logprobs=None)
     border = len(text.prompt) - text.request.continued
     prompt, continued = text.prompt[:border], tuple(text.prompt[border:])
     return Request(text.id, prompt, params, text.request.seed, bad, (), mask, continued=continued)
 
 
-def _differences(recorded: StepRecord, done: Step, path: Sequence[int], likely: list[TopProbs]) -> list[str]:
+def _differences(recorded: TracedStep, done: Step, path: Sequence[int], likely: list[TopProbs]) -> list[str]:
     out, token, written = list[str](), int(done.verdict.token[0]), done.commits[0].tokens
     if [*path] != recorded.path:
         out.append(f"the accepted nodes are {[*path]}, recorded are {recorded.path}")

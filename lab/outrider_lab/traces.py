@@ -5,19 +5,92 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
+from outrider.core.origins import letters
 from outrider.core.outputs import SpeculativeMetrics
+from outrider.core.params import SamplingParams
 from outrider.core.suggest import faults
 from outrider.core.types import PHASES
-from outrider.engine.trace import FORMAT, NO_TOKENS, EndRecord, RequestRecord, RunRecord, StepRecord
+from outrider.engine.trace import FORMAT, EndRecord, RequestRecord, RunRecord, StepRecord
 
-AnyLine = Annotated[RunRecord | RequestRecord | StepRecord | EndRecord, Field(discriminator="line")]
-_LINES: TypeAdapter[AnyLine] = TypeAdapter(AnyLine)
+NO_TOKENS = (
+    "this trace has counts only; --trace-detail tokens or Recorder(path, Detail.TOKENS) also writes tokens, "
+    "which show the text of the prompts"
+)
 _HOW = "write one with: outrider generate PROMPT --trace FILE"
+
+
+def sampling(request: RequestRecord) -> SamplingParams:
+    """The sampling parameters. Raises ValueError for values that they cannot have."""
+    fields = dict(request.params)
+    try:
+        if fields.get("logit_bias"):
+            fields["logit_bias"] = {int(token): float(bias) for token, bias in fields["logit_bias"].items()}
+        params = SamplingParams(**fields)
+        params.check_vocab(2**63)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"the sampling parameters cannot be read: {error}") from error
+    return params
+
+
+class TracedRequest(RequestRecord):
+    """A request, as it was read. Its fields fit together."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TracedRequest:
+        if self.prompt is not None and len(self.prompt) != self.prompt_tokens:
+            raise ValueError(f"the prompt has {len(self.prompt)} tokens, not {self.prompt_tokens}")
+        if self.continued >= max(1, self.prompt_tokens):
+            raise ValueError(f"{self.continued} of {self.prompt_tokens} prompt tokens are said to be text already")
+        sampling(self)
+        return self
+
+
+class TracedStep(StepRecord):
+    """A step, as it was read. Its fields fit together."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TracedStep:
+        if not self.accepted <= self.depth <= self.drafted or not self.accepted <= self.committed <= self.accepted + 1:
+            raise ValueError("accepted <= depth <= drafted and accepted <= committed <= accepted + 1 must hold")
+        if self.tokens is None:
+            return self
+        tokens, parents, path = self.tokens, self.parents or [], self.path or []
+        if len(tokens) != len(parents) or len(tokens) != self.drafted + 1 or parents[0] != -1:
+            raise ValueError(f"tokens and parents are {self.drafted + 1} nodes, the root first, with parent -1")
+        if any(not 0 <= up < n for n, up in enumerate(parents[1:], 1)):
+            raise ValueError(f"a parent comes before its children, got parents {parents}")
+        if path[:1] != [0] or any(n >= len(tokens) or parents[n] != up for up, n in pairwise(path)):
+            raise ValueError(f"the path does not follow the tree: path {path}, parents {parents}")
+        if self.token is None or self.siblings is None or self.budget is None:
+            raise ValueError("token, siblings and budget are missing")
+        if any(
+            per_node is not None and len(per_node) != len(tokens)
+            for per_node in (self.target_probs, self.draft_probs, self.confidence)
+        ):
+            raise ValueError("target_probs, draft_probs and confidence need one entry for each node")
+        return self
+
+    @property
+    def written(self) -> list[int]:
+        """The tokens that this step added to the text. Raises ValueError for a trace with counts only."""
+        if self.tokens is None or self.path is None or self.token is None:
+            raise ValueError(NO_TOKENS)
+        return [*(self.tokens[n] for n in self.path[1:]), self.token][: self.committed]
+
+    @property
+    def origins(self) -> str:
+        """One letter per new token; see `outrider.core.origins`."""
+        return letters(self.drafted, self.accepted, self.refused > 0, self.committed)
+
+
+AnyLine = Annotated[RunRecord | TracedRequest | TracedStep | EndRecord, Field(discriminator="line")]
+_LINES: TypeAdapter[AnyLine] = TypeAdapter(AnyLine)
 
 
 @dataclass(frozen=True)
@@ -38,8 +111,8 @@ class DepthAcceptance:
 class TracedText:
     """One request of a trace and its text. end: None if the run or the trace stopped earlier."""
 
-    request: RequestRecord
-    steps: list[StepRecord] = field(default_factory=list)
+    request: TracedRequest
+    steps: list[TracedStep] = field(default_factory=list)
     end: EndRecord | None = None
 
     @property
@@ -61,7 +134,7 @@ class TracedText:
 
     @property
     def origins(self) -> str:
-        """One letter per generated token; see `StepRecord.origins`."""
+        """One letter per generated token; see `TracedStep.origins`."""
         return "".join(step.origins for step in self.steps)
 
     @property
@@ -69,7 +142,7 @@ class TracedText:
         """The numbers of `RequestOutput.metrics.speculative_decoding`. num_spec_tokens is the depth of the deepest draft."""
         return metrics(self.steps)
 
-    def step(self, number: int) -> StepRecord:
+    def step(self, number: int) -> TracedStep:
         """Step `number`. Raises ValueError if there is no such step."""
         if not 0 <= number < len(self.steps):
             there = f"steps 0 to {len(self.steps) - 1}" if self.steps else "no steps"
@@ -98,7 +171,7 @@ class Trace:
     problem: str | None = None
 
     @property
-    def steps(self) -> list[StepRecord]:
+    def steps(self) -> list[TracedStep]:
         """All steps of all requests, in time order."""
         return sorted((s for text in self.texts.values() for s in text.steps), key=lambda s: s.round)
 
@@ -135,7 +208,7 @@ class Trace:
         return self.texts[request]
 
 
-def metrics(steps: list[StepRecord]) -> SpeculativeMetrics:
+def metrics(steps: list[TracedStep]) -> SpeculativeMetrics:
     """vLLM's speculative decoding numbers for some steps."""
     return SpeculativeMetrics.of(
         [s.drafted for s in steps], [s.accepted for s in steps], max((s.depth for s in steps), default=0)

@@ -19,7 +19,7 @@ from outrider.engine import fingerprint as module
 from outrider.engine.fingerprint import Fingerprint, fingerprint
 from outrider.kernels import cpu as native
 from outrider.models.builtin.shipped import builtin_folder
-from outrider_lab.fingerprints import read_fingerprint, rewrite
+from outrider_lab.fingerprints import params_of, read_fingerprint, rewrite
 
 SMALL = "builtin:code-draft"
 PROMPT = "class Stack:\n"
@@ -71,7 +71,7 @@ def test_bad_words_are_kept_as_tokens(llm: LLM) -> None:
 
 def test_each_output_of_a_prompt_has_its_own(llm: LLM) -> None:
     second = made(llm, SAMPLED.with_(n=2, seed=None), 1)
-    assert second.params.n == 1
+    assert params_of(second).n == 1
     assert rewrite(second, llm) == (second.tokens, None)
 
 
@@ -228,5 +228,5 @@ def test_they_are_written_again_with_fewer_instructions(isa: str) -> None:
 
 
 def test_there_are_recorded_ones() -> None:
-    kinds = {(recorded.dtype, recorded.params.greedy) for recorded in map(read_fingerprint, RECORDED)}
+    kinds = {(recorded.dtype, params_of(recorded).greedy) for recorded in map(read_fingerprint, RECORDED)}
     assert kinds == {("int8", True), ("float32", False)}

@@ -362,7 +362,6 @@ KEYS: dict[str, tuple[str, Any]] = {
     "verifier": ("draft_model", "traversal"),
     "quantization": ("draft_model", "int8"),
     "draft_vocab": ("draft_model", 1024),
-    "speculative_token_map": ("draft_model", "map.pt"),
     "model": ("draft_model", "another"),
 }
 # What an engine has no counterpart for, where the texts and the drafts stay the same.

@@ -28,11 +28,6 @@ class Interval:
         """For a ratio: 1 is outside of the interval, so the difference is more than noise."""
         return self.low > 1 or self.high < 1
 
-    @property
-    def direction(self) -> str:
-        """For a ratio of speeds: faster, slower or unclear."""
-        return ("faster" if self.value > 1 else "slower") if self.significant else "unclear"
-
 
 def per(sums: np.ndarray) -> np.ndarray:
     """The ratio of two sums [..., 2]."""

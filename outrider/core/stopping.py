@@ -4,21 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 from outrider.core.detokenizer import Detokenizer, TokenBytes
 from outrider.core.params import SamplingParams
-
-
-def content_text(content: Any) -> str | None:
-    """The content of a chat message: a string, or a list of text parts put together; None for anything else."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        return None
-    parts = cast("list[Any]", content)
-    texts: list[Any] = [cast("dict[str, Any]", part).get("text") if isinstance(part, dict) else None for part in parts]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else None
 
 
 @dataclass(frozen=True)

@@ -64,9 +64,6 @@ class SpeculativeConfig(BaseModel):
     layers: list[int] | str | None = Field(
         None, description="for layer_skip: layer numbers, or a file that outrider layers wrote"
     )
-    assistant_early_exit: int | None = Field(
-        None, ge=1, description="for layer_skip: draft with this many first layers"
-    )
     options: dict[str, Any] = Field({}, description="arguments for a method of another package")
     prompt_lookup_min: int = Field(2, ge=1, description="for ngram: shortest match, in tokens")
     prompt_lookup_max: int = Field(5, ge=1, description="for ngram: longest match, in tokens")
@@ -106,10 +103,6 @@ class SpeculativeConfig(BaseModel):
     )
     draft_vocab_corpus: Any = Field(
         None, description="for draft_model: texts like the answers, in which tokens are counted; given as the corpus is"
-    )
-    speculative_token_map: str | None = Field(
-        None,
-        description="for draft_model: a file of the token ids in its output head, as torch.save writes it (SGLang)",
     )
 
     @field_validator("quantization", mode="before")
@@ -167,12 +160,6 @@ class SpeculativeConfig(BaseModel):
                     f'{key} is for the method "{only.name}", got "{self.method}": '
                     f'{{"method": "{only.name}", "{key}": ...}}'
                 )
-        if self.layers is not None and self.assistant_early_exit is not None:
-            raise ValueError("layers and assistant_early_exit both say which layers draft; give one of them")
-        if self.speculative_token_map is not None and (
-            self.draft_vocab is not None or self.draft_vocab_corpus is not None
-        ):
-            raise ValueError("speculative_token_map names the tokens, draft_vocab and its corpus choose them; give one")
         if self.draft_vocab == 0 and self.draft_vocab_corpus is not None:
             raise ValueError("draft_vocab=0 keeps all tokens, so no corpus is counted; leave one of the two out")
         if self.prompt_lookup_min > self.prompt_lookup_max:

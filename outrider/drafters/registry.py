@@ -173,7 +173,7 @@ _ROWS = (
         made_by("model.cross_tokenizer"),
         cost="model",
         needs_model=True,
-        keys=("draft_vocab", "draft_vocab_corpus", "speculative_token_map"),
+        keys=("draft_vocab", "draft_vocab_corpus"),
         auto=_brings_draft,
     ),
     _head(
@@ -225,7 +225,7 @@ _ROWS = (
         "some of the model's own layers; helps where a search finds layers that the model can skip (outrider layers)",
         made_by("model.self_speculation", "layer_skip_from_setup"),
         cost="self",
-        keys=("layers", "assistant_early_exit"),
+        keys=("layers",),
         requires='"layers", as outrider layers finds them',
     ),
     DraftMethod(

@@ -71,8 +71,7 @@ def costs_of(config: SpeculativeConfig, target: Loaded) -> dict[str, str]:
     cells = "" if target.kv_cache_dtype == "auto" else f" {target.kv_cache_dtype} keys and values"
     return {
         "target": f"{target.source} {target.weights} {fingerprint(target.source)}{cells}",
-        "draft": f"{draft} {fingerprint(config.model)} {fingerprint(config.layers)} "
-        f"{fingerprint(config.speculative_token_map)}",
+        "draft": f"{draft} {fingerprint(config.model)} {fingerprint(config.layers)}",
     }
 
 

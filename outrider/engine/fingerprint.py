@@ -60,11 +60,6 @@ class Fingerprint(TraceLine):
         """Write it as one line of JSON. Token ids are text: the file shows the prompt and the answer."""
         write_whole(Path(file), self.json_line().decode())
 
-    @property
-    def params(self) -> SamplingParams:
-        """The sampling parameters, with the seed and the bad words as token ids."""
-        return self.request.sampling.with_(seed=self.request.seed, bad_words=self.request.bad_words or ())
-
 
 def fingerprint(llm: LLM, output: RequestOutput, params: SamplingParams, index: int = 0) -> Fingerprint:
     """The fingerprint of an output of `llm.generate(prompt, params)`. index: which of its n texts.

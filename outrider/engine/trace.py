@@ -17,17 +17,15 @@ from contextlib import suppress
 from dataclasses import fields
 from datetime import UTC, datetime
 from enum import Enum
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from outrider._version import __version__
-from outrider.core.origins import letters
 from outrider.core.params import SamplingParams
 from outrider.core.sampling import LogitsDistribution, LogitsWarper, SequenceState
 from outrider.core.tree import levels
@@ -41,10 +39,6 @@ from outrider.kernels.machine import machine
 from outrider.models.load import Loaded
 
 FORMAT: Literal[2] = 2  # increased when a field changes its name or meaning
-NO_TOKENS = (
-    "this trace has counts only; --trace-detail tokens or Recorder(path, Detail.TOKENS) also writes tokens, "
-    "which show the text of the prompts"
-)
 TOP_TOKENS = 5  # tokens of a distribution that `Detail.PROBS` writes
 
 # sampling parameters that a request's line has in another form, or lacks
@@ -135,28 +129,6 @@ class RequestRecord(TraceLine):
     continued: Count = 0  # how many tokens of the prompt are text already, written by an earlier run
     grammar: bool = False  # whether a grammar constrained the request; the trace does not hold it
 
-    @property
-    def sampling(self) -> SamplingParams:
-        """The sampling parameters. Raises ValueError for values that they cannot have."""
-        fields = dict(self.params)
-        try:
-            if fields.get("logit_bias"):
-                fields["logit_bias"] = {int(token): float(bias) for token, bias in fields["logit_bias"].items()}
-            params = SamplingParams(**fields)
-            params.check_vocab(2**63)
-        except (TypeError, AttributeError) as error:
-            raise ValueError(f"the sampling parameters cannot be read: {error}") from error
-        return params
-
-    @model_validator(mode="after")
-    def _consistent(self) -> RequestRecord:
-        if self.prompt is not None and len(self.prompt) != self.prompt_tokens:
-            raise ValueError(f"the prompt has {len(self.prompt)} tokens, not {self.prompt_tokens}")
-        if self.continued >= max(1, self.prompt_tokens):
-            raise ValueError(f"{self.continued} of {self.prompt_tokens} prompt tokens are said to be text already")
-        _ = self.sampling
-        return self
-
 
 class StepRecord(TraceLine):
     """One request in one draft-verify round. Requests of the same round share `round` and `seconds`.
@@ -190,40 +162,6 @@ class StepRecord(TraceLine):
     draft_probs: list[TopProbs] | None = None
     # that each node is accepted, by the drafter's own estimate
     confidence: list[float] | None = None
-
-    @model_validator(mode="after")
-    def _consistent(self) -> StepRecord:
-        if not self.accepted <= self.depth <= self.drafted or not self.accepted <= self.committed <= self.accepted + 1:
-            raise ValueError("accepted <= depth <= drafted and accepted <= committed <= accepted + 1 must hold")
-        if self.tokens is None:
-            return self
-        tokens, parents, path = self.tokens, self.parents or [], self.path or []
-        if len(tokens) != len(parents) or len(tokens) != self.drafted + 1 or parents[0] != -1:
-            raise ValueError(f"tokens and parents are {self.drafted + 1} nodes, the root first, with parent -1")
-        if any(not 0 <= up < n for n, up in enumerate(parents[1:], 1)):
-            raise ValueError(f"a parent comes before its children, got parents {parents}")
-        if path[:1] != [0] or any(n >= len(tokens) or parents[n] != up for up, n in pairwise(path)):
-            raise ValueError(f"the path does not follow the tree: path {path}, parents {parents}")
-        if self.token is None or self.siblings is None or self.budget is None:
-            raise ValueError("token, siblings and budget are missing")
-        if any(
-            per_node is not None and len(per_node) != len(tokens)
-            for per_node in (self.target_probs, self.draft_probs, self.confidence)
-        ):
-            raise ValueError("target_probs, draft_probs and confidence need one entry for each node")
-        return self
-
-    @property
-    def written(self) -> list[int]:
-        """The tokens that this step added to the text. Raises ValueError for a trace with counts only."""
-        if self.tokens is None or self.path is None or self.token is None:
-            raise ValueError(NO_TOKENS)
-        return [*(self.tokens[n] for n in self.path[1:]), self.token][: self.committed]
-
-    @property
-    def origins(self) -> str:
-        """One letter per new token; see `outrider.core.origins`."""
-        return letters(self.drafted, self.accepted, self.refused > 0, self.committed)
 
 
 class EndRecord(TraceLine):

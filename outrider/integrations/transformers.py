@@ -97,7 +97,6 @@ class LastCall:
     guarantee: Guarantee
     seed: int
     metrics: list[SpeculativeMetrics]
-    finish_reasons: list[str]
 
 
 class CustomGenerate:
@@ -197,7 +196,6 @@ class CustomGenerate:
             engine.decoder.guarantee,
             seed,
             [row.counts.speculative for row in rows],
-            [row.finish.finish if row.finish else "abort" for row in rows],
         )
         longest = max(len(row.output) for row in rows)
         return [row.output + [pad] * (longest - len(row.output)) for row in rows]

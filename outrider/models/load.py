@@ -108,7 +108,7 @@ class Contents(NamedTuple):
 
     name: str  # as given to `load`
     stored: str  # the precision in which its weights would be kept
-    weights: int  # numbers in the matrices that a forward of one token multiplies with, all experts counted
+    weights: int  # how many it has, all experts counted
     vocab_size: int  # tokens of the output head
     end_ids: tuple[int, ...]  # the end tokens
     tokenizer: Any | None  # None if it has none
@@ -218,7 +218,7 @@ def _made(
     head_ids: Tensor | None = None
     if reduce is not None:
         raw._modules.pop(MTP, None)  # a draft model drafts for another one
-        sizes = pretrained.multiplied(raw), vocabulary(raw)
+        sizes = raw.num_parameters(), vocabulary(raw)
         reduced, head_ids = reduce(Contents(request.name, weights, *sizes, ends, tokenizer, not why_no_kernels(where)))
         weights = request.quantization or reduced or weights
     kv_cache_dtype = _kept(kv_cache_dtype, weights, where)
@@ -309,27 +309,6 @@ def stored_bytes(name: str, weights: str | None = None) -> int:
         if need is not None:
             return int(need.bytes(weights or need.stored))
     return sum(file.stat().st_size for file in files or [*path.glob("*.safetensors"), *path.glob("*.bin")])
-
-
-def files_of(name: str, dtype: str) -> Path:
-    """The folder or GGUF file of a model that another program is to load, with dense weights on the CPU. A hub name stays.
-
-    name: as for `load`. dtype: a name of `DTYPES`. Raises FileNotFoundError, ConnectionError, ValueError or MemoryError, as
-    `load` does.
-    """
-    where = torch.device("cpu")
-    if files := gguf_files(name):
-        from outrider.models.gguf import model, reader
-
-        checkpoint.fits(name, model.sizes(reader.read(files)), dtype, where, tuple(DTYPES))
-        return files[0]
-    from outrider.models import pretrained
-
-    path = Path(folder_of(name))
-    pretrained.read_config(name, str(path))
-    if path.is_dir() and (stored := checkpoint.sizes(name, path)):
-        checkpoint.fits(name, stored, dtype, where, tuple(DTYPES))
-    return path
 
 
 def pack(

@@ -225,13 +225,13 @@ def _unmap_(raw: PreTrainedModel) -> None:
 
 
 def read_config(name: str, path: str) -> Any:
-    """The model's configuration, from a folder, its config.json or a name on the hub. No code of the model runs.
+    """The model's configuration, from a folder or a name on the hub. No code of the model runs.
 
     Of a model that also reads images or sound, that of its text model.
 
     Raises ValueError or UnsupportedModel unless it is a causal language model that this transformers knows.
     """
-    stored = Path(path) if Path(path).is_file() else Path(path, "config.json")
+    stored = Path(path, "config.json")
     if stored.exists():
         settings = read_settings(stored)
         kind = settings.get("model_type")
@@ -276,13 +276,6 @@ def end_ids(raw: PreTrainedModel) -> tuple[int, ...]:
     """The end tokens of the checkpoint's generation settings, else of its configuration."""
     end = raw.generation_config.eos_token_id if raw.generation_config else None
     return token_ids(getattr(raw.config.get_text_config(), "eos_token_id", None) if end is None else end)
-
-
-def multiplied(raw: PreTrainedModel) -> int:
-    """Numbers in the matrices that a forward of one token multiplies with, all experts counted."""
-    linears = [m for m in raw.modules() if isinstance(m, nn.Linear)]
-    others = [p for m in (*mixtures(raw), *(m for m in raw.modules() if isinstance(m, Conv1D))) for p in m.parameters()]
-    return sum(m.in_features * m.out_features for m in linears) + sum(p.numel() for p in others)
 
 
 _said: set[str] = set()

@@ -25,7 +25,6 @@ ANTHROPIC_TYPES = TYPES | {
     403: "permission_error",
     408: "timeout_error",
     413: "request_too_large",
-    429: "rate_limit_error",
     503: "overloaded_error",
 }
 

@@ -219,10 +219,10 @@ class CommonRequest(sampling_fields()):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     prediction: Prediction | None = None
-    disable_spec_decode: bool | None = Field(
-        None, description="also disable_speculative_decoding, or speculative: false"
+    disable_spec_decode: bool | None = Field(None, description="true: no draft tokens")
+    num_speculative_tokens: int | None = Field(
+        None, ge=0, description="draft tokens per step, in place of the planner's choice"
     )
-    num_speculative_tokens: int | None = Field(None, ge=0, description="also num_draft_tokens")
     method: str | None = Field(
         None, description="the drafting method: none, ngram, suffix, prediction, or the server's own"
     )
@@ -259,18 +259,9 @@ class CommonRequest(sampling_fields()):
     def _names(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        data = dict(data)
         for name, why in cls.missing.items():
             if data.get(name) not in (None, False, "", []):
                 raise BadParameter(f"{name}: {why}", name)
-        for old, new in (
-            ("disable_speculative_decoding", "disable_spec_decode"),
-            ("num_draft_tokens", "num_speculative_tokens"),
-        ):
-            if old in data:
-                data.setdefault(new, data.pop(old))
-        if isinstance(data.get("speculative"), bool):
-            data.setdefault("disable_spec_decode", not data.pop("speculative"))
         unknown = [key for key in data if key not in cls.model_fields and key not in HARMLESS]
         if len(unknown) > MAX_UNKNOWN:
             raise ValueError(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import outrider
-from outrider.core.stopping import content_text
 from outrider.core.suggest import did_you_mean
 
 FOLDER = Path(outrider.__file__).resolve().parent / "data" / "prompts"
@@ -147,10 +146,14 @@ def _prediction(value: Any) -> str | None:
 
 def _text(content: Any, what: str) -> str:
     """A string, or the joined text parts of a list."""
-    text = content_text(content)
-    if text is None:
+    if isinstance(content, str):
+        return content
+    parts = (
+        [part.get("text") if isinstance(part, dict) else None for part in content] if isinstance(content, list) else []
+    )
+    if not isinstance(content, list) or not all(isinstance(part, str) for part in parts):
         raise ValueError(f"{what} must be text, got {_kind(content)}")
-    return text
+    return "".join(parts)
 
 
 def _kind(value: Any) -> str:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +27,13 @@ from outrider.engine.request import Sequence as Text
 from outrider.engine.runtime import build
 from outrider.engine.scheduler import Scheduler
 from outrider.kernels.machine import machine
+from outrider.models import checkpoint
 from outrider.models.base import LanguageModel
-from outrider.models.files import sha256, weight_files
-from outrider.models.load import Loaded, files_of, load
+from outrider.models.dtypes import DTYPES
+from outrider.models.files import folder_of, gguf_files, sha256, weight_files
+from outrider.models.load import Loaded, load
 from outrider.models.nodes import Nodes
+from outrider.models.pretrained import read_config
 from outrider.testing.stubs import Wrong
 from outrider.verify import VERIFIERS
 from outrider_certify.cli import CertifyOptions, parse_json, read_prompts, server_subject
@@ -274,7 +278,25 @@ def subject_of(options: CertifyOptions, speculative_config: dict[str, Any] | Non
     from outrider_certify.subjects.transformers_generate import TransformersSubject
 
     generate = parse_json(options.generate, "--generate")
-    return TransformersSubject(name, generate, prompts, dtype=load["dtype"], find=files_of)
+    return TransformersSubject(name, generate, prompts, dtype=load["dtype"], find=_files_of)
+
+
+def _files_of(name: str, dtype: str) -> Path:
+    """The folder or GGUF file of a model that transformers is to load, with dense weights on the CPU. A hub name stays.
+
+    Raises FileNotFoundError, ConnectionError, ValueError or MemoryError, as `load` does.
+    """
+    where = torch.device("cpu")
+    if files := gguf_files(name):
+        from outrider.models.gguf import model, reader
+
+        checkpoint.fits(name, model.sizes(reader.read(files)), dtype, where, tuple(DTYPES))
+        return files[0]
+    path = Path(folder_of(name))
+    read_config(name, str(path))
+    if path.is_dir() and (stored := checkpoint.sizes(name, path)):
+        checkpoint.fits(name, stored, dtype, where, tuple(DTYPES))
+    return path
 
 
 def weights_hash(model: str) -> str:

@@ -26,7 +26,7 @@ TopTokens = list[tuple[int, Number]]  # the most likely tokens and their probabi
 
 @dataclass(frozen=True)
 class ExplainedStep:
-    """One draft-verify round of a request. The first fields are those of `StepRecord`. What is not known is None."""
+    """One draft-verify round of a request. The first fields are those of `TracedStep`. What is not known is None."""
 
     step: int
     position: int

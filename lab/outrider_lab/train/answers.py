@@ -14,7 +14,7 @@ from outrider.core.params import SamplingParams
 from outrider.engine.decoder import nth_seed
 from outrider.engine.llm import LLM
 from outrider.engine.request import Request
-from outrider_lab.traces import Trace
+from outrider_lab.traces import Trace, sampling
 from outrider_lab.train.prompts import Asked, Source
 
 HELD_OUT = 8  # one prompt of so many in a trace measures the head and does not train it
@@ -107,7 +107,7 @@ def traced_texts(trace: Trace, length: int, llm: LLM) -> Iterator[TrainingText]:
         held_out = int(sha256(json.dumps(prompt).encode()).hexdigest()[:8], 16) % HELD_OUT == 0
         prompt = prompt[-(length // 2) :]
         tokens = (prompt + answer)[:length]
-        yield TrainingText(number, trace.path.name, tokens, len(prompt), text.request.sampling.temperature, held_out)
+        yield TrainingText(number, trace.path.name, tokens, len(prompt), sampling(text.request).temperature, held_out)
 
 
 def write_answers(

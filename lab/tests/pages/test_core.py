@@ -22,14 +22,13 @@ from outrider.core.tree import ancestor_mask, levels
 from outrider.core.types import Budget
 from outrider.drafters.shapes import BY_RANK, optimal_shape
 from outrider.engine.memory import per_token
-from outrider.engine.trace import StepRecord
 from outrider.models.load import load
 from outrider.testing.oracle import distribution, total_variation
 from outrider.verify.reference import reference_match, reference_rejection, residual
 from outrider_lab.explain import _step, model_size
 from outrider_lab.gain import expected_accepted, expected_tokens, geometric, speedup
 from outrider_lab.pages.explained import ExplainedStep, builtin
-from outrider_lab.traces import read
+from outrider_lab.traces import TracedStep, read
 
 CASES = 40
 Call = Callable[[list[tuple[str, str, list[Any]]]], list[Any]]
@@ -297,7 +296,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_steps_read_as_in_the_trace(javascript: Call, run: Any) -> None:
-    steps: list[StepRecord] = read(run[0]).text().steps
+    steps: list[TracedStep] = read(run[0]).text().steps
     shown = [_fields(_step(step)) for step in steps]
     check(javascript, "trees", "origins", [([s], step.origins) for s, step in zip(shown, steps, strict=True)])
     check(javascript, "trees", "written", [([s], step.written) for s, step in zip(shown, steps, strict=True)])

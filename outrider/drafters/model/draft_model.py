@@ -10,8 +10,6 @@ means a frequent token where the tokenizer was trained.
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -157,7 +155,6 @@ class ModelDrafter(TreeDrafter[OwnCache]):
 SMALL = 2**24  # weights; a smaller draft model stays in the processor's caches, and fewer bits gain nothing
 KEPT = 32768  # tokens of a head, if a corpus says which
 PROMPTS = Path(__file__).resolve().parents[2] / "data" / "prompts"
-_UNREADABLE = OSError, RuntimeError, TypeError, ValueError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile
 _ZIPF = 1000  # the prior probability of id n is proportional to 1 / (n + this); fitted to real tokenizers' texts
 
 
@@ -168,23 +165,20 @@ class DraftReduction:
     choose_quantization: bool = True  # int4 weights where they gain; False keeps what `load` was asked for
     vocab: int | None = None  # tokens of the output head, 0 for all. None means all without a corpus
     corpus: Any = None  # texts to count tokens in
-    token_map: str | None = None  # a file of the head's tokens, in place of both
     note: str | None = None  # what was left out, in words; None before the model is loaded, and if nothing was
 
     @classmethod
     def of(cls, config: SpeculativeConfig) -> DraftReduction:
         """What a configuration asks for."""
-        chooses = config.quantization == "auto"
-        return cls(chooses, config.draft_vocab, config.draft_vocab_corpus, config.speculative_token_map)
+        return cls(config.quantization == "auto", config.draft_vocab, config.draft_vocab_corpus)
 
     def may_leave_out(self, model: Any) -> bool:
         """Whether anything of this model may be left out. If not, `load` needs no `reduce`, and can use saved packed weights."""
         blocks = isinstance(model, (str, Path)) and (str(model).endswith(".gguf") or model in DOWNLOADS)
-        chooses = self.choose_quantization and not blocks
-        return chooses or bool(self.vocab) or self.corpus is not None or self.token_map is not None
+        return (self.choose_quantization and not blocks) or bool(self.vocab) or self.corpus is not None
 
     def __call__(self, contents: Contents) -> Reduction:
-        """Raises ValueError for a corpus or a token map that cannot be read."""
+        """Raises ValueError for a corpus that cannot be read."""
         dense = contents.stored in DTYPES  # the blocks of a GGUF file are kept as they are
         gains = dense and contents.quantizable and contents.weights >= SMALL
         quantization = "int4" if self.choose_quantization and gains else None
@@ -195,8 +189,6 @@ class DraftReduction:
         return quantization, ids
 
     def _head_ids(self, contents: Contents) -> Tensor | None:
-        if self.token_map is not None:
-            return token_map(self.token_map, contents.vocab_size)
         size = (0 if self.corpus is None else KEPT) if self.vocab is None else self.vocab
         if not size:
             return None
@@ -232,23 +224,6 @@ def draft_vocab(
         score += token_counts(corpus, None, vocab_size)
     score[always] = torch.inf
     return score.argsort(descending=True, stable=True)[: max(size, len(set(always)))].sort().values
-
-
-def token_map(path: str | Path, vocab_size: int) -> Tensor:
-    """The tokens of a saved map, int64 [n] ascending: a list or tensor of ids that torch.save wrote, as SGLang's
-    speculative_token_map. Raises ValueError for another file, and for ids that are not in the vocabulary."""
-    try:
-        ids = torch.as_tensor(torch.load(path, weights_only=True), dtype=torch.int64).flatten().unique()
-    except FileNotFoundError:
-        raise ValueError(f"there is no file {str(path)!r} for speculative_token_map") from None
-    except _UNREADABLE as error:
-        raise ValueError(
-            f"{str(path)!r} is no token map that torch.load can read; write one with torch.save([...token ids...], {str(path)!r})"
-        ) from error
-    if not len(ids) or not 0 <= int(ids[0]) <= int(ids[-1]) < vocab_size:
-        what = f"ids from {int(ids[0])} to {int(ids[-1])}" if len(ids) else "no ids"
-        raise ValueError(f"the token map {str(path)!r} holds {what}; the draft model has tokens 0 to {vocab_size - 1}")
-    return ids
 
 
 def token_counts(corpus: Entry | Sequence[Entry] | None, tokenizer: Any | None, vocab_size: int) -> Tensor:

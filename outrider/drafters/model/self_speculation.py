@@ -65,16 +65,9 @@ def quantized_from_setup(setup: DrafterSetup) -> TreeDrafter[TargetCache]:
 
 def layer_skip_from_setup(setup: DrafterSetup) -> TreeDrafter[TargetCache]:
     """Raises ValueError without layers, and for layers that cannot be read or that the target lacks."""
-    config, target = setup.config, setup.target
-    layers, first, count = config.layers, config.assistant_early_exit, target.model.num_layers
+    target, layers = setup.target, setup.config.layers
     if isinstance(layers, str):
         layers = _saved(layers)
-    elif first is not None:
-        if first > count:
-            raise ValueError(
-                f"assistant_early_exit is {first}, and {target.name} has {count} layers; use {count} at most"
-            )
-        layers = range(first)
     elif layers is None:
         raise ValueError(
             f'layer_skip needs the layers of {target.name} that draft: {{"method": "layer_skip", "layers": [0, 2, ...]}}. '

@@ -70,9 +70,6 @@ class PackedLinear(nn.Module):
             raise AttributeError("the weights are in oneDNN's own layout")
         return _OnRequest(self.matrix)
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, weights={self.kind}"
-
 
 class _OnRequest(Tensor):
     """A packed matrix as a tensor without memory. Some modelling code asks a matrix for its dtype in every forward."""

@@ -94,8 +94,6 @@ class CountTokensRequest(CommonRequest):
     metadata: MessagesMetadata | None = None
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = Field(None, description="the older name of output_config.format")
-    container: Any = Field(None, description="only null is accepted")
-    mcp_servers: Any = Field(None, description="only null is accepted")
 
     def chat(self) -> ChatRequest:
         """The chat request that this one stands for. Raises Refused."""

@@ -103,10 +103,6 @@ class ResponsesRequest(CommonRequest):
     truncation: Literal["disabled"] | None = Field(None, description="no part of a conversation is left out")
     reasoning: Reasoning | None = None
     metadata: Annotated[dict[str, str] | None, BeforeValidator(few)] = None
-    background: bool | None = Field(None, description="only false is accepted")
-    conversation: Any = Field(None, description="only null is accepted")
-    prompt: Any = Field(None, description="only null is accepted")
-    max_tokens: Any = Field(None, description="only null is accepted")
     chat_template_kwargs: dict[str, Any] | None = None
 
     @field_validator("n")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vocabularies import END, byte_level, sentencepiece
 
 from outrider import LLM, SamplingParams
-from outrider.drafters.model.draft_model import DraftReduction, draft_vocab, token_counts, token_map
+from outrider.drafters.model.draft_model import DraftReduction, draft_vocab, token_counts
 from outrider.kernels import cpu as native
 from outrider.models.load import Contents, load
 
@@ -61,27 +59,6 @@ def test_counts_are_those_of_the_tokens() -> None:
         token_counts("nowhere.txt", tokenizer, 500)
 
 
-def test_a_saved_map_of_tokens(tmp_path: Path) -> None:
-    file = tmp_path / "hot.pt"
-    for saved in ([5, 3, 3, 9], torch.tensor([9, 5, 3]), torch.tensor([[3], [5], [9]], dtype=torch.int32)):
-        torch.save(saved, file)
-        assert token_map(file, 10).tolist() == [3, 5, 9]
-    for wrong, words in (
-        ([3, 10], "ids from 3 to 10"),
-        ([-1], "ids from -1"),
-        ([], "no ids"),
-        ({"a": 1}, "no token map"),
-    ):
-        torch.save(wrong, file)
-        with pytest.raises(ValueError, match=words):
-            token_map(file, 10)
-    file.write_text("not a map")
-    with pytest.raises(ValueError, match=r"no token map .* torch\.save"):
-        token_map(file, 10)
-    with pytest.raises(ValueError, match="there is no file"):
-        token_map(tmp_path / "none.pt", 10)
-
-
 def contents(stored: str = "bfloat16", weights: int = 500, vocab: int = 151_936, fast: bool = True) -> Contents:
     """weights: in millions; a 0.5B model by default."""
     return Contents("draft", stored, weights * 10**6, vocab, (), None, fast)
@@ -122,7 +99,7 @@ def test_a_file_whose_blocks_stay_can_come_from_saved_packed_weights() -> None:
     assert not DraftReduction().may_leave_out("builtin:smollm2-135m")
     assert not DraftReduction(choose_quantization=False, vocab=0).may_leave_out("folder")
     assert DraftReduction().may_leave_out("folder")
-    for head in ({"vocab": 9}, {"corpus": "texts"}, {"token_map": "map.pt"}):
+    for head in ({"vocab": 9}, {"corpus": "texts"}):
         assert DraftReduction(**head).may_leave_out("draft.gguf")  # type: ignore[arg-type]
 
 
@@ -133,14 +110,12 @@ def test_the_note_says_what_was_left_out() -> None:
 
 
 @pytest.mark.skipif(not native.available(), reason="without the native kernels there is no int8")
-def test_the_configuration_reaches_the_draft_model(tmp_path: Path) -> None:
-    torch.save([0, 1, 2, 300, 8000], tmp_path / "map.pt")
+def test_the_configuration_reaches_the_draft_model() -> None:
     target = load("builtin:code")
     texts, sizes = dict[str, str](), dict[str, int]()
     for name, config, note in (
         ("as it is", {}, []),
         ("small", {"draft_vocab": 600, "draft_vocab_corpus": {"text": "def area(w, h):\n"}}, ["600 of 8192"]),
-        ("map", {"speculative_token_map": str(tmp_path / "map.pt")}, ["5 of 8192"]),
         ("all", {"draft_vocab": 0, "quantization": "none"}, []),
         ("int8", {"quantization": "int8", "draft_vocab": 512}, ["512 of 8192"]),
     ):
@@ -149,5 +124,5 @@ def test_the_configuration_reaches_the_draft_model(tmp_path: Path) -> None:
         assert all(words in said for words, said in zip(note, llm.notes, strict=True))
         texts[name] = llm.generate("def area(", SamplingParams(temperature=1, seed=3))[0].outputs[0].text
         sizes[name] = llm.drafters["draft_model"].resources().model.weight_bytes
-    assert sizes["map"] < sizes["small"] < sizes["as it is"] == sizes["all"] > sizes["int8"]
+    assert sizes["small"] < sizes["as it is"] == sizes["all"] > sizes["int8"]
     assert len(set(texts.values())) == 1

@@ -54,7 +54,7 @@ def texts(config: dict[str, Any] | None) -> list[str]:
     [
         {"method": "auto"},
         {"method": "auto", "tree_width": 3, "tree_nodes": 8},
-        {"method": "layer_skip", "assistant_early_exit": 2},
+        {"method": "layer_skip", "layers": [0, 1]},
     ],
     ids=str,
 )
@@ -102,7 +102,6 @@ def test_no_node_is_no_draft(code: Loaded) -> None:
         ({"method": "suffix", "tree_nodes": 10_000}, r"tree_nodes.*4095"),
         ({"method": "ngram", "corpus": "x"}, 'corpus is for the method "suffix", got "ngram"'),
         ({"prediction": "x"}, 'prediction is for the method "prediction", got "none"'),
-        ({"method": "layer_skip", "layers": [0], "assistant_early_exit": 1}, "give one of them"),
         ({"method": "suffix", "layers": [0]}, 'layers is for the method "layer_skip", got "suffix"'),
         ({"num_speculative_token": 3}, "did you mean 'num_speculative_tokens'"),
         ({"method": "ngrams"}, "did you mean 'ngram'"),
@@ -113,7 +112,6 @@ def test_no_node_is_no_draft(code: Loaded) -> None:
         ({"method": "suffix", "tree_width": 2, "verifier": "block"}, '"block" takes chains only.*"traversal"'),
         ({"method": "suffix", "draft_vocab": 5}, 'draft_vocab is for the method "draft_model"'),
         ({"model": "m", "draft_vocab": -1}, "draft_vocab"),
-        ({"model": "m", "draft_vocab": 9, "speculative_token_map": "x"}, "give one"),
         ({"model": "m", "draft_vocab": 0, "draft_vocab_corpus": "x"}, "keeps all tokens"),
         ({"model": "m", "quantization": "int5"}, "'auto', 'none', 'int8' or 'int4'"),
     ],

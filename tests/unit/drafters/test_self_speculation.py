@@ -103,7 +103,7 @@ def test_layers_out_of_range_are_refused(layers: list[int]) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"method": "layer_skip", "assistant_early_exit": 50}, "is 50, and builtin:code has 6 layers"),
+        ({"method": "layer_skip", "layers": [50]}, "increasing numbers from 0 to 5"),
         ({"method": "layer_skip", "layers": "/no/layers.json"}, "outrider layers -m MODEL --out /no/layers.json"),
         ({"method": "layer_skip"}, "Find them: outrider layers -m builtin:code --out layers.json"),
     ],

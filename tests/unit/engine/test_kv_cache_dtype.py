@@ -60,7 +60,7 @@ def test_prefix_cache_and_preemption_change_no_token(method: str, room: tuple[in
     prefix_bytes, kv_tokens = room
     config = {"method": method, "controller": "fixed", "num_speculative_tokens": 4}
     if method == "layer_skip":
-        config["assistant_early_exit"] = 3
+        config["layers"] = [0, 1, 2]
     llm = LLM(small().loaded, speculative_config=config, max_num_seqs=3, max_model_len=100, any_method=True)
     eng = Engine(llm.runtime, prefix_bytes=prefix_bytes, kv_tokens=kv_tokens)
     assert eng.decoder.cache.dtype == "int8"

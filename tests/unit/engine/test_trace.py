@@ -16,7 +16,7 @@ from outrider.core.types import Budget
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.lookup.ngram import NgramDrafter
 from outrider.engine.trace import Detail, Recorder, describe
-from outrider_lab.traces import read
+from outrider_lab.traces import read, sampling
 
 # -- written and read ---------------------------------------------------------------------------------------------------
 
@@ -41,7 +41,7 @@ def test_what_is_read_is_what_was_run(tmp_path: Path, detail: Detail) -> None:
         else:
             assert text.prompt == asked.prompt
             assert text.tokens == row.output
-            assert text.request.sampling == asked.params
+            assert sampling(text.request) == asked.params
     assert set(trace.seconds) == {"draft", "target", "verify", "commit"}
     assert all(s > 0 for s in trace.seconds.values())
     assert sum(d.accepted for d in trace.acceptance) == trace.metrics.num_accepted_draft_tokens

@@ -85,7 +85,7 @@ def test_mixed_requests_at_once_have_the_texts_of_plain_decoding_one_by_one(live
     drafting = [{}, {}, {"disable_spec_decode": True}, {"num_speculative_tokens": 8}, {"method": "ngram"}]
     drafting += [
         {"method": "suffix"},
-        {"speculative": False},
+        {"method": "none"},
         {"prediction": {"type": "content", "content": PROMPTS[0]}},
     ]
 
@@ -119,13 +119,11 @@ def test_a_request_chooses_its_own_speculation(live: Live) -> None:
     spec = usual["metrics"]["speculative_decoding"]
     assert max(spec["per_step_drafted"]) == 4
     assert sum(spec["per_step_accepted"]) == spec["num_accepted_draft_tokens"]
-    for off in ("disable_spec_decode", "disable_speculative_decoding"):
-        none = live.post(**base, **{off: True}).json()
-        assert none["metrics"]["speculative_decoding"] is None
-        assert none["choices"][0]["text"] == usual["choices"][0]["text"]
-    for name in ("num_speculative_tokens", "num_draft_tokens"):
-        two = live.post(**base, **{name: 2}).json()["metrics"]["speculative_decoding"]
-        assert (max(two["per_step_drafted"]), two["num_spec_tokens"]) == (2, 2)
+    none = live.post(**base, disable_spec_decode=True).json()
+    assert none["metrics"]["speculative_decoding"] is None
+    assert none["choices"][0]["text"] == usual["choices"][0]["text"]
+    two = live.post(**base, num_speculative_tokens=2).json()["metrics"]["speculative_decoding"]
+    assert (max(two["per_step_drafted"]), two["num_spec_tokens"]) == (2, 2)
     told = live.post(**base, prediction={"type": "content", "content": usual["choices"][0]["text"]}).json()
     details = told["usage"]["completion_tokens_details"]
     assert told["choices"][0]["text"] == usual["choices"][0]["text"]

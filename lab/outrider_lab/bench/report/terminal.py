@@ -113,7 +113,7 @@ def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
 def _ratio(ratio: Interval | None) -> str:
     if ratio is None:
         return "-"
-    colour = {"faster": "green", "slower": "yellow", "unclear": "default"}[ratio.direction]
+    colour = ("green" if ratio.value > 1 else "yellow") if ratio.significant else "default"
     return f"[{colour}]{ratio.value:.2f}[/]"
 
 
