@@ -115,8 +115,8 @@ class Costs:
         first, last, logs, bent = round(nodes), round(nodes) + count, self._logs, self._bent
         for n in range(len(bent), last):
             at, share = _PLACES[min(n, MOST)]
-            own = self._base[min(n, MOST)] * max(n / MOST, 1.0)
-            bent.append(own * math.exp(logs[at] + share * (logs[at + 1] - logs[at])))
+            base = self._base[min(n, MOST)] * max(n / MOST, 1.0)
+            bent.append(base * math.exp(logs[at] + share * (logs[at + 1] - logs[at])))
         pace, attention = self._pace, self._attention
         return [pace * (seconds + attention * n) for n, seconds in enumerate(bent[first:last], first)]
 

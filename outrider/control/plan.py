@@ -121,8 +121,8 @@ class StepForecast(NamedTuple):
         seconds, levels, tokens, total = self.seconds + forwards[0], 0, 0.0, self.tokens
         speed = total / seconds
         hopeful = bool(drafting) and (total + 1) / (self.seconds + drafting[0] + forwards[1]) > speed
-        for k, (alive, own) in enumerate(zip(survival, drafting, strict=True), 1):
-            total, taken = total + alive, spent + own + forwards[k]
+        for k, (alive, seconds_of_draft) in enumerate(zip(survival, drafting, strict=True), 1):
+            total, taken = total + alive, spent + seconds_of_draft + forwards[k]
             if total > speed * taken:
                 speed, levels, tokens, seconds = total / taken, k, total - self.tokens, taken
         return Choice(name, accepted, tokens, seconds, speed, "slower", levels, hopeful)

@@ -86,8 +86,8 @@ class Planner:
         limits = [self.limit] * len(slots) if self.lengths is None else self.lengths.budgets(slots)
         if all(self._sequence(n).idle and not self.asks_lookups(n, self._sequence(n).forced) for n in slots):
             return [PLAIN] * len(slots)
-        own = [self.depths.get(slot, limit.depth) for slot, limit in zip(slots, limits, strict=True)]
-        return [b if n == b.depth else replace(b, depth=n) if n else PLAIN for b, n in zip(limits, own, strict=True)]
+        depths = [self.depths.get(slot, limit.depth) for slot, limit in zip(slots, limits, strict=True)]
+        return [b if n == b.depth else replace(b, depth=n) if n else PLAIN for b, n in zip(limits, depths, strict=True)]
 
     def asks_lookups(self, slot: int, forced: bool = False) -> bool:
         """Whether lookups are asked for the sequence in this step. forced: they tell what a grammar leaves no choice about."""
@@ -100,7 +100,7 @@ class Planner:
         if self.lengths is not None:
             self.lengths.observe(step)
         self.steps += 1
-        rows, own, notes = len(step.slots), step.seconds["draft"], step.draft.notes
+        rows, draft_seconds, notes = len(step.slots), step.seconds["draft"], step.draft.notes
         tokens, nodes, drafting, charged = 0, 0, 0.0, 0.0
         for commit, tree in zip(step.commits, step.draft.host, strict=True):
             tokens, nodes = tokens + len(commit.tokens), nodes + len(tree)
@@ -109,9 +109,9 @@ class Planner:
             self.costs.observe_draft(name, drafted, levels, read, seconds)
             charged += seconds
             drafting += max(seconds - self.costs.reading(name, read), 0.0)
-        self.costs.observe_forward(nodes, sum(step.seconds.values()) - own)
+        self.costs.observe_forward(nodes, sum(step.seconds.values()) - draft_seconds)
         if notes:
-            self.around += RATE * (own - charged - self.around)
+            self.around += RATE * (draft_seconds - charged - self.around)
         usual = self._usual
         usual[:] = [was + RATE * (now / rows - was) for was, now in zip(usual, (tokens, nodes, drafting), strict=True)]
         for slot, commit, note in zip(step.slots, step.commits, notes or [None] * rows, strict=True):

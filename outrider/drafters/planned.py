@@ -60,7 +60,9 @@ class PlannedDrafter(BaseDrafter):
         for name, drafter in drafters.items():
             accept(name, drafter)
         self.drafters, self.planner, self.lookups = dict(drafters), planner, frozenset(lookups) & set(drafters)
-        self.methods = {name: (name,) for name in drafters} | {n: tuple(own) for n, own in (methods or {}).items()}
+        self.methods = {name: (name,) for name in drafters} | {
+            n: tuple(members) for n, members in (methods or {}).items()
+        }
         if default is None:
             default = next(iter(drafters)) if len(drafters) == 1 else "+".join(drafters)
             self.methods.setdefault(default, tuple(drafters))
@@ -78,11 +80,11 @@ class PlannedDrafter(BaseDrafter):
         """The method of a request that asks for one, or for none: then it is the default. One that brings a prediction gets the
         drafter for predictions, where the default has none. Raises ValueError for an unknown method."""
         if asked is None:
-            own = self.methods.get(self.default, ())
-            return PREDICTION if predicts and PREDICTION in self.drafters and PREDICTION not in own else self.default
+            usual = self.methods.get(self.default, ())
+            return PREDICTION if predicts and PREDICTION in self.drafters and PREDICTION not in usual else self.default
         if asked != NONE and asked not in self.methods:
-            known = ", ".join(self.methods)
-            raise BadParameter(f"there is no drafter {asked[:80]!r} here; use one of: none, {known}", "method")
+            names = ", ".join(self.methods)
+            raise BadParameter(f"there is no drafter {asked[:80]!r} here; use one of: none, {names}", "method")
         return asked
 
     def of_slot(self, slot: int) -> Sequence[str]:
@@ -93,8 +95,8 @@ class PlannedDrafter(BaseDrafter):
         for name in self.of_slot(slot):
             if name in self._shared.columns:
                 shown = list(tokens) if name in self._foreign else tokens
-                own = self._shared.of_drafter(name, features)
-                self._guarded(name, [slot], self.drafters[name].start, slot, shown, first, own)
+                tapped = self._shared.of_drafter(name, features)
+                self._guarded(name, [slot], self.drafters[name].start, slot, shown, first, tapped)
 
     def propose(self, context: DraftContext) -> Draft:
         self._proposals, self._charges = {}, []
@@ -130,12 +132,12 @@ class PlannedDrafter(BaseDrafter):
                 or (drafter.taps and name in self.of_slot(slot) and commits[b].features is not None)
             ]
             if some:
-                own = context.select(some)
+                selected = context.select(some)
                 mine = [own_commit(commits[b], self._proposals.get((name, context.slots[b]))) for b in some]
                 if self.taps:
                     mine = [self._shared.commit(name, commit) for commit in mine]
-                given = (lend, drafter.update) if name in self._foreign else (drafter.update,)
-                self._guarded(name, own.slots, *given, own, mine, target.select(some))
+                call = (lend, drafter.update) if name in self._foreign else (drafter.update,)
+                self._guarded(name, selected.slots, *call, selected, mine, target.select(some))
 
     def release(self, slot: int) -> None:
         self.assigned.pop(slot, None)
@@ -178,9 +180,9 @@ class PlannedDrafter(BaseDrafter):
                 asking.append(b)
         for name in self.lookups if asking else ():
             if name != PREDICTION or any(context.predictions) or getattr(self.drafters[name], "prediction", True):
-                own = {b: context.budgets[b] for b in asking if name in self.of_slot(context.slots[b])}
-                if own:
-                    offers |= {(name, b): one for b, one in self._asked(name, context, own).items()}
+                budgets = {b: context.budgets[b] for b in asking if name in self.of_slot(context.slots[b])}
+                if budgets:
+                    offers |= {(name, b): one for b, one in self._asked(name, context, budgets).items()}
         return offers
 
     def _view(self, context: DraftContext, b: int, offered: Mapping[tuple[str, int], Proposal]) -> View:
@@ -209,18 +211,18 @@ class PlannedDrafter(BaseDrafter):
     ) -> dict[int, Proposal]:
         """A drafter's proposals for some entries of the batch, within these budgets. views: of all entries; a lookup needs none.
         If it fails, each entry is asked for alone, and only those that fail alone are lost."""
-        drafter, own = self.drafters[name], context.select([*budgets]).within([*budgets.values()])
+        drafter, selected = self.drafters[name], context.select([*budgets]).within([*budgets.values()])
         began = perf_counter()
         try:
-            draft = lend(drafter.propose, own) if name in self._foreign else drafter.propose(own)
+            draft = lend(drafter.propose, selected) if name in self._foreign else drafter.propose(selected)
             seconds = perf_counter() - began
             if name in self._foreign:
-                check(draft, own, self.vocab_size)
+                check(draft, selected, self.vocab_size)
         except Exception as error:
             if len(budgets) == 1 or self.tell is None:
-                self.lose(name, own.slots, error)
+                self.lose(name, selected.slots, error)
             if not drafter.taps:  # a head would miss the features that it was given
-                for slot in own.slots:
+                for slot in selected.slots:
                     self._guarded(name, [], drafter.release, slot)
             alone = [{b: budget} for b, budget in budgets.items()] if len(budgets) > 1 else []
             return {b: one for some in alone for b, one in self._asked(name, context, some, views).items()}
@@ -238,11 +240,11 @@ class PlannedDrafter(BaseDrafter):
         if one.draft.probs is not None or plan.chosen is None:
             return one
         stated = [1.0, *plan.chosen.survival] if plan.chosen.survival else one.confidence
-        least, kept = plan.chosen.least, {0}  # a node goes with its parent
+        least, tree = plan.chosen.least, {0}  # a node goes with its parent
         for n, (_, parent) in enumerate(one.nodes[1:], 1):
-            if parent in kept and (stated is None or stated[n] >= least):
-                kept.add(n)
-        nodes = sorted(kept)[1:]
+            if parent in tree and (stated is None or stated[n] >= least):
+                tree.add(n)
+        nodes = sorted(tree)[1:]
         if context.warp.histories[b].mask is not None:
             nodes = legal(context, b, one.nodes, nodes)
         return one if len(nodes) == len(one.nodes) - 1 else cut(one, nodes)

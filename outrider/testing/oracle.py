@@ -62,9 +62,9 @@ def _exact(over: int, under: int) -> Exact:
     """over / under in lowest terms."""
     if under <= 0:
         return Exact(over, under)  # turns the signs, or raises
-    common, made = math.gcd(over, under), object.__new__(Exact)
-    made._numerator, made._denominator = over // common, under // common
-    return made
+    common, fraction = math.gcd(over, under), object.__new__(Exact)
+    fraction._numerator, fraction._denominator = over // common, under // common
+    return fraction
 
 
 class Oracle:

@@ -3,8 +3,8 @@
 `outrider deploy` starts them; `serve run outrider_ray:build model=... replicas=2` does, too, and so does a YAML file with
 `import_path: outrider_ray:build`.
 
-front: HTTP; no Ray in it. resume: streams that outlive a replica. prefixes: which replica has read a prompt.
-deployments, router: the same on Ray Serve.
+`front` is HTTP without Ray: it resumes a stream whose replica died. `prefixes` says which replica has read a prompt.
+`deployments` and `router` put both on Ray Serve.
 """
 
 from __future__ import annotations

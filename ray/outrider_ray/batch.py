@@ -50,7 +50,7 @@ def _answers(
     items = [{"request": json.dumps(asdict(request))} for request in requests]
     size = 4 * options.max_num_seqs  # a slot is empty only at the end of a block, so blocks are several times the slots
     blocks = max(1, min(len(items), -(-len(items) // size)))
-    made = ray.data.from_items(items, override_num_blocks=blocks).map_batches(
+    dataset = ray.data.from_items(items, override_num_blocks=blocks).map_batches(
         _Actor,
         batch_size=size,
         num_cpus=cpus,
@@ -59,7 +59,7 @@ def _answers(
         fn_constructor_kwargs={"options": options, "threads": cpus},
     )
     try:
-        for row in made.iter_rows():
+        for row in dataset.iter_rows():
             if not row["key"]:
                 raise ValueError(f"{row['row']}; answers so far are kept")
             yield row["key"], json.loads(row["row"])

@@ -31,7 +31,7 @@ def deploy(
     name: str = "outrider",
     start_timeout: float = 600.0,
     config_file: Config = None,
-    given: Annotated[dict[str, Any], DeployOptions],
+    values: Annotated[dict[str, Any], DeployOptions],
     write_config: Path | None = None,
 ) -> None:
     """Serve a model with many replicas behind one address, on Ray Serve. A stream survives the replica that writes it.
@@ -49,9 +49,9 @@ def deploy(
     config = speculation.config(model)
     with needs("ray", "outrider deploy"):
         import ray.serve  # noqa: F401
-    own = address == "local" and write_config is None
-    given |= {"model": model, "speculative_config": config, "engines": f"{name}-engines"}
-    options = DeployOptions(**given)
+    local = address == "local" and write_config is None
+    values |= {"model": model, "speculative_config": config, "engines": f"{name}-engines"}
+    options = DeployOptions(**values)
     if write_config is not None:
         write_whole(write_config, serve_config(options, name))
         print(f"serve run {write_config}   # here; on a cluster: serve deploy {write_config}")
@@ -59,14 +59,14 @@ def deploy(
     from outrider_ray import cluster
 
     with loading(model):
-        if own:
+        if local:
             cluster.free_port(options.host, options.port)
         cluster.join_for(options, address)
-        deployed = cluster.start(options, name, own, start_timeout)
+        deployed = cluster.start(options, name, local, start_timeout)
     print(f"{options.fewest} replicas of {options.model_name} are ready")
-    end = "ctrl-C" if deployed.own else f"serve delete {deployed.name} && serve delete {deployed.engines}"
+    end = "ctrl-C" if deployed.local else f"serve delete {deployed.name} && serve delete {deployed.engines}"
     ready_lines(options, deployed.port, False, end)
-    if own:
+    if local:
         ended = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: ended.set())

@@ -26,19 +26,24 @@ OBJECTS = 200_000_000  # bytes of the object store of a cluster of our own: requ
 
 @dataclass(frozen=True)
 class Deployed:
-    """Applications that run. port: where clients find them. own: the cluster is ours and ends with us."""
+    """Applications that run."""
 
     name: str
     engines: str
-    port: int
-    own: bool
+    port: int  # where clients find them
+    local: bool  # the cluster was started here and ends with us
 
 
-def join(address: str, option: str = "--address", otherwise: str = "", **own: Any) -> None:
+def join(address: str, option: str = "--address", otherwise: str = "", **settings: Any) -> None:
     """Connect to a cluster, or start one on this machine for `local`.
 
-    option: of the command line, that says where. otherwise: what works without a cluster. own: of `ray.init`, for a cluster that
-    is started. Raises ConnectionError for a cluster that is not there, ValueError without Ray and for what is no address.
+    Args:
+        address: local, auto, HOST:PORT or ray://HOST:PORT.
+        option: Of the command line, that says where.
+        otherwise: What works without a cluster.
+        settings: Of `ray.init`, for a cluster that is started.
+
+    Raises ConnectionError for a cluster that is not there, ValueError without Ray and for what is no address.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address not in (LOCAL, "auto"):
@@ -47,12 +52,12 @@ def join(address: str, option: str = "--address", otherwise: str = "", **own: An
         import ray
     if ray.is_initialized():
         return
-    given: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "ERROR"}
+    arguments: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "ERROR"}
     if address == LOCAL:
-        own["_node_ip_address"] = "127.0.0.1"  # else its ports are open to the network
-        given |= {"include_dashboard": False, **own}
+        settings["_node_ip_address"] = "127.0.0.1"  # else its ports are open to the network
+        arguments |= {"include_dashboard": False, **settings}
     try:
-        ray.init(**given)
+        ray.init(**arguments)
     except Exception as error:  # Ray raises a bare one where a node does not start in time
         why = str(error).strip().partition("\n")[0]
         if address != LOCAL:
@@ -83,10 +88,16 @@ def join_for(options: DeployOptions, address: str) -> None:
     join(address, object_store_memory=OBJECTS)
 
 
-def start(options: DeployOptions, name: str, own: bool, timeout: float) -> Deployed:
+def start(options: DeployOptions, name: str, local: bool, timeout: float) -> Deployed:
     """Start the engines, then the front, or update them: only what has changed is replaced.
 
-    timeout: seconds until all is healthy. Raises ValueError for a port that is taken, TimeoutError and RuntimeError, with
+    Args:
+        options: Of the replicas and the front.
+        name: Of the front's application.
+        local: The cluster was started here.
+        timeout: Seconds until all is healthy.
+
+    Raises ValueError for a port that is taken, TimeoutError and RuntimeError, with
     what Ray says, for replicas that do not become healthy.
     """
     from ray.serve.config import ProxyLocation
@@ -95,12 +106,12 @@ def start(options: DeployOptions, name: str, own: bool, timeout: float) -> Deplo
     from ray import serve
 
     running, host, port = _status(), options.host, options.port
-    if not running and own:
+    if not running and local:
         port = free_port(host, port)
         serve.start(proxy_location=ProxyLocation.Disabled)
     elif not running:
         serve.start(http_options={"host": host, "port": port})
-    if own:
+    if local:
         options = options.with_(listen=(host, port))  # Ray's proxy takes a millisecond for each token
     until = time.monotonic() + timeout
     serve.run_many(
@@ -112,12 +123,12 @@ def start(options: DeployOptions, name: str, own: bool, timeout: float) -> Deplo
     front = running.get(name)
     if front is None or options.front_name not in front.deployments:
         serve.run_many(
-            [serve.RunTarget(build_front(options), name=name, route_prefix=None if own else "/")],
+            [serve.RunTarget(build_front(options), name=name, route_prefix=None if local else "/")],
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )
         _healthy(name, until, timeout)
-    return Deployed(name, options.engines, port, own)
+    return Deployed(name, options.engines, port, local)
 
 
 def stop(deployed: Deployed) -> None:
@@ -126,7 +137,7 @@ def stop(deployed: Deployed) -> None:
 
     serve.delete(deployed.name)
     serve.delete(deployed.engines)
-    if deployed.own:
+    if deployed.local:
         serve.shutdown()
         leave()
 
@@ -172,14 +183,14 @@ def _status() -> abc.Mapping[str, Any]:
 def _healthy(name: str, until: float, timeout: float) -> None:
     """Wait for an application. Raises as `start` does."""
     while True:
-        found = _status().get(name)
-        status = "NOT_STARTED" if found is None else found.status.value
+        application = _status().get(name)
+        status = "NOT_STARTED" if application is None else application.status.value
         if status == "RUNNING":
             return
-        said = [] if found is None else [d.message for d in found.deployments.values() if d.message]
+        said = [] if application is None else [d.message for d in application.deployments.values() if d.message]
         if status in ("DEPLOY_FAILED", "UNHEALTHY"):
             raise RuntimeError(
-                f"{name} did not become healthy:\n" + _last_lines(said or [found.message if found else ""])
+                f"{name} did not become healthy:\n" + _last_lines(said or [application.message if application else ""])
             )
         if time.monotonic() > until:
             raise TimeoutError(

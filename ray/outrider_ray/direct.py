@@ -61,13 +61,13 @@ class ReservationMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        given = dict(scope["headers"]).get(TICKET.encode(), b"").decode("latin-1")
-        ended = self._open.get(given)
+        ticket = dict(scope["headers"]).get(TICKET.encode(), b"").decode("latin-1")
+        ended = self._open.get(ticket)
         if ended is None:
             refused = Refused("this address is for the front alone", 401, code="no_ticket")
             await refused.response(scope)(scope, receive, send)
             return
-        self.drop(given)
+        self.drop(ticket)
         try:
             await self.app(scope, receive, send)
         finally:
@@ -147,9 +147,11 @@ class Connections:
         try:
             async with await asking as response:
                 lost.add_done_callback(lambda _: response.close())
-                given = ((k.lower(), v) for k, v in response.raw_headers)
+                lowered = ((k.lower(), v) for k, v in response.raw_headers)
                 yield ResponseStart(
-                    response.status, tuple((k, v) for k, v in given if k not in DROP_FROM_RESPONSE), reservation.replica
+                    response.status,
+                    tuple((k, v) for k, v in lowered if k not in DROP_FROM_RESPONSE),
+                    reservation.replica,
                 )
                 async for part in response.content.iter_any():
                     yield part

@@ -64,11 +64,11 @@ class Front:
         request = Request(scope, receive)
         body = await request.body()
         name = request.state.request_id.encode()
-        own = (b"x-request-id", name), (OWNER, request.state.owner.encode())
+        added = (b"x-request-id", name), (OWNER, request.state.owner.encode())
         headers = [
             (k, v) for k, v in scope["headers"] if k.lower() not in DROP_FROM_REQUEST and k.lower() != b"x-request-id"
         ]
-        call = ReplicaRequest(scope["method"], scope["path"], scope["query_string"], (*headers, *own), body)
+        call = ReplicaRequest(scope["method"], scope["path"], scope["query_string"], (*headers, *added), body)
         if call.path == "/metrics" and call.method == "GET":
             page = merged_metrics(await self.replicas.each(call), self.metrics.page(), self.settings.metrics_prefix)
             await Response(page, headers={"content-type": CONTENT_TYPE})(scope, receive, send)
@@ -204,17 +204,17 @@ async def _sent(answer: AsyncGenerator[ResponseStart | bytes, None], receive: Re
 def _parsed(body: bytes) -> dict[str, Any] | None:
     """A JSON object, or None for anything else: the replica says what is wrong with it."""
     try:
-        found = json.loads(body)
+        value = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _beginning(body: dict[str, Any]) -> str:
     """What the prompt of a request begins with. Two prompts with a common beginning have it here, too."""
     for name in ("prompt", "messages", "input"):
-        if given := body.get(name):
-            head = given[:HEAD] if isinstance(given, (str, list)) else given
+        if prompt := body.get(name):
+            head = prompt[:HEAD] if isinstance(prompt, (str, list)) else prompt
             return (head if isinstance(head, str) else json.dumps([body.get("tools"), head], ensure_ascii=False))[:HEAD]
     return ""
 

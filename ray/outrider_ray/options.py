@@ -47,14 +47,14 @@ class DeployOptions(ServeOptions):
 
     @field_validator("speculative_config", mode="before")
     @classmethod
-    def _read(cls, given: Any) -> Any:
+    def _read(cls, value: Any) -> Any:
         """`serve run` gives text."""
-        given = json.loads(given) if isinstance(given, str) else given
-        if isinstance(given, dict) and given.get("method") != "auto":
+        value = json.loads(value) if isinstance(value, str) else value
+        if isinstance(value, dict) and value.get("method") != "auto":
             from outrider.drafters.config import SpeculativeConfig
 
-            SpeculativeConfig.of(given)  # what is wrong is said here, and not in a replica
-        return given
+            SpeculativeConfig.of(value)  # what is wrong is said here, and not in a replica
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> DeployOptions:
@@ -82,8 +82,8 @@ class DeployOptions(ServeOptions):
 
     def of_replica(self) -> ServeOptions:
         """The options of one replica. Those of the address, the keys and the origins are the front's."""
-        kept = set(ServeOptions.model_fields) - _under("Server") - {"cors_origin"}
-        return ServeOptions(**self.model_dump(include=kept))
+        names = set(ServeOptions.model_fields) - _under("Server") - {"cors_origin"}
+        return ServeOptions(**self.model_dump(include=names))
 
     def of_front(self) -> DeployOptions:
         """The options of the front alone. Its port is that of `listen`, or of Ray's proxies."""
@@ -107,7 +107,7 @@ def serve_config(options: DeployOptions, name: str) -> str:
 
     args = options.model_dump(mode="json", exclude_defaults=True, exclude={"api_key", "host", "port"})
     args["engines"] = options.engines
-    found: dict[str, Any] = {
+    config: dict[str, Any] = {
         "http_options": {"host": options.host, "port": options.port},
         "applications": [
             {
@@ -125,4 +125,4 @@ def serve_config(options: DeployOptions, name: str) -> str:
             },
         ],
     }
-    return _HEAD + yaml.safe_dump(found, sort_keys=False)
+    return _HEAD + yaml.safe_dump(config, sort_keys=False)

@@ -34,22 +34,22 @@ class PrefixIndex:
 
     def shares(self, prompt: str) -> dict[str, float]:
         """The share of a prompt's blocks that each replica was sent before, in [0, 1]; only replicas with a share."""
-        keys, found = hashes(prompt), dict[str, float]()
+        keys, shares = hashes(prompt), dict[str, float]()
         for count, key in enumerate(keys, 1):
             owner = self._owners.get(key)
             if owner is None:
                 break
-            found[owner] = count / len(keys)  # the longest beginning that it had
-        return found
+            shares[owner] = count / len(keys)  # the longest beginning that it had
+        return shares
 
 
 def hashes(prompt: str) -> list[bytes]:
     """The hash of each whole block of a prompt, with all before it."""
-    digest, found = hashlib.blake2b(digest_size=12), list[bytes]()
+    digest, digests = hashlib.blake2b(digest_size=12), list[bytes]()
     for at in range(BLOCK, len(prompt) + 1, BLOCK):
         digest.update(prompt[at - BLOCK : at].encode("utf-8", "replace"))
-        found.append(digest.digest())
-    return found
+        digests.append(digest.digest())
+    return digests
 
 
 def ranked(

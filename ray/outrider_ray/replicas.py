@@ -79,7 +79,7 @@ class RayReplicas:
         """The body of every replica's answer, by replica. A replica that does not answer is left out."""
         try:
             response = self._handle.broadcast("page", call)
-            found = await response.results_async(timeout_s=PAGE_TIMEOUT, return_exceptions=True)
+            pages = await response.results_async(timeout_s=PAGE_TIMEOUT, return_exceptions=True)
         except (*LOST, TimeoutError):
             return {}
-        return dict(pair for pair in found if isinstance(pair, tuple))
+        return dict(pair for pair in pages if isinstance(pair, tuple))

@@ -54,5 +54,5 @@ class PrefixRouter(RequestRouter):
 
 def _asked(pending: PendingRequest | None, number: int) -> str:
     """An argument of `OutriderEngine.take`; empty for other calls."""
-    given = pending.args[number] if pending is not None and len(pending.args) > number else ""
-    return given if isinstance(given, str) else ""
+    value = pending.args[number] if pending is not None and len(pending.args) > number else ""
+    return value if isinstance(value, str) else ""

@@ -32,7 +32,7 @@ OPTIONS |= {"engines": "test-engines"}
 def url() -> Iterator[str]:
     options = DeployOptions(**OPTIONS, port=0, replicas=2)
     cluster.join_for(options, cluster.LOCAL)
-    deployed = cluster.start(options, "test", own=True, timeout=PATIENCE)
+    deployed = cluster.start(options, "test", local=True, timeout=PATIENCE)
     yield f"http://127.0.0.1:{deployed.port}"
     cluster.stop(deployed)
 
@@ -184,7 +184,7 @@ def test_the_number_of_replicas_follows_the_load(url: str) -> None:
     moving = DeployOptions(
         **OPTIONS, min_replicas=1, max_replicas=2, target_requests=2, upscale_delay=1, downscale_delay=3
     )
-    cluster.start(moving.with_(port=port(url)), "test", own=True, timeout=PATIENCE)
+    cluster.start(moving.with_(port=port(url)), "test", local=True, timeout=PATIENCE)
     wait_for(1)
     asked = Asked(200)
     grown = list[int]()
@@ -202,5 +202,5 @@ def test_what_never_becomes_healthy_is_said(url: str) -> None:
     ):
         options = DeployOptions(**{**OPTIONS, "engines": "bad-engines", **change})
         with pytest.raises(error, match=says):
-            cluster.start(options.with_(port=0), "bad", own=True, timeout=timeout)
+            cluster.start(options.with_(port=0), "bad", local=True, timeout=timeout)
         serve.delete("bad-engines")

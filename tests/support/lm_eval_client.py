@@ -1,7 +1,6 @@
 """The requests and the arithmetic of lm-eval 0.4.13 (`local-completions`), for tests without its forty packages.
 
-`multiple_choice`, `loglikelihood` and `rolling` give the numbers of a task of that output type. They ask a `Score` for each
-text: the server, or the library as the reference.
+`multiple_choice`, `loglikelihood` and `rolling` give the numbers of a task of that output type. They ask a `Score` for each text.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
-
-import httpx
 
 from outrider import LLM, SamplingParams
 
@@ -37,19 +34,6 @@ TEXTS = [
     "Grüße, 世界: a text that is no code.",
 ]
 LENGTH = 31  # tokens of a window, so the longer texts take several; lm-eval keeps one more for the output
-
-
-def served(url: str) -> Score:
-    """Scores of a server, asked and read as lm-eval does."""
-
-    def score(tokens: list[int], context: int) -> tuple[float, bool]:
-        body = {"model": "code", "prompt": [tokens], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
-        response = httpx.post(url + "/v1/completions", json={**body, "echo": True}, timeout=600)
-        told = response.raise_for_status().json()["choices"][0]["logprobs"]
-        own, top = told["token_logprobs"][context:-1], told["top_logprobs"][context:-1]
-        return sum(own), all(x == max(others.values()) for x, others in zip(own, top, strict=True))
-
-    return score
 
 
 def computed(llm: LLM) -> Score:

@@ -103,14 +103,9 @@ def test_stop_ends_the_text(expected: str) -> None:
     ("words", "message"),
     [
         (["x", "-m", "builtin:cod"], "builtin:code"),
-        (["x", "-m", "./no/such/folder"], "there is no folder"),
         (["x", "-m", SMALL, "-t", "-1"], "temperature must be from 0 (greedy) to a million"),
-        (["x", "-m", SMALL, "--method", "sufix"], "did you mean 'suffix'"),
         (["x", "-m", SMALL, "--method", "draft_model"], "needs a model"),
-        (["x", "-m", SMALL, "--method", "ngram", "-d", SMALL], "leave out --draft-model"),
-        (["x", "-m", SMALL, "--speculative-config", "{method"], "is not JSON"),
         (["x", "-m", SMALL, "-n", "5000"], "use max_tokens="),
-        (["", "-m", SMALL], "the prompt is empty"),
         (["x", "-m", SMALL, "--chat"], "no chat template"),
     ],
 )
@@ -133,7 +128,7 @@ def test_models_lists_the_pair() -> None:
     assert run("list").stdout == run("models", "list").stdout == text
 
 
-def test_a_pack_is_written_used_listed_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pack_is_written_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     packed = tmp_path / "packed"
     shown = run("models", "pack", SMALL, "--quantization", "int8", "-o", str(packed))
@@ -142,15 +137,6 @@ def test_a_pack_is_written_used_listed_and_removed(tmp_path: Path, monkeypatch: 
     plain = run("generate", PROMPT, *DRAWN, "--quantization", "int8", "--method", "none").stdout
     again = run("generate", PROMPT, *("-m", str(packed)), *DRAWN[2:], "--method", "none").stdout
     assert plain == again
-    assert run("rm", "smaller").exit_code == 2
-    kept = tmp_path / "cache" / "outrider" / "packs" / "smaller-0123456789abcdef"
-    packed.rename(kept.parent.mkdir(parents=True) or kept)
-    assert "smaller-0123456789abcdef" in run("list").stdout
-    assert run("rm", "smaller-0123456789abcdef", stdin="n\n").exit_code == 1
-    assert kept.exists()
-    assert "removed smaller-0123456789abcdef" in run("rm", "smaller-0123456789abcdef", stdin="y\n").stdout
-    assert not kept.exists()
-    assert run("rm", "all", "-y").exit_code == 0
 
 
 def test_demo_compares_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,20 +253,6 @@ def test_tune_says_that_its_time_was_too_short(monkeypatch: pytest.MonkeyPatch) 
     assert "give more --seconds" in done.stderr
 
 
-def test_tune_ends_with_its_answer_and_a_line_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["tune", "-m", "builtin:code", "-d", "builtin:code-draft", "--method", "draft-model"]
-    words += ["--num-prompts", "2", "-n", "8", "--seconds", "5"]
-    done = run(*words, "--export", "--out", "kept.json")
-    assert done.exit_code == 0, done.output
-    assert "lain decoding" in done.stdout
-    assert "  llama.cpp: " in done.stdout
-    assert done.stdout.splitlines()[-1].endswith("--speculative-config kept.json")
-    assert json.loads(Path("kept.json").read_text())["method"] in ("draft_model", "none")
-    used = run("generate", "x = ", "-m", "builtin:code", "-n", "2", "--speculative-config", "kept.json")
-    assert used.exit_code == 0
-
-
 def test_terminal_colours_and_ctrl_c() -> None:
     """Accepted draft tokens are green; ctrl-C keeps the text, prints the numbers and exits with 130."""
     # a full terminal holds the writer back, so that the text does not end before the key is pressed
@@ -351,7 +323,3 @@ def test_layers_are_searched_and_used(tmp_path: Path) -> None:
     plain = run("generate", "def f(x):", "-n", "12", "--method", "none")
     assert used.exit_code == 0, used.stderr
     assert used.stdout == plain.stdout
-    file.write_text("[]")
-    broken = run("generate", "def f(x):", "--speculative-config", json.dumps(config))
-    assert broken.exit_code == 2
-    assert "contains no layer set" in broken.stderr

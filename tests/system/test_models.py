@@ -143,15 +143,3 @@ def test_names_and_times_of_ollamas_clients() -> None:
         while "code" in running():
             pass
         assert httpx.get(f"{live.url}/health").status_code == 200
-        unknown = {"model": "gpt", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-        for path, read in (
-            ("/v1/chat/completions", lambda e: e["error"]["message"]),
-            ("/v1/responses", lambda e: e["error"]["message"]),
-            ("/v1/messages", lambda e: e["error"]["message"] if e["type"] == "error" else ""),
-            ("/api/chat", lambda e: e["error"]),
-        ):
-            more = {"input": "x"} if path == "/v1/responses" else unknown
-            refused = post(path, **{**more, "model": "gpt"})
-            assert refused.status_code == 404
-            assert "this server has 'code', 'code-draft'" in read(refused.json())
-        assert post("/v1/completions", prompt="x").status_code == 400

@@ -84,7 +84,6 @@ def test_serve_starts_streams_to_the_curl_it_prints_and_hands_back_partial_text_
         (["serve", "builtin:cod"], "did you mean 'builtin:code'"),
         (["serve", "builtin:code", "-d", "no/draft.gguf"], "there is no file no/draft.gguf"),
         (["serve", "builtin:code", "--speculative-config", "{"], "not JSON"),
-        (["serve", "builtin:code", "--speculative-config", '{"method": "sufix"}'], "did you mean 'suffix'"),
         (["serve", "builtin:code", "--kv-cache-memory-bytes", "1000000"], "would fit"),
         (["serve", "builtin:code", "--tool-call-parser", "pythonic"], "is one of auto, none, hermes"),
         (["serve", "builtin:code", "--api-key-file", "/dev/null"], "has no key"),

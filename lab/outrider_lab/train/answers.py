@@ -23,16 +23,14 @@ Keep = Callable[[Mapping[int, Sequence[int]], int], None]
 
 @dataclass(frozen=True)
 class TrainingText:
-    """One text. number: of its prompt in the run. source: where the prompt came from. tokens: prompt, then answer. start:
-    index of the first token of the answer. temperature: at which it was written. held_out: measures the head, and does not
-    train it."""
+    """A prompt and its answer."""
 
-    number: int
-    source: str
-    tokens: list[int]
-    start: int
-    temperature: float
-    held_out: bool
+    number: int  # of its prompt in the run
+    source: str  # where the prompt came from
+    tokens: list[int]  # prompt, then answer
+    start: int  # index of the first token of the answer
+    temperature: float  # at which it was written
+    held_out: bool  # measures the head, and does not train it
 
     @property
     def prompt(self) -> list[int]:
@@ -125,11 +123,19 @@ def write_answers(
     """Let the target answer prompts. Yields the number of answers that each step ended, so the caller can stop at any time.
 
     The sources take turns, and so do the temperatures of each source. An answer depends on its number and the seed alone,
-    so a run that was killed goes on with what is missing. Prompts come in rounds of round_size. It ends after the round that
-    makes `tokens` tokens of answers, and without `tokens` never. length: tokens of prompt and answer together; a prompt of
-    more than half of it is skipped. keep: gets the texts that each step ended, by number, before they are in the file,
-    and the length. The step that writes the last token of a text cut by its length has no features for it. So such a text is
-    written one token further, and cut.
+    so a run that was killed goes on with what is missing. The step that writes the last token of a text cut by its length has
+    no features for it. So with `keep` such a text is written one token further, and cut.
+
+    Args:
+        llm: The target.
+        sources: Of the prompts.
+        file: Gets the answers.
+        length: Tokens of prompt and answer together; a prompt of more than half of it is skipped.
+        temperatures: Of the answers.
+        seed: Of the run.
+        round_size: Prompts that are answered together.
+        tokens: It ends after the round that makes so many tokens of answers; None never ends.
+        keep: Gets the texts that each step ended, by number, before they are in the file, and the length.
     """
     first, empty = 0, 0
     while True:
@@ -142,12 +148,14 @@ def write_answers(
                 f"{3 * round_size} prompts in a row gave no answer: they are empty, or longer than {length // 2} tokens; "
                 f"raise the length from {length}, or give other prompts"
             )
-        known = {a.number for a in file.answers}
+        answered = {a.number for a in file.answers}
         numbers = range(first, first + round_size)
         first = numbers.stop
-        if known and max(known) >= numbers.stop + round_size:  # what is missing there could not be used
+        if answered and max(answered) >= numbers.stop + round_size:  # what is missing there could not be used
             continue
-        yield from _round(llm, sources, file, [n for n in numbers if n not in known], length, temperatures, seed, keep)
+        yield from _round(
+            llm, sources, file, [n for n in numbers if n not in answered], length, temperatures, seed, keep
+        )
 
 
 def _round(
@@ -189,11 +197,11 @@ def _round(
 
 def _asked(sources: Sequence[Source], numbers: Sequence[int]) -> Iterator[tuple[int, str, Asked]]:
     """(number, source, prompt) of the prompts that can be used. The sources take turns by number."""
-    found: dict[int, tuple[str, Asked]] = {}
+    prompts: dict[int, tuple[str, Asked]] = {}
     for at, source in enumerate(sources):
-        own = [n for n in numbers if n % len(sources) == at]
-        for number, asked in zip(own, source.take([n // len(sources) for n in own]), strict=True):
+        turns = [n for n in numbers if n % len(sources) == at]
+        for number, asked in zip(turns, source.take([n // len(sources) for n in turns]), strict=True):
             if asked is not None:
-                found[number] = source.name, asked
-    for number in sorted(found):
-        yield number, *found[number]
+                prompts[number] = source.name, asked
+    for number in sorted(prompts):
+        yield number, *prompts[number]

@@ -81,8 +81,8 @@ def draw_anchors(batch: Batch, steps: int, share: float, generator: torch.Genera
         drawn.append(shuffled.sort().values + places.start)
     width = max(map(len, drawn))
     at, valid = torch.zeros(len(drawn), width, dtype=torch.int64), torch.zeros(len(drawn), width, dtype=torch.bool)
-    for row, mark, own in zip(at, valid, drawn, strict=True):
-        row[: len(own)], mark[: len(own)] = own, True
+    for row, mark, places in zip(at, valid, drawn, strict=True):
+        row[: len(places)], mark[: len(places)] = places, True
     return Anchors(at, valid)
 
 
@@ -94,7 +94,7 @@ def count_tokens(answers: Sequence[TrainingText], size: int, vocab_size: int, al
     if not 0 < size < vocab_size:
         return torch.arange(vocab_size)
     counts = Counter(t for a in answers for t in a.tokens[a.start :])
-    kept = dict.fromkeys([*always, *(t for t, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])))])
-    ids = list(kept)[:size]
-    ids += [t for t in range(size) if t not in kept][: size - len(ids)]
+    ordered = dict.fromkeys([*always, *(t for t, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])))])
+    ids = list(ordered)[:size]
+    ids += [t for t in range(size) if t not in ordered][: size - len(ids)]
     return torch.tensor(sorted(ids))

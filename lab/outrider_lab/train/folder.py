@@ -26,16 +26,15 @@ from outrider_lab.train.survival import Survival
 
 @dataclass
 class Progress:
-    """How far a run is. seconds: of training and its measurements, without writing answers. tokens: read in training, without
-    filling. epoch, batch: the next one. curve: one entry for each measurement."""
+    """How far a run is."""
 
-    seconds: float = 0.0
+    seconds: float = 0.0  # of training and its measurements, without writing answers
     writing_seconds: float = 0.0
-    tokens: int = 0
+    tokens: int = 0  # read in training, without filling
     step: int = 0
-    epoch: int = 0
+    epoch: int = 0  # the next one, as batch
     batch: int = 0
-    curve: list[dict[str, Any]] = field(default_factory=list)
+    curve: list[dict[str, Any]] = field(default_factory=list)  # one entry for each measurement
 
     def next_epoch(self) -> None:
         """Every batch of this epoch was read."""
@@ -60,7 +59,7 @@ class RunFolder:
         self._file = self._state / "settings.json"
         if self._file.exists():
             self._compare(json.loads(self._file.read_text()))
-        elif path.exists() and any(found != self._state for found in path.iterdir()):
+        elif path.exists() and any(entry != self._state for entry in path.iterdir()):
             raise FileExistsError(
                 f"{path} is not empty and is no training run; give a new folder, or that of a run to go on with"
             )
@@ -146,8 +145,8 @@ class RunFolder:
 
     def _compare(self, stored: dict[str, Any]) -> None:
         """Raise ValueError for other settings than those of what is kept. A start with wrong prompts keeps nothing."""
-        kept = (self._state / name for name in ("answers.jsonl", "checkpoint.pt"))
-        if not any(file.exists() and file.stat().st_size for file in kept):
+        files = (self._state / name for name in ("answers.jsonl", "checkpoint.pt"))
+        if not any(file.exists() and file.stat().st_size for file in files):
             return
         for name, value in self.settings.model_dump().items():
             if stored.get(name, value) != value:

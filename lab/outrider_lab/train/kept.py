@@ -64,11 +64,11 @@ class KeptFeatures:
     def __contains__(self, number: int) -> bool:
         return number in self._rows
 
-    def add(self, number: int, found: EightBits) -> None:
-        for file, part in zip(self._files, found, strict=True):
+    def add(self, number: int, states: EightBits) -> None:
+        for file, part in zip(self._files, states, strict=True):
             file.write(part.tobytes())
             file.flush()
-        count = len(found.numbers)
+        count = len(states.numbers)
         self._rows[number] = range(self._total, self._total + count)
         self._total += count
         self._index.add(json.dumps([number, self._total, count]).encode())
@@ -93,20 +93,20 @@ class KeptTeacher:
     """A teacher that computes each text once. A text always reads what was kept, never what was computed, so a run has the same
     bits stopped or not."""
 
-    def __init__(self, teacher: Teacher, kept: KeptFeatures) -> None:
-        self._teacher, self.kept = teacher, kept
+    def __init__(self, teacher: Teacher, features: KeptFeatures) -> None:
+        self._teacher, self.features = teacher, features
 
     def read(self, texts: Sequence[TrainingText]) -> Taught:
         """What `Teacher.read` says of the texts, to 8 bits; zeros at the last token of a text, and after it."""
-        missing = [text for text in texts if text.number not in self.kept]
+        missing = [text for text in texts if text.number not in self.features]
         if missing:
             taught = self._teacher.read(batch_of(missing).tokens)
-            for text, found in zip(missing, torch.cat(taught, -1), strict=True):
-                self.kept.add(text.number, eight_bits(found[: len(text.tokens) - 1], self.kept.block))
-        rows = [self.kept.read(text.number) for text in texts]
+            for text, states in zip(missing, torch.cat(taught, -1), strict=True):
+                self.features.add(text.number, eight_bits(states[: len(text.tokens) - 1], self.features.block))
+        rows = [self.features.read(text.number) for text in texts]
         every = torch.zeros(len(texts), max(len(text.tokens) for text in texts), rows[0].shape[1])
-        for row, own in zip(every, rows, strict=True):
-            row[: len(own)] = own
+        for row, states in zip(every, rows, strict=True):
+            row[: len(states)] = states
         every = every.to(self._teacher.device)
         return Taught(every[..., : -self._teacher.hidden], every[..., -self._teacher.hidden :])
 
@@ -117,34 +117,34 @@ class FeatureRecorder(NoDraft):
     It must be asked in each step (`Fixed(1)`): only steps that may draft hand their features over.
     """
 
-    def __init__(self, kept: KeptFeatures) -> None:
-        self.taps, self._kept = kept.taps, kept
+    def __init__(self, features: KeptFeatures) -> None:
+        self.taps, self._features = features.taps, features
         self._running = dict[int, tuple[list[int], list[EightBits]]]()  # by slot: its tokens, and what was said of them
         self._ended = dict[tuple[int, ...], list[EightBits]]()
 
     def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
-        self._running.setdefault(slot, ([], []))[1].append(eight_bits(features, self._kept.block))
+        self._running.setdefault(slot, ([], []))[1].append(eight_bits(features, self._features.block))
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
         said = [c.features for c in commits if c.features is not None]  # a long prompt's first step has none
-        found = eight_bits(torch.cat(said), self._kept.block) if said else None
+        states = eight_bits(torch.cat(said), self._features.block) if said else None
         at = 0
         for slot, tokens, commit in zip(context.slots, context.tokens, commits, strict=True):
-            known = self._running.get(slot, ([], []))[1]
-            if found and commit.features is not None:
+            blocks = self._running.get(slot, ([], []))[1]
+            if states and commit.features is not None:
                 end = at + len(commit.features)
-                known.append(EightBits(found.numbers[at:end], found.scales[at:end]))
+                blocks.append(EightBits(states.numbers[at:end], states.scales[at:end]))
                 at = end
-            self._running[slot] = tokens, known
+            self._running[slot] = tokens, blocks
 
     def release(self, slot: int) -> None:
         if slot in self._running:
-            tokens, known = self._running.pop(slot)
-            self._ended[tuple(tokens)] = known
+            tokens, blocks = self._running.pop(slot)
+            self._ended[tuple(tokens)] = blocks
 
     def keep(self, texts: Mapping[int, Sequence[int]], length: int) -> None:
         """Keep texts that have just ended, by number, up to so many tokens; forget all others that have."""
         for number, tokens in texts.items():
             parts = zip(*self._ended[tuple(tokens)], strict=True)
-            self._kept.add(number, EightBits(*(np.concatenate(part)[: length - 1] for part in parts)))
+            self._features.add(number, EightBits(*(np.concatenate(part)[: length - 1] for part in parts)))
         self._ended.clear()

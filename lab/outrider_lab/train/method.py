@@ -30,49 +30,52 @@ CONFIDENCE = 0.5  # weight of the confidence in the loss
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a head is made of.
-
-    method: its kind. answers: the texts that train it. token_ids: its draft vocabulary, int64 ascending. verifier: the target's
-    name. kept: what `TrainedHead.kept` said before the run was stopped; None in a new run. intermediate_size: of the MLP of a
-    new EAGLE head; 0 for the target's.
-    """
+    """What a head is made of."""
 
     loaded: Loaded
-    method: str
+    method: str  # its kind
     seed: int
-    answers: Sequence[TrainingText]
-    token_ids: Tensor
-    verifier: str
-    kept: dict[str, Any] | None = None
-    intermediate_size: int = 0
+    answers: Sequence[TrainingText]  # the texts that train it
+    token_ids: Tensor  # its draft vocabulary, int64 ascending
+    verifier: str  # the target's name
+    decisions: dict[str, Any] | None = None  # those of `TrainedHead` before the run was stopped; None in a new run
+    intermediate_size: int = 0  # of the MLP of a new EAGLE head; 0 for the target's
 
 
 class TrainedHead:
-    """A head in training. Write `drafts` and `write`.
-
-    module: its parameters. token_ids: int64 [draft_vocab], the token of each row of its logits. depth: draft tokens that it
-    learns. decay: see DECAY. share: of the positions of a text that a step learns at.
-    """
+    """A head in training. Write `drafts` and `write`."""
 
     decay = DECAY
-    share = 0.5
+    share = 0.5  # of the positions of a text that a step learns at
 
     def __init__(self, module: nn.Module, teacher: Teacher, token_ids: Tensor, depth: int) -> None:
+        """
+        Args:
+            module: Its parameters.
+            teacher: Its target.
+            token_ids: int64 [draft_vocab], the token of each row of its logits.
+            depth: Draft tokens that it learns.
+        """
         self.module, self.teacher, self.depth = module.to(teacher.device), teacher, depth
         self.token_ids = token_ids.to(teacher.device)
 
     def drafts(self, tokens: Tensor, taught: Taught, anchors: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The draft tokens in order, each after the text's own tokens before it: (logits, confidence).
 
-        tokens: int64 [batch, n]. anchors: int64 [batch, anchor], n - 2 - depth at most. logits: [batch, anchor, draft_vocab].
-        confidence: [batch, anchor], before its sigmoid; None for a head without one."""
+        Logits are [batch, anchor, draft_vocab]. A confidence is [batch, anchor], before its sigmoid; None without one.
+
+        Args:
+            tokens: int64 [batch, n].
+            taught: What the target says of them.
+            anchors: int64 [batch, anchor], n - 2 - depth at most.
+        """
         raise NotImplementedError
 
     def write(self, folder: Path) -> None:
         """Write the head as it is now, for its users."""
         raise NotImplementedError
 
-    def kept(self) -> dict[str, Any]:
+    def decisions(self) -> dict[str, Any]:
         """What was decided at the beginning and must stay when the run goes on; plain values."""
         return {}
 

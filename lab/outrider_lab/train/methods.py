@@ -48,17 +48,17 @@ class TrainedBlock(TrainedHead):
     def write(self, folder: Path) -> None:
         write_block(folder, self.module.weights(self._stored))
 
-    def kept(self) -> dict[str, Any]:
+    def decisions(self) -> dict[str, Any]:
         return {"mask_token_id": self.module.config.mask_token_id}
 
 
 def new_block(start: Beginning) -> TrainedBlock:
     """A drafter of two layers whose draft tokens are random at first. The method says whether it is a DSpark one."""
     loaded, ids, dspark = start.loaded, start.token_ids, start.method == "dspark"
-    if start.kept is None:
+    if start.decisions is None:
         mask = mask_token(start.answers, loaded.model.vocab_size, loaded.tokenizer, loaded.end_ids)
     else:
-        mask = int(start.kept["mask_token_id"])
+        mask = int(start.decisions["mask_token_id"])
     least, most, width = *MARKOV, loaded.hidden_size
     config = config_for(
         BlockConfig,
@@ -80,13 +80,13 @@ def new_block(start: Beginning) -> TrainedBlock:
     return TrainedBlock(module, teacher)
 
 
-def continued_block(given: HeadWeights[BlockConfig], start: Beginning) -> TrainedBlock:
+def continued_block(weights: HeadWeights[BlockConfig], start: Beginning) -> TrainedBlock:
     """A drafter that was read. Raises ValueError for one with an embedding of its own, which could not be written."""
-    if "embed_tokens.weight" in given.tensors:
+    if "embed_tokens.weight" in weights.tensors:
         raise ValueError("a drafter with an embedding of its own is not trained here; leave out --from")
-    teacher = Teacher(start.loaded, given.config.taps)
-    output = teacher.output(given.token_ids).cpu()
-    return TrainedBlock(BlockModule.of(given, teacher.embedding().cpu(), output), teacher, given)
+    teacher = Teacher(start.loaded, weights.config.taps)
+    output = teacher.output(weights.token_ids).cpu()
+    return TrainedBlock(BlockModule.of(weights, teacher.embedding().cpu(), output), teacher, weights)
 
 
 def mask_token(answers: Sequence[TrainingText], vocab_size: int, tokenizer: Any, ends: Sequence[int] = ()) -> int:
@@ -159,27 +159,27 @@ def narrowed(head: Eagle, neurons: int, batch: Batch, features: Tensor) -> Eagle
     features: [batch, n, taps * hidden]. A head reads an MLP of 8,960 neurons for each draft token, and learns it.
     """
     mlp, outputs = head.layer.mlp, list[Tensor]()
-    hook = mlp.down_proj.register_forward_pre_hook(lambda _, given: outputs.append(given[0]))
+    hook = mlp.down_proj.register_forward_pre_hook(lambda _, inputs: outputs.append(inputs[0]))
     anchors = draw_anchors(batch, 1, 1.0, torch.Generator())
     list(unrolled(head, batch.tokens, features, anchors.at, 1))
     hook.remove()
     sizes = outputs[0][anchors.valid].pow(2).mean(0) * mlp.down_proj.weight.pow(2).sum(0)
     best = sizes.topk(neurons).indices.sort().values
     narrow = Eagle(replace(head.config, intermediate_size=neurons), head.token_ids)
-    own = head.state_dict()
-    rows = {name: own[name][best] for name in (f"layers.0.{plain}.weight" for plain in _PLAIN)}
+    state = head.state_dict()
+    rows = {name: state[name][best] for name in (f"layers.0.{plain}.weight" for plain in _PLAIN)}
     down = "layers.0.mlp.down_proj.weight"
-    narrow.load_state_dict(own | rows | {down: own[down][:, best]})
+    narrow.load_state_dict(state | rows | {down: state[down][:, best]})
     return narrow
 
 
-def continued_eagle(given: HeadWeights[EagleConfig], start: Beginning) -> TrainedEagle:
+def continued_eagle(weights: HeadWeights[EagleConfig], start: Beginning) -> TrainedEagle:
     """A head that was read. Raises ValueError for one of EAGLE-1."""
-    if given.config.eagle1:
+    if weights.config.eagle1:
         raise ValueError("heads of EAGLE-1 are not trained here; leave out --from, and an EAGLE-3 head is trained")
-    teacher = Teacher(start.loaded, given.config.taps)
-    head = Eagle.of(given, teacher.embedding().cpu())
-    return TrainedEagle(head, teacher, given.token_ids, own_embedding=given.own_embedding is not None)
+    teacher = Teacher(start.loaded, weights.config.taps)
+    head = Eagle.of(weights, teacher.embedding().cpu())
+    return TrainedEagle(head, teacher, weights.token_ids, own_embedding=weights.own_embedding is not None)
 
 
 @torch.no_grad()
@@ -198,18 +198,20 @@ def copy_last_layer_(head: Eagle, target: Any, size: float) -> bool:
     except AttributeError:
         return False
     layer: Any = head.layer
-    own: dict[str, Tensor] = {n: layer.get_submodule(n).weight for n in matrices}
-    fits = all(tuple(m.shape) == (len(own[n]), width if n in _READ else own[n].shape[1]) for n, m in matrices.items())
+    weights: dict[str, Tensor] = {n: layer.get_submodule(n).weight for n in matrices}
+    fits = all(
+        tuple(m.shape) == (len(weights[n]), width if n in _READ else weights[n].shape[1]) for n, m in matrices.items()
+    )
     if not fits or not config.fc_norm or config.target_hidden_size != width or type(norms[0]).__name__ not in _NORMS:
         return False
     head.fc.weight.zero_()
     head.fc.weight[:, -width:] = torch.eye(width)
     for name, matrix in matrices.items():
         if name in _READ:
-            own[name][:, width:] = matrix
-            own[name][:, :width] *= 0.5
+            weights[name][:, width:] = matrix
+            weights[name][:, :width] *= 0.5
         else:
-            own[name].copy_(matrix / size if name in _ADD else matrix)
+            weights[name].copy_(matrix / size if name in _ADD else matrix)
     own_norms = (head.layer.hidden_norm, head.layer.post_attention_layernorm, head.norm)
     for norm, theirs in zip(own_norms, norms, strict=True):
         norm.weight.copy_(theirs.weight)
@@ -228,13 +230,13 @@ def unrolled(head: Eagle, tokens: Tensor, features: Tensor, anchors: Tensor, ste
     places = torch.arange(count, device=tokens.device)
     seen = head.keys_values(x, places)
     mask = (places <= anchors[..., None])[:, None]
-    own = torch.eye(anchors.shape[1], dtype=torch.bool, device=tokens.device).expand(*mask.shape[:3], -1)
+    diagonal = torch.eye(anchors.shape[1], dtype=torch.bool, device=tokens.device).expand(*mask.shape[:3], -1)
     y = head.attended(_at(x, anchors), _at(residual, anchors), anchors, seen, mask)
     yield head.logits(y)
     for step in range(1, steps):
         x, residual = head.pairs(tokens.gather(1, anchors + step + 1), head.feedback(y))
         seen = seen.then(head.keys_values(x, anchors + step))
-        mask = torch.cat([mask, own], -1)
+        mask = torch.cat([mask, diagonal], -1)
         y = head.attended(x, residual, anchors + step, seen, mask)
         yield head.logits(y)
 
@@ -252,11 +254,11 @@ class TrainedMedusa(TrainedHead):
 
     module: MedusaModule
 
-    def __init__(self, given: MedusaWeights, start: Beginning) -> None:
+    def __init__(self, weights: MedusaWeights, start: Beginning) -> None:
         teacher = Teacher(start.loaded, ())
-        ids = torch.arange(teacher.vocab_size) if given.token_ids is None else given.token_ids
-        rows = torch.empty(0) if given.outputs else teacher.output().cpu()
-        super().__init__(MedusaModule(given, rows), teacher, ids, len(given.blocks))
+        ids = torch.arange(teacher.vocab_size) if weights.token_ids is None else weights.token_ids
+        rows = torch.empty(0) if weights.outputs else teacher.output().cpu()
+        super().__init__(MedusaModule(weights, rows), teacher, ids, len(weights.blocks))
         self._verifier = start.verifier
 
     def drafts(self, tokens: Tensor, taught: Taught, anchors: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -265,8 +267,8 @@ class TrainedMedusa(TrainedHead):
             yield self.module.logits(hidden, head), None
 
     def write(self, folder: Path) -> None:
-        made = self.module.weights()
-        write_medusa(folder, made, "vllm" if made.outputs else "tgi", verifier=self._verifier)
+        weights = self.module.weights()
+        write_medusa(folder, weights, "vllm" if weights.outputs else "tgi", verifier=self._verifier)
 
 
 def new_medusa(start: Beginning) -> TrainedMedusa:
@@ -274,9 +276,9 @@ def new_medusa(start: Beginning) -> TrainedMedusa:
     teacher = Teacher(start.loaded, ())
     size, ids = teacher.hidden, start.token_ids
     blocks = [[(torch.zeros(size, size), torch.zeros(size)) for _ in range(BLOCKS)] for _ in range(HEADS)]
-    kept = None if len(ids) == teacher.vocab_size else ids
-    given = MedusaWeights(blocks, [teacher.output(ids).cpu()], kept, teacher.vocab_size, teacher.scale)  # pyright: ignore
-    return TrainedMedusa(given, start)
+    subset = None if len(ids) == teacher.vocab_size else ids
+    weights = MedusaWeights(blocks, [teacher.output(ids).cpu()], subset, teacher.vocab_size, teacher.scale)  # pyright: ignore
+    return TrainedMedusa(weights, start)
 
 
 @dataclass(frozen=True)
@@ -317,10 +319,10 @@ def taps_of(method: str, folder: str | None, target: Loaded) -> tuple[int, ...]:
     return default_taps(target.config.get_text_config().num_hidden_layers)
 
 
-def start_head(start: Beginning, given: Any = None) -> TrainedHead:
+def start_head(start: Beginning, weights: Any = None) -> TrainedHead:
     """A new head, or `given` in training. Raises ValueError for a target that cannot teach one."""
     kind = METHODS[start.method]
-    if given is None:
+    if weights is None:
         return kind.new(start)
-    ids = torch.arange(start.loaded.model.vocab_size) if given.token_ids is None else given.token_ids
-    return kind.going_on(given, replace(start, token_ids=ids))
+    ids = torch.arange(start.loaded.model.vocab_size) if weights.token_ids is None else weights.token_ids
+    return kind.going_on(weights, replace(start, token_ids=ids))

@@ -59,6 +59,6 @@ class Muon(torch.optim.Optimizer):
                     state["momentum"].lerp_(p.grad, 1 - group["momentum"])
                     updates.append(p.grad.lerp(state["momentum"], group["momentum"]))
                 scale = max(1.0, shape[0] / shape[1]) ** 0.5
-                found = orthogonalise(torch.stack(updates).to(self._dtype), group["steps"])
-                for p, update in zip(params, found.to(params[0].dtype), strict=True):
+                directions = orthogonalise(torch.stack(updates).to(self._dtype), group["steps"])
+                for p, update in zip(params, directions.to(params[0].dtype), strict=True):
                     p.add_(update, alpha=-group["lr"] * scale)

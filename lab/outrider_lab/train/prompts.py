@@ -58,18 +58,18 @@ def sources(names: Sequence[str], llm: LLM, seed: int, longest: int) -> list[Sou
 
     Raises FileNotFoundError or ValueError for a name that is none, and for a file without a usable line.
     """
-    found: list[Source] = []
+    result: list[Source] = []
     for name in names:
         if name == SELF and not Path(SELF).exists():
-            found.append(InventedPrompts(llm, seed, longest))
+            result.append(InventedPrompts(llm, seed, longest))
         elif name in SETS or Path(name).is_file():
-            found.append(FilePrompts(name, llm))
+            result.append(FilePrompts(name, llm))
         else:
             raise FileNotFoundError(
                 f"there is no file {name}{did_you_mean(name, [SELF, *SETS])}; give .jsonl or .txt files of prompts, or "
                 f"`{SELF}`: the model then invents its prompts"
             )
-    return found
+    return result
 
 
 class FilePrompts:

@@ -82,9 +82,9 @@ class HeldOut:
         counts: dict[str, Tensor] = {}
         for text in self._texts:
             right = self._survived(text)
-            found = torch.cat([right.sum(1), torch.tensor([right.shape[1]])])
+            counted = torch.cat([right.sum(1), torch.tensor([right.shape[1]])])
             for group in ("all", text.answer.source, f"temperature {text.answer.temperature:g}"):
-                counts[group] = counts.get(group, torch.zeros_like(found)) + found
+                counts[group] = counts.get(group, torch.zeros_like(counted)) + counted
         return [Survival(group, tuple(c[:-1].tolist()), int(c[-1])) for group, c in counts.items()]
 
     def _text(self, answer: TrainingText, every: Tensor) -> _Text:

@@ -58,10 +58,10 @@ class Teacher:
             slots = list(range(len(tokens)))
             cache = self.model.new_cache(len(slots), tokens.shape[1])
             nodes = Nodes(tokens.to(self.device), cache, slots)
-            found = self.model.forward(nodes, taps=(*self.taps, FINAL_NORM), want="none").features
-        assert found is not None
-        found = found.float().clone()  # a tensor of inference mode cannot take part in a gradient
-        return Taught(found[..., : -self.hidden], found[..., -self.hidden :])
+            states = self.model.forward(nodes, taps=(*self.taps, FINAL_NORM), want="none").features
+        assert states is not None
+        states = states.float().clone()  # a tensor of inference mode cannot take part in a gradient
+        return Taught(states[..., : -self.hidden], states[..., -self.hidden :])
 
     def logits(self, last: Tensor, rows: Tensor) -> Tensor:
         """[..., n] of states [..., hidden], for rows [n, hidden] of the output head; in the precision of autocast."""

@@ -117,12 +117,12 @@ def write(folder: RunFolder, budget: TrainingBudget, llm: LLM, say: Say, feature
     seconds = folder.writing_seconds
     if wanted is None and budget.written(file.tokens, seconds) >= 1:
         return
-    found = sources(settings.prompts, llm, settings.seed, settings.length // 4)
+    prompts = sources(settings.prompts, llm, settings.seed, settings.length // 4)
     most = math.inf if wanted is None else math.ceil(wanted / settings.length)
     recorder = FeatureRecorder(features) if features else None
     making = write_answers(
         LLM(llm.loaded, drafter=recorder, controller=Fixed(1), max_num_seqs=SLOTS) if recorder else llm,
-        found,
+        prompts,
         file,
         length=settings.length,
         temperatures=settings.temperatures,
@@ -163,18 +163,25 @@ class Training:
         self._digest = target_digest(loaded)
         self._answers, held = parted(folder.answers.in_order())
         self._check(held)
-        given = head_to_begin_with(settings.method, settings.start, loaded) if settings.start else None
+        weights = head_to_begin_with(settings.method, settings.start, loaded) if settings.start else None
         size, most = settings.draft_vocab_size, loaded.model.vocab_size
         ids = state["token_ids"] if state else count_tokens(self._answers, size, most, loaded.end_ids)
-        kept = state.get("kept", {}) if state else None
+        decisions = state.get("kept", {}) if state else None
         start = Beginning(
-            loaded, settings.method, settings.seed, self._answers, ids, self._name, kept, settings.intermediate_size
+            loaded,
+            settings.method,
+            settings.seed,
+            self._answers,
+            ids,
+            self._name,
+            decisions,
+            settings.intermediate_size,
         )
-        self.head: TrainedHead = start_head(start, given)
+        self.head: TrainedHead = start_head(start, weights)
         depth, device = self.head.depth, self.head.teacher.device
         self._answers = [a for a in self._answers if len(positions(batch_of([a]), depth)[0])]
         self._check(held)
-        self._kept = KeptTeacher(self.head.teacher, features) if features else None
+        self._teacher = KeptTeacher(self.head.teacher, features) if features else None
         self._dtype = torch.bfloat16 if state and state["bfloat16"] else torch.float32
         if state is None:
             self._dtype = multiplying_dtype(device)
@@ -185,7 +192,7 @@ class Training:
             self._optimisers.append(Muon(matrices, lr=MUON_RATE, dtype=self._dtype))
         if rest:
             self._optimisers.append(torch.optim.AdamW(rest, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0))
-        self._old = [p.detach().clone() for p in self._trained] if given and settings.texts else []
+        self._old = [p.detach().clone() for p in self._trained] if weights and settings.texts else []
         self._rates = [o.param_groups[0]["lr"] for o in self._optimisers]
         self._rows = self.head.teacher.output(self.head.token_ids)
         self._held = HeldOut(held[:MEASURED_TEXTS], self.head, settings.seed, self._dtype)
@@ -237,8 +244,8 @@ class Training:
                 self._save()
                 saved = now
         measured = measured or self._held.measure()
-        if self._kept:
-            self._kept.kept.remove()
+        if self._teacher:
+            self._teacher.features.remove()
         for group in measured[1:]:
             self._say(f"{group.group}: {group.accepted_length:.2f} tokens a step at {group.places:,} held-out places")
         self._say(verdict(progress.curve, measured[0]))
@@ -258,7 +265,7 @@ class Training:
         generator = torch.Generator().manual_seed(self._folder.settings.seed * 1_000_003 + progress.step)
         anchors = draw_anchors(batch, self.head.depth, self.head.share, generator)
         progress.step_begins(batch.size)
-        taught = self._kept.read(answers) if self._kept else self.head.teacher.read(batch.tokens)
+        taught = self._teacher.read(answers) if self._teacher else self.head.teacher.read(batch.tokens)
         device = self.head.teacher.device
         with torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
             loss, accepted = loss_of(self.head, self._rows, batch, taught, anchors, weight=0.1 + 0.8 * min(done, 1.0))
@@ -299,7 +306,7 @@ class Training:
                 "head": {n: t for n, t in module.state_dict().items() if n not in frozen},
                 "optimisers": [o.state_dict() for o in self._optimisers],
                 "token_ids": self.head.token_ids.cpu(),
-                "kept": self.head.kept(),
+                "kept": self.head.decisions(),
                 "bfloat16": self._dtype == torch.bfloat16,
                 "progress": asdict(self.progress),
             }

@@ -190,13 +190,15 @@ def test_what_cannot_be_tuned(words: list[str], said: str) -> None:
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, methods: list[str]) -> None:
     """On the built-in pair, as short as it can be: the file it writes is taken by generate."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    file, answers = tmp_path / "config.json", tmp_path / "answers.json"
+    monkeypatch.chdir(tmp_path)
+    file, answers = Path("config.json"), tmp_path / "answers.json"
     words = ["tune", "-m", "builtin:code", "--num-prompts", "2", "-n", "12"]
     words += [word for method in methods for word in ("--method", method)]
     result = CliRunner().invoke(app, [*words, "--seconds", "1", "--export", "--out", str(file), "--json", str(answers)])
     assert result.exit_code == 0, result.output
     assert "plain" in result.output
-    assert "vLLM:" in result.output
+    assert "  vLLM: " in result.output
+    assert result.stdout.splitlines()[-1].endswith("--speculative-config config.json")
     assert json.loads(file.read_text())["method"] in (
         *methods,
         "none",

@@ -347,7 +347,7 @@ def test_texts_are_read_once_and_kept_in_eight_bits(tmp_path: Path) -> None:
     assert third.features[0, :12].equal(found.features[1, :12])
     exact = Teacher.read(teacher, batch_of(texts[2:]).tokens).last[:, :3]
     assert (again.read(texts[2:]).last[:, :3] - exact).abs().max() <= 0.01 * exact.abs().max()
-    again.kept.remove()
+    again.features.remove()
     assert not (tmp_path / "features").exists()
 
 

@@ -321,8 +321,8 @@ def _answer_steps(code: Any) -> None:
             if (running := _running.get()) is None:
                 return function(*args, **options)
             arguments = {**dict(zip(names, args, strict=False)), **options}
-            known = {name: value for name, value in arguments.items() if name in names and value is not None}
-            return running[0].step(running[1], function, known, kind)
+            present = {name: value for name, value in arguments.items() if name in names and value is not None}
+            return running[0].step(running[1], function, present, kind)
 
         run.outrider_answers = True  # pyright: ignore[reportAttributeAccessIssue]
         return run

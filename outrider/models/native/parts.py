@@ -1,6 +1,10 @@
 """What the layers of families are made of: each part adds the ops of one module, and `decoder` puts them in order.
 
-b: the builder. c: a configuration. name: of a module, below a layer. factor: of what a part adds.
+Args:
+    b: The builder.
+    c: A configuration.
+    name: Of a module, below a layer.
+    factor: Of what a part adds.
 """
 
 from __future__ import annotations

@@ -51,8 +51,12 @@ def test_a_pack_of_another_version_says_so(home: Path) -> None:
     folder.mkdir(parents=True)
     (folder / MANIFEST).write_text('{"source": "old.gguf", "weights": "gguf", "made_by": {}}')
     shown = run("list").stdout
+    assert "old-0123456789abcdef" in shown
     assert "from another version of outrider, which alone can use it" in shown
     assert "?" not in shown
+    assert run("rm", "old", "-y").exit_code == 2
+    assert "removed old-0123456789abcdef" in run("rm", "old-0123456789abcdef", "-y").stdout
+    assert not folder.exists()
 
 
 def test_rm_asks_and_removes(home: Path) -> None:

@@ -262,20 +262,6 @@ def test_the_names_of_options_are_keys_too(words: dict[str, Any], given: dict[st
     assert {name: getattr(config, name) for name in given} == given
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"verifier": "typical"}, "unknown verifier 'typical'; known: match, rejection, block, traversal"),
-        ({"model": "a", "draft_model": "b"}, "has a key twice, under two names: model, draft_model"),
-    ],
-)
-def test_a_configuration_that_cannot_be_says_what_can(config: dict[str, Any], words: str) -> None:
-    from outrider.drafters.config import SpeculativeConfig
-
-    with pytest.raises(ValueError, match=words):
-        SpeculativeConfig.of(config)
-
-
 FILE = """
 model = "MODEL"
 port = 8001

@@ -135,20 +135,6 @@ def test_what_is_cheap_and_good_is_asked_and_says_why() -> None:
     assert told.endswith(" ms, chosen")
 
 
-def test_what_never_pays_is_never_asked() -> None:
-    """A draft as large as the target: not once in a thousand tokens."""
-    own, asked = planner(level=1.0, read=0.1), 0
-    for text in range(10):
-        for written in range(1, 101):
-            one = view(0, written, 101 - written)
-            [plan] = own.plan([one])
-            asked += plan.drafter is not None
-            own.observe(step([note(plan, one)], [0]))
-        own.release(0)
-        assert own.plan([view(text + 1)])[0].why[0].verdict == "slower"
-    assert asked == 0
-
-
 def test_a_draft_that_is_always_wrong_is_given_up_and_asked_again() -> None:
     own, asked, rests = planner(), list[int](), 0
     for written in range(1, 400):

@@ -54,40 +54,34 @@ def test_a_draft_that_breaks_the_contract_is_named(wrong: str) -> None:
 
 
 class Bad(BaseDrafter):
-    """Right for every text but that which starts with token 0; there something is wrong."""
+    """Right for every text but that which starts with token 0, which it changes."""
 
-    def __init__(self, changes: bool, good: Drafter) -> None:
-        self.changes, self.good = changes, good
+    def __init__(self, good: Drafter) -> None:
+        self.good = good
 
     def propose(self, context: DraftContext) -> Draft:
         draft = self.good.propose(context)
         for tokens in context.tokens:
             if tokens[0] == 0 and len(tokens) > 6:
-                if not self.changes:
-                    raise KeyError("lost my table")
                 tokens[-1] = 1 - tokens[-1] % 2
                 tokens.append(2)
         return draft
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [(False, "it raised KeyError: 'lost my table'"), (True, "committed tokens, which are read-only")],
-)
-def test_the_sequence_is_lost_and_no_other(changes: bool, words: str) -> None:
+def test_the_sequence_is_lost_and_no_other() -> None:
     params = SamplingParams(max_tokens=30, temperature=0.7, ignore_eos=True)
     requests = [request([first, 1, 2], params, seed=first) for first in (3, 0, 5)]
     plain = plain_texts(TARGET, requests)
     texts = {(r.prompt[0], 1, 2): [*r.prompt, *out] for r, out in zip(requests, plain, strict=True)}
     told: list[str] = []
-    roster = planned({"bad": Bad(changes, Echo(texts))}, (), Budget(4), True, tell=told.append)
+    roster = planned({"bad": Bad(Echo(texts))}, (), Budget(4), True, tell=told.append)
     run = decoder(TARGET, roster, budget=Budget(4), rows=3)
     steps = [(step, moved) for step, moved in run.steps(requests) if step is not None]
     rows = {row.request: row for _, moved in steps for row in moved}
     assert [rows[r].output for r in requests] == plain
     assert len(told) == 1
     assert "the drafter 'bad' failed: " in told[0]
-    assert words in told[0]
+    assert "committed tokens, which are read-only" in told[0]
     drafted = Counter[int]()
     for step, _ in steps[3:]:
         drafted.update(dict(zip(step.slots, step.draft.num_draft_tokens.tolist(), strict=True)))

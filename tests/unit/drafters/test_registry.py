@@ -19,11 +19,7 @@ from outrider.drafters import make_drafters
 from outrider.drafters.config import DrafterSetup, SpeculativeConfig
 from outrider.drafters.method import METHODS, DraftMethod
 from outrider.drafters.model.self_speculation import TargetCache
-from outrider.drafters.registry import (
-    level_cost,
-    lookup_names,
-    request_drafters,
-)
+from outrider.drafters.registry import level_cost, lookup_names, request_drafters
 from outrider.kernels import cpu as native
 from outrider.models.load import Loaded, load
 from outrider.testing.stubs import Wrong
@@ -104,10 +100,10 @@ def test_no_node_is_no_draft(code: Loaded) -> None:
         ({"prediction": "x"}, 'prediction is for the method "prediction", got "none"'),
         ({"method": "suffix", "layers": [0]}, 'layers is for the method "layer_skip", got "suffix"'),
         ({"num_speculative_token": 3}, "did you mean 'num_speculative_tokens'"),
-        ({"method": "ngrams"}, "did you mean 'ngram'"),
-        ({"method": "draft_model"}, "needs a model"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}, "prompt_lookup_min=5"),
-        ({"method": "ngram", "verifier": "matches"}, "unknown verifier 'matches'"),
+        ({"method": "ngram", "verifier": "matches"}, "unknown verifier 'matches'.*did you mean 'match'"),
+        ({"verifier": "typical"}, "unknown verifier 'typical'; known: match, rejection, block, traversal"),
+        ({"model": "a", "draft_model": "b"}, "has a key twice, under two names: model, draft_model"),
         ({"method": "ngram", "num_speculative_tokens": -1}, "num_speculative_tokens"),
         ({"method": "suffix", "tree_width": 2, "verifier": "block"}, '"block" takes chains only.*"traversal"'),
         ({"method": "suffix", "draft_vocab": 5}, 'draft_vocab is for the method "draft_model"'),

@@ -238,12 +238,8 @@ def test_the_variables_of_a_template_do_not_replace_the_requests_fields(live: Li
 def test_the_field_is_named_and_what_was_sent_is_cut(live: Live) -> None:
     for body, param in (
         ({"seed": 10**4000}, "seed"),
-        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
         ({"logit_bias": {"\u0661": 1}}, "logit_bias"),
-        ({"stop": ""}, "stop"),
-        ({"temprature": 1}, "temprature"),
         ({"method": "m" * 5000}, "method"),
-        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"max_tokens": 10**4000}, "max_tokens"),
     ):

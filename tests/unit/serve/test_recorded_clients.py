@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import TEMPLATE, Live, builtin, serving
+from serving import Live, builtin, serving
 
 from outrider.core.infill import Infilling
 from outrider.serve.options import ServeOptions
@@ -95,9 +95,7 @@ def claude(bill: str = "32c", **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    llm = builtin(2, max_model_len=512)
-    llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
-    with serving(llm, ServeOptions(model="code"), prefix_bytes=1 << 24) as live:
+    with serving(builtin(2, max_model_len=512), ServeOptions(model="code"), prefix_bytes=1 << 24) as live:
         yield live
 
 

@@ -46,22 +46,6 @@ def test_instructions_reach_the_model_as_developer_and_as_system(live: Live, llm
         assert answer["usage"]["input_tokens"] == len(llm.encode(both))
 
 
-@pytest.mark.parametrize("role", ["bogus", None])
-def test_a_role_that_does_not_exist_is_refused_on_every_route(live: Live, role: Any) -> None:
-    message = {"role": role, "content": "x"}
-    for path, body, param in (
-        ("/v1/chat/completions", {"messages": [message]}, "messages"),
-        ("/v1/responses", {"input": [{"type": "message", **message}]}, "input"),
-        ("/v1/messages", {"messages": [message], "max_tokens": 1}, None),
-        ("/api/chat", {"messages": [message]}, None),
-        ("/tokenize", {"messages": [message]}, "messages"),
-    ):
-        answer = live.post(path, **body)
-        assert answer.status_code == 400, path
-        assert "0.role is" in answer.text, answer.text
-        assert param is None or answer.json()["error"]["param"] == param
-
-
 @pytest.mark.parametrize("asked", [None, True, False])
 def test_the_mark_of_an_answer_is_there_unless_a_client_leaves_it_out(live: Live, llm: LLM, asked: bool | None) -> None:
     message = {"role": "user", "content": "x"}

@@ -205,22 +205,6 @@ def test_calls_of_one_step_have_numbers_of_their_own() -> None:
     assert [(part.number, part.call and part.call.name) for part in parts] == [(0, "look"), (1, "stop")]
 
 
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [{}]}, "tools"),
-        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
-        ({"tools": [{"function": {"name": "a", "parameters": {"type": "object", "properties": {"x": {"type": "foo"}}}}}],
-          "tool_choice": "required"}, "tools"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_asked_of_tools_is_refused(live: Live, more: dict, param: str | None) -> None:
-    body = {"messages": [{"role": "user", "content": "x"}], **more}
-    answer = httpx.post(live.url + "/v1/chat/completions", json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
 FORCED = {
     "hermes": ('<tool_call>\n{"name": %s, "arguments": %s}\n</tool_call>', "\n", "%s"),
     "llama3_json": ('{"name": %s, "parameters": %s}', "; ", "%s"),

@@ -165,16 +165,7 @@ def test_a_body_that_is_compressed_is_refused_with_its_coding(live: Live) -> Non
     assert (answer.status_code, "gzip" in answer.text) == (415, True)
 
 
-@pytest.mark.parametrize("path", ["/", "/v1/models", "/api/tags", "/api/version"])
+@pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/version", "/v1/models", "/api/tags", "/api/version"])
 def test_clients_ask_with_head_whether_a_server_is_there(live: Live, path: str) -> None:
     answer = httpx.head(live.url + path)
     assert (answer.status_code, answer.content) == (200, b"")
-
-
-def test_each_chunk_has_a_usage_that_is_null_before_the_last(live: Live) -> None:
-    body = {"messages": HI, "stream": True, "stream_options": {"include_usage": True}}
-    data = [line[6:] for line in ask(live, CHAT, body).text.splitlines() if line.startswith("data: ")]
-    *chunks, last = map(json.loads, data[:-1])
-    assert data[-1] == "[DONE]"
-    assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
-    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 4)

@@ -8,7 +8,6 @@ import torch
 from outrider.core.noise import Noise, Stream
 from outrider.core.tree import chain, tree
 from outrider.core.types import Draft, Guarantee, Siblings
-from outrider.drafters.config import SpeculativeConfig
 from outrider.verify import VERIFIERS, FixedDistribution, block, match, rejection, traversal
 
 ALL = list(VERIFIERS)
@@ -54,12 +53,6 @@ def test_what_each_verifier_says_of_itself():
     }
     assert [VERIFIERS[n].function for n in ALL] == [match, rejection, block, traversal]
     assert all(v.name == name and v.help and "\n" not in v.help for name, v in VERIFIERS.items())
-
-
-@pytest.mark.parametrize(("name", "nearest"), [("mach", "match"), ("rejecton", "rejection")])
-def test_an_unknown_name_is_answered_with_the_nearest(name, nearest):
-    with pytest.raises(ValueError, match=f"unknown verifier '{name}'.*did you mean '{nearest}'"):
-        SpeculativeConfig.of({"method": "ngram", "verifier": name})
 
 
 # Refusals.
@@ -142,12 +135,12 @@ def test_greedy_targets_are_followed_through_trees(name, kind):
 
 
 @pytest.mark.parametrize("kind", list(Siblings), ids=lambda s: s.name)
-@pytest.mark.parametrize("name", TREES)
-def test_a_distribution_of_nan_on_a_tree_is_reported_as_minus_one_and_disturbs_no_other(name, kind):
+@pytest.mark.parametrize("name", ALL)
+def test_a_distribution_of_nan_is_reported_as_minus_one_and_disturbs_no_other(name, kind):
     table = torch.full((2, 4, 4), math.nan)
     table[1] = 0.25
     draft = Draft(
-        *tree([[(0, -1), (1, 0), (2, 0), (3, 1)]] * 2),
+        *tree([[(0, -1), (1, 0), (2, 0 if name in TREES else 1), (3, 1 if name in TREES else 2)]] * 2),
         None if kind is Siblings.POINT else torch.full((2, 4, 4), 0.25),
         kind,
     )
@@ -207,16 +200,6 @@ def test_an_empty_residual_falls_back_to_p(name):
     assert verdict.token.tolist() == [
         2
     ]  # the largest of p, as this noise adds nothing; token 0 would be an empty argmax
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_distribution_of_nan_is_reported_as_minus_one(name):
-    table = torch.full((2, 3, 4), math.nan)
-    table[1] = 0.25
-    verdict = VERIFIERS[name](FixedDistribution(table), Draft(*chain([[0, 1, 2]] * 2)), noise(2), at(1, 1))
-    assert verdict.token[0] == -1
-    assert verdict.accepted[0] == 0
-    assert verdict.token[1] >= 0
 
 
 @pytest.mark.parametrize("name", RATIO)

@@ -32,6 +32,7 @@ from outrider.drafters.heads.features import NativePairs
 from outrider.drafters.heads.mtp import mtp_model
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.drafters.registry import level_cost
+from outrider.engine.request import Request
 from outrider.models.base import FINAL_NORM
 from outrider.models.hf.model import HFModel
 from outrider.models.load import Loaded, load, pack
@@ -188,28 +189,36 @@ def test_numbers_are_those_of_transformers(kind: str, folders: dict[str, Path]) 
     assert torch.allclose(from_state, want, atol=1e-4) == (kind != "glm4_moe")
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_no_text_changes(kind: str, folders: dict[str, Path]) -> None:
-    """Batches, chunks of prompts, chains and trees, greedy and sampled; and a verifier that reads distributions."""
-    loaded = target(folders[kind], kind)
+def drafter(loaded: Loaded) -> TreeDrafter[Pairs]:
+    made = configured({"method": "mtp"}, loaded, 2, 96)
+    assert isinstance(made.levels, Pairs)
+    return made
 
-    def drafter() -> TreeDrafter[Pairs]:
-        made = configured({"method": "mtp"}, loaded, 2, 96)
-        assert isinstance(made.levels, Pairs)
-        return made
 
-    asked = [
-        request(PROMPT[:n], SamplingParams(max_tokens=5, temperature=t, seed=n), seed=n)
-        for n, t in ((1, 0.0), (40, 1.0), (9, 0.7))
-    ]
+def asks(count: int) -> list[Request]:
+    """For so many tokens, greedy and sampled."""
+    lengths = ((1, 0.0), (40, 1.0), (9, 0.7))
+    return [request(PROMPT[:n], SamplingParams(max_tokens=count, temperature=t, seed=n), seed=n) for n, t in lengths]
+
+
+def check_texts(loaded: Loaded, asked: list[Request]) -> None:
+    """Batches, chunks of prompts, chains and trees write the texts of plain decoding."""
     for width, nodes in ((1, None), (2, 5)):
-        loop = Loop(loaded.model, drafter(), controller=Fixed(3, width, nodes), num_slots=2, max_length=96)
+        loop = Loop(loaded.model, drafter(loaded), controller=Fixed(3, width, nodes), num_slots=2, max_length=96)
         loop.chunk = 7
         rows = loop.generate(asked)
         assert [r.output for r in rows] == plain_texts(loaded.model, asked, end_ids=())
         assert sum(map(sum, (r.counts.drafted for r in rows))) > 12
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_no_text_changes(kind: str, folders: dict[str, Path]) -> None:
+    """And a verifier that reads distributions runs."""
+    loaded = target(folders[kind], kind)
+    asked = asks(5)
+    check_texts(loaded, asked)
     if kind == "glm4_moe":
-        loop = Loop(loaded.model, drafter(), "rejection", controller=Fixed(2), num_slots=2, max_length=96)
+        loop = Loop(loaded.model, drafter(loaded), "rejection", controller=Fixed(2), num_slots=2, max_length=96)
         assert all(len(r.output) == 5 for r in loop.generate(asked))
 
 
@@ -296,18 +305,7 @@ def test_a_target_with_recurrent_layers(tmp_path: Path) -> None:
     model: Any = loaded.model
     assert model.program.recurrent
     assert loaded.has_mtp
-    asked = [
-        request(PROMPT[:n], SamplingParams(max_tokens=8, temperature=t, seed=n), seed=n)
-        for n, t in ((40, 1.0), (9, 0.0), (1, 0.7))
-    ]
-    want = plain_texts(loaded.model, asked, end_ids=())
-    for width, nodes in ((1, None), (2, 5)):
-        drafter = configured({"method": "mtp"}, loaded, 2, 96)
-        loop = Loop(loaded.model, drafter, controller=Fixed(3, width, nodes), num_slots=2, max_length=96)
-        loop.chunk = 7
-        rows = loop.generate(asked)
-        assert [r.output for r in rows] == want
-        assert sum(map(sum, (r.counts.drafted for r in rows))) > 12
+    check_texts(loaded, asks(8))
 
 
 def test_it_is_found(folders: dict[str, Path]) -> None:
