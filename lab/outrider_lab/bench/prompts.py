@@ -148,12 +148,11 @@ def _text(content: Any, what: str) -> str:
     """A string, or the joined text parts of a list."""
     if isinstance(content, str):
         return content
-    parts = (
-        [part.get("text") if isinstance(part, dict) else None for part in content] if isinstance(content, list) else []
-    )
-    if not isinstance(content, list) or not all(isinstance(part, str) for part in parts):
+    parts: list[Any] = content if isinstance(content, list) else [None]
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{what} must be text, got {_kind(content)}")
-    return "".join(parts)
+    return "".join(texts)
 
 
 def _kind(value: Any) -> str:
