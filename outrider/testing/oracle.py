@@ -56,6 +56,7 @@ class Exact(Fraction):
         return self._numerator * other.denominator > self._denominator * other.numerator
 
     __radd__, __rmul__ = __add__, __mul__  # pyright: ignore[reportAssignmentType]
+    numerator, denominator = Fraction._numerator, Fraction._denominator  # pyright: ignore  # slots: no function is called
 
 
 def _exact(over: int, under: int) -> Exact:
@@ -65,6 +66,9 @@ def _exact(over: int, under: int) -> Exact:
     common, fraction = math.gcd(over, under), object.__new__(Exact)
     fraction._numerator, fraction._denominator = over // common, under // common
     return fraction
+
+
+ZERO = Exact(0)
 
 
 class Oracle:
@@ -119,7 +123,7 @@ def distribution(program: Callable[[Any], Hashable], oracle: type[Oracle] = Orac
     while script is not None:
         choose = oracle(script)
         outcome = program(choose)
-        result[outcome] = result.get(outcome, Exact(0)) + choose.weight
+        result[outcome] = result.get(outcome, ZERO) + choose.weight
         script = choose.next_script()
     assert sum(result.values()) == 1
     return result
@@ -247,19 +251,19 @@ def grown_tree(width: Width, siblings: Siblings, length: int | None = None) -> D
 
 def children_of(q: Probs, width: int, siblings: Siblings, choose: Any) -> list[int]:
     """Up to `width` tokens, chosen or drawn from q as `siblings` says."""
-    best = sorted(range(len(q)), key=lambda t: -q[t])[:width]
-    if siblings is Siblings.POINT or not width:
-        return best
-    children = []
-    if siblings is Siblings.TOP_THEN_SAMPLED:
+    children = list[int]()
+    if siblings in (Siblings.POINT, Siblings.TOP_THEN_SAMPLED) or not width:
+        best = sorted(range(len(q)), key=q.__getitem__, reverse=True)[:width]
+        if siblings is Siblings.POINT or not width:
+            return best
         children = [t for t in best if q[t]][:-1]
-    left = [Fraction(0) if t in children else mass for t, mass in enumerate(q)]
+    left = [ZERO if t in children else mass for t, mass in enumerate(q)]
     draws = 1 if siblings is Siblings.TOP_THEN_SAMPLED else width
     for _ in range(draws):
         if sum(left):
             children.append(choose.pick(left))
             if siblings is Siblings.WITHOUT_REPLACEMENT:
-                left[children[-1]] = Fraction(0)
+                left[children[-1]] = ZERO
     return children
 
 
@@ -318,7 +322,7 @@ def composed(toy: Toy, rule: Rule, drafter: Drafter, length: int) -> dict[Text, 
         for new, mass in distribution(lambda choose, text=text: step(toy, rule, drafter, text, choose)).items():
             longer = (text + new)[:length]
             bucket = done if len(longer) == length else open_texts
-            bucket[longer] = bucket.get(longer, Exact(0)) + weight * mass
+            bucket[longer] = bucket.get(longer, ZERO) + weight * mass
     return done
 
 

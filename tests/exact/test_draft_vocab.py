@@ -131,7 +131,7 @@ def test_the_twin_drafts_the_same_tokens(verifier: str, width: int) -> None:
     def run(model: LanguageModel) -> tuple[list[list[int]], list[list[list[tuple[int, int]]]]]:
         drafter = ModelDrafter(model, 4, 200)
         decoder = Decoder(target.model, drafter, verifier, Fixed(4, width, 8), num_slots=4, max_length=200)
-        made = [Request(i, p, SamplingParams(max_tokens=40, ignore_eos=True, **x), i) for i, (p, x) in
+        made = [Request(i, p, SamplingParams(max_tokens=24, ignore_eos=True, **x), i) for i, (p, x) in
                 enumerate(zip(prompts, PARAMS, strict=True))]  # fmt: skip
         scheduler = Scheduler(decoder, raises=True)
         rows = scheduler.add(made)
@@ -151,23 +151,22 @@ def test_no_token_differs_from_plain_decoding(config: dict[str, Any]) -> None:
     speculation = {"model": "builtin:code-draft", "method": "draft_model", "draft_vocab": 1024, **config}
     made, plain_llm = LLM("builtin:code", speculative_config=speculation, max_model_len=256), LLM("builtin:code")
     assert made.notes == ["draft model: its head has 1024 of 8192 tokens"]
-    params = [SamplingParams(max_tokens=60, seed=i, ignore_eos=True, **x) for i, x in enumerate(PARAMS)]
+    params = [SamplingParams(max_tokens=30, seed=i, ignore_eos=True, **x) for i, x in enumerate(PARAMS)]
     texts = [[o.outputs[0].token_ids for o in llm.generate(STARTS, params)] for llm in (made, plain_llm)]
     assert texts[0] == texts[1]
 
 
 @native_only
-@pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("verifier", ["match", "rejection", "block", "traversal"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("verifier", "width"), [("match", 1), ("match", 3), ("rejection", 3), ("block", 1), ("traversal", 3)]
+)
 def test_a_request_that_allows_no_token_of_the_head(verifier: str, width: int, temperature: float) -> None:
     """The draft ends, and the text goes on; the draft starts again where a token of the head is allowed."""
-    if (verifier, width) in (("block", 3),):
-        pytest.skip("block judges chains")
     for step in (2, 3):
         allowed = range(1, 8192, step)
         texts = written(ModelDrafter(even_head(), 2, 200), verifier, width, temperature, step)
-        assert all(set(output) <= set(allowed) and len(output) == 20 for output in texts)
+        assert all(set(output) <= set(allowed) and len(output) == 12 for output in texts)
         if verifier == "match" or temperature == 0:
             assert texts == plain_texts(temperature, step)
 
@@ -176,7 +175,7 @@ def written(drafter: ModelDrafter | None, verifier: str, width: int, temperature
     """Two texts of every `step`-th token."""
     decoder = Decoder(pair()[0].model, drafter, verifier, Fixed(3, width, 6), num_slots=2, max_length=200)
     allowed = [*range(1, 8192, step)]
-    params = SamplingParams(temperature=temperature, max_tokens=20, allowed_token_ids=allowed, ignore_eos=True)
+    params = SamplingParams(temperature=temperature, max_tokens=12, allowed_token_ids=allowed, ignore_eos=True)
     return [
         s.output
         for s in Scheduler(decoder, raises=True).generate([Request(i, [1 + i, 5, 9], params, i) for i in range(2)])

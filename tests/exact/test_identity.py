@@ -1,6 +1,6 @@
 """The promise on real weights, with the built-in pair: every drafter, every precision, not one token that differs.
 
-Each drafter has float32 here, and each precision some drafters; under `long`, all pairs and 38,000 tokens.
+Each drafter has float32 here, and each precision some drafters; under `long`, all pairs and 19,000 tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider.kernels import cpu as native
 from outrider.models.load import Loaded, load
 from outrider.testing.stubs import Noisy, Wrong
 
-ROWS, TOKENS, LENGTH = 8, 120, 400
+ROWS, TOKENS, LENGTH = 8, 60, 340
 STARTS = [
     "def quicksort(xs):\n",
     "import os\nimport sys\n\n\nclass Config:\n",
@@ -93,6 +93,6 @@ def test_no_token_differs(weights: str, name: str) -> None:
     assert [rows[i] for i in range(len(STARTS))] == expected(weights)
     drafted, accepted = counts(steps)
     if name == "self":
-        assert drafted == accepted > 500
+        assert drafted == accepted > 300
     if name in ("draft_model", "noisy", "quantized_self"):
         assert 0 < accepted < drafted

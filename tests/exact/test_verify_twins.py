@@ -153,7 +153,7 @@ def random_case(rng, trees):
 def test_twins_agree_on_random_batches(name):
     rng = random.Random(name)
     accepted, refused, alone, complete = 0, 0, 0, 0
-    for _ in range(200):
+    for _ in range(100):
         draft, distributions, noise, position = random_case(rng, trees="trees" in name)
         verdict = check(name.split()[0], draft, distributions, noise, position)
         accepted += int(verdict.accepted.sum())
@@ -161,8 +161,8 @@ def test_twins_agree_on_random_batches(name):
         complete += int(((verdict.accepted == depth(draft.parents).amax(1)) & (draft.num_draft_tokens > 1)).sum())
         alone += int((draft.num_draft_tokens == 0).sum())
     # the cases reach every branch: chains kept in part and whole, and rows that had no draft token
-    assert min(accepted, refused, alone) > 100
-    assert complete >= 5
+    assert min(accepted, refused, alone) > 50
+    assert complete >= 3
 
 
 @pytest.mark.parametrize("table", [FixedDistribution, FixedRowDistribution])
@@ -210,13 +210,13 @@ def cases(draw, trees):
 
 
 @given(case=cases(trees=True), name=st.sampled_from(TREES))
-@settings(max_examples=300, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 def test_tree_twins_agree(case, name):
     check(name, *case)
 
 
 @given(case=cases(trees=False), name=st.sampled_from(list(VERIFIERS)))
-@settings(max_examples=200, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 def test_chain_twins_agree(case, name):
     check(name, *case)
 
@@ -224,7 +224,7 @@ def test_chain_twins_agree(case, name):
 def test_traversal_of_a_chain_is_block():
     rng = random.Random(11)
     kept = 0
-    for _ in range(200):
+    for _ in range(100):
         draft, distributions, noise, position = random_case(rng, trees=False)
         one, other = (
             VERIFIERS[name](FixedDistribution(distributions), draft, noise, position) for name in ("block", "traversal")
@@ -233,14 +233,14 @@ def test_traversal_of_a_chain_is_block():
         assert torch.equal(one.token, other.token)
         assert torch.equal(one.path[:, : other.path.shape[1]], other.path)
         kept += int(one.accepted.sum())
-    assert kept > 100
+    assert kept > 50
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_a_row_is_decided_alone(name):
     """No neighbour effect: a row's verdict is the same alone, in another order, and beside longer drafts."""
     rng = random.Random(5)
-    for _ in range(30):
+    for _ in range(15):
         draft, distributions, noise, position = random_case(rng, trees=name in TREES)
         whole = VERIFIERS[name](FixedDistribution(distributions), draft, noise, position)
         for b in range(len(position)):

@@ -67,7 +67,7 @@ def texts(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 def test_killed_and_continued_nothing_is_lost_nothing_is_twice_and_every_text_is_the_same(tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    lines = requests(24, 48)
+    lines = requests(16, 40)
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     command, journal = ["batch", str(source), "-o", str(out), *SUFFIX], tmp_path / "out.jsonl.partial"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from dataclasses import replace
@@ -17,9 +18,10 @@ from gguf_files import write_file
 from serving import server_here
 
 from benchmarks import serve
+from benchmarks.machine import cores
 from benchmarks.peers.llama_server import Missing, about, command
 from benchmarks.peers.requantize import requantize
-from benchmarks.real import report
+from benchmarks.real import report, start
 from benchmarks.real.__main__ import main
 from benchmarks.real.journal import Journal, identity
 from benchmarks.real.served import served
@@ -213,7 +215,28 @@ def test_files_are_known_by_their_hash(tmp_path: Path) -> None:
     assert identity("nobody/absent") == {"name": "nobody/absent"}
 
 
-def test_a_start_is_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_start_says_its_first_token_and_its_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the measured process does, in this one: a new process imports for seconds."""
+    monkeypatch.setattr(sys, "argv", ["start", "builtin:code-draft", "--tokens", "2"])
+    start.main()
+    first, told = capsys.readouterr().out.splitlines()
+    assert first == "first token"
+    made = json.loads(told)
+    assert 0 < made["imports_bytes"] <= made["peak_bytes"] > made["anonymous_bytes"]
+
+
+def test_a_start_is_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two in one new cache folder, with the threads of all sides."""
+    program = tmp_path / "python"
+    program.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\nprint('first token', flush=True)\n"
+        "told = dict.fromkeys(('imports_bytes', 'peak_bytes', 'anonymous_bytes'), 1 << 20) | {'given': sys.argv[1:]}\n"
+        "print(json.dumps(told | {n: os.environ[n] for n in ('XDG_CACHE_HOME', 'OMP_NUM_THREADS')}))\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
     command = [
         "--target",
         "builtin:code-draft",
@@ -227,8 +250,18 @@ def test_a_start_is_a_process_of_its_own(tmp_path: Path) -> None:
     made = main(command)
     assert [s["start"] for s in made["start"]] == ["first", "second"]
     for s in made["start"]:
-        assert 0 < s["imports_bytes"] < s["peak_bytes"]
         assert s["seconds"] > 0
+        assert s["given"] == [
+            "-m",
+            "benchmarks.real.start",
+            "builtin:code-draft",
+            "--weights",
+            "file",
+            "--tokens",
+            "32",
+        ]
+        assert s["OMP_NUM_THREADS"] == str(cores())
+    assert len({s["XDG_CACHE_HOME"] for s in made["start"]} - {os.environ["XDG_CACHE_HOME"]}) == 1
     assert main(command)["start"] == made["start"]
 
 

@@ -40,7 +40,7 @@ def drafter(way: Way | None, rows: int = 4, error: float = 0.5) -> CrossTokenize
 
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(text=TEXT)
 def test_any_text_is_encoded_to_the_tokens_that_stand_for_it(kind: str, text: bytes) -> None:
     known = vocabulary(kind)
@@ -72,7 +72,7 @@ def test_a_begin_token_is_put_before_the_text_once() -> None:
 
 
 @pytest.mark.parametrize(("source", "into"), [("bytes", "pieces"), ("pieces", "bytes"), ("bytes", "small")])
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_a_text_is_spelled_the_same_however_it_came_about(source: str, into: str, data: st.DataObject) -> None:
     both = Pairing(vocabulary(source), vocabulary(into))
@@ -94,6 +94,7 @@ def test_a_text_is_spelled_the_same_however_it_came_about(source: str, into: str
 
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
+@settings(max_examples=25)
 @given(data=st.data())
 def test_what_is_proposed_continues_the_text(kind: str, data: st.DataObject) -> None:
     known = vocabulary(kind)

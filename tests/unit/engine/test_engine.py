@@ -28,12 +28,12 @@ from outrider.testing.toy import ToyModel
 
 @pytest.mark.parametrize("kv_tokens", [None, 420], ids=["room", "short of memory"])
 def test_mixed_requests_in_any_order_have_the_texts_of_plain_decoding_one_by_one(kv_tokens: int | None) -> None:
-    requests = mixed(36, 1)
+    requests = mixed(24, 1)
     expected = plain_texts(TARGET, requests)
     draw = random.Random(2)
     drafters = [toy_drafters(TARGET, 5)["draft_model"], lambda: RandomTree(VOCAB)]
     eng = engine(
-        drafter=drafters[kv_tokens is None](), rows=5, width=3, max_queue=36, kv_tokens=kv_tokens, prefix_bytes=20_000
+        drafter=drafters[kv_tokens is None](), rows=5, width=3, max_queue=24, kv_tokens=kv_tokens, prefix_bytes=20_000
     )
     jobs = [
         read(
@@ -43,7 +43,7 @@ def test_mixed_requests_in_any_order_have_the_texts_of_plain_decoding_one_by_one
         )
         for r in requests
     ]
-    order = draw.sample(range(36), 36)
+    order = draw.sample(range(24), 24)
     while order:  # arrivals between steps: whenever some job has progressed
         some = [order.pop() for _ in range(min(len(order), draw.randrange(1, 9)))]
         submit(eng, [jobs[i] for i in some])
@@ -61,12 +61,12 @@ def test_mixed_requests_in_any_order_have_the_texts_of_plain_decoding_one_by_one
 
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
 def test_drafters_of_both_kinds_share_a_batch_under_every_verifier(verifier: str) -> None:
-    requests = [request([1, 2, 3, 1, 2, 3, i % 5 + 1], LONG.with_(max_tokens=40), i) for i in range(8)]
+    requests = [request([1, 2, 3, 1, 2, 3, i % 5 + 1], LONG.with_(max_tokens=24), i) for i in range(8)]
     eng = engine(verifier=verifier)
     results = run(
         eng, [read(r, method=m) for r, m in zip(requests, [None, "ngram", "none", "suffix"] * 2, strict=True)]
     )
-    assert all(len(r.output) == 40 and r.counts.undrafted is None for r in results)
+    assert all(len(r.output) == 24 and r.counts.undrafted is None for r in results)
     assert all(eng.decoder.guarantee is Guarantee.EXACT_DISTRIBUTION for r in results)
     greedy = [request(r.prompt, r.params.with_(temperature=0)) for r in requests]
     again = run(eng, [read(r, method=m) for r, m in zip(greedy, [None, "ngram", "none", "suffix"] * 2, strict=True)])

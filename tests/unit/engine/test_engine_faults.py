@@ -101,7 +101,7 @@ def test_a_request_that_breaks_the_model_fails_alone(how: Callable, words: str, 
     requests = [
         request([1, 2], LONG.with_(max_tokens=60), 1),
         request(prompt, LONG.with_(max_tokens=300)),
-        request([3], LONG, 2),
+        request([3], LONG.with_(max_tokens=80), 2),
     ]
     eng = engine(broken(how))
     results = run(eng, [read(r) for r in requests])

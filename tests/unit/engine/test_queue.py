@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -58,3 +59,4 @@ class Turns(RuleBasedStateMachine):
 
 
 TestTurns = Turns.TestCase
+TestTurns.settings = settings(max_examples=40)

@@ -11,7 +11,7 @@ PROMPT = "def quicksort(xs):\n"
 
 
 def test_a_draft_model_finds_what_an_earlier_process_has_read(tmp_path: Path) -> None:
-    text, missing = "def f(a, b):\n    return a + b\n\n" * 40, list[int]()
+    text, missing = "def f(a, b):\n    return a + b\n\n" * 24, list[int]()
     for _ in range(2):
         llm = LLM("builtin:code", speculative_config=PAIR, prefix_dir=tmp_path)
         missing.append(llm.drafters["draft_model"].missing(0, llm.encode(text)))
@@ -19,7 +19,7 @@ def test_a_draft_model_finds_what_an_earlier_process_has_read(tmp_path: Path) ->
         llm.generate(text, SamplingParams(max_tokens=8, temperature=0))
         assert llm.runtime.files is not None
         llm.runtime.files.folder.flush()
-    assert missing[0] > 400
+    assert missing[0] > 240
     assert missing[1] < missing[0] - 200
 
 

@@ -159,7 +159,7 @@ def unreadable(constant: str) -> None:
     other=st.recursive(leaves(), larger, max_leaves=3),
     data=st.data(),
 )
-@settings(max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_documents_of_random_schemas(pair: Pair, other: Pair, data: st.DataObject) -> None:
     """What a grammar writes is JSON that fits, what fits is accepted, and what does not fit is not."""
     schema, fitting = pair
