@@ -164,10 +164,10 @@ class PlannedDrafter(BaseDrafter):
         for slot in slots:
             self.lost[slot] = f"the drafter {name!r} failed ({what}); the rest of the text was written without drafts"
 
-    def _guarded(self, name: str, slots: Sequence[int], act: Callable[..., Any], *given: Any) -> Any:
+    def _guarded(self, name: str, slots: Sequence[int], act: Callable[..., Any], *arguments: Any) -> Any:
         """What the act returns. If it raises, the drafter loses these sequences, and None is returned."""
         try:
-            return act(*given)
+            return act(*arguments)
         except Exception as error:
             self.lose(name, slots, error)
 
