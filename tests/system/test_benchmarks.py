@@ -54,6 +54,7 @@ RUNS = {
     "serve": "--start builtin:code --max-concurrency 1 --num-prompts 1 --output-len 8 --save-result OUT",
     "serve_soak": "--seconds 1 --slots 2 --queue 2 --save-result OUT",
     "shapes": "qwen2.5-0.5b --gguf FOLDER/a.gguf --layers 1",
+    "start": "builtin:code --rounds 1 --out OUT",
     "steady": "builtin:code --draft-model builtin:code-draft --slots 2 --requests 1 --machines quiet --out OUT",
     "table": "--check",
     "traces": f"{PAIR} --part held --temperatures 0 --texts 1 --out FOLDER/t.jsonl.gz",
