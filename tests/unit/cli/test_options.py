@@ -252,7 +252,7 @@ def test_a_server_has_a_model(command: str) -> None:
         ({"draft_model": "x"}, {"method": "draft_model", "model": "x"}),
         ({"speculative_model": "x"}, {"method": "draft_model", "model": "x"}),
         ({"draft-model": "x", "num-speculative-tokens": 3}, {"model": "x", "num_speculative_tokens": 3}),
-        ({"method": ["ngram", "layer-skip"], "assistant-early-exit": 2}, {"method": ["ngram", "layer_skip"]}),
+        ({"method": ["ngram", "layer-skip"], "layers": [0, 1]}, {"method": ["ngram", "layer_skip"]}),
     ],
 )
 def test_the_names_of_options_are_keys_too(words: dict[str, Any], given: dict[str, Any]) -> None:

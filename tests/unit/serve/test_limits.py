@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from time import sleep
 
@@ -21,6 +20,7 @@ from serving import Live, builtin, serving
 
 from outrider import LLM, SamplingParams
 from outrider.core.outputs import Delta
+from outrider.engine import scheduler
 from outrider.serve import logs
 from outrider.serve.answer import Answer, one_by_one
 from outrider.serve.app import create_app
@@ -227,16 +227,17 @@ def test_too_many_requests_leave_the_monitoring_alone_and_half_a_body_is_none(ll
             assert httpx.get(live.url + "/metrics").status_code == 200
 
 
-def test_a_deadline_hands_back_what_was_written(live: Live) -> None:
+def test_a_deadline_hands_back_what_was_written(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     answer: dict = {}
     with Gate(live) as gate:
         thread = threading.Thread(target=lambda: answer.update(live.post(**LONG).json()))
         thread.start()
         assert gate.reached.wait(PATIENCE)
         [job] = live.service.engine.scheduler.running.values()
-        job.request = replace(job.request, deadline=0.0)
-        gate.open.set()
-        thread.join(PATIENCE)
+        with monkeypatch.context() as clock:  # of the next steps
+            clock.setattr(scheduler, "perf_counter", lambda: job.request.deadline)
+            gate.open.set()
+            thread.join(PATIENCE)
     assert answer["choices"][0]["finish_reason"] == "length"
     assert "deadline" in answer["choices"][0]["stop_reason"]
     assert 0 < answer["usage"]["completion_tokens"] < 2000
