@@ -4,7 +4,7 @@
     python -m benchmarks.start smollm2-135m.gguf --peer peer/bin/python
 
 Each command writes one token and ends. Commands take turns, and the first start of each model is not counted: it fills caches.
-`beyond` is resident memory at the peak, without the file of the model. With `--peer` llama.cpp's server reads the same file in
+`beyond` is resident memory at the peak, without a model's GGUF file. With `--peer` llama.cpp's server reads the same file in
 the same turns, until it has answered with one token; `--peer` is a `llama-server`, or a Python that has the package xllamacpp.
 """
 

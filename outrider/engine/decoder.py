@@ -246,14 +246,14 @@ class Decoder:
                 cells = max((c.start for c in more), default=0) + max((len(c.part) for c in more), default=0)
                 if len(more) <= 1 or cells <= self.max_length:  # the cache needs no more cells than for one of them
                     chunks = more
-        if parts := [c.part for c in chunks if c.part]:
-            slots = [c.sequence.slot for c in chunks if c.part]
-            tokens, parents = chain(parts)
-            nodes = Nodes(tokens, self.cache, slots, parents if len(parts) > 1 else None)
+        if unread := [c for c in chunks if c.part]:
+            slots = [c.sequence.slot for c in unread]
+            tokens, parents = chain([c.part for c in unread])
+            nodes = Nodes(tokens, self.cache, slots, parents if len(unread) > 1 else None)
             want = "none" if chunks[0].wanted is None else "all"
             out = self.target.forward(nodes, taps=self.drafter.taps, want=want)
-            self.cache.commit(slots, [range(len(part)) for part in parts])
-            for place, (sequence, start, part, wanted) in enumerate(c for c in chunks if c.part):
+            self.cache.commit(slots, [range(len(c.part)) for c in unread])
+            for place, (sequence, start, part, wanted) in enumerate(unread):
                 if out.features is not None:
                     self.drafter.start(sequence.slot, sequence.tokens, start, out.features[place, : len(part)])
                 if wanted is not None:
@@ -269,15 +269,16 @@ class Decoder:
         asks = [one.params.prompt_logprobs for one in (chunks[0].sequence, sequence)]
         if asks != [None, None]:
             return 0  # the logits of all its tokens: it is read alone
-        tokens, slot = sequence.tokens[:-1], sequence.slot
-        if self.prefixes is not None and not self.cache.length[slot]:
+        room = rows - sum(len(c.part) for c in chunks)
+        if not self.target.skips_padding:
+            room = rows // (len(chunks) + 1)
+            room = room if room >= max(len(c.part) for c in chunks) else 0
+        if room and self.prefixes is not None and not self.cache.length[sequence.slot]:
+            tokens = sequence.tokens[:-1]
             alike = self.prefixes.parting(tokens) + BLOCK
             if any(len(tokens) >= alike and c.sequence.tokens[:alike] == tokens[:alike] for c in chunks):
                 return 0  # another one reads what it begins with: the prefix cache will have it
-        if self.target.skips_padding:
-            return rows - sum(len(c.part) for c in chunks)
-        room = rows // (len(chunks) + 1)
-        return room if room >= max(len(c.part) for c in chunks) else 0
+        return room
 
     def _chunks(self, sequence: Sequence, room: int) -> list[_Chunk]:
         """The next tokens that a sequence reads, at most `room`; nothing while the prefix cache may have more of them."""

@@ -108,7 +108,7 @@ class Contents(NamedTuple):
 
     name: str  # as given to `load`
     stored: str  # the precision in which its weights would be kept
-    weights: int  # how many it has, all experts counted
+    weights: int  # numbers in the matrices that a forward of one token multiplies with, all experts counted
     vocab_size: int  # tokens of the output head
     end_ids: tuple[int, ...]  # the end tokens
     tokenizer: Any | None  # None if it has none
@@ -218,7 +218,7 @@ def _made(
     head_ids: Tensor | None = None
     if reduce is not None:
         raw._modules.pop(MTP, None)  # a draft model drafts for another one
-        sizes = raw.num_parameters(), vocabulary(raw)
+        sizes = pretrained.multiplied(raw), vocabulary(raw)
         reduced, head_ids = reduce(Contents(request.name, weights, *sizes, ends, tokenizer, not why_no_kernels(where)))
         weights = request.quantization or reduced or weights
     kv_cache_dtype = _kept(kv_cache_dtype, weights, where)

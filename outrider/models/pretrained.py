@@ -278,6 +278,13 @@ def end_ids(raw: PreTrainedModel) -> tuple[int, ...]:
     return token_ids(getattr(raw.config.get_text_config(), "eos_token_id", None) if end is None else end)
 
 
+def multiplied(raw: PreTrainedModel) -> int:
+    """Numbers in the matrices that a forward of one token multiplies with, all experts counted."""
+    linears = [m for m in raw.modules() if isinstance(m, nn.Linear)]
+    others = [p for m in (*mixtures(raw), *(m for m in raw.modules() if isinstance(m, Conv1D))) for p in m.parameters()]
+    return sum(m.in_features * m.out_features for m in linears) + sum(p.numel() for p in others)
+
+
 _said: set[str] = set()
 
 

@@ -21,7 +21,7 @@ from outrider.models import checkpoint
 from outrider.models.hf.model import HFModel, UnsupportedModel
 from outrider.models.load import load
 from outrider.models.nodes import Nodes
-from tests.support.tiny_models import tiny_config, tiny_model, whole_config
+from tests.support.tiny_models import tiny_config, whole_config
 
 
 @pytest.fixture(scope="module")
@@ -277,9 +277,9 @@ def test_a_hub_that_does_not_know_the_name(monkeypatch: pytest.MonkeyPatch) -> N
         load("some model!")
 
 
-def test_a_model_that_cannot_run_is_refused_before_it_is_prepared(tmp_path: Path) -> None:
-    """A class whose memory of earlier tokens is not one of each token: why, and what would run."""
-    tiny_model(tiny_config(whole_config("rwkv"))).save_pretrained(tmp_path)
+def test_a_model_that_cannot_run_is_refused_by_its_configuration(tmp_path: Path) -> None:
+    """A class whose memory of earlier tokens is not one of each token: why, and what would run. Its weights are not needed."""
+    tiny_config(whole_config("rwkv")).save_pretrained(tmp_path)
     says = r"^RwkvForCausalLM cannot .* \(it has a recurrent state\).*give another model.*docs/models.md.*transformers alone"
     with pytest.raises(UnsupportedModel, match=says):
         load(tmp_path)
