@@ -18,10 +18,10 @@ from outrider.core.files import cache_folder, write_whole
 from outrider.core.tree import tree
 from outrider.models.base import FINAL_NORM, LanguageModel
 from outrider.models.hf.model import HFModel
+from outrider.models.hf.powers import ExactPowers
 from outrider.models.native.families import digest
 from outrider.models.native.model import NativeModel, supports
 from outrider.models.nodes import Nodes
-from outrider.models.rotary import ExactPowers
 
 _CLOSE = 1e-3  # of the largest number; rounding is a thousand times smaller, and a wrong setting larger
 # Sizes that are made smaller: they say how much there is, not what is done with it.

@@ -36,10 +36,10 @@ from outrider.models.gguf.reader import read
 from outrider.models.gguf.tokenizer import tokenizer_of as gguf_tokenizer
 from outrider.models.hf.experts import mixtures
 from outrider.models.hf.model import HFModel, UnsupportedModel, refuse, shared_copy
+from outrider.models.hf.powers import ExactPowers
 from outrider.models.matrix import join_latents_
 from outrider.models.native.model import NativeModel, supports
 from outrider.models.quantised import formats, reader
-from outrider.models.rotary import ExactPowers
 from outrider.models.tokenizer import tokenizer_of
 
 # Text models that have no class of their own: without images, these compute the same.

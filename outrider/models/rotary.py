@@ -1,49 +1,72 @@
-"""Rotary frequencies with the same bits on every processor."""
+"""Rotary frequencies with the same bits on every processor, as transformers defines them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Mapping
 from decimal import Context, Decimal
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+import numpy as np
 
 _ARITHMETIC = Context(prec=40)
 
 
-class ExactPowers(TorchFunctionMode):
-    """Build a model inside: its rotary frequencies, 1 / base ** (2 i / dim) in any scaled form, are then the same everywhere.
-
-    torch's powers differ by one unit in the last place between processors with and without AVX2. Inside, a number to the
-    power of a float32 vector on the CPU is computed in decimal numbers, and rounded.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func in (Tensor.__rpow__, torch.pow):
-            exponents, base = args if func is Tensor.__rpow__ else reversed(args)
-            if isinstance(base, int | float) and base > 0 and _is_vector(exponents):
-                return power(base, exponents)
-        return func(*args, **(kwargs or {}))
-
-
-def power(base: float, exponents: Tensor) -> Tensor:
-    """float32 [n]: base ** exponents. base: above 0. exponents: float32 [n] on the CPU."""
+def power(base: float, exponents: np.ndarray) -> np.ndarray:
+    """float32 [n]: base ** exponents. base: above 0. exponents: float32 [n]."""
     powers = [float(_ARITHMETIC.power(Decimal(base), Decimal(x))) for x in exponents.tolist()]
-    return torch.tensor(powers, dtype=torch.float32)
+    return np.array(powers, np.float32)
 
 
-def _is_vector(exponents: object) -> bool:
-    return (
-        isinstance(exponents, Tensor)
-        and exponents.device.type == "cpu"
-        and exponents.dtype == torch.float32
-        and exponents.dim() == 1
-    )
+def frequencies(rope: Mapping[str, Any], dim: int, longest: int = 0) -> tuple[np.ndarray, float]:
+    """(float32 [dim / 2] radians per position, factor of cosines and sines).
+
+    rope: `rope_parameters` of a configuration, whose kind is default, linear, llama3 or yarn. dim: numbers that are turned.
+    longest: the configuration's `max_position_embeddings`, which stands for a missing factor of yarn. Raises KeyError for other
+    kinds and for settings that are missing.
+    """
+    scale = {"default": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}[rope.get("rope_type", "default")]
+    return scale(rope, power(float(rope["rope_theta"]), np.arange(0, dim, 2, dtype=np.float32) / dim), longest)
+
+
+def _plain(rope: Mapping[str, Any], powers: np.ndarray, longest: int) -> tuple[np.ndarray, float]:
+    return 1.0 / powers, 1.0
+
+
+def _linear(rope: Mapping[str, Any], powers: np.ndarray, longest: int) -> tuple[np.ndarray, float]:
+    return 1.0 / powers / rope["factor"], 1.0
+
+
+def _llama3(rope: Mapping[str, Any], powers: np.ndarray, longest: int) -> tuple[np.ndarray, float]:
+    """High frequencies stay, low ones are divided by the factor, and those between are mixed."""
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    first, plain = rope["original_max_position_embeddings"], 1.0 / powers
+    length = 1.0 / plain * (2 * math.pi)  # torch divides a number by a tensor in two steps
+    mixed = np.where(length > first / low, plain / factor, plain)
+    smooth = (1.0 / length * first - low) / (high - low)
+    between = (1 - smooth) * mixed / factor + smooth * mixed
+    return np.where((length < first / high) | (length > first / low), mixed, between), 1.0
+
+
+def _yarn(rope: Mapping[str, Any], powers: np.ndarray, longest: int) -> tuple[np.ndarray, float]:
+    """YaRN (arXiv 2309.00071)."""
+    first, dim, base = rope["original_max_position_embeddings"], 2 * len(powers), rope["rope_theta"]
+    factor = rope["factor"] or longest / first
+
+    def grown(scale: float = 1.0) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    attention = rope.get("attention_factor")
+    if attention is None:
+        scales = rope.get("mscale"), rope.get("mscale_all_dim")
+        attention = grown(scales[0]) / grown(scales[1]) if scales[0] and scales[1] else grown()
+    ends = [
+        dim * math.log(first / (turns * 2 * math.pi)) / (2 * math.log(base))
+        for turns in (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1)
+    ]
+    if rope.get("truncate", True):
+        ends = [math.floor(ends[0]), math.ceil(ends[1])]
+    low, high = max(ends[0], 0), min(ends[1], dim - 1)
+    ramp = (np.arange(len(powers), dtype=np.float32) - low) / (high - low if high != low else 0.001)
+    kept = 1 - np.clip(ramp, 0, 1)
+    return 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept, float(attention)

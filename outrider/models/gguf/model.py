@@ -22,6 +22,7 @@ from outrider.models.gguf.reader import FLOATS, PACKED_FORMATS, GGUFFile, Stored
 from outrider.models.gguf.tokenizer import end_ids
 from outrider.models.hf.experts import dense_experts_, give_expert_blocks_, is_mixture
 from outrider.models.hf.hooks import UnsupportedModel
+from outrider.models.hf.powers import ExactPowers
 from outrider.models.matrix import (
     STORED,
     dense,
@@ -32,7 +33,6 @@ from outrider.models.matrix import (
     matrices_in,
     matrix_of,
 )
-from outrider.models.rotary import ExactPowers
 
 _KEPT = (*FLOATS, *PACKED_FORMATS)
 # Tensors that are no parameters: they change the rotary frequencies, see `architectures`.

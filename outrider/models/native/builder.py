@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -204,7 +205,8 @@ class Builder:
         parts = [torch.tensor(settings[f"{n}_factor"], dtype=torch.float32) for n in ("short", "long")]
         if parts[0].dim() != 1 or parts[0].shape != parts[1].shape:
             raise ValueError("LongRoPE has two lists of factors of one length")
-        powers = power(float(settings["rope_theta"]), torch.arange(0, 2 * len(parts[0]), 2) / (2 * len(parts[0])))
+        dim = 2 * len(parts[0])
+        powers = torch.from_numpy(power(float(settings["rope_theta"]), np.arange(0, dim, 2, dtype=np.float32) / dim))
         short, long = (1.0 / (part * powers) for part in parts)
         number = self.angles(short, factor)
         first = int(settings["original_max_position_embeddings"])

@@ -28,9 +28,9 @@ from outrider.models.checkpoint import Sizes, StoredTensor
 from outrider.models.dtypes import dtype_name
 from outrider.models.hf.experts import give_expert_blocks_, is_mixture
 from outrider.models.hf.hooks import UnsupportedModel
+from outrider.models.hf.powers import ExactPowers
 from outrider.models.matrix import give_matrix_
 from outrider.models.quantised.formats import FORMATS, Format, QuantisedWeight, joined, mxfp4
-from outrider.models.rotary import ExactPowers
 
 # Scales of the cache of keys and values, and of activations: our own cache and kernels do not use them.
 _UNUSED = re.compile(

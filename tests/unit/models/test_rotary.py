@@ -1,13 +1,17 @@
 """Rotary frequencies: a model that is built inside `ExactPowers` has them, rounded from exact numbers."""
 
 from decimal import Decimal, localcontext
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from outrider.models.rotary import ExactPowers, power
+from outrider.models.hf.powers import ExactPowers
+from outrider.models.rotary import frequencies
 
 
 @pytest.mark.parametrize(("dim", "base"), [(64, 1e4), (128, 1e6), (128, 5e5), (256, 1e4)])
@@ -34,10 +38,33 @@ def test_other_powers_are_torchs_own() -> None:
         assert torch.equal(torch.full((3,), 3.0) ** 2, torch.full((3,), 9.0))
 
 
-@pytest.mark.parametrize("scaling", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}])
-def test_a_model_has_the_frequencies(scaling: dict[str, object]) -> None:
-    config = LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters={"rope_theta": 1e6, **scaling})
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+SCALINGS = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 4.0},
+    {**LLAMA3, "original_max_position_embeddings": 8192},
+    {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 256},
+    YARN,
+    {**YARN, "truncate": False, "beta_fast": 16.0, "mscale": 0.7, "mscale_all_dim": 1.0},
+    {**YARN, "factor": None},
+    {**YARN, "factor": 1.0, "attention_factor": 1.25, "original_max_position_embeddings": 64},
+]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+@pytest.mark.parametrize(("dim", "base"), [(128, 1e6), (64, 10000.0), (8, 500000.0)])
+def test_a_model_has_the_frequencies(scaling: dict[str, Any], dim: int, base: float) -> None:
+    rope = {"rope_theta": base, **scaling}
+    config = LlamaConfig(
+        hidden_size=2 * dim, num_attention_heads=2, rope_parameters=rope, max_position_embeddings=16384
+    )
     with ExactPowers():
-        found = LlamaRotaryEmbedding(config).inv_freq
-    exact = 1.0 / power(1e6, torch.arange(0, 128, 2).float() / 128)
-    assert torch.equal(found, exact / scaling.get("factor", 1.0))  # pyright: ignore
+        theirs = LlamaRotaryEmbedding(config)
+    found, factor = frequencies(rope, dim, 16384)
+    assert found.dtype == np.float32
+    assert found.tolist() == theirs.inv_freq.tolist()
+    assert factor == theirs.attention_scaling
+    if rope["rope_type"] != "default":
+        with ExactPowers():
+            assert ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)[1] == factor
