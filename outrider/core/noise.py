@@ -65,7 +65,7 @@ class Noise:
     def words(self, stream: Stream, position: Tensor, n: int) -> Tensor:
         """int64 [batch, n] of 32-bit words at `position` (int64 [batch])."""
         if 0 < len(self.seed) <= FEW and not why_no_kernels(self.seed.device):
-            return torch.stack([cpu.words(*key, n) for key in self.keys(stream, position)])
+            return torch.stack([torch.from_numpy(cpu.words(*key, n)) for key in self.keys(stream, position)])
         index = torch.arange((n + 3) // 4, device=self.seed.device)[None, :]
         step = torch.zeros_like(self.step) if stream is Stream.TOKEN else self.step
         shape = (len(self.seed), index.shape[1])
@@ -88,7 +88,7 @@ class Noise:
 
         ids: int64 [kept], contiguous: only the noise of these of the n tokens, [batch, kept]. It is the same noise."""
         if not why_no_kernels(self.seed.device):
-            return torch.stack([cpu.gumbel(*key, n, ids) for key in self.keys(stream, position)])
+            return torch.stack([torch.from_numpy(cpu.gumbel(*key, n, ids)) for key in self.keys(stream, position)])
         every = -torch.log(-torch.log1p(-self.uniform(stream, position, n)))
         return every if ids is None else every[:, ids]
 

@@ -5,9 +5,12 @@ Where a device has none, the caller runs its own torch code, which is also the d
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from outrider.kernels import cpu
+
+if TYPE_CHECKING:
+    import torch
 
 # The version of the native path's arithmetic, from weights to tokens. It is in every fingerprint. Raise it with each change after
 # which a text of the native path may have other bits: kernels, packing, rotary tables, sampling, noise.

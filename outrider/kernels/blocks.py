@@ -4,26 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+
+from outrider.kernels.border import as_array
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Blocks:
     """A matrix [out, in] in one of ggml's block formats."""
 
-    data: Tensor  # uint8 [out, bytes of a row]; it may be a view of a mapped file
+    data: np.ndarray  # uint8 [out, bytes of a row]; it may be a view of a mapped file
     format: str  # ggml's name of the format, such as "Q4_K"
     columns: int  # the `in` of the shape
-    order: Tensor | None = None  # int64 [out], row i of the matrix is row order[i] of `data`; None: as stored
+    order: np.ndarray | None = None  # int64 [out], row i of the matrix is row order[i] of `data`; None: as stored
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", as_array(self.data))
+        object.__setattr__(self, "order", None if self.order is None else as_array(self.order))
 
     @property
     def shape(self) -> tuple[int, int]:
         return (len(self.data) if self.order is None else len(self.order), self.columns)
 
-    def dense(self) -> Tensor:
+    def dense(self) -> np.ndarray:
         """float32 [out, in]: the values that ggml's own dequantisation gives. The reference of the packed kernels."""
         from gguf import GGMLQuantizationType, quants
 
         rows = self.data if self.order is None else self.data[self.order]
-        return torch.from_numpy(quants.dequantize(rows.numpy(), GGMLQuantizationType[self.format]))
+        return quants.dequantize(rows, GGMLQuantizationType[self.format])

@@ -7,11 +7,9 @@ import platform
 import subprocess
 import sys
 from contextlib import suppress
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from outrider._version import __version__
 from outrider.kernels import cpu as native
@@ -19,14 +17,16 @@ from outrider.kernels import cpu as native
 
 def machine() -> dict[str, Any]:
     """Processor, cores, kernels, versions. Nothing that names its owner or folders."""
-    why = native.why()
+    why, packages = native.why(), dict[str, Any]()
+    for name in ("torch", "transformers"):
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
     return {
         "cpu": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "kernels": "native" if native.available() else f"oneDNN (native kernels are not in use: {why})",
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
+        **packages,
         "outrider": __version__,
     }
 

@@ -1,36 +1,50 @@
-"""From scores to probabilities. On the CPU each function has one order of operations, so it has the same bits everywhere.
+"""From scores to probabilities. Each function of the kernels has one order of operations, so it has the same bits everywhere.
 
-torch's own functions differ in their last bits between AVX2, AVX-512, older processors and ARM. A token at the border of
-top-p, or an acceptance, could then differ. A device without kernels uses torch, which is also the definition.
+numpy's own functions differ in their last bits between processors. A token at the border of top-p, or an acceptance, could then
+differ. Without the kernels numpy computes, which is also the definition.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
 
-from outrider.kernels import cpu, why_no_kernels
+import numpy as np
+
+from outrider.kernels import cpu
+from outrider.kernels.border import as_array, like
 
 
-def softmax(scores: Tensor) -> Tensor:
+def softmax(scores: Any) -> Any:
     """float32 [..., n]: the softmax over the last dimension. scores: float32 [..., n]. Probabilities below 1e-38 are 0."""
-    return scores.softmax(-1) if why_no_kernels(scores.device) else cpu.softmax(scores)
+    x = as_array(scores)
+    return like(scores, cpu.softmax(x) if cpu.available() else np.exp(_log_softmax(x)))
 
 
-def log_softmax(scores: Tensor) -> Tensor:
+def log_softmax(scores: Any) -> Any:
     """float32 [..., n]: the logarithm of the softmax over the last dimension. scores: float32 [..., n]."""
-    return scores.log_softmax(-1) if why_no_kernels(scores.device) else cpu.softmax(scores, logarithm=True)
+    x = as_array(scores)
+    return like(scores, cpu.softmax(x, logarithm=True) if cpu.available() else _log_softmax(x))
 
 
-def log(probs: Tensor) -> Tensor:
+def log(probs: Any) -> Any:
     """float64: the natural logarithm of each probability, of any float type; -inf for 0."""
-    return probs.double().log() if why_no_kernels(probs.device) else cpu.log(probs.double())
+    x = as_array(probs).astype(np.float64, copy=False)
+    with np.errstate(divide="ignore"):
+        return like(probs, cpu.log(x) if cpu.available() else np.log(x))
 
 
-def total(values: Tensor) -> Tensor:
+def total(values: Any) -> Any:
     """float64 [..., 1]: the sum over the last dimension of float64 values."""
-    return values.sum(-1, keepdim=True) if why_no_kernels(values.device) else cpu.total(values)[..., None]
+    x = as_array(values)
+    return like(values, cpu.total(x)[..., None] if cpu.available() else x.sum(-1, keepdims=True))
 
 
-def running_total(values: Tensor) -> Tensor:
+def running_total(values: Any) -> Any:
     """float64 [..., n]: the sum of each value and those before it, added one after another. values: float."""
-    return values.double().cumsum(-1)  # torch adds in this order on every processor
+    return like(values, as_array(values).cumsum(-1, dtype=np.float64))  # numpy adds in this order on every processor
+
+
+def _log_softmax(scores: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        x = scores - scores.max(-1, keepdims=True)
+        return x - np.log(np.exp(x).sum(-1, keepdims=True))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from outrider.kernels import cpu as native
 from outrider.kernels import why_no_kernels
+from outrider.kernels.border import as_tensor
 from outrider.kernels.cpu import Scoring
 from outrider.kernels.vectors import pack_vectors, unpack_vectors, vector_dim
 from outrider.models.nodes import Nodes
@@ -22,12 +23,16 @@ def write(nodes: Nodes, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor,
     """Write keys and values [batch, kv_head, node, head_dim] to the scratch. Returns the tensors of the layer."""
     keys, values = nodes.cache.layer(layer, (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]), key)
     if nodes.cache.dtype != "auto":
-        pack = pack_vectors if key.dtype != torch.float32 or why_no_kernels(key.device) else native.pack_vectors
+        pack = pack_vectors if key.dtype != torch.float32 or why_no_kernels(key.device) else _pack_native
         key, value = (pack(t, keys.dtype) for t in (key, value))
     for b, (slot, length) in enumerate(zip(nodes.slots, nodes.lengths, strict=True)):
         new = slice(length + nodes.held, length + nodes.total)
         keys[slot, :, new], values[slot, :, new] = key[b], value[b]
     return keys, values
+
+
+def _pack_native(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return as_tensor(native.pack_vectors(x, dtype))
 
 
 def attend(nodes: Nodes, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
@@ -47,7 +52,7 @@ def attend(nodes: Nodes, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
 def attend_native(nodes: Nodes, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
     """All nodes at once. Each has the bits that it has alone. Padding gives zeros."""
     keys, values = nodes.cache.layers[layer]
-    return native.attention(nodes.plan, query.transpose(1, 2), keys, values, scoring)
+    return torch.from_numpy(native.attention(nodes.plan, query.transpose(1, 2), keys, values, scoring))
 
 
 def attend_reference(nodes: Nodes, layer: int, query: Tensor, scoring: Scoring) -> Tensor:

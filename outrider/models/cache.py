@@ -216,7 +216,7 @@ def _zeros(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.
     texts keep little for a layer, and attention reads as fast as it finds the addresses."""
     sizes = [-(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE for shape in shapes]
     if device.type == "cpu" and native.available():
-        memory = native.zeros_in_large_pages(sum(sizes))
+        memory = torch.from_numpy(native.zeros_in_large_pages(sum(sizes)))
     else:
         memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
     parts = (part[: math.prod(shape) * dtype.itemsize] for part, shape in zip(memory.split(sizes), shapes, strict=True))

@@ -9,11 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
+from outrider.kernels.border import as_array, as_tensor
 from outrider.models.dtypes import dtype_name
 
 Matrix = Tensor | Blocks | native.Packed
@@ -108,8 +110,8 @@ def rows_of(matrix: Matrix, rows: Tensor) -> Tensor | Blocks:
     if isinstance(matrix, Tensor):
         return matrix[rows.to(matrix.device)]
     if isinstance(matrix, native.Packed):
-        return torch.stack([matrix.row(n) for n in rows.tolist()]) if len(rows) else torch.empty(0, matrix.k)
-    return replace(matrix, order=rows if matrix.order is None else matrix.order[rows])
+        return torch.tensor(np.array([matrix.row(n) for n in rows.tolist()], np.float32).reshape(-1, matrix.k))
+    return replace(matrix, order=rows if matrix.order is None else matrix.order[as_array(rows)])
 
 
 def float_rows(matrix: Matrix, rows: Tensor) -> Tensor:
@@ -139,11 +141,11 @@ def joined(matrices: Sequence[Tensor | Blocks], order: Tensor | None = None) -> 
     """Matrices below each other, then their rows in this order. Blocks of one format stay blocks; others become floats."""
     blocks = [m for m in matrices if not isinstance(m, Tensor)]
     if len(blocks) == len(matrices) and len({b.format for b in blocks}) == 1:
-        return replace(blocks[0], data=torch.cat([b.data for b in blocks]), order=order)
+        return replace(blocks[0], data=np.concatenate([b.data for b in blocks]), order=order)
     rows = torch.cat([dense(m, torch.float32) for m in matrices])
     return rows if order is None else rows[order]
 
 
 def dense(matrix: Matrix, dtype: torch.dtype) -> Tensor:
     """A tensor as it is; blocks and packed matrices as values of this dtype."""
-    return matrix if isinstance(matrix, Tensor) else matrix.dense().to(dtype)
+    return matrix if isinstance(matrix, Tensor) else as_tensor(matrix.dense()).to(dtype)

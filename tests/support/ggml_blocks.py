@@ -40,7 +40,7 @@ def random_blocks(name: str, rows: int, columns: int, fill: int | None = None) -
         raw[:, :, at : at + 2] = values.astype(np.float16).view(np.uint8).reshape(*shape[:2], 2)
     if name == "MXFP4":  # the exponent of the scale; 128 is that of 1
         raw[:, :, 0] = rng.integers(117, 123, shape[:2], dtype=np.uint8) if fill is None else 128
-    return Blocks(torch.from_numpy(raw.reshape(rows, -1)), name, columns)
+    return Blocks(raw.reshape(rows, -1), name, columns)
 
 
 def spread(rows: int, columns: int) -> Tensor:

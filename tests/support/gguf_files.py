@@ -348,7 +348,7 @@ def _matrix(values: Tensor, order: Tensor | None, kind: str) -> tuple[np.ndarray
     if rows.shape[1] % GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]:
         kind = "F16"
     known = GGMLQuantizationType[kind]
-    data = random_blocks(kind, *rows.shape).data.numpy() if kind in RANDOM else quants.quantize(rows, known)
+    data = random_blocks(kind, *rows.shape).data if kind in RANDOM else quants.quantize(rows, known)
     meant = torch.from_numpy(np.ascontiguousarray(quants.dequantize(data, known), dtype=np.float32)).view(rows.shape)
     values[... if order is None else order] = meant
     return data, kind

@@ -2,7 +2,7 @@
 
 A shared library, loaded with ctypes. It is compiled with the package and is optional. `available()` returns whether it is
 there, and `why()` returns why it is not. Every function gives the same bits for any number of rows, neighbours and threads, and
-for any instruction set. Imports torch only.
+for any instruction set.
 """
 
 from outrider.kernels.cpu.ops import (

@@ -1,21 +1,25 @@
-"""Attention over the slot cache, noise, and the choice of a token. Checked torch tensors in, torch tensors out."""
+"""Attention over the slot cache, noise, and the choice of a token. numpy arrays in, numpy arrays out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
-import torch
-from torch import Tensor
+import ml_dtypes
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
+from outrider.kernels.border import as_array, as_dtype
 from outrider.kernels.cpu.library import AttentionStruct, CacheFormat, PlanStruct
 from outrider.kernels.cpu.state import library
 from outrider.kernels.vectors import packed_width, vector_dim
 
 VECTOR_FORMATS = {
-    torch.float32: CacheFormat.CACHE_FLOAT32,
-    torch.bfloat16: CacheFormat.CACHE_BFLOAT16,
-    torch.int8: CacheFormat.CACHE_INT8,
+    np.dtype(np.float32): CacheFormat.CACHE_FLOAT32,
+    np.dtype(ml_dtypes.bfloat16): CacheFormat.CACHE_BFLOAT16,
+    np.dtype(np.int8): CacheFormat.CACHE_INT8,
 }
 
 
@@ -33,27 +37,23 @@ class AttentionPlan:
     """
 
     def __init__(
-        self, rows: Sequence[int], lengths: Sequence[int], nodes: int, parents: Tensor | None = None, held: int = 0
+        self, rows: Sequence[int], lengths: Sequence[int], nodes: int, parents: ArrayLike | None = None, held: int = 0
     ) -> None:
         batch, total = len(rows), held + nodes
         if parents is not None:
-            if parents.dtype != torch.int64 or parents.shape != (batch, total) or parents.device.type != "cpu":
-                raise ValueError(
-                    f"parents must be int64 [{batch}, {total}] on the CPU, got {parents.dtype} {tuple(parents.shape)}"
-                )
-            parents = parents.contiguous()
+            parents = np.ascontiguousarray(parents)
+            if parents.dtype != np.int64 or parents.shape != (batch, total):
+                raise ValueError(f"parents must be int64 [{batch}, {total}], got {parents.dtype} {[*parents.shape]}")
         elif held:
             raise ValueError(f"{held} nodes are in the scratch: give the parents of all {total}")
         self.batch, self.nodes = batch, nodes
         size, full = batch * nodes, batch * total
-        self._row = torch.tensor([*rows], dtype=torch.int32)
-        self._length = torch.tensor([*lengths], dtype=torch.int32)
-        self._arrays = torch.empty(size + 2 * batch + 1 + 3 * full, dtype=torch.int32)
-        self._parts = self._arrays.split([size, batch + 1, batch, full, full, full])
-        pointers = PlanStruct(*(p.data_ptr() for p in self._parts))
-        count = library().plan(
-            batch, held, nodes, None if parents is None else parents.data_ptr(), self._length.data_ptr(), pointers
-        )
+        self._row, self._length = np.array(rows, np.int32), np.array(lengths, np.int32)
+        sizes = size, batch + 1, batch, full, full, full
+        self._parts = np.split(np.empty(sum(sizes), np.int32), [*accumulate(sizes[:-1])])
+        pointers = PlanStruct(*(p.ctypes.data for p in self._parts))
+        tree = None if parents is None else parents.ctypes.data
+        count = library().plan(batch, held, nodes, tree, self._length.ctypes.data, pointers)
         if count < 0:
             entry, node = divmod(-1 - count, total)
             raise ValueError(
@@ -64,9 +64,9 @@ class AttentionPlan:
         self.end = max((int(n) + total for n in lengths), default=0)  # cells that must exist
 
     @property
-    def positions(self) -> Tensor:
+    def positions(self) -> np.ndarray:
         """int64 [count]: of the new nodes, in their order, without padding."""
-        return self._parts[3][: self.count].long()
+        return self._parts[3][: self.count].astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,61 +76,60 @@ class Scoring:
     scaling: float  # factor of query times key
     window: int | None = None  # tokens that a node attends to, itself counted; None: all
     softcap: float | None = None  # scores become cap * tanh(score / cap); None: they stay
-    sinks: Tensor | None = None  # float [head], one more score in each softmax, without a value
+    sinks: Any = None  # float [head], one more score in each softmax, without a value
 
 
-def attention(plan: AttentionPlan, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
+def attention(plan: AttentionPlan, query: Any, keys: Any, values: Any, scoring: Scoring) -> np.ndarray:
     """Attention of the nodes of a plan over the slot cache: float32 [batch, node, head, value_dim]. Padding gives zeros.
 
     query: float32 [batch, node, head, dim]. keys, values: [slot, kv_head, cell, dim], the nodes' own included. They are float32,
     or packed (`pack_vectors`) in bfloat16 or int8. Packed ones give the bits that float32 ones of the same numbers give.
 
     The result of a node depends only on its own keys, in the order of their positions. It does not depend on cells,
-    neighbours, capacity, or how a prompt was cut. Raises ValueError for tensors that do not fit.
+    neighbours, capacity, or how a prompt was cut. Raises ValueError for arrays that do not fit.
     """
+    query, keys, values = (as_array(t) for t in (query, keys, values))
     batch, nodes, heads, dim = query.shape
     (_, kv_heads, capacity, _), value_dim = values.shape, vector_dim(values)
     for name, t in (("query", query), ("keys", keys), ("values", values)):
-        kinds = [torch.float32] if t is query else [keys.dtype] if t is values else list(VECTOR_FORMATS)
-        if t.dtype not in kinds or t.device.type != "cpu":
-            raise ValueError(f"{name} must be {' or '.join(map(str, kinds))} on the CPU, got {t.dtype} on {t.device}")
+        kinds = [np.dtype(np.float32)] if t is query else [keys.dtype] if t is values else list(VECTOR_FORMATS)
+        if t.dtype not in kinds:
+            raise ValueError(f"{name} must be {' or '.join(map(str, kinds))}, got {t.dtype}")
     if (batch, nodes) != (plan.batch, plan.nodes):
         raise ValueError(f"the plan is for {plan.batch} x {plan.nodes} nodes, the query has {batch} x {nodes}")
     shape = (keys.shape[0], kv_heads, capacity, packed_width(dim, keys.dtype))
-    if not (keys.is_contiguous() and values.is_contiguous()) or keys.shape != shape:
+    if not (keys.flags.c_contiguous and values.flags.c_contiguous) or keys.shape != shape:
         raise ValueError(
-            f"keys and values must be contiguous [slot, kv_head, cell, dim] alike, got {tuple(keys.shape)} and "
-            f"{tuple(values.shape)} for a query of dimension {dim}"
+            f"keys and values must be contiguous [slot, kv_head, cell, dim] alike, got {[*keys.shape]} and "
+            f"{[*values.shape]} for a query of dimension {dim}"
         )
     if heads % kv_heads or plan.end > capacity or int(plan._row.max()) >= len(keys):
         raise ValueError(
             f"{heads} heads over {kv_heads} key heads, cells up to {plan.end} of {capacity}, slot {int(plan._row.max())} "
             f"of {len(keys)}: heads must divide, cells and slots must exist"
         )
-    query = query if query.is_contiguous() else query.contiguous()
-    out = query.new_empty(batch, nodes, heads, value_dim)
-    if plan.count < batch * nodes:
-        out.zero_()
+    query, empty = np.ascontiguousarray(query), np.zeros if plan.count < batch * nodes else np.empty
+    out = empty((batch, nodes, heads, value_dim), np.float32)
     sinks = scoring.sinks
     if sinks is not None:
-        sinks = sinks.detach().to(torch.float32).contiguous()
+        sinks = np.ascontiguousarray(as_array(sinks), np.float32)
         if sinks.shape != (heads,):
-            raise ValueError(f"sinks must hold one number per head ({heads}), got {tuple(sinks.shape)}")
-    index, segment, chain, position, slot, parent = (p.data_ptr() for p in plan._parts)
+            raise ValueError(f"sinks must hold one number per head ({heads}), got {[*sinks.shape]}")
+    index, segment, chain, position, slot, parent = (p.ctypes.data for p in plan._parts)
     job = AttentionStruct(
-        q=query.data_ptr(),
-        k=keys.data_ptr(),
-        v=values.data_ptr(),
-        out=out.data_ptr(),
+        q=query.ctypes.data,
+        k=keys.ctypes.data,
+        v=values.ctypes.data,
+        out=out.ctypes.data,
         segment=segment,
-        row=plan._row.data_ptr(),
-        length=plan._length.data_ptr(),
+        row=plan._row.ctypes.data,
+        length=plan._length.ctypes.data,
         chain=chain,
         position=position,
         slot=slot,
         parent=parent,
         index=index,
-        sinks=None if sinks is None else sinks.data_ptr(),
+        sinks=None if sinks is None else sinks.ctypes.data,
         segments=batch,
         heads=heads,
         kv_heads=kv_heads,
@@ -148,103 +147,100 @@ def attention(plan: AttentionPlan, query: Tensor, keys: Tensor, values: Tensor, 
     return out
 
 
-def pack_vectors(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 x [..., dim] as a cache of this dtype keeps it: see `outrider.kernels.vectors`.
-
-    Raises ValueError if x is not float32 on the CPU.
-    """
-    if x.dtype != torch.float32 or x.device.type != "cpu":
-        raise ValueError(f"vectors to pack must be float32 on the CPU, got {x.dtype} on {x.device}")
-    x, dim = x.contiguous(), x.shape[-1]
-    out = torch.empty(*x.shape[:-1], packed_width(dim, dtype), dtype=dtype)
-    library().pack_vectors(VECTOR_FORMATS[dtype], x.data_ptr(), out.data_ptr(), x.numel() // max(dim, 1), dim)
+def pack_vectors(x: Any, dtype: DTypeLike) -> np.ndarray:
+    """x [..., dim], in float32, as a cache of this dtype keeps it: see `outrider.kernels.vectors`."""
+    x, dtype = np.ascontiguousarray(as_array(x), np.float32), as_dtype(dtype)
+    dim = x.shape[-1]
+    out = np.empty((*x.shape[:-1], packed_width(dim, dtype)), dtype)
+    library().pack_vectors(VECTOR_FORMATS[dtype], x.ctypes.data, out.ctypes.data, x.size // max(dim, 1), dim)
     return out
 
 
-def words(seed: int, stream: int, step: int, position: int, n: int) -> Tensor:
+def words(seed: int, stream: int, step: int, position: int, n: int) -> np.ndarray:
     """int64 [n] of 32-bit words: those of `outrider.core.noise`."""
-    out = torch.empty(n, dtype=torch.int32)
-    library().words(seed & _64, stream, step & _32, position & _32, n, out.data_ptr())
-    return out.long() & _32
+    out = np.empty(n, np.uint32)
+    library().words(seed & _64, stream, step & _32, position & _32, n, out.ctypes.data)
+    return out.astype(np.int64)
 
 
-def gumbel(seed: int, stream: int, step: int, position: int, n: int, ids: Tensor | None = None) -> Tensor:
+def gumbel(seed: int, stream: int, step: int, position: int, n: int, ids: ArrayLike | None = None) -> np.ndarray:
     """float32 [n] standard Gumbel, made of the integers of `outrider.core.noise`.
 
-    ids: int64 [kept], contiguous: only the noise of these tokens, [kept]. Each costs as much as four that are neighbours.
+    ids: int64 [kept]: only the noise of these tokens, [kept]. Each costs as much as four that are neighbours.
     """
     key = seed & _64, stream, step & _32, position & _32
     if ids is None:
-        out = torch.empty(n)
-        library().gumbel(*key, n, out.data_ptr())
+        out = np.empty(n, np.float32)
+        library().gumbel(*key, n, out.ctypes.data)
         return out
-    out = torch.empty(len(ids))
-    library().gumbel_at(*key, ids.data_ptr(), len(ids), out.data_ptr())
+    ids = np.ascontiguousarray(ids, np.int64)
+    out = np.empty(len(ids), np.float32)
+    library().gumbel_at(*key, ids.ctypes.data, len(ids), out.ctypes.data)
     return out
 
 
-def argmax(scores: Tensor) -> int:
+def argmax(scores: ArrayLike) -> int:
     """The index of the largest value of float32 [n]; the lowest of equals. Raises ValueError on NaN."""
-    return _index(library().argmax(_row(scores).data_ptr(), scores.numel()))
+    row = _row(scores)
+    return _index(library().argmax(row.ctypes.data, row.size))
 
 
 def argmax_gumbel(
-    scores: Tensor,
+    scores: ArrayLike,
     seed: int,
     stream: int,
     step: int,
     position: int,
     *,
     temperature: float = 1.0,
-    ids: Tensor | None = None,
+    ids: ArrayLike | None = None,
 ) -> int:
     """argmax(scores / temperature + gumbel(...)) over float32 [n]. -inf is allowed; the lowest index wins a tie.
 
     ids: int64 [n], ascending: the token of each score, whose noise is added. The result is still an index of `scores`.
     None: score i is of token i. Raises ValueError on NaN, and for ids that do not fit.
     """
-    if ids is not None and (ids.dtype != torch.int64 or ids.shape != scores.shape or not ids.is_contiguous()):
-        raise ValueError(f"ids must be contiguous int64 [{scores.numel()}], got {ids.dtype} {tuple(ids.shape)}")
-    noise = seed & _64, stream, step & _32, position & _32
-    tokens = None if ids is None else ids.data_ptr()
-    return _index(library().argmax_gumbel(_row(scores).data_ptr(), tokens, scores.numel(), temperature, *noise))
+    row, tokens = _row(scores), None if ids is None else np.ascontiguousarray(ids, np.int64)
+    if tokens is not None and tokens.shape != row.shape:
+        raise ValueError(f"ids must be int64 [{row.size}], got {[*tokens.shape]}")
+    noise, place = (seed & _64, stream, step & _32, position & _32), None if tokens is None else tokens.ctypes.data
+    return _index(library().argmax_gumbel(row.ctypes.data, place, row.size, temperature, *noise))
 
 
-def softmax(scores: Tensor, *, logarithm: bool = False) -> Tensor:
+def softmax(scores: ArrayLike, *, logarithm: bool = False) -> np.ndarray:
     """float32 [..., n] -> its softmax over the last dimension, or the logarithm of that.
 
-    NaN in a row with NaN, inf or only -inf. Raises ValueError if the scores are not float32."""
-    if scores.dtype != torch.float32:
-        raise ValueError(f"scores must be float32, got {scores.dtype}; write scores.float()")
-    scores, n = scores.contiguous(), scores.shape[-1]
-    out = torch.empty_like(scores)
-    library().softmax(int(logarithm), scores.data_ptr(), out.data_ptr(), scores.numel() // max(n, 1), n)
+    NaN in a row with NaN, inf or only -inf."""
+    x = np.ascontiguousarray(scores, np.float32)
+    out, n = np.empty_like(x), x.shape[-1]
+    library().softmax(int(logarithm), x.ctypes.data, out.ctypes.data, x.size // max(n, 1), n)
     return out
 
 
-def log(values: Tensor) -> Tensor:
+def log(values: ArrayLike) -> np.ndarray:
     """float64 -> the natural logarithms; -inf for 0 and for subnormal numbers, NaN for negative ones."""
-    values = values.contiguous()
-    out = torch.empty_like(values)
-    library().log(values.data_ptr(), out.data_ptr(), values.numel())
+    x = np.ascontiguousarray(values, np.float64)
+    out = np.empty_like(x)
+    library().log(x.ctypes.data, out.ctypes.data, x.size)
     return out
 
 
-def total(values: Tensor) -> Tensor:
+def total(values: ArrayLike) -> np.ndarray:
     """float64 [..., n] -> [...]: the sums over the last dimension, in one order."""
-    values = values.contiguous()
-    out = values.new_empty(values.shape[:-1])
-    library().total(values.data_ptr(), out.data_ptr(), out.numel(), values.shape[-1])
+    x = np.ascontiguousarray(values, np.float64)
+    out = np.empty(x.shape[:-1])
+    library().total(x.ctypes.data, out.ctypes.data, out.size, x.shape[-1])
     return out
 
 
 _32, _64 = 2**32 - 1, 2**64 - 1
 
 
-def _row(scores: Tensor) -> Tensor:
-    if scores.dtype != torch.float32 or scores.dim() != 1 or not scores.is_contiguous() or not scores.numel():
-        raise ValueError(f"expected contiguous float32 [n] with n >= 1, got {scores.dtype} {tuple(scores.shape)}")
-    return scores
+def _row(scores: ArrayLike) -> np.ndarray:
+    row = np.ascontiguousarray(scores, np.float32)
+    if row.ndim != 1 or not row.size:
+        raise ValueError(f"expected scores [n] with n >= 1, got {[*row.shape]}")
+    return row
 
 
 def _index(found: int) -> int:

@@ -6,11 +6,11 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import ml_dtypes
 import numpy as np
-import torch
-from torch import Tensor
 
 from outrider.kernels.blocks import Blocks
+from outrider.kernels.border import as_array, like
 from outrider.kernels.cpu.library import Format, PackedStruct, RowsStruct
 from outrider.kernels.cpu.state import library
 
@@ -19,7 +19,11 @@ FORMATS = {f.name.lower() if f <= Format.FLOAT16 else f.name: f.value for f in F
 # What float weights may be rounded to, and how it is kept.
 _ROUNDED = {"int8": "Q8_0", "int4": "Q4_0"}
 KINDS = ("float32", "bfloat16", "float16", *_ROUNDED)
-_SOURCES = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16, torch.float16: Format.FLOAT16}
+_SOURCES = {
+    np.dtype(np.float32): Format.FLOAT32,
+    np.dtype(ml_dtypes.bfloat16): Format.BFLOAT16,
+    np.dtype(np.float16): Format.FLOAT16,
+}
 LANES = 16
 MOST = 2**31 - 1
 """Native code counts in 32 bits."""
@@ -33,9 +37,9 @@ class Packed:
     blocks of 32: to 8 bits, or to 16 bits for weights of 8 bits.
 
     Args:
-        weights: matrices [out, in] over the same inputs: float32, bfloat16 or float16 tensors of any strides (pass `w.T` of
+        weights: matrices [out, in] over the same inputs: float32, bfloat16 or float16 arrays of any strides (pass `w.T` of
             a [in, out] one), or `Blocks`, which keep their own format.
-        kind: how tensors are kept, one of KINDS.
+        kind: how arrays are kept, one of KINDS.
         biases: one per matrix, or None.
         paired: two matrices whose blocks of 16 outputs alternate (gate and up).
         later: pack when a forward first needs the matrix, into memory of this reserve. The weights are then `Blocks` of
@@ -46,16 +50,17 @@ class Packed:
 
     def __init__(
         self,
-        weights: Sequence[Tensor | Blocks],
+        weights: Sequence[np.ndarray | Blocks],
         kind: str,
-        biases: Sequence[Tensor | None] | None = None,
+        biases: Sequence[np.ndarray | None] | None = None,
         *,
         paired: bool = False,
         later: Reserve | None = None,
     ) -> None:
         if kind not in KINDS:
             raise ValueError(f"weights are kept as one of {', '.join(KINDS)}, got {kind!r}")
-        biases = [None] * len(weights) if biases is None else biases
+        weights = [w if isinstance(w, Blocks) else as_array(w) for w in weights]
+        biases = [None if b is None else as_array(b) for b in biases or [None] * len(weights)]
         self.k = weights[0].shape[1]
         formats = [_format_of(w, self.k, kind) for w in weights]
         sizes = [w.shape[0] for w in weights]
@@ -64,7 +69,7 @@ class Packed:
         self.n = 2 * rounded(sizes[0]) if paired else sum(sizes)
         self.formats = tuple(dict.fromkeys(formats))
         panels = rounded(self.n) // LANES
-        self._bias = torch.zeros(panels * LANES) if any(b is not None for b in biases) else None
+        self._bias = np.zeros(panels * LANES, np.float32) if any(b is not None for b in biases) else None
         if len(self.formats) > 1:
             if not paired and any(size % LANES for size in sizes[:-1]):
                 raise ValueError(
@@ -72,13 +77,13 @@ class Packed:
                     f"got {sizes}; give them one format"
                 )
             self.parts: list[Packed] = [Packed([w], kind, later=later) for w in weights]
-            self._data = torch.empty(0, dtype=torch.uint8)
+            self._data = np.empty(0, np.uint8)
         else:
             self.parts = []
             size = max(panels * library().panel_bytes(FORMATS[formats[0]], self.k), 1)
             self._data = _untouched(size) if later is None else later.take(size)
             if later is None:
-                library().advise_huge(self._data.data_ptr(), size)
+                library().advise_huge(self._data.ctypes.data, size)
         self._point(paired)
         if later is not None and not self.parts:
             self._read_later(cast("Sequence[Blocks]", weights))
@@ -88,10 +93,8 @@ class Packed:
             if not self.parts and later is None:
                 _fill(self.struct, w, first, paired)
             if b is not None and self._bias is not None:
-                place = torch.arange(len(b))
-                self._bias[first + (place // LANES * 2 * LANES + place % LANES if paired else place)] = (
-                    b.detach().float()
-                )
+                place = np.arange(len(b))
+                self._bias[first + (place // LANES * 2 * LANES + place % LANES if paired else place)] = b
             start += sizes[i]
 
     def _point(self, paired: bool) -> None:
@@ -104,10 +107,10 @@ class Packed:
         else:
             code = FORMATS[self.formats[0]]
             size = library().panel_bytes(code, self.k)
-            self.struct = PackedStruct(self._data.data_ptr(), bias, self.n, self.k, size, code, panels, None, 0, 0)
+            self.struct = PackedStruct(self._data.ctypes.data, bias, self.n, self.k, size, code, panels, None, 0, 0)
 
     def _read_later(self, blocks: Sequence[Blocks]) -> None:
-        rows = [(b.data.data_ptr(), b.data.shape[1], b.data.shape[0]) for b in blocks]
+        rows = [(b.data.ctypes.data, b.data.shape[1], b.data.shape[0]) for b in blocks]
         self._unread = (RowsStruct * len(rows))(*rows), blocks
         self.struct.unread, self.struct.unread_count = ctypes.addressof(self._unread[0]), len(rows)
 
@@ -116,18 +119,18 @@ class Packed:
         """Whether it is packed. If not, a forward packs it when it first needs it."""
         return not self.struct.unread and all(p.is_complete for p in self.parts)
 
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """What `from_state` makes the same object of: settings that JSON can hold, and the buffers by name."""
         library().complete(self.struct)
         parts = [p.state() for p in self.parts]
         settings = {"formats": [*self.formats], "n": self.n, "k": self.k, "paired": bool(self.struct.alternate)}
-        buffers = {f"{i}.{name}": t for i, (_, tensors) in enumerate(parts) for name, t in tensors.items()}
+        buffers = {f"{i}.{name}": t for i, (_, arrays) in enumerate(parts) for name, t in arrays.items()}
         buffers |= {} if parts else {"data": self._data}
         buffers |= {} if self._bias is None else {"bias": self._bias}
         return settings | {"parts": [part for part, _ in parts]}, buffers
 
     @classmethod
-    def from_state(cls, settings: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> Packed:
+    def from_state(cls, settings: Mapping[str, Any], buffers: Mapping[str, np.ndarray]) -> Packed:
         """Keeps the buffers, without a copy. Raises ValueError for buffers that are not of these settings."""
         self = cls.__new__(cls)
         self.formats, self.n, self.k = tuple(settings["formats"]), settings["n"], settings["k"]
@@ -138,14 +141,15 @@ class Packed:
             cls.from_state(part, {n.removeprefix(f"{i}."): t for n, t in buffers.items() if n.startswith(f"{i}.")})
             for i, part in enumerate(settings["parts"])
         ]
-        self._data, self._bias = buffers.get("data", torch.empty(0, dtype=torch.uint8)), buffers.get("bias")
+        buffers = {name: as_array(t) for name, t in buffers.items()}
+        self._data, self._bias = buffers.get("data", np.empty(0, np.uint8)), buffers.get("bias")
         panels = rounded(self.n) // LANES
         self._check_parts(what, panels, bool(settings["paired"]))
         self._point(settings["paired"])
-        sizes = {"data": (0 if self.parts else max(panels * self.struct.panel_bytes, 1), torch.uint8)}
-        sizes |= {} if self._bias is None else {"bias": (panels * LANES, torch.float32)}
-        got = {"data": (self._data.numel(), self._data.dtype)}
-        got |= {} if self._bias is None else {"bias": (self._bias.numel(), self._bias.dtype)}
+        sizes = {"data": (0 if self.parts else max(panels * self.struct.panel_bytes, 1), np.uint8)}
+        sizes |= {} if self._bias is None else {"bias": (panels * LANES, np.float32)}
+        got = {"data": (self._data.size, self._data.dtype)}
+        got |= {} if self._bias is None else {"bias": (self._bias.size, self._bias.dtype)}
         if got != sizes:
             raise ValueError(f"{what} has buffers {sizes}, got {got}")
         return self
@@ -173,48 +177,45 @@ class Packed:
 
     @property
     def bytes(self) -> int:
-        here = sum(t.numel() * t.element_size() for t in (self._data, self._bias) if t is not None)
+        here = sum(t.nbytes for t in (self._data, self._bias) if t is not None)
         return here + sum(p.bytes for p in self.parts)
 
-    def linear(self, x: Tensor) -> Tensor:
+    def linear(self, x: Any) -> Any:
         """float32 [..., in] -> float32 [..., out]."""
-        if x.dtype != torch.float32 or x.shape[-1] != self.k or x.device.type != "cpu":
-            raise ValueError(
-                f"expected float32 inputs [..., {self.k}] on the CPU, got {x.dtype} {tuple(x.shape)} on {x.device}"
-            )
-        x = x if x.is_contiguous() else x.contiguous()
-        rows = x.numel() // self.k
-        y = x.new_empty(*x.shape[:-1], self.n)
-        library().linear(self.struct, x.data_ptr(), y.data_ptr(), rows, self.k, self.n)
-        return y
+        given, x = x, np.ascontiguousarray(as_array(x), np.float32)
+        if x.shape[-1] != self.k:
+            raise ValueError(f"expected inputs [..., {self.k}], got {[*x.shape]}")
+        y = np.empty((*x.shape[:-1], self.n), np.float32)
+        library().linear(self.struct, x.ctypes.data, y.ctypes.data, x.size // self.k, self.k, self.n)
+        return like(given, y)
 
-    def row(self, index: int) -> Tensor:
+    def row(self, index: int) -> np.ndarray:
         """float32 [in]: row `index` of the stacked matrices, with the rounding of the packed format.
 
         Raises IndexError for a row that does not exist.
         """
         if not 0 <= index < self.n:
             raise IndexError(f"row {index} of {self.n}")
-        out = torch.empty(self.k)
-        library().unpack_column(self.struct, index, out.data_ptr())
+        out = np.empty(self.k, np.float32)
+        library().unpack_column(self.struct, index, out.ctypes.data)
         return out
 
-    def dense(self) -> Tensor:
+    def dense(self) -> np.ndarray:
         """float32 [out, in]: the matrix that the kernels multiply with."""
-        return torch.stack([self.row(i) for i in range(self.n)])
+        return np.stack([self.row(i) for i in range(self.n)])
 
 
 _LARGE_PAGE = 2 << 20
 _RESERVED = 32 * _LARGE_PAGE
 
 
-def zeros_in_large_pages(count: int) -> Tensor:
+def zeros_in_large_pages(count: int) -> np.ndarray:
     """uint8 [count] of zeros. From the size of a large page on, it begins with one, and unwritten pages take no memory."""
     if count < _LARGE_PAGE:
-        return torch.zeros(count, dtype=torch.uint8)
+        return np.zeros(count, np.uint8)
     size = -(-count // _LARGE_PAGE) * _LARGE_PAGE
     t = _untouched(size, _LARGE_PAGE)
-    library().advise_huge(t.data_ptr(), size)
+    library().advise_huge(t.ctypes.data, size)
     return t[:count]
 
 
@@ -222,9 +223,9 @@ class Reserve:
     """Gives memory that takes no pages until it is written, in large pages."""
 
     def __init__(self) -> None:
-        self._left = torch.empty(0, dtype=torch.uint8)
+        self._left = np.empty(0, np.uint8)
 
-    def take(self, count: int) -> Tensor:
+    def take(self, count: int) -> np.ndarray:
         """uint8 [count] of zeros, begun at a multiple of 64."""
         size = -(-count // 64) * 64
         if size > len(self._left):
@@ -233,32 +234,30 @@ class Reserve:
         return taken
 
 
-def _untouched(count: int, begin: int = 64) -> Tensor:
-    """uint8 [count] of zeros, begun at a multiple of `begin`. torch would write its zeros, and so take every page at once."""
-    t = torch.from_numpy(np.zeros(count + begin, np.uint8))
-    return t[-t.data_ptr() % begin :][:count]
+def _untouched(count: int, begin: int = 64) -> np.ndarray:
+    """uint8 [count] of zeros, begun at a multiple of `begin`. No page is written."""
+    t = np.zeros(count + begin, np.uint8)
+    return t[-t.ctypes.data % begin :][:count]
 
 
-def _format_of(w: Tensor | Blocks, k: int, kind: str) -> str:
+def _format_of(w: np.ndarray | Blocks, k: int, kind: str) -> str:
     """The name in FORMATS by which a matrix is kept. Raises ValueError for one that does not fit."""
-    if not isinstance(w, Tensor):
+    if isinstance(w, Blocks):
         if w.shape[1] != k or w.format not in FORMATS:
             raise ValueError(f"expected blocks [out, {k}] of {', '.join(FORMATS)}, got {w.format} {w.shape}")
         return w.format
-    if w.dim() != 2 or w.shape[1] != k or w.device.type != "cpu" or w.dtype not in _SOURCES:
-        raise ValueError(
-            f"expected CPU matrices [out, {k}] of float32, bfloat16 or float16, got {w.dtype} {tuple(w.shape)} on {w.device}"
-        )
+    if w.ndim != 2 or w.shape[1] != k or w.dtype not in _SOURCES:
+        raise ValueError(f"expected matrices [out, {k}] of float32, bfloat16 or float16, got {w.dtype} {[*w.shape]}")
     return _ROUNDED.get(kind, kind)
 
 
-def _fill(to: ctypes.Structure, w: Tensor | Blocks, first: int, paired: bool) -> None:
-    if isinstance(w, Tensor):
-        strides = w.stride(0), w.stride(1)
-        library().pack(to, w.data_ptr(), _SOURCES[w.dtype], len(w), *strides, first, int(paired))
+def _fill(to: ctypes.Structure, w: np.ndarray | Blocks, first: int, paired: bool) -> None:
+    if isinstance(w, Blocks):
+        rows, order = np.ascontiguousarray(w.data), None if w.order is None else np.ascontiguousarray(w.order, np.int64)
+        library().pack_rows(to, rows.ctypes.data, rows.shape[1], w.shape[0], _pointer(order), first, int(paired))
     else:
-        rows, order = w.data.contiguous(), None if w.order is None else w.order.contiguous()
-        library().pack_rows(to, rows.data_ptr(), rows.shape[1], w.shape[0], _pointer(order), first, int(paired))
+        strides = (stride // w.itemsize for stride in w.strides)
+        library().pack(to, w.ctypes.data, _SOURCES[w.dtype], len(w), *strides, first, int(paired))
 
 
 def rounded(n: int) -> int:
@@ -266,5 +265,5 @@ def rounded(n: int) -> int:
     return (n + LANES - 1) // LANES * LANES
 
 
-def _pointer(t: Tensor | None) -> ctypes.c_void_p | None:
-    return None if t is None else ctypes.c_void_p(t.data_ptr())
+def _pointer(t: np.ndarray | None) -> ctypes.c_void_p | None:
+    return None if t is None else ctypes.c_void_p(t.ctypes.data)

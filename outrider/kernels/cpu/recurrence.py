@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from outrider.kernels.border import as_array
 from outrider.kernels.cpu.library import Recurrence, ScanStruct
 from outrider.kernels.cpu.state import library
 
 
 def delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    starts: Sequence[Tensor],
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    decay: np.ndarray,
+    beta: np.ndarray,
+    starts: Sequence[np.ndarray],
     chains: Sequence[Sequence[int]],
     wanted: Sequence[Sequence[bool]],
-) -> tuple[Tensor, list[list[Tensor | None]]]:
+) -> tuple[np.ndarray, list[list[np.ndarray | None]]]:
     """The gated delta rule (Yang et al. 2024, equation 10): S <- decay S; S <- S + key beta (value - key^T S)^T; out = query^T S.
 
     Args:
@@ -35,33 +35,33 @@ def delta_rule(
         wanted: whether the state after each of them is returned.
 
     Returns float32 [row, head, width], zeros for rows of no chain, and the states. Nodes of a chain have the bits that they have
-    one by one. Raises ValueError for tensors that do not fit.
+    one by one. Raises ValueError for arrays that do not fit.
     """
     rows, heads, width = value.shape
     keys = key.shape[-1]
-    for name, tensor, shapes in (
+    for name, array, shapes in (
         ("query", query, [(rows, heads, keys)]),
         ("key", key, [(rows, heads, keys)]),
         ("decay", decay, [(rows, heads), (rows, heads, keys)]),
         ("beta", beta, [(rows, heads)]),
         *(("a state", start, [(heads, keys, width)]) for start in starts),
     ):
-        _check(name, tensor, shapes)
-    sizes = {"heads": heads, "keys": keys, "width": width, "groups": heads, "per_column": decay.dim() == 3}
+        _check(name, array, shapes)
+    sizes = {"heads": heads, "keys": keys, "width": width, "groups": heads, "per_column": decay.ndim == 3}
     parts = {"query": query, "key": key, "value": value, "step": beta, "decay": decay}
     return _run(Recurrence.DELTA_RULE, sizes, parts, value.shape, starts, chains, wanted)
 
 
 def selective(
-    x: Tensor,
-    step: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    starts: Sequence[Tensor],
+    x: np.ndarray,
+    step: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    c: np.ndarray,
+    starts: Sequence[np.ndarray],
     chains: Sequence[Sequence[int]],
     wanted: Sequence[Sequence[bool]],
-) -> tuple[Tensor, list[list[Tensor | None]]]:
+) -> tuple[np.ndarray, list[list[np.ndarray | None]]]:
     """The selective state space of Mamba (Gu and Dao 2023, algorithm 2). S <- exp(step a) S + (step b) x; out = S c.
 
     Args:
@@ -80,63 +80,63 @@ def selective(
     groups, width = b.shape[1:]
     if not groups or channels % groups:
         raise ValueError(f"{groups} groups must divide {channels} channels")
-    for name, tensor, shapes in (
+    for name, array, shapes in (
         ("step", step, [(rows, channels)]),
         ("a", a, [(channels,), (channels, width)]),
         ("b", b, [(rows, groups, width)]),
         ("c", c, [(rows, groups, width)]),
         *(("a state", start, [(channels, width)]) for start in starts),
     ):
-        _check(name, tensor, shapes)
-    a = a.contiguous()
+        _check(name, array, shapes)
+    a = np.ascontiguousarray(as_array(a))
     sizes = {
         "heads": channels,
         "keys": 1,
         "width": width,
         "groups": groups,
-        "per_column": a.dim() == 2,
-        "a": a.data_ptr(),
+        "per_column": a.ndim == 2,
+        "a": a.ctypes.data,
     }
     parts = {"value": x, "key": b, "query": c, "step": step}
     return _run(Recurrence.SELECTIVE, sizes, parts, x.shape, starts, chains, wanted)
 
 
-def _check(name: str, tensor: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
-    if tensor.dtype != torch.float32 or tensor.device.type != "cpu" or tuple(tensor.shape) not in shapes:
+def _check(name: str, array: np.ndarray, shapes: Sequence[tuple[int, ...]]) -> None:
+    if as_array(array).dtype != np.float32 or tuple(array.shape) not in shapes:
         raise ValueError(
-            f"{name} must be float32 {' or '.join(str([*s]) for s in shapes)} on the CPU, got {tensor.dtype} {[*tensor.shape]}"
+            f"{name} must be float32 {' or '.join(str([*s]) for s in shapes)}, got {array.dtype} {[*array.shape]}"
         )
 
 
 def _run(
     kind: Recurrence,
     sizes: Mapping[str, int],
-    parts: Mapping[str, Tensor],
+    parts: Mapping[str, np.ndarray],
     shape: Sequence[int],
-    starts: Sequence[Tensor],
+    starts: Sequence[np.ndarray],
     chains: Sequence[Sequence[int]],
     wanted: Sequence[Sequence[bool]],
-) -> tuple[Tensor, list[list[Tensor | None]]]:
+) -> tuple[np.ndarray, list[list[np.ndarray | None]]]:
     """sizes: fields of ScanJob. parts: what each node reads, by the names of ScanJob. shape: of the output."""
     _check("the rows", parts["value"], [tuple(parts["value"].shape)])
     count = shape[0]
     if any(not 0 <= row < count for chain in chains for row in chain):
         raise ValueError(f"a chain has a row beyond the {count} that are given")
-    records = torch.cat([t.reshape(count, -1) for t in parts.values()], 1)
-    ends = [0, *accumulate(t[0].numel() for t in parts.values())]
-    begins = [t.contiguous() for t in starts]
-    work = [torch.empty(start.shape) for start in begins]  # the states that are not returned
-    states = [[torch.empty(start.shape) if w else None for w in ws] for start, ws in zip(begins, wanted, strict=True)]
-    out = torch.zeros(*shape)
-    rows = torch.tensor([row for chain in chains for row in chain], dtype=torch.int64)
-    to = [(room if s is None else s).data_ptr() for each, room in zip(states, work, strict=True) for s in each]
+    read = {name: as_array(t).reshape(count, -1) for name, t in parts.items()}
+    records, ends = np.concatenate([*read.values()], 1), [0, *accumulate(t.shape[1] for t in read.values())]
+    begins = [np.ascontiguousarray(as_array(t)) for t in starts]
+    work = [np.empty_like(start) for start in begins]  # the states that are not returned
+    states = [[np.empty_like(start) if w else None for w in ws] for start, ws in zip(begins, wanted, strict=True)]
+    out = np.zeros(shape, np.float32)
+    rows = np.array([row for chain in chains for row in chain], np.int64)
+    to = [(room if s is None else s).ctypes.data for each, room in zip(states, work, strict=True) for s in each]
     pointers = {
-        "records": records.data_ptr() + rows * (4 * ends[-1]),
-        "out": out.data_ptr() + rows * (4 * out[0].numel()),
-        "states": torch.tensor(to),
-        "starts": torch.tensor([t.data_ptr() for t in begins]),
-        "chains": torch.tensor([0, *accumulate(map(len, chains))]),
+        "records": records.ctypes.data + rows * records.strides[0],
+        "out": out.ctypes.data + rows * out.strides[0],
+        "states": np.array(to, np.int64),
+        "starts": np.array([t.ctypes.data for t in begins], np.int64),
+        "chains": np.array([0, *accumulate(map(len, chains))], np.int64),
     }
-    places = {name: t.data_ptr() for name, t in pointers.items()} | dict(zip(parts, ends, strict=False))
+    places = {name: t.ctypes.data for name, t in pointers.items()} | dict(zip(parts, ends, strict=False))
     library().scan(ScanStruct(count=len(begins), factor=1.0, kind=kind, **sizes, **places))
     return out, states

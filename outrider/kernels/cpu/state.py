@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from outrider.kernels.cpu.library import Library, load
 
@@ -26,9 +26,26 @@ def _loaded() -> tuple[Library | None, str | None]:
 
 
 def default_threads() -> int:
-    """The number of processors that this process may use, and at most the number of torch's threads."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(len(_places()) or cores, torch.get_num_threads()))
+    """One for each core that this process may use, and at most OMP_NUM_THREADS, as other programs understand it."""
+    limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return max(1, min(len(_places()) or _cores(), int(limit) if limit.isdecimal() else sys.maxsize))
+
+
+def _cores() -> int:
+    """Cores, not the processors that share one; of Apple's, the fast ones."""
+    if sys.platform == "darwin":
+        count, size = ctypes.c_int(), ctypes.c_size_t(4)
+        asked = ctypes.CDLL(None).sysctlbyname(
+            b"hw.perflevel0.physicalcpu", ctypes.byref(count), ctypes.byref(size), None, 0
+        )
+        return (0 if asked else count.value) or os.cpu_count() or 1
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set[str]()
+    for processor in os.sched_getaffinity(0):
+        shared = Path(f"/sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list")
+        cores.add(shared.read_text() if shared.exists() else str(processor))
+    return len(cores)
 
 
 def _places() -> list[int]:
@@ -104,14 +121,15 @@ def set_num_threads(threads: int) -> None:
 
 
 @contextmanager
-def one_torch_thread(device: torch.device) -> Iterator[None]:
+def one_torch_thread(device: Any) -> Iterator[None]:
     """Give torch one thread on the CPU, where the native kernels do the heavy work.
 
     More threads would split elementwise work at points that depend on its size, and round some elements differently.
     OpenMP's threads also spin for milliseconds after their work, on the cores that the kernels need next.
     """
-    threads = torch.get_num_threads()
-    if device.type != "cpu" or threads == 1 or not available():
+    torch: Any = sys.modules.get("torch")
+    threads = 1 if torch is None else torch.get_num_threads()
+    if getattr(device, "type", device) != "cpu" or threads == 1 or not available():
         yield
         return
     torch.set_num_threads(1)

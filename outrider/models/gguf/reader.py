@@ -98,7 +98,7 @@ def matrix_at(stored: StoredTensor, order: Tensor | None = None) -> Tensor | Blo
 def floats_at(stored: StoredTensor) -> Tensor:
     """See `GGUFFile.floats`."""
     matrix = matrix_at(stored)
-    dense = matrix.to(torch.float32, copy=True) if isinstance(matrix, Tensor) else matrix.dense()
+    dense = matrix.to(torch.float32, copy=True) if isinstance(matrix, Tensor) else torch.from_numpy(matrix.dense())
     return dense.view(stored.shape)
 
 
@@ -132,7 +132,7 @@ def expert_parts(name: str, matrices: Tensor | Blocks, count: int) -> list[list[
     if isinstance(matrices, Tensor):
         each: list[Any] = [*matrices.view(cuts * count, -1, matrices.shape[-1])]
     else:
-        each = [replace(matrices, data=rows) for rows in matrices.data.chunk(cuts * count)]
+        each = [replace(matrices, data=rows) for rows in np.array_split(matrices.data, cuts * count)]
     return [each[i::cuts] for i in range(cuts)]
 
 

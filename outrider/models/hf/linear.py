@@ -83,7 +83,7 @@ class _OnRequest(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(cls, lambda t: t.packed.dense(), (args, kwargs or {}))
+        args, kwargs = tree_map_only(cls, lambda t: torch.from_numpy(t.packed.dense()), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 

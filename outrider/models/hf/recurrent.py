@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
@@ -135,14 +136,15 @@ def _fits(given: dict[str, Any], needed: Sequence[str], known: Sequence[str]) ->
     return all(given[name].dtype == torch.float32 and given[name].device.type == "cpu" for name in needed)
 
 
-def _kernel(scan: Callable[..., tuple[Tensor, list[list[Tensor | None]]]], flat: bool = False) -> Advance:
+def _kernel(scan: Callable[..., tuple[np.ndarray, list[list[np.ndarray | None]]]], flat: bool = False) -> Advance:
     """One of our kernels. flat: it takes the state [channel, width], whatever else its dimensions are."""
 
     def advance(chains: Sequence[NodeChain], inputs: Sequence[Tensor]) -> tuple[Tensor, list[list[State]]]:
         shape = chains[0].start[0].shape
         starts = [c.start[0].reshape(-1, shape[-1]) if flat else c.start[0][0] for c in chains]
         out, after = scan(inputs, starts, [c.rows for c in chains], [c.wanted for c in chains])
-        return out, [[(state.view(shape),) for state in each if state is not None] for each in after]
+        states = [[(torch.from_numpy(s).view(shape),) for s in each if s is not None] for each in after]
+        return torch.from_numpy(out), states
 
     return advance
 

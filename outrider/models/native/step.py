@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import cpu as native
+from outrider.kernels.border import as_dtype
 from outrider.kernels.cpu.library import ChainsStruct, ChainStruct, ForwardStruct
 from outrider.kernels.cpu.packed import MOST
 from outrider.kernels.vectors import packed_width
@@ -283,7 +284,7 @@ def _cell_dtype(cache: SlotCache) -> torch.dtype:
 
 
 def _cell_format(cache: SlotCache) -> int:
-    return native.VECTOR_FORMATS[_cell_dtype(cache)]
+    return native.VECTOR_FORMATS[as_dtype(_cell_dtype(cache))]
 
 
 def _explained(error: int, tokens: Tensor, parents: Tensor | None, vocab: int) -> ValueError:

@@ -111,7 +111,7 @@ def kernel_layout() -> str:
             rows = (torch.arange(17 * 256 // together * size) * 7919 % 251).to(torch.uint8).view(17, -1)
             kind, source = "float32", Blocks(rows, name, 256)
         settings, buffers = native.Packed([source], kind).state()
-        digest.update(repr((settings, [(n, t.numpy().tobytes()) for n, t in buffers.items()])).encode())
+        digest.update(repr((settings, [(n, t.tobytes()) for n, t in buffers.items()])).encode())
     return digest.hexdigest()[:16]
 
 
@@ -154,7 +154,7 @@ def contents(loaded: ReadModel, program: Program, weights: str, source: str, bes
             matrices[name] = {_SAME: first}
         else:
             matrices[name], parts = part.state()
-            tensors |= {f"{name}{_PART}{buffer}": t for buffer, t in parts.items()}
+            tensors |= {f"{name}{_PART}{buffer}": torch.from_numpy(t) for buffer, t in parts.items()}
     with TemporaryDirectory() as temporary:
         loaded.config.save_pretrained(temporary)
         if loaded.tokenizer is not None:
@@ -330,7 +330,7 @@ def _memory(table: Mapping[str, checkpoint.StoredTensor]) -> dict[str, Tensor]:
     for name, t in table.items():
         places[name] = end
         end += (t.bytes + _LINE - 1) // _LINE * _LINE
-    block = native.zeros_in_large_pages(end)
+    block = torch.from_numpy(native.zeros_in_large_pages(end))
     return {name: block[places[name] :][: t.bytes].view(STORED_DTYPES[t.format]) for name, t in table.items()}
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from ggml_blocks import BLOCK_FORMATS, random_blocks, spread
@@ -50,8 +51,12 @@ def _seeded() -> Iterator[None]:
     native.set_num_threads(threads)
 
 
-def dense(m: Tensor | Blocks) -> Tensor:
-    return m.dense() if isinstance(m, Blocks) else m
+def dense(m: Tensor | Blocks | native.Packed) -> Tensor:
+    return m if isinstance(m, Tensor) else torch.from_numpy(m.dense())
+
+
+def times(packed: native.Packed, x: Tensor) -> Tensor:
+    return torch.from_numpy(packed.linear(x.numpy()))
 
 
 def rounded(x: Tensor, bits: int) -> Tensor:
@@ -67,7 +72,7 @@ def linear(kind: str, n: int, k: int, rows: int = 64) -> Case:
     bias, x = torch.randn(n), torch.randn(rows, k)
     packed = native.Packed([torch.randn(n, k) * 0.05], kind, [bias])
     close = {"int8": 1e-4, "int4": 2e-2}.get(kind, 1e-5)
-    return Case(rows, lambda r: packed.linear(x[r]), lambda: x.double() @ packed.dense().double().T + bias, close)
+    return Case(rows, lambda r: times(packed, x[r]), lambda: x.double() @ dense(packed).double().T + bias, close)
 
 
 def blocks(name: str, n: int, k: int, rows: int) -> Case:
@@ -76,7 +81,7 @@ def blocks(name: str, n: int, k: int, rows: int) -> Case:
     packed, bits = native.Packed([matrix], "float32"), 16 if name in EIGHT_BITS else 8
     # one of 384,000 activations may lie so near to a half that float32 rounds it to the other side: a unit of 32,767
     close = 3e-6 if bits == 8 else 1e-5
-    return Case(rows, lambda r: packed.linear(x[r]), lambda: rounded(x, bits) @ matrix.dense().double().T, close)
+    return Case(rows, lambda r: times(packed, x[r]), lambda: rounded(x, bits) @ dense(matrix).double().T, close)
 
 
 def side_by_side(formats: Sequence[str], paired: bool) -> Case:
@@ -86,11 +91,11 @@ def side_by_side(formats: Sequence[str], paired: bool) -> Case:
     packed, x = native.Packed(matrices, "bfloat16", biases, paired=paired), spread(30, 512)
 
     def twin() -> Tensor:
-        parts = [native.Packed([m], "bfloat16", [b]).linear(x) for m, b in zip(matrices, biases, strict=True)]
+        parts = [times(native.Packed([m], "bfloat16", [b]), x) for m, b in zip(matrices, biases, strict=True)]
         alternate = torch.stack([p[:, :48].unflatten(1, (3, 16)) for p in parts], 2).flatten(1) if paired else None
         return (torch.cat(parts, 1) if alternate is None else alternate).double()
 
-    return Case(30, lambda r: packed.linear(x[r]), twin, 0)
+    return Case(30, lambda r: times(packed, x[r]), twin, 0)
 
 
 def route(logits: Tensor, k: int, kind: str, **settings: Any) -> Tensor:
@@ -189,11 +194,11 @@ class Mixture:
                 if exact:
                     first, second = gate @ x[row].double() + biases[0], up @ x[row].double() + biases[1]
                 else:
-                    both = self.packed[2 * e].linear(x[row]).double()
+                    both = times(self.packed[2 * e], x[row]).double()
                     first, second = both.view(-1, 2, 16).transpose(0, 1).flatten(1)
                 middle = self._activated(first, second)
                 out[row] += weight * (
-                    down @ middle + biases[2] if exact else self.packed[2 * e + 1].linear(middle.float())
+                    down @ middle + biases[2] if exact else times(self.packed[2 * e + 1], middle.float())
                 )
         return out
 
@@ -281,7 +286,7 @@ def test_rows_are_those_of_the_twin_and_have_the_same_bits_in_any_company(name: 
 def test_a_matrix_is_rounded_to_the_nearest(kind: str) -> None:
     for n, k in SHAPES:
         w = torch.randn(n, k)
-        held = native.Packed([w], kind).dense()
+        held = dense(native.Packed([w], kind))
         if hasattr(torch, kind) and kind.endswith(("16", "32")):
             assert torch.equal(held, w.to(getattr(torch, kind)).float())
         else:
@@ -294,29 +299,29 @@ def test_weights_in_blocks_are_those_of_ggml(name: str) -> None:
     """In any order, and with every bit set, or none, against the largest activations of either sign: no sum may wrap."""
     for shape in ((37, 512), (64, 768)):
         matrix, order = random_blocks(name, *shape), torch.randperm(shape[0])[: shape[0] // 2]
-        assert torch.equal(native.Packed([matrix], "float32").dense(), matrix.dense())
+        assert torch.equal(dense(native.Packed([matrix], "float32")), dense(matrix))
         some = Blocks(matrix.data, matrix.format, matrix.columns, order)
         assert some.shape == (len(order), shape[1])
-        assert torch.equal(native.Packed([some], "float32").dense(), matrix.dense()[order])
+        assert torch.equal(dense(native.Packed([some], "float32")), dense(matrix)[order])
     signs = torch.tensor([[1.0] * 512, [-1.0] * 512, [1.0, -1.0] * 256, [1.0, 1.0, -1.0, -1.0] * 128])
     for fill in (0, 255, 170, 85):
         matrix = random_blocks(name, 16, 512, fill)
-        exact = signs.double() @ matrix.dense().double().T
+        exact = signs.double() @ dense(matrix).double().T
         for isa in native.isas():
             if native.use_isa(isa):
-                y = native.Packed([matrix], "float32").linear(signs)
+                y = times(native.Packed([matrix], "float32"), signs)
                 assert (y - exact).abs().max() <= 1e-5 * exact.abs().max() + 1e-4, (fill, isa)
 
 
 def test_a_row_that_is_not_finite_spoils_only_itself() -> None:
     packed, x = native.Packed([random_blocks("Q4_K", 32, 512)], "float32"), spread(9, 512)
     mixture, routed = Mixture(4, 512, 256, "SWIGLU", ("Q4_K",)), route(torch.randn(9, 4), 2, "SOFTMAX_TOP")
-    clean, others = (packed.linear(x), mixture.run(x, routed)), [n for n in range(9) if n not in (1, 2)]
+    clean, others = (times(packed, x), mixture.run(x, routed)), [n for n in range(9) if n not in (1, 2)]
     x[1, 7], x[2, 300] = torch.nan, torch.inf
-    for before, after in zip(clean, (packed.linear(x), mixture.run(x, routed)), strict=True):
+    for before, after in zip(clean, (times(packed, x), mixture.run(x, routed)), strict=True):
         assert after[[1, 2]].isnan().all()
         assert torch.equal(after[others], before[others])
-    assert (packed.linear(torch.full((1, 512), 1e-38)) == 0).all()
+    assert (packed.linear(np.full((1, 512), 1e-38)) == 0).all()
 
 
 def test_of_equal_experts_the_lower_number_is_first_and_nan_chooses_some_that_exist() -> None:

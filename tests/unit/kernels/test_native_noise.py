@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-import torch
 
 from outrider.kernels import cpu as native
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why())
 
 def test_extreme_words_stay_finite() -> None:
     g = native.gumbel(3, 0, 0, 0, 2_000_000)
-    assert bool(g.isfinite().all())
+    assert np.isfinite(g).all()
     assert -2.82 < g.min() < -2.4
     assert 12 < g.max() < 23
 
@@ -21,22 +21,23 @@ def test_extreme_words_stay_finite() -> None:
 @pytest.mark.parametrize("scale", [0.0, 1.0, 100.0])
 def test_the_choice_is_the_largest_of_scores_and_noise(scale: float, temperature: float) -> None:
     """Scores of some tokens get the noise of these tokens: the choice is that over all, with -inf for those that are left out."""
-    torch.manual_seed(0)
+    draw = np.random.default_rng(0)
     for n in (1, 5, 32, 77, 4099):
         for position in range(4):
-            scores, ids = torch.randn(n) * scale, torch.randperm(3 * n)[:n].sort().values
-            whole = torch.full((3 * n,), float("-inf")).index_copy_(0, ids, scores)
-            expected = (whole / temperature + native.gumbel(9, 0, 0, position, 3 * n)).argmax()
+            scores = draw.standard_normal(n, np.float32) * np.float32(scale)
+            ids, whole = np.sort(draw.permutation(3 * n)[:n]), np.full(3 * n, -np.inf, np.float32)
+            whole[ids] = scores
+            expected = (whole / np.float32(temperature) + native.gumbel(9, 0, 0, position, 3 * n)).argmax()
             assert native.argmax_gumbel(whole, 9, 0, 0, position, temperature=temperature) == int(expected)
             found = native.argmax_gumbel(scores, 9, 0, 0, position, temperature=temperature, ids=ids)
             assert ids[found] == expected
             assert native.argmax(whole) == int(whole.argmax())
-    with pytest.raises(ValueError, match=r"ids must be contiguous int64 \[4\]"):
-        native.argmax_gumbel(torch.zeros(4), 9, 0, 0, 0, ids=torch.arange(3))
+    with pytest.raises(ValueError, match=r"ids must be int64 \[4\]"):
+        native.argmax_gumbel(np.zeros(4), 9, 0, 0, 0, ids=np.arange(3))
 
 
 def test_the_lowest_index_wins_a_tie() -> None:
-    scores = torch.zeros(1000)
+    scores = np.zeros(1000, np.float32)
     assert native.argmax(scores) == 0
     scores[[5, 77, 999]] = 3
     assert native.argmax(scores) == 5
@@ -48,11 +49,9 @@ def test_the_lowest_index_wins_a_tie() -> None:
 
 @pytest.mark.parametrize("place", [0, 8, 999])
 def test_nan_is_reported(place: int) -> None:
-    scores = torch.zeros(1000)
+    scores = np.zeros(1000, np.float32)
     scores[place] = float("nan")
     with pytest.raises(ValueError, match="NaN"):
         native.argmax(scores)
     with pytest.raises(ValueError, match="NaN"):
         native.argmax_gumbel(scores, 1, 0, 0, 0)
-    with pytest.raises(ValueError, match="float32"):
-        native.argmax(scores.double())

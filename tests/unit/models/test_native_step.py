@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from architectures import FAMILIES, ODD, VOCAB, tiny
@@ -67,8 +68,8 @@ def test_memory_in_large_pages_begins_with_one_and_holds_zeros() -> None:
     for count in (1, 100, (2 << 20) - 1, 2 << 20, (5 << 20) + 3):
         memory = native.zeros_in_large_pages(count)
         assert (memory.shape, bool(memory.any())) == ((count,), False)
-        assert count < 2 << 20 or memory.data_ptr() % (2 << 20) == 0
-        memory.fill_(1)
+        assert count < 2 << 20 or memory.ctypes.data % (2 << 20) == 0
+        memory.fill(1)
 
 
 @pytest.mark.parametrize("weights", native.KINDS)
@@ -81,7 +82,7 @@ def test_weights_are_close_to_what_they_round(weights: str) -> None:
         for module in theirs.modules():
             if isinstance(module, torch.nn.Linear):
                 kind = head if module is theirs.lm_head else weights
-                module.weight.copy_(native.Packed([module.weight.detach()], kind).dense())
+                module.weight.copy_(torch.from_numpy(native.Packed([module.weight.detach()], kind).dense()))
         expected = theirs(TEXT).logits
     got = ours.forward(Nodes(TEXT, ours.new_cache(1, 512), [0])).logits
     rounding = {"int8": 1e-3, "int4": 0.1}.get(weights, 1e-4)  # of the activations
@@ -176,7 +177,7 @@ def test_a_chain_states_its_chances_and_ends_where_they_are_low(temperature: flo
         nodes = Nodes(torch.tensor([[first, *whole.tokens[:-1]]]), cache, [0])
         keys = model.forward(nodes).logits[0] / (temperature or 1.0)
         if temperature:
-            keys += torch.stack([native.gumbel(*noise[:3], 5 + i, VOCAB) for i in range(6)])
+            keys += np.stack([native.gumbel(*noise[:3], 5 + i, VOCAB) for i in range(6)])
         best = keys.topk(RIVALS).values
         expected = error.log_chances(best, [temperature] * 6)[:, 0].exp()
         assert torch.tensor(whole.chances).sub(expected).abs().max() < 2e-3  # rivals that are far behind are left out
