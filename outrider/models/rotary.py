@@ -10,6 +10,21 @@ from typing import Any
 import numpy as np
 
 _ARITHMETIC = Context(prec=40)
+# Model types that turn a part of each head also without scaling.
+_PARTIAL = [
+    "bamba",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "nemotron",
+    "phi",
+    "phi3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "stablelm",
+]
 
 
 def power(base: float, exponents: np.ndarray) -> np.ndarray:
@@ -27,6 +42,37 @@ def frequencies(rope: Mapping[str, Any], dim: int, longest: int = 0) -> tuple[np
     """
     scale = {"default": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}[rope.get("rope_type", "default")]
     return scale(rope, power(float(rope["rope_theta"]), np.arange(0, dim, 2, dtype=np.float32) / dim), longest)
+
+
+def of_config(config: Any, layer_type: str = "") -> tuple[np.ndarray, float]:
+    """`frequencies` of a configuration. layer_type: of models that have them for each kind of layers.
+
+    Those of longrope are for short texts. Raises what `frequencies` raises.
+    """
+    rope = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
+    kind, share, dim = rope["rope_type"], rope.get("partial_rotary_factor", 1.0), _head_dim(config, layer_type)
+    if kind == "proportional":
+        out, turned = np.zeros(dim // 2, np.float32), int(share * dim // 2)
+        out[:turned] = 1.0 / power(float(rope["rope_theta"]), np.arange(0, 2 * turned, 2, dtype=np.float32) / dim)
+        return out / rope.get("factor", 1.0), 1.0
+    if kind != "default" or config.model_type in _PARTIAL:
+        dim = int(dim * share)
+    if kind != "longrope":
+        return frequencies(rope, dim, config.max_position_embeddings)
+    first, scale = rope["original_max_position_embeddings"], rope.get("attention_factor")
+    factor = rope.get("factor") or config.max_position_embeddings / first
+    if scale is None:
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(first))
+    powers = power(float(rope["rope_theta"]), np.arange(0, dim, 2, dtype=np.float32) / dim)
+    return 1.0 / (np.array(rope["short_factor"], np.float32) * powers), float(scale)
+
+
+def _head_dim(config: Any, layer_type: str) -> int:
+    """Numbers of a head, which differ by layer in Gemma 4."""
+    if layers := getattr(config, "per_layer_config", None):
+        own = {int(i): changes for i, changes in layers.items()}.get(config.layer_types.index(layer_type), {})
+        return own.get("head_dim") or config.to_dict()["head_dim"]
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _plain(rope: Mapping[str, Any], powers: np.ndarray, longest: int) -> tuple[np.ndarray, float]:

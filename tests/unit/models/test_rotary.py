@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from architectures import FAMILIES, tiny
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from outrider.models.config import config_of
 from outrider.models.hf.powers import ExactPowers
-from outrider.models.rotary import frequencies
+from outrider.models.rotary import frequencies, of_config
 
 
 @pytest.mark.parametrize(("dim", "base"), [(64, 1e4), (128, 1e6), (128, 5e5), (256, 1e4)])
@@ -68,3 +70,18 @@ def test_a_model_has_the_frequencies(scaling: dict[str, Any], dim: int, base: fl
     if rope["rope_type"] != "default":
         with ExactPowers():
             assert ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)[1] == factor
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_configuration_has_the_frequencies_of_its_model(name: str) -> None:
+    kind, changes = FAMILIES[name]
+    with ExactPowers():
+        raw = tiny(kind, **changes)
+    config, buffers = config_of(raw.config.to_dict()), dict(raw.named_buffers())
+    for place, theirs in buffers.items():
+        stem, _, leaf = place.rpartition(".")
+        if leaf.endswith("inv_freq") and "original" not in leaf:
+            layer_type = leaf.removesuffix("inv_freq").removesuffix("_")
+            found, factor = of_config(config, layer_type)
+            assert found.tolist() == theirs.tolist()
+            assert factor == getattr(raw.get_submodule(stem), leaf.replace("inv_freq", "attention_scaling"))
