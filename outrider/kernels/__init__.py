@@ -17,6 +17,6 @@ if TYPE_CHECKING:
 ARITHMETIC = 2
 
 
-def why_no_kernels(device: torch.device) -> str | None:
+def why_no_kernels(device: torch.device | str) -> str | None:
     """Why there are no kernels for tensors on a device; None if there are."""
-    return cpu.why() if device.type == "cpu" else f"the device is {device}"
+    return cpu.why() if str(device).startswith("cpu") else f"the device is {device}"

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
-import torch
 
 from outrider.core.files import read_settings
 from outrider.models.dtypes import DTYPES, QUANTIZATIONS, STORED_DTYPES, WEIGHT_FORMATS, dtype_name
@@ -85,7 +84,7 @@ class LoadRequest(NamedTuple):
 
     name: str
     dtype: str = "auto"
-    device: torch.device = torch.device("cpu")
+    device: str = "cpu"
     quantization: str | None = None
     tokenizer: bool = True
     cache: bool = True
@@ -150,7 +149,7 @@ def sizes(name: str, folder: Path) -> Sizes | None:
             rest, others = rest + stored.bytes, others + stored.weights
     if not counts:
         return None
-    most = STORED_DTYPES.get(max(counts, key=lambda code: counts[code]), torch.float32)
+    most = STORED_DTYPES.get(max(counts, key=lambda code: counts[code]), STORED_DTYPES["F32"])
     if most not in DTYPES.values():
         return Sizes("float32", matrices, rest)
     said = str(settings(folder).get("dtype") or settings(folder).get("torch_dtype"))
@@ -227,7 +226,7 @@ def check_numbers(file: Path, given: Mapping[str, Any], shapes: Mapping[str, Seq
 
 
 def fits(
-    name: str, need: Sizes, weights: str | None, where: torch.device, formats: Collection[str] = tuple(WEIGHT_FORMATS)
+    name: str, need: Sizes, weights: str | None, where: str, formats: Collection[str] = tuple(WEIGHT_FORMATS)
 ) -> None:
     """Raise MemoryError if the weights, kept as `weights` (None: as stored), need more memory than is free.
 
@@ -238,7 +237,7 @@ def fits(
     if not free or wanted * _SPARE <= free:
         return
     smaller = [w for w in formats if need.bytes(w) < wanted and need.bytes(w) * _SPARE <= free]
-    if where.type != "cpu":  # only the CPU has int8 and int4 weights
+    if where != "cpu":  # only the CPU has int8 and int4 weights
         smaller = [w for w in smaller if w in DTYPES]
     hint = "no precision of this model fits here"
     if smaller:
@@ -271,9 +270,11 @@ def fingerprint(source: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def free_memory(where: torch.device) -> int:
+def free_memory(where: str) -> int:
     """Bytes of free memory."""
-    if where.type == "cuda":
+    if where != "cpu":
+        import torch
+
         return int(torch.cuda.mem_get_info(where)[0])
     free = psutil.virtual_memory().available
     # A container has a limit of its own. The page cache counts against it, but can be given back.

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import re
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import torch
-from torch import Tensor, nn
-
 from outrider.core.suggest import did_you_mean
 from outrider.kernels import why_no_kernels
-from outrider.models import checkpoint, precision_gate
+from outrider.models import checkpoint
 from outrider.models.base import LanguageModel
 from outrider.models.builtin.download import DOWNLOADS
 from outrider.models.cache import check_kv_cache_dtype
@@ -31,8 +31,12 @@ from outrider.models.packs import store
 from outrider.models.tokenizer import of_folder, tokenizer_of
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
     from transformers import PreTrainedModel
 
+# Where the drivers of GPUs are: NVIDIA's, AMD's, and those of Windows below Linux.
+_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 # A start from a pack reads so many bytes a second. A pack is kept if it saves so much time, and is not small.
 _READ_SPEED, WORTH_SECONDS, WORTH_BYTES = 1e9, 1.0, 50e6
 
@@ -61,7 +65,7 @@ class Loaded:
     @property
     def checkpoint(self) -> str:
         """The name or path of its files; empty for a model object that was made here."""
-        named = getattr(self.config, "_name_or_path", "") if isinstance(self.source, nn.Module) else self.source
+        named = getattr(self.config, "_name_or_path", "") if _is_module(self.source) else self.source
         return str(named)
 
     @property
@@ -96,10 +100,9 @@ def modules(loaded: Loaded) -> PreTrainedModel:
 
     Raises what `load` raises.
     """
-    if isinstance(loaded.source, nn.Module):
+    if not isinstance(loaded.source, (str, Path)):
         return loaded.source
-    with precision_gate.making():
-        read, _ = _read(LoadRequest(str(loaded.source), tokenizer=False, cache=False, modules=True))
+    read, _ = _read(LoadRequest(str(loaded.source), tokenizer=False, cache=False, modules=True))
     return cast("PreTrainedModel", read.model)
 
 
@@ -116,7 +119,7 @@ class Contents(NamedTuple):
 
 
 # How the weights of a model are to be kept: (quantization, head_ids), see `load` and `NativeModel`.
-Reduction = tuple[str | None, Tensor | None]
+Reduction = tuple[str | None, "np.ndarray | None"]
 
 
 def load(
@@ -145,20 +148,19 @@ def load(
     is raised before anything large is done.
     """
     check_kv_cache_dtype(kv_cache_dtype)
-    with precision_gate.making():
-        started = perf_counter()
-        request = _request(model, tokenizer, dtype, device, quantization, cache=reduce is None)
-        if isinstance(model, nn.Module):
-            from outrider.models.pretrained import end_ids
+    started = perf_counter()
+    request = _request(model, tokenizer, dtype, device, quantization, cache=reduce is None)
+    if isinstance(model, (str, Path)):
+        read, pack_name = _read(request)
+    else:
+        from outrider.models.pretrained import end_ids
 
-            read, pack_name = ReadModel(model, None, quantization, end_ids(model), model.config), None
-        else:
-            read, pack_name = _read(request)
-        loaded = _made(model, read, request, tokenizer, kv_cache_dtype, reduce)
-        if pack_name is not None:
-            _keep(pack_name, loaded, perf_counter() - started)
-        _give_back()
-        return loaded
+        read, pack_name = ReadModel(model, None, quantization, end_ids(model), model.config), None
+    loaded = _made(model, read, request, tokenizer, kv_cache_dtype, reduce)
+    if pack_name is not None:
+        _keep(pack_name, loaded, perf_counter() - started)
+    _give_back()
+    return loaded
 
 
 def _give_back() -> None:
@@ -176,7 +178,8 @@ def _request(
     **more: bool,
 ) -> LoadRequest:
     """The arguments of `load`, checked. Raises ValueError."""
-    if not model or not isinstance(model, (str, Path, nn.Module)):  # pyright: ignore[reportUnnecessaryIsInstance]
+    is_object = _is_module(model)
+    if not model or not (is_object or isinstance(model, (str, Path))):
         raise ValueError(f"a model is a folder, a GGUF file, a hub name, or one of {names()}; got {model!r:.80}")
     kind = parse_dtype(dtype)
     if quantization not in (None, *QUANTIZATIONS):
@@ -186,8 +189,8 @@ def _request(
     where = _device(device, model)
     if quantization and (missing := why_no_kernels(where)):
         raise ValueError(f"quantization={quantization!r} needs the native CPU kernels: {missing}; leave it out")
-    is_object = isinstance(model, nn.Module)
-    name = model.config._name_or_path or type(model).__name__ if is_object else str(model)
+    config = getattr(model, "config", None)
+    name = (config and config._name_or_path) or type(model).__name__ if is_object else str(model)
     return LoadRequest(name, kind, where, quantization, tokenizer is None, **more)
 
 
@@ -215,7 +218,7 @@ def _made(
     raw, where = cast("PreTrainedModel", read.model), request.device
     refuse(raw)
     weights = read.weights or (precision(raw) if request.dtype == "auto" else request.dtype)
-    head_ids: Tensor | None = None
+    head_ids: Any = None
     if reduce is not None:
         raw._modules.pop(MTP, None)  # a draft model drafts for another one
         sizes = pretrained.multiplied(raw), vocabulary(raw)
@@ -226,7 +229,7 @@ def _made(
     return Loaded(model, request.name, tokenizer, ends, weights, source, read.config)
 
 
-def _kept(kv_cache_dtype: str, weights: str, where: torch.device) -> str:
+def _kept(kv_cache_dtype: str, weights: str, where: str) -> str:
     """How caches keep keys and values. "auto" rounds them where the native kernels read them and the weights are rounded, too."""
     if kv_cache_dtype != "auto" or weights == "float32" or why_no_kernels(where):
         return kv_cache_dtype
@@ -327,18 +330,16 @@ def pack(
     out = Path(folder).expanduser()
     if out.exists() and not (out.is_dir() and (packs.is_pack(out) or not any(out.iterdir()))):
         raise FileExistsError(f"{out} is there and is no pack; give a folder that is new or empty")
-    if missing := why_no_kernels(torch.device("cpu")):
+    if missing := why_no_kernels("cpu"):
         raise ValueError(f"weights are packed for the native CPU kernels: {missing}")
-    with precision_gate.making():
-        request = _request(str(model), None, dtype, "cpu", quantization)
-        loaded = _made(model, _read(request)[0], request)
-        if loaded.program is None:
-            raise ValueError(
-                f"{model} runs by the modelling code of transformers ({loaded.model.path}), and a pack holds the program of a "
-                f"native model; load it as it is: outrider serve {model}"
-            )
-        contents = _contents_of(loaded, loaded.program)
-    return contents.write(out)
+    request = _request(str(model), None, dtype, "cpu", quantization)
+    loaded = _made(model, _read(request)[0], request)
+    if loaded.program is None:
+        raise ValueError(
+            f"{model} runs by the modelling code of transformers ({loaded.model.path}), and a pack holds the program of a "
+            f"native model; load it as it is: outrider serve {model}"
+        )
+    return _contents_of(loaded, loaded.program).write(out)
 
 
 def _contents_of(loaded: Loaded, program: Program, beside: bool = False) -> packs.PackContents:
@@ -365,17 +366,28 @@ def _keep(name: str, loaded: Loaded, seconds: float) -> None:
         )
 
 
-def _device(given: str, model: Any) -> torch.device:
+def _is_module(model: object) -> bool:
+    """Whether it is a module of torch. Whoever has made one has imported torch."""
+    return isinstance(model, getattr(sys.modules.get("torch.nn"), "Module", ()))
+
+
+def _device(given: str, model: Any) -> str:
+    """Where a model runs, as torch names it: cpu, or cuda with or without a number."""
+    if given == "auto" and _is_module(model):
+        return str(next(model.parameters()).device)
     if given == "auto":
-        if isinstance(model, nn.Module):
-            return next(model.parameters()).device
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        where = torch.device(given)
-    except (RuntimeError, TypeError):
-        where = None
-    if where is None or where.type not in ("cpu", "cuda"):
+        return "cuda" if _has_cuda() else "cpu"
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", str(given)):
         raise ValueError(f"device must be auto, cpu or cuda, got {given!r}")
-    if where.type == "cuda" and not torch.cuda.is_available():
+    if str(given).startswith("cuda") and not _has_cuda():
         raise ValueError(f"device={given!r}: torch finds no CUDA device here; use device='cpu'")
-    return where
+    return str(given)
+
+
+def _has_cuda() -> bool:
+    """Whether torch finds a GPU. It is asked where a driver is, and else stays unimported."""
+    if find_spec("torch") is None or not (sys.platform == "win32" or any(Path(file).exists() for file in _DRIVERS)):
+        return False
+    import torch
+
+    return torch.cuda.is_available()

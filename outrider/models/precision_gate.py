@@ -9,8 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _makes = threading.RLock()  # transformers changes functions of torch, too, so two threads cannot
 _lock = threading.Lock()
@@ -44,6 +46,8 @@ STEP = _PrecisionHeld()
 @contextmanager
 def making() -> Generator[None, None, None]:
     """Let transformers make a model inside, one thread at a time. While the precision is another, steps of others wait."""
+    import torch
+
     me = threading.get_ident()
 
     def guarded(dtype: torch.dtype) -> None:

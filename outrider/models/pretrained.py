@@ -25,7 +25,7 @@ from transformers.utils.logging import set_tqdm_hook
 from outrider.core.files import read_settings
 from outrider.core.suggest import did_you_mean
 from outrider.kernels import why_no_kernels
-from outrider.models import checkpoint, mtp
+from outrider.models import checkpoint, mtp, precision_gate
 from outrider.models.base import LanguageModel
 from outrider.models.checked import differs
 from outrider.models.checkpoint import LoadRequest, ReadModel, token_ids
@@ -49,14 +49,15 @@ logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD 
 SMALL = 2**24  # weights that a configuration may ask for beside those of its files, such as buffers
 
 
+@precision_gate.making()
 def runnable(
-    raw: PreTrainedModel, own: bool, where: torch.device, weights: str, kv_cache_dtype: str, head_ids: Tensor | None
+    raw: PreTrainedModel, own: bool, where: str, weights: str, kv_cache_dtype: str, head_ids: Tensor | None
 ) -> LanguageModel:
     """The model by the native step, or by the modelling code of transformers. own: change `raw` in place."""
     if not own:  # the caller's model must not be moved or converted
         raw = shared_copy(raw)
     raw.eval()
-    if where.type != "cpu":
+    if where != "cpu":
         raw.to(where, DTYPES[weights])  # pyright: ignore[reportArgumentType, reportCallIssue]
         weights = "auto"
     else:
@@ -85,6 +86,7 @@ def _no_bar_of_weights() -> Iterator[None]:
         set_tqdm_hook(before)
 
 
+@precision_gate.making()
 @_no_bar_of_weights()
 def read_folder(request: LoadRequest, path: str) -> ReadModel:
     """A folder, or a name on the hub. Raises ValueError, MemoryError or UnsupportedModel."""
@@ -195,13 +197,14 @@ def check_whole(name: str, raw: PreTrainedModel, info: dict[str, Any]) -> None:
         )
 
 
+@precision_gate.making()
 def read_gguf(request: LoadRequest, files: Sequence[Path]) -> ReadModel:
     """A model in GGUF. dtype "auto" keeps blocks where the kernels can, and makes them bfloat16 elsewhere."""
     file = read(files)
     architecture_of(file)  # raises for what is no model, before its size is asked
     weights, missing = request.weights, why_no_kernels(request.device)
     if weights is None and missing:
-        weights = "float32" if request.device.type == "cpu" else "bfloat16"
+        weights = "float32" if request.device == "cpu" else "bfloat16"
     checkpoint.fits(request.name, sizes(file), weights, request.device)
     raw = build(file)
     if missing:

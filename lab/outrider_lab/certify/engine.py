@@ -286,7 +286,7 @@ def _files_of(name: str, dtype: str) -> Path:
 
     Raises FileNotFoundError, ConnectionError, ValueError or MemoryError, as `load` does.
     """
-    where = torch.device("cpu")
+    where = "cpu"
     if files := gguf_files(name):
         from outrider.models.gguf import model, reader
 

@@ -6,9 +6,11 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from outrider.kernels.border import as_tensor
 from outrider.kernels.cpu import Packed
 from outrider.kernels.cpu.packed import rounded
 from outrider.models.base import check_head_ids
@@ -267,11 +269,12 @@ class StoredSource:
         return [self.named[f"{name}.{part}"] for part in LATENT]
 
     def table(self, name: str) -> Packed | Tensor:
-        return self.named[name]
+        table = self.named[name]
+        return as_tensor(table) if isinstance(table, np.ndarray) else table
 
     def tensor(self, name: str) -> Tensor | None:
         weight = self.named.get(name)
-        return None if weight is None else _floats(weight)
+        return None if weight is None else _floats(as_tensor(weight) if isinstance(weight, np.ndarray) else weight)
 
     def number(self, name: str, default: Any = None) -> Any:
         return self.facts.get(name, default)

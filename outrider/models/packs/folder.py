@@ -10,7 +10,6 @@ Only models that the native step runs have packs. A pack is read as a `Program`,
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 import shutil
@@ -18,22 +17,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
+import ml_dtypes
+import numpy as np
 
 from outrider.core.files import disk_bytes, read_settings, written_whole
 from outrider.kernels import cpu as native
-from outrider.kernels.blocks import Blocks
+from outrider.kernels.border import as_array
 from outrider.models import checkpoint
 from outrider.models.checkpoint import LoadRequest, ReadModel
-from outrider.models.dtypes import STORED_DTYPES
 from outrider.models.files import gguf_files
 from outrider.models.gguf import reader
 from outrider.models.native import families
@@ -51,6 +48,11 @@ _PART = ".packed."  # between the name of a module and that of a buffer of its m
 _SAME = "same"  # the settings of a matrix that two modules share: the name of the first
 _LINE = 64  # bytes of the caches' lines: where tensors begin in memory
 _TOGETHER = 64  # tensors that one thread reads by one call of the system; Linux takes 1024 at most
+# By the code in a safetensors header.
+_DTYPES = {
+    "F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "U8": np.dtype(np.uint8),
+    "I64": np.dtype(np.int64),
+}  # fmt: skip
 
 
 class BadPack(ValueError):
@@ -77,12 +79,12 @@ def is_pack(folder: str | Path) -> bool:
 
 
 def made_by() -> dict[str, Any]:
-    facts = {"layout": LAYOUT, "kernels": kernel_layout(), "programs": families.digest()}
-    return facts | {"transformers": version("transformers")}
+    """Packed weights are for the library that packed them: another one may round, or order them, in another way."""
+    return {"layout": LAYOUT, "kernels": native.build().split()[0], "programs": families.digest()}
 
 
 def manifest(folder: Path) -> Manifest:
-    """Raises BadPack for a pack that these kernels or this version of transformers cannot read."""
+    """Raises BadPack for a pack that other kernels, or other code, have packed."""
     try:
         settings = read_settings(folder / MANIFEST)
         if (theirs := settings.get("made_by")) != (mine := made_by()):
@@ -97,29 +99,11 @@ def manifest(folder: Path) -> Manifest:
         raise BadPack(f"{folder / MANIFEST} cannot be read ({error!r})") from error
 
 
-@functools.cache
-def kernel_layout() -> str:
-    """A digest of how the kernels round weights and where they put them: a small matrix in each format."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    matrix = (torch.arange(17 * 256) * 7919 % 4093 - 2046).float().view(17, 256) / 1000
-    digest = hashlib.sha256()
-    for name in (*native.KINDS, *native.FORMATS):
-        kind, source = name, matrix
-        if name not in native.KINDS:
-            together, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
-            rows = (torch.arange(17 * 256 // together * size) * 7919 % 251).to(torch.uint8).view(17, -1)
-            kind, source = "float32", Blocks(rows, name, 256)
-        settings, buffers = native.Packed([source], kind).state()
-        digest.update(repr((settings, [(n, t.tobytes()) for n, t in buffers.items()])).encode())
-    return digest.hexdigest()[:16]
-
-
 class PackContents(NamedTuple):
     """What a pack will hold. files: the small ones, by name. manifest: without checksums."""
 
     manifest: Manifest
-    tensors: dict[str, Tensor]
+    tensors: dict[str, np.ndarray]
     files: dict[str, bytes]
 
     def write(self, folder: Path) -> int:
@@ -146,15 +130,15 @@ def contents(loaded: ReadModel, program: Program, weights: str, source: str, bes
     experts that are in it.
     """
     experts = _stored_in(program) if beside else {}
-    tensors, matrices, names = dict[str, Tensor](), dict[str, Any](), dict[int, str]()
+    tensors, matrices, names = dict[str, np.ndarray](), dict[str, Any](), dict[int, str]()
     for name, part in _kept(program, experts):
-        if isinstance(part, Tensor):
-            tensors[name] = part
+        if not isinstance(part, native.Packed):
+            tensors[name] = as_array(part)
         elif (first := names.setdefault(id(part), name)) != name:
             matrices[name] = {_SAME: first}
         else:
             matrices[name], parts = part.state()
-            tensors |= {f"{name}{_PART}{buffer}": torch.from_numpy(t) for buffer, t in parts.items()}
+            tensors |= {f"{name}{_PART}{buffer}": t for buffer, t in parts.items()}
     with TemporaryDirectory() as temporary:
         loaded.config.save_pretrained(temporary)
         if loaded.tokenizer is not None:
@@ -169,12 +153,12 @@ def contents(loaded: ReadModel, program: Program, weights: str, source: str, bes
 def bytes_of(program: Program) -> int:
     """What the pack of a program takes beside its GGUF file, without its tokenizer."""
     parts = {id(part): part for _, part in _kept(program, _stored_in(program))}
-    return sum(part.nbytes if isinstance(part, Tensor) else part.bytes for part in parts.values())
+    return sum(part.bytes if isinstance(part, native.Packed) else part.nbytes for part in parts.values())
 
 
 def _kept(
     program: Program, without: Mapping[str, reader.StoredExperts]
-) -> Iterator[tuple[str, Tensor | native.Packed]]:
+) -> Iterator[tuple[str, np.ndarray | native.Packed]]:
     """The weights by name. without: mixtures whose matrices are left out."""
     starts = tuple(f"{name}." for name in without)
     for name, part in program.named.items():
@@ -240,13 +224,13 @@ def _config(file: Path, given: dict[str, Any]) -> PretrainedConfig:
 
 def _read_parts(
     folder: Path, pack: Manifest, with_tokenizer: bool
-) -> tuple[dict[str, native.Packed], dict[str, Tensor], LazyTokenizer | None]:
+) -> tuple[dict[str, native.Packed], dict[str, np.ndarray], LazyTokenizer | None]:
     """The packed matrices, the other tensors, and the tokenizer if it does not take transformers to read it."""
     tokenizer = None
     with _reading(folder / WEIGHTS, pack.sums) as tensors:
         if with_tokenizer and pack.tokenizer is not None:
             tokenizer = LazyTokenizer.of_folder(folder, pack.tokenizer)
-    parts: dict[str, dict[str, Tensor]] = {name: {} for name in pack.matrices}
+    parts: dict[str, dict[str, np.ndarray]] = {name: {} for name in pack.matrices}
     for name in [*tensors]:
         owner, is_part, part = name.partition(_PART)
         if is_part:
@@ -270,17 +254,23 @@ def _experts_of(pack: Manifest, request: LoadRequest) -> dict[str, Any]:
     return mixtures
 
 
-def save(tensors: dict[str, Tensor], file: Path) -> None:
-    from safetensors.torch import save_file
-
-    try:
-        save_file(tensors, file)
-    except Exception as error:  # its own class, which is no OSError
-        raise OSError(f"{file} cannot be written: {error}") from error
+def save(arrays: Mapping[str, np.ndarray], file: Path) -> None:
+    """Write a safetensors file, the widest numbers first, so that each begins at a multiple of its size."""
+    codes, table, end = {dtype: code for code, dtype in _DTYPES.items()}, dict[str, Any](), 0
+    ordered = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
+    for name, array in ordered:
+        place = [end, end := end + array.nbytes]
+        table[name] = {"dtype": codes[array.dtype], "shape": array.shape, "data_offsets": place}
+    header = json.dumps(table).encode()
+    header += b" " * (-len(header) % 8)
+    with file.open("wb") as opened:
+        opened.write(len(header).to_bytes(8, "little") + header)
+        for _, array in ordered:
+            opened.write(_raw(array).data)
 
 
 @contextmanager
-def _reading(file: Path, sums: Mapping[str, int]) -> Iterator[dict[str, Tensor]]:
+def _reading(file: Path, sums: Mapping[str, int]) -> Iterator[dict[str, np.ndarray]]:
     """Threads read every tensor of a safetensors file, while the block runs. The dict has them at the end of the block.
 
     The block may keep the interpreter to itself: a thread reads many tensors by one call of the system. Read and not mapped,
@@ -294,10 +284,10 @@ def _reading(file: Path, sums: Mapping[str, int]) -> Iterator[dict[str, Tensor]]
         if table[name].offset != (end := table[before].offset + table[before].bytes):
             raise ValueError(f"{name} begins at byte {table[name].offset}, and the tensor before ends at {end}")
     memory = _memory(table)
-    begun, tensors = Event(), dict[str, Tensor]()
+    begun, tensors = Event(), dict[str, np.ndarray]()
 
     def read(descriptor: int, names: Sequence[str]) -> None:
-        buffers = [memory[name].view(torch.uint8).numpy().data for name in names if memory[name].numel()]
+        buffers = [_raw(memory[name]).data for name in names if memory[name].size]
         at = table[names[0]].offset
         begun.set()
         while buffers:
@@ -313,7 +303,7 @@ def _reading(file: Path, sums: Mapping[str, int]) -> Iterator[dict[str, Tensor]]
             if checksum(memory[name]) != sums[name]:
                 raise ValueError(f"{file} is damaged: {name} has another checksum than when it was written")
 
-    with file.open("rb") as opened, ThreadPoolExecutor(max(torch.get_num_threads(), 2)) as pool:
+    with file.open("rb") as opened, ThreadPoolExecutor(max(native.num_threads(), 2)) as pool:
         starts = range(0, len(names), _TOGETHER)
         jobs = [pool.submit(read, opened.fileno(), names[i : i + _TOGETHER]) for i in starts]
         if jobs:
@@ -321,22 +311,26 @@ def _reading(file: Path, sums: Mapping[str, int]) -> Iterator[dict[str, Tensor]]
         yield tensors
         for job in jobs:
             job.result()
-    tensors |= {name: memory[name].view(table[name].shape) for name in table}
+    tensors |= {name: memory[name].reshape(table[name].shape) for name in table}
 
 
-def _memory(table: Mapping[str, checkpoint.StoredTensor]) -> dict[str, Tensor]:
+def _memory(table: Mapping[str, checkpoint.StoredTensor]) -> dict[str, np.ndarray]:
     """Room for the tensors of a table, in one block: the ends of many blocks would have small pages, which are slow to read."""
     places, end = dict[str, int](), 0
     for name, t in table.items():
         places[name] = end
         end += (t.bytes + _LINE - 1) // _LINE * _LINE
-    block = torch.from_numpy(native.zeros_in_large_pages(end))
-    return {name: block[places[name] :][: t.bytes].view(STORED_DTYPES[t.format]) for name, t in table.items()}
+    block = native.zeros_in_large_pages(end)
+    return {name: block[places[name] :][: t.bytes].view(_DTYPES[t.format]) for name, t in table.items()}
 
 
-def checksum(t: Tensor) -> int:
+def _raw(array: np.ndarray) -> np.ndarray:
+    """uint8 [n]: its bytes."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def checksum(array: np.ndarray) -> int:
     """The sum of its 64-bit words, and of the bytes after the last one. A flipped bit always changes it."""
-    raw = t.reshape(-1).view(torch.uint8)
-    whole = raw.numel() // 8 * 8
-    words = raw[:whole].view(torch.int64) if raw.storage_offset() % 8 == 0 else raw[:whole].clone().view(torch.int64)
-    return int(words.sum()) ^ int(raw[whole:].sum())
+    raw = _raw(array)
+    whole = raw.size // 8 * 8
+    return int(raw[:whole].view(np.int64).sum()) ^ int(raw[whole:].sum())

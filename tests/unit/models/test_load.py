@@ -243,7 +243,7 @@ def test_weights_that_do_not_fit(saved: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_free_memory_is_known_here() -> None:
-    assert checkpoint.free_memory(torch.device("cpu")) > 2**20
+    assert checkpoint.free_memory("cpu") > 2**20
 
 
 def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
