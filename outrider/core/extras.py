@@ -8,16 +8,20 @@ from contextlib import contextmanager
 _FOLDERS = ("data", "certify", "lab", "ray")  # extras that are packages of their own, in folders of the checkout
 
 
+class MissingExtra(ValueError):
+    """A package that is not installed."""
+
+
 @contextmanager
 def needs(extra: str, what: str) -> Generator[None, None, None]:
     """Around imports of packages of an extra. what: needs them, as the begin of a sentence.
 
-    Raises ValueError, with the line that installs them, if one is missing.
+    Raises MissingExtra, with the line that installs them, if one is missing.
     """
     try:
         yield
     except ImportError as error:
-        raise ValueError(f"{what} needs {error.name}, which is not installed: {install(extra)}") from None
+        raise MissingExtra(f"{what} needs {error.name}, which is not installed: {install(extra)}") from None
 
 
 def install(extra: str) -> str:

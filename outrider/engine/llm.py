@@ -152,7 +152,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Any | None:
-        """A tokenizer of transformers, or the object that was given."""
+        """The model's own, with the names of transformers, or the object that was given."""
         return self.prompts.tokenizer
 
     def generate(

@@ -13,7 +13,6 @@ from outrider.engine.decoder import draw_seed, nth_seed
 from outrider.engine.request import Request
 from outrider.models.chat_template import chat_prompt
 from outrider.models.load import Loaded
-from outrider.models.tokenizer import complete
 
 Prompt = str | Mapping[str, Any] | abc.Sequence[Mapping[str, str]]
 
@@ -27,8 +26,8 @@ class PromptEncoder:
 
     @property
     def tokenizer(self) -> Any | None:
-        """A tokenizer of transformers, or the object that was given."""
-        return complete(self.loaded.tokenizer)
+        """The model's own, or the object that was given."""
+        return self.loaded.tokenizer
 
     def requests(self, ids: list[int], params: SamplingParams, **fields: Any) -> list[Request]:
         """The requests of one prompt: params.n of them, each with a number and a seed of its own. Runs and checks nothing.

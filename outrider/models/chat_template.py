@@ -11,12 +11,14 @@ import re
 import secrets
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from functools import lru_cache, partial
 from itertools import count
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from outrider.models.tokenizer import complete
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names that clients give a thought
@@ -26,6 +28,7 @@ Check = Callable[[bytes], object]
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _MARK = f"q{secrets.token_hex(6)}q"  # no text has it
 _SHORT_IDS = re.compile(r"\|\s*length\s*(!=|<)\s*9\b")  # Mistral's templates take ids of nine characters
+_PLAIN = ("transformers.tokenization_utils_base", "outrider.models.tokenizer")  # they only render a template
 _THINKING = re.compile(r"""\.thinking\b|\[["']thinking["']\]""")
 
 
@@ -56,14 +59,14 @@ def chat_prompt(
     """
     if not messages:
         raise ValueError("there are no messages; send at least one")
-    tokenizer, tools = complete(tokenizer), [_described(tool) for tool in tools or ()] or None
+    tools = [_described(tool) for tool in tools or ()] or None
     chat = [_normal(message, f"messages.{number}") for number, message in enumerate(messages)]
     if continued and chat[-1].get("tool_calls"):
         raise ValueError(
             "the last message has tool_calls, after which no text goes on; leave out continue_final_message"
         )
     method = getattr(type(tokenizer), "apply_chat_template", None)
-    if getattr(method, "__module__", "transformers.tokenization_utils_base") != "transformers.tokenization_utils_base":
+    if getattr(method, "__module__", _PLAIN[0]) not in _PLAIN:
         chat = [_with_calls(message, lambda call: _loaded(call, check)) for message in chat]
         ids = _tried(
             lambda: tokenizer.apply_chat_template(
@@ -224,14 +227,10 @@ class ChatTemplate:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """What the template makes of messages as they are. Raises what it raises."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         shaped = [
             {**m, "content": [{"type": "text", "text": m["content"]}]} if m["role"] in self.lists else m for m in chat
         ]
-        values = {**self._special, **variables}
-        [text], _ = render_jinja_template([shaped], tools, chat_template=self.source, **values)  # pyright: ignore
-        return text
+        return render(self.source, shaped, tools, {"add_generation_prompt": False, **self._special, **variables})
 
     def _trial(self, *arguments: Any) -> str | None:
         """What the template makes of messages; None if it raises."""
@@ -242,6 +241,45 @@ class ChatTemplate:
 
     def _shows(self, *arguments: Any) -> bool:
         return _MARK in (self._trial(*arguments) or "")
+
+
+def render(
+    source: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    variables: Mapping[str, Any],
+) -> str:
+    """What a template makes of messages as they are. Raises what it raises."""
+    values = {"documents": None, "add_generation_prompt": False, **variables}
+    return _program(source).render(values, messages=messages, tools=tools)
+
+
+@lru_cache(16)
+def _program(source: str) -> Template:
+    """A template in a sandbox, with the filters, functions and tags that transformers has for it."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Answer(Extension):
+        """{% generation %}: marks the words of the assistant, for training."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **form: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **form)  # jinja's own writes < as \u003c
+
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Answer, loopcontrols])
+    made.filters["tojson"] = to_json
+    made.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return made.from_string(source)
 
 
 @lru_cache(16)

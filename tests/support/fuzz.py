@@ -204,10 +204,10 @@ def _make_tokenizer(folder: Path) -> None:
 
 
 def _load_tokenizer(folder: Path) -> None:
-    from outrider.models.tokenizer import LazyTokenizer, of_folder
+    from outrider.models.tokenizer import of_folder
 
-    for made in (LazyTokenizer.of_folder(folder, {"eos_token": "w5"}), of_folder(str(folder))):
-        made.decode(made("w1 w2 x")["input_ids"][:50])
+    made = of_folder(str(folder))
+    made.decode(made("w1 w2 x")["input_ids"][:50])
 
 
 def _make_head(name: str, folder: Path) -> None:

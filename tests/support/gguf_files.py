@@ -22,7 +22,7 @@ from gguf import (
     quants,
 )
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 # transformers' model type -> the architecture of the file. Others have the same name.
 ARCHITECTURE = {
@@ -91,9 +91,9 @@ def write_file(path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[np
     writer.close()
 
 
-def tokenizer_metadata(tokenizer: PreTrainedTokenizerBase, pieces: str) -> dict[str, Any]:
+def tokenizer_metadata(tokenizer: Any, pieces: str) -> dict[str, Any]:
     """The keys of a byte-level tokenizer. pieces: llama.cpp's name of how it cuts text."""
-    backend: Any = tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    backend = tokenizer.backend_tokenizer
     stored = json.loads(backend.to_str())
     added = {t["id"]: t for t in stored["added_tokens"]}
     by_id = {i: t for t, i in tokenizer.get_vocab().items()}

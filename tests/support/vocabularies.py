@@ -10,25 +10,25 @@ from typing import Any
 import pytest
 from helpers import VOCAB
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from outrider.core.detokenizer import BYTE_OF
 from outrider.drafters.model.vocabulary import Pairing, Vocabulary
 from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.gguf.reader import read
 from outrider.models.gguf.tokenizer import tokenizer_of
-from outrider.models.tokenizer import LazyTokenizer
+from outrider.models.tokenizer import FastTokenizer
 
 END = "<end>"
 CODE = "\n".join(p.read_text() for p in sorted(Path(__file__).parents[1].rglob("test_t*.py"))).replace("▁", "_")
 
 
-def wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, clean_up_tokenization_spaces=False)
+def wrapped(tokenizer: Tokenizer) -> FastTokenizer:
+    tokenizer.add_special_tokens([END])
+    return FastTokenizer(tokenizer, {"eos_token": END})
 
 
 @cache
-def byte_level(size: int) -> PreTrainedTokenizerFast:
+def byte_level(size: int) -> FastTokenizer:
     """Byte-level BPE that cuts as GPT-2 does."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -40,10 +40,9 @@ def byte_level(size: int) -> PreTrainedTokenizerFast:
 
 
 @cache
-def single_bytes() -> PreTrainedTokenizerFast:
+def single_bytes() -> FastTokenizer:
     """A token for each byte, with the byte as its id, and the special tokens `<end>` (256) and `<stop>`."""
-    letters = sorted(bytes_to_unicode().items())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in letters}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab=BYTE_OF, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([END, "<stop>"])
@@ -51,7 +50,7 @@ def single_bytes() -> PreTrainedTokenizerFast:
 
 
 @cache
-def sentencepiece(size: int) -> PreTrainedTokenizerFast:
+def sentencepiece(size: int) -> FastTokenizer:
     """BPE as Llama 2 has it: `▁` for a space, one before every text, bytes to fall back on."""
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -72,7 +71,7 @@ def sentencepiece(size: int) -> PreTrainedTokenizerFast:
 
 
 @cache
-def letters(*tokens: str) -> PreTrainedTokenizerFast:
+def letters(*tokens: str) -> FastTokenizer:
     """The end token and these, longer ones merged of two that are there."""
     ids = {t: i for i, t in enumerate((END, *tokens))}
     merges = [(t[:n], t[n:]) for t in tokens for n in range(1, len(t)) if t[:n] in ids and t[n:] in ids]
@@ -94,7 +93,7 @@ def pairing(draft: Any = TOY_DRAFT, target: Any = TOY) -> Pairing:
     return Pairing(*(Vocabulary(t, len(t), [t.eos_token_id]) for t in (target, draft)))
 
 
-def _spelled(tokens: list[str], model: Any, decoder: Any, normalizer: Any = None) -> PreTrainedTokenizerFast:
+def _spelled(tokens: list[str], model: Any, decoder: Any, normalizer: Any = None) -> FastTokenizer:
     """A tokenizer with these tokens after the end token. What it cannot write are bytes, if it has them."""
     tokenizer = Tokenizer(model({token: n for n, token in enumerate([END, *tokens])}))
     tokenizer.decoder, tokenizer.normalizer = decoder, normalizer
@@ -134,8 +133,8 @@ def decoded(kind: str) -> Any:
     """A tokenizer for each way in which vocabularies write text."""
     if kind in ("byte-level", "byte-level composed"):
         found = byte_level(501 + len(kind))  # which nothing else uses
-        found.add_tokens(["<|im_start|>"], special_tokens=True)
-        found.add_tokens(["two words", " led", "é", "漢字"])
+        found.backend_tokenizer.add_special_tokens(["<|im_start|>"])
+        found.backend_tokenizer.add_tokens(["two words", " led", "é", "漢字"])
         return found
     if kind == "llama-2":
         return sentencepiece(500)
@@ -153,7 +152,7 @@ def decoded(kind: str) -> Any:
         parts = [*_PARTS, *(f"{part}</w>" for part in _PARTS)]
         return _spelled(parts, lambda tokens: models.BPE(tokens, [], unk_token=END), decoders.BPEDecoder())
     if kind == "builtin:code":
-        return LazyTokenizer.of_folder(builtin_folder(kind), {"eos_token": None})
+        return FastTokenizer.of_folder(Path(builtin_folder(kind)))
     file = Path(os.environ.get("OUTRIDER_MODELS", "."), kind)
     if not file.exists():
         pytest.skip(f"there is no {file}; OUTRIDER_MODELS names the folder of the GGUF files")

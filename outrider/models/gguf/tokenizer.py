@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from outrider.models.gguf.reader import GGUFFile
-from outrider.models.tokenizer import LazyTokenizer
+from outrider.models.tokenizer import FastTokenizer
 
 _CONTROL, _USER_DEFINED = 3, 4  # ggml's types of tokens
 _SPACE = "▁"
@@ -65,7 +65,7 @@ _ENDS = (
 )  # fmt: skip
 
 
-def tokenizer_of(file: GGUFFile) -> LazyTokenizer | None:
+def tokenizer_of(file: GGUFFile) -> FastTokenizer | None:
     """The tokenizer, or None with a warning if outrider cannot make it: a model can still continue token ids.
 
     Raises ValueError for a vocabulary that is not consistent.
@@ -110,8 +110,7 @@ def tokenizer_of(file: GGUFFile) -> LazyTokenizer | None:
             else [processors.TemplateProcessing(single=form, special_tokens=ends)]
         )
     special = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    settings = {setting: named[name] for setting, name in special.items()}
-    return LazyTokenizer(tokenizer, settings | {"chat_template": _templates(file)})
+    return FastTokenizer(tokenizer, {setting: named[name] for setting, name in special.items()}, _templates(file))
 
 
 def _templates(file: GGUFFile) -> Any:

@@ -37,13 +37,13 @@ from outrider.models.native import families
 from outrider.models.native.model import stored
 from outrider.models.native.program import Program
 from outrider.models.native.weights import expert_names
-from outrider.models.tokenizer import Lazy, LazyTokenizer, tokenizer_of
+from outrider.models.tokenizer import FILE, FastTokenizer, Lazy, tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 MANIFEST, WEIGHTS, CONFIG = "outrider_pack.json", "packed.safetensors", "config.json"
-LAYOUT = 4  # of the folder; a pack of another layout is made again
+LAYOUT = 5  # of the folder; a pack of another layout is made again
 _PART = ".packed."  # between the name of a module and that of a buffer of its matrix
 _SAME = "same"  # the settings of a matrix that two modules share: the name of the first
 _LINE = 64  # bytes of the caches' lines: where tensors begin in memory
@@ -70,7 +70,6 @@ class Manifest:
     matrices: dict[str, Any]  # the settings of each `Packed`, by the name of its module
     sums: dict[str, int]  # a checksum of each tensor of the file
     native: dict[str, Any]  # the `Program.facts`
-    tokenizer: dict[str, Any] | None  # the settings of a `LazyTokenizer`; None: it is read by transformers
     experts: dict[str, list[str]] = field(default_factory=dict)  # the tensors of mixtures that stay in their GGUF file
 
 
@@ -144,9 +143,8 @@ def contents(loaded: ReadModel, program: Program, weights: str, source: str, bes
         if loaded.tokenizer is not None:
             loaded.tokenizer.save_pretrained(temporary)
         small = {f.name: f.read_bytes() for f in Path(temporary).iterdir() if f.is_file()}
-    lazy = getattr(loaded.tokenizer, "settings", None)  # of a `LazyTokenizer`
     places = {name: [*stored.tensors] for name, stored in experts.items()}
-    summary = Manifest(source, weights, loaded.end_ids, made_by(), matrices, {}, program.facts, lazy, places)
+    summary = Manifest(source, weights, loaded.end_ids, made_by(), matrices, {}, program.facts, places)
     return PackContents(summary, tensors, small)
 
 
@@ -206,8 +204,6 @@ def read(folder: Path, request: LoadRequest) -> ReadModel:
         raise
     except Exception as error:  # transformers, and files that are not what they were, raise many kinds of errors
         raise BadPack(f"{folder} cannot be read ({error!r})") from error
-    if tokenizer is None and request.tokenizer:
-        tokenizer = tokenizer_of(str(folder))
     return ReadModel(model, tokenizer, pack.weights, pack.end_ids, config, packed=True)
 
 
@@ -224,12 +220,12 @@ def _config(file: Path, given: dict[str, Any]) -> PretrainedConfig:
 
 def _read_parts(
     folder: Path, pack: Manifest, with_tokenizer: bool
-) -> tuple[dict[str, native.Packed], dict[str, np.ndarray], LazyTokenizer | None]:
-    """The packed matrices, the other tensors, and the tokenizer if it does not take transformers to read it."""
+) -> tuple[dict[str, native.Packed], dict[str, np.ndarray], Any]:
+    """The packed matrices, the other tensors, and the tokenizer."""
     tokenizer = None
     with _reading(folder / WEIGHTS, pack.sums) as tensors:
-        if with_tokenizer and pack.tokenizer is not None:
-            tokenizer = LazyTokenizer.of_folder(folder, pack.tokenizer)
+        if with_tokenizer:
+            tokenizer = FastTokenizer.of_folder(folder) if (folder / FILE).is_file() else tokenizer_of(str(folder))
     parts: dict[str, dict[str, np.ndarray]] = {name: {} for name in pack.matrices}
     for name in [*tensors]:
         owner, is_part, part = name.partition(_PART)

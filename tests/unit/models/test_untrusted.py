@@ -29,7 +29,7 @@ from outrider.models.load import load, tokenizer_named
 from outrider.models.load import pack as write_pack
 from outrider.models.packs import folder as packs
 from outrider.models.packs.folder import CONFIG, MANIFEST, WEIGHTS, BadPack
-from outrider.models.tokenizer import LazyTokenizer, OwnCode
+from outrider.models.tokenizer import FastTokenizer, OwnCode
 
 
 @pytest.fixture(scope="module")
@@ -275,12 +275,13 @@ def test_sizes_that_wrap_around_in_64_bits_are_refused() -> None:
 def test_a_tokenizer_that_fails_when_it_encodes_is_refused_when_it_is_read(folder: Path) -> None:
     Tokenizer(models.BPE({"a": 0}, [], unk_token="gone")).save(str(folder / "tokenizer.json"))
     with pytest.raises(ValueError, match=r"tokenizer.json cannot be read"):
-        LazyTokenizer.of_folder(folder, {})
+        FastTokenizer.of_folder(folder)
     Tokenizer(models.BPE({"a": 0}, [])).save(str(folder / "tokenizer.json"))
     assert tokenizer_named(str(folder))("a")["input_ids"] == [0]
-    (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": [1]}))
-    with pytest.raises(ValueError, match=r"the tokenizer of .* cannot be read"):
-        tokenizer_named(str(folder))
+    for wrong in ({"eos_token": {"content": 1}}, {"added_tokens_decoder": {"x": {}}}, {"chat_template": 3}, [1]):
+        (folder / "tokenizer_config.json").write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match=r"tokenizer.*cannot be read"):
+            tokenizer_named(str(folder))
 
 
 @needs_kernels
@@ -327,10 +328,10 @@ def test_a_setting_of_another_type_names_the_file(name: str, tmp_path: Path) -> 
 def test_a_tokenizer_with_a_huge_id_is_refused_before_the_library_takes_memory_for_it(tmp_path: Path) -> None:
     words = Tokenizer(models.BPE({"a": 0, "12345678": 1}, []))
     words.save(str(tmp_path / "tokenizer.json"))
-    LazyTokenizer.of_folder(tmp_path, {})  # digits in a word are no number
+    FastTokenizer.of_folder(tmp_path)  # digits in a word are no number
     given = json.loads((tmp_path / "tokenizer.json").read_text())
     given["model"]["vocab"]["a"] = 2**32 - 1
     (tmp_path / "tokenizer.json").write_text(json.dumps(given))
-    for read in (lambda: LazyTokenizer.of_folder(tmp_path, {}), lambda: tokenizer_named(str(tmp_path))):
+    for read in (lambda: FastTokenizer.of_folder(tmp_path), lambda: tokenizer_named(str(tmp_path))):
         with pytest.raises((ValueError, FileNotFoundError), match=r"tokenizer.json is no vocabulary|no config.json"):
             read()

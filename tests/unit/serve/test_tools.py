@@ -255,8 +255,7 @@ def test_an_opening_that_is_a_special_token_is_seen_and_other_special_tokens_are
     live: Live, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     tokenizer = live.service.prompts.tokenizer
-    special = property(lambda self: ["<|endoftext|>", "[TOOL_CALLS]"])
-    monkeypatch.setattr(type(tokenizer), "all_special_tokens", special)
+    monkeypatch.setattr(tokenizer, "all_special_tokens", ["<|endoftext|>", "[TOOL_CALLS]"])
     live.service.settings = live.service.settings.with_(tool_call_parser="mistral")
     for text, content, calls in ((f"So: [TOOL_CALLS][{ONE}]", "So:", ["look"]), ("plain", "plain", [])):
         body = {
