@@ -2,21 +2,25 @@
 
     python packaging/configs.py
 
-Of each model type its class, the defaults of its settings and their other names; of each type that also reads images or sound,
-what its text model is.
+Of each model type its class, the defaults of its settings, their other names, and which tensors depend on a setting; of each type
+that also reads images or sound, what its text model is.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from outrider.models.config import TABLE, TEXT_KINDS
@@ -25,6 +29,20 @@ from outrider.models.native.families import family_of
 _FORGOTTEN = {"id2label", "label2id", "transformers_version", "text_config", "vision_config"}
 _ODD = {"hidden_size": 768, "num_hidden_layers": 3}  # to see where a text model has its settings from
 _COMMON = {f.name: f.default for f in dataclasses.fields(PretrainedConfig) if f.name not in _FORGOTTEN}
+_MIXERS = {"layer_types": ["linear_attention", "full_attention"] * 2}
+_SMALL: dict[str, dict[str, Any]] = {  # a layer of each kind
+    "bamba": {"attn_layer_indices": [1]},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "granitemoehybrid": _MIXERS,
+    "lfm2": {"full_attn_idxs": [1]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "nemotron": {"num_key_value_heads": 8},
+    "nemotron_h": {"n_routed_experts": 4},
+    **{kind: {"first_k_dense_replace": 1} for kind in ("deepseek_v2", "deepseek_v3", "glm4_moe")},
+}
+_CHECKED = re.compile(
+    r".*bias|.*(attn|mixer|mamba|attention)\.[^.]*norm[^.]*\.weight"
+)  # tensors that a program can do without
 _REMOTE = ("deepseek_ocr", "edgetam")  # these ask the hub for a default
 
 
@@ -63,12 +81,48 @@ def _row(kind: type[PretrainedConfig], name: str) -> dict[str, Any]:
     given = {f.name: f.default for f in dataclasses.fields(kind) if f.name not in (*_FORGOTTEN, *_COMMON)}
     given = {n: None if value is dataclasses.MISSING else value for n, value in given.items()}
     theta = kind.default_theta if isinstance(kind.default_theta, float | int) else None
-    return {
+    row = {
         "class": name,
         "theta": theta,
         "names": names,
         "settings": {names.get(n, n): value for n, value in given.items()},
     }
+    if kind.model_type in TEXT_KINDS:
+        return row
+    model = _model(kind, {})
+    exact, half = ({*(getattr(model, n) or ())} for n in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"))
+    buffers = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
+    exact |= {name.rpartition(".")[2] for name in buffers if model.get_buffer(name).dtype == torch.float32}
+    return row | {"float32": sorted(exact), "float32_if_float16": sorted(half), "optional": _optional(kind)}
+
+
+def _optional(kind: type[PretrainedConfig]) -> dict[str, list[str]]:
+    """The tensors that a program can do without, by the setting that says whether a model has them; "": it always has them."""
+    flags = {f.name: not f.default for f in dataclasses.fields(kind) if isinstance(f.default, bool)}
+    usual = _tensors(kind, {})
+    when = dict.fromkeys(filter(_CHECKED.fullmatch, usual), "")
+    for flag, other in flags.items():
+        if flag in _COMMON or flag in ("tie_word_embeddings", "enable_moe_block"):
+            continue
+        changed = _tensors(kind, {flag: other})
+        added = filter(_CHECKED.fullmatch, changed - usual if other else usual - changed)
+        when |= dict.fromkeys(added, flag)
+    groups = defaultdict[str, list[str]](list)
+    for tensor, flag in sorted(when.items()):
+        groups[flag].append(tensor)
+    return dict(sorted(groups.items()))
+
+
+def _tensors(kind: type[PretrainedConfig], changes: dict[str, Any]) -> set[str]:
+    """The names of a model's tensors; those of layers without what is before their number."""
+    return {re.sub(r".*layers\.\d+\.", "", name) for name in _model(kind, changes).state_dict()}
+
+
+def _model(kind: type[PretrainedConfig], changes: dict[str, Any]) -> Any:
+    layers = {} if kind.model_type == "nemotron_h" else {"num_hidden_layers": 4}
+    config = kind(**layers | _SMALL.get(kind.model_type, {}) | changes | {"pad_token_id": None})
+    with no_init_weights(), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
 def _wholes(texts: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 from outrider.core.files import read_settings
-from outrider.models.dtypes import DTYPES, QUANTIZATIONS, STORED_DTYPES, WEIGHT_FORMATS, dtype_name
+from outrider.models.dtypes import DTYPES, QUANTIZATIONS, STORED_DTYPES, WEIGHT_FORMATS
 from outrider.models.files import part_names
 
 if TYPE_CHECKING:
@@ -46,6 +46,10 @@ TEXT_NAMES = {
 }
 _SAMPLES, _SAMPLE = 16, 1 << 16  # pieces of a file that are read for its fingerprint, and bytes of each
 _MANY = 512  # layers or heads that no tensor needs to prove
+
+
+class UnsupportedModel(ValueError):
+    """The model cannot be run with a cache that keeps single nodes."""
 
 
 class StoredTensor(NamedTuple):
@@ -121,15 +125,13 @@ def settings(folder: Path) -> dict[str, Any]:
     return read_settings(file) if file.is_file() else {}
 
 
-def sizes(name: str, folder: Path) -> Sizes | None:
-    """Read the headers of a folder's safetensors files. None if it holds only older weights (*.bin).
+def weight_files(name: str, folder: Path) -> list[Path]:
+    """A folder's safetensors files. None if it holds only older weights (*.bin).
 
-    A configuration may say another precision than the files have: then the weights get that one when they are loaded.
-
-    Raises FileNotFoundError for missing weights and ValueError for an incomplete file.
+    Raises FileNotFoundError for missing weights.
     """
     index = folder / "model.safetensors.index.json"
-    files = set(indexed(index).values()) if index.exists() else {*folder.glob("*.safetensors")}
+    files = {*indexed(index).values()} if index.exists() else {*folder.glob("*.safetensors")}
     if missing := sorted(f.name for f in files if not f.exists()):
         raise FileNotFoundError(
             f"{name}: {len(missing)} of {len(files)} files of weights are missing from {folder}, {missing[0]} among "
@@ -139,9 +141,19 @@ def sizes(name: str, folder: Path) -> Sizes | None:
         raise FileNotFoundError(
             f"{folder} has a config.json and no weights (*.safetensors); the download is incomplete"
         )
+    return sorted(files)
+
+
+def sizes(name: str, folder: Path) -> Sizes | None:
+    """Read the headers of a folder's safetensors files. None if it holds only older weights (*.bin).
+
+    A configuration may say another precision than the files have: then the weights get that one when they are loaded.
+
+    Raises FileNotFoundError for missing weights and ValueError for an incomplete file.
+    """
     counts: dict[str, int] = {}
     matrices = rest = others = 0
-    for tensor, stored in tensors(sorted(files)).items():
+    for tensor, stored in tensors(weight_files(name, folder)).items():
         counts[stored.format] = counts.get(stored.format, 0) + stored.weights
         if len(stored.shape) > 1 and "embed" not in tensor and "wte" not in tensor:
             matrices += stored.weights
@@ -149,13 +161,13 @@ def sizes(name: str, folder: Path) -> Sizes | None:
             rest, others = rest + stored.bytes, others + stored.weights
     if not counts:
         return None
-    most = STORED_DTYPES.get(max(counts, key=lambda code: counts[code]), STORED_DTYPES["F32"])
-    if most not in DTYPES.values():
+    most = STORED_DTYPES.get(max(counts, key=lambda code: counts[code]), STORED_DTYPES["F32"]).name
+    if most not in DTYPES:
         return Sizes("float32", matrices, rest)
     said = str(settings(folder).get("dtype") or settings(folder).get("torch_dtype"))
-    if said in DTYPES and DTYPES[said] != most:
-        return Sizes(said, matrices, others * DTYPES[said].itemsize)
-    return Sizes(dtype_name(most), matrices, rest)
+    if said in DTYPES and said != most:
+        return Sizes(said, matrices, others * int(WEIGHT_FORMATS[said].bytes))
+    return Sizes(most, matrices, rest)
 
 
 def tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:

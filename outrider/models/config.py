@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -148,6 +149,19 @@ def config_of(settings: Mapping[str, Any]) -> Config:
         if "quantization_config" in settings:
             config.quantization_config = settings["quantization_config"]
     return config
+
+
+def optional_tensors(config: Config) -> dict[str, bool]:
+    """The tensors of a model that its program can do without -> whether it has them. Those of a layer have names below it."""
+    optional = _table()["kinds"][config.model_type]["optional"]
+    return {name: not flag or bool(getattr(config, flag)) for flag, names in optional.items() for name in names}
+
+
+def exact_tensors(config: Config, dtype: str) -> re.Pattern[str]:
+    """The names of the tensors that stay float32 in a model of this dtype."""
+    row = _table()["kinds"][config.model_type]
+    names = row["float32"] + (row["float32_if_float16"] if dtype == "float16" else [])
+    return re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in names) or "(?!)")
 
 
 def _made(kind: str, given: Mapping[str, Any]) -> Config:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import ml_dtypes
+import numpy as np
 import torch
 
 from outrider.core.suggest import did_you_mean
@@ -27,20 +29,13 @@ DTYPES: dict[str, torch.dtype] = {name: f.dtype for name, f in WEIGHT_FORMATS.it
 QUANTIZATIONS = tuple(name for name, f in WEIGHT_FORMATS.items() if f.dtype is None)
 # By the code in a safetensors header.
 STORED_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
+    code: np.dtype(kind)
+    for code, kind in (
+        ("F64", np.float64), ("F32", np.float32), ("BF16", ml_dtypes.bfloat16), ("F16", np.float16), ("I64", np.int64),
+        ("I32", np.int32), ("I16", np.int16), ("I8", np.int8), ("U8", np.uint8), ("BOOL", np.bool_),
+        ("F8_E4M3", ml_dtypes.float8_e4m3fn), ("F8_E5M2", ml_dtypes.float8_e5m2), ("F8_E8M0", ml_dtypes.float8_e8m0fnu),
+    )
+}  # fmt: skip
 _ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 

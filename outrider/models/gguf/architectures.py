@@ -14,10 +14,10 @@ from gguf import MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
+from outrider.models.checkpoint import UnsupportedModel
 from outrider.models.gguf import settings as of
 from outrider.models.gguf.reader import GGUFFile
 from outrider.models.gguf.settings import Settings, always, number, rotary, some
-from outrider.models.hf.hooks import UnsupportedModel
 
 _NO_MODELS = {
     "adapter": "an adapter (LoRA)",

@@ -16,12 +16,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from outrider.kernels.blocks import Blocks
 from outrider.models import mtp
-from outrider.models.checkpoint import Sizes
+from outrider.models.checkpoint import Sizes, UnsupportedModel
 from outrider.models.gguf.architectures import Architecture, architecture_of, config_of, tensor_names
 from outrider.models.gguf.reader import FLOATS, PACKED_FORMATS, GGUFFile, StoredExperts, expert_parts
 from outrider.models.gguf.tokenizer import end_ids
 from outrider.models.hf.experts import dense_experts_, give_expert_blocks_, is_mixture
-from outrider.models.hf.hooks import UnsupportedModel
 from outrider.models.hf.powers import ExactPowers
 from outrider.models.matrix import (
     STORED,

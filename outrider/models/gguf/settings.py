@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from outrider.models.checkpoint import UnsupportedModel
 from outrider.models.gguf.reader import GGUFFile
-from outrider.models.hf.hooks import UnsupportedModel
 
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor"}
 _STILL = 1e20  # a pair of numbers whose frequency is divided by this is not rotated

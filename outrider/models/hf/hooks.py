@@ -19,14 +19,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from outrider.kernels.cpu import Scoring
 from outrider.models.attention import attend, write
 from outrider.models.base import EMBEDDING, check_taps
+from outrider.models.checkpoint import UnsupportedModel
 from outrider.models.nodes import Nodes
 
 NAME = "outrider"
 SURVEY = "outrider_survey"  # the same, while the windows are read from the masks that the model asks for
-
-
-class UnsupportedModel(ValueError):
-    """The model cannot be run with a cache that keeps single nodes."""
 
 
 class ForwardState:

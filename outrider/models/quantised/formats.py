@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.blocks import Blocks
-from outrider.models.hf.hooks import UnsupportedModel
+from outrider.models.checkpoint import UnsupportedModel
 
 _BLOCK = 32  # columns that share a scale in the block formats
 _ROWS = 256  # of which `dense` has float32 values at a time

@@ -24,10 +24,9 @@ from transformers.core_model_loading import dot_natural_key
 
 from outrider.kernels.blocks import Blocks
 from outrider.models import checkpoint
-from outrider.models.checkpoint import Sizes, StoredTensor
+from outrider.models.checkpoint import Sizes, StoredTensor, UnsupportedModel
 from outrider.models.dtypes import dtype_name
 from outrider.models.hf.experts import give_expert_blocks_, is_mixture
-from outrider.models.hf.hooks import UnsupportedModel
 from outrider.models.hf.powers import ExactPowers
 from outrider.models.matrix import give_matrix_
 from outrider.models.quantised.formats import FORMATS, Format, QuantisedWeight, joined, mxfp4

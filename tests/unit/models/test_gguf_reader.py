@@ -20,10 +20,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from outrider.models import checkpoint
+from outrider.models.checkpoint import UnsupportedModel
 from outrider.models.files import gguf_files
 from outrider.models.gguf import reader
 from outrider.models.gguf.reader import read
-from outrider.models.hf.hooks import UnsupportedModel
 from outrider.models.load import load
 from outrider.models.nodes import Nodes
 

@@ -17,7 +17,7 @@ from torch import nn
 from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
 from outrider.models import pretrained
-from outrider.models.hf.hooks import UnsupportedModel
+from outrider.models.checkpoint import UnsupportedModel
 from outrider.models.hf.model import HFModel
 from outrider.models.load import load, modules
 from outrider.models.matrix import matrix_of
