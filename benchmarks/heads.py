@@ -17,14 +17,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, cast
 
+import ml_dtypes
+import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.forwards import read_context, some_tokens
 from benchmarks.ruler import markdown, parser, turns
-from outrider.core.types import Budget, Commit
+from outrider.core.types import Array, Budget, Commit
 from outrider.drafters.heads.block import BlockConfig, BlockLattice
 from outrider.drafters.heads.eagle import EagleConfig, MaskedPairs, Pairs, eagle_model, eagle_shapes
 from outrider.drafters.heads.mtp import mtp_model
@@ -54,9 +55,14 @@ RANK = 256  # of the bias of a DSpark head
 Shapes = dict[str, tuple[int, ...]]
 
 
-def random_weights(shapes: Shapes) -> dict[str, Tensor]:
+def drawn(*shape: int) -> Array:
+    """float32, standard normal."""
+    return np.random.default_rng(0).standard_normal(shape, np.float32)
+
+
+def random_weights(shapes: Shapes) -> dict[str, Array]:
     """bfloat16 of the size of trained ones."""
-    return {name: (torch.randn(shape) * 0.02).bfloat16() for name, shape in shapes.items()}
+    return {name: (drawn(*shape) * 0.02).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
 
 
 class Draft(NamedTuple):
@@ -104,12 +110,12 @@ class Side:
         drafter: Any = self.drafter
         text = [(7 * i) % 1000 for i in range(TEXT)]
         start = perf_counter()
-        drafter.start(0, text, 0, torch.randn(TEXT - 1, self.features))
+        drafter.start(0, text, 0, drawn(TEXT - 1, self.features))
         prompt = (perf_counter() - start) / TEXT
         drafter.propose(context([0], [text], [Budget(1)], GREEDY))
         text += [3, 5]
         step, self.inside = context([0], [text], [Budget(depth)], GREEDY), 0.0
-        commit = Commit([3, 5], [0, 1], 1, None, torch.randn(2, self.features))
+        commit = Commit([3, 5], [0, 1], 1, None, cast("Any", drawn(2, self.features)))
         start = perf_counter()
         drafter.update(step, [commit], cast("Any", None))
         drafter.propose(step)
@@ -139,15 +145,12 @@ SHAPES = (
 class Embedding(LanguageModel):
     """A target that only lends its embedding."""
 
-    def __init__(self, table: Tensor) -> None:
+    def __init__(self, table: Array) -> None:
         self.table, self.device = table, torch.device("cpu")
 
     @property
-    def embedding_table(self) -> Tensor:
+    def embedding_table(self) -> Any:
         return self.table
-
-    def embedding_rows(self, tokens: Tensor) -> Tensor:
-        return self.table[tokens].float()
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         raise NotImplementedError
@@ -173,7 +176,7 @@ def eagle_head(shape: Shape, draft_vocab: int) -> HeadWeights[EagleConfig]:
         norm_output=True,
     )
     shapes = eagle_shapes(config) | {"lm_head.weight": (draft_vocab, shape.hidden)}
-    return HeadWeights(config, random_weights(shapes), torch.arange(draft_vocab) * (shape.vocab // draft_vocab))
+    return HeadWeights(config, random_weights(shapes), np.arange(draft_vocab) * (shape.vocab // draft_vocab))
 
 
 def precisions_table(
@@ -183,7 +186,7 @@ def precisions_table(
     body = list[list[str]]()
     for shape in (s for s in SHAPES if s.name in targets):
         head = eagle_head(shape, draft_vocab)
-        target = cast("LanguageModel", Embedding(torch.randn(shape.vocab, shape.hidden).bfloat16()))
+        target = cast("LanguageModel", Embedding(drawn(shape.vocab, shape.hidden).astype(ml_dtypes.bfloat16)))
         sides = {
             p: Side(TreeDrafter(Pairs(eagle_model(head, target, ROOM, "none" if p == "bfloat16" else p), 1, ROOM)),
                     3 * shape.hidden, "EAGLE-3", target, shape.name)
@@ -224,7 +227,7 @@ def sides_of_kinds(depth: int, draft_vocab: int, folder: Path) -> Iterator[Side]
     raw = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
     target = NativeModel(raw, own=True)
     on_target = target, "234M weights"
-    ids = torch.arange(draft_vocab) * (vocab // draft_vocab)
+    ids = np.arange(draft_vocab) * (vocab // draft_vocab)
     common: dict[str, Any] = {
         "hidden_size": size, "vocab_size": vocab, "draft_vocab_size": draft_vocab, "taps": (1, 7, 12),
         "intermediate_size": inner, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim,
@@ -265,9 +268,9 @@ def mtp(folder: Path) -> Side:
     raw.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     last = f"model.layers.{layers - 1}."
-    added = {n.removeprefix(last): t.clone() for n, t in weights.items() if n.startswith(last)}
+    added = {n.removeprefix(last): t for n, t in weights.items() if n.startswith(last)}
     added |= random_weights({"eh_proj.weight": (size, 2 * size)})
-    added |= {f"{n}.weight": torch.ones(size).bfloat16() for n in ("enorm", "hnorm", "shared_head.norm")}
+    added |= {f"{n}.weight": np.ones(size, ml_dtypes.bfloat16) for n in ("enorm", "hnorm", "shared_head.norm")}
     save_file(
         weights | {f"model.layers.{layers}.{n}": t for n, t in added.items()},
         folder / "model.safetensors",

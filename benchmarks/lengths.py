@@ -29,7 +29,6 @@ from benchmarks.real.journal import Journal
 from benchmarks.ruler import order, parser
 from outrider import LLM, SamplingParams
 from outrider.models.load import load
-from outrider.models.tokenizer import complete
 
 OURS, PLANNED, FIXED = "outrider", "outrider with drafts", "outrider with drafts of one length"
 SHIFT = 192  # tokens between the ends of the texts that are written behind one prompt
@@ -87,11 +86,11 @@ class Lengths:
     @cached_property
     def text(self) -> list[int]:
         wanted, ids = max([self.args.prompt, *self.args.write]), list[int]()
-        tokenizer = complete(self.loaded.tokenizer)
+        tokenizer: Any = self.loaded.tokenizer
         for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
             if len(ids) >= wanted:
                 break
-            ids += tokenizer(file.read_text(encoding="utf-8"), verbose=False)["input_ids"]
+            ids += tokenizer(file.read_text(encoding="utf-8"))["input_ids"]
         return ids[:wanted]
 
     def sides(self, stack: ExitStack) -> dict[str, Ours | Theirs]:

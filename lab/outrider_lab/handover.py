@@ -260,8 +260,6 @@ def write_head(head: HeadFolder, engine: str, target: str, folder: Path) -> Path
 
     Raises ValueError if head and target do not fit, or if the layout cannot say it.
     """
-    import torch
-
     from outrider.drafters.heads.eagle import read_eagle
     from outrider.drafters.heads.medusa import read_medusa
     from outrider_lab.heads.writers import write_eagle, write_medusa
@@ -270,7 +268,7 @@ def write_head(head: HeadFolder, engine: str, target: str, folder: Path) -> Path
     if head_kind(out) is not None and out.resolve() == head.path.resolve():
         raise ValueError(f"{out} is the head itself; write to another folder")
     loaded = load(target, device="cpu")
-    dtype = next((t.dtype for t in head.tensors.values() if t.is_floating_point()), torch.bfloat16)
+    dtype = next((t.dtype.name for t in head.tensors.values() if t.dtype.kind not in "ib"), "bfloat16")
     if head.kind == MEDUSA:
         return write_medusa(out, read_medusa(head, loaded), "vllm", dtype=dtype)
     return write_eagle(out, read_eagle(head, loaded), "flat", dtype=dtype)

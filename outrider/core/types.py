@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -22,6 +23,7 @@ def ints(tensor: Tensor) -> list[int]:
     return cast("list[int]", tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
+Array: TypeAlias = NDArray[Any]
 ROOT = -1
 PADDING = -2
 PHASES = ("draft", "target", "verify", "commit")  # of a step, in order

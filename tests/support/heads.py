@@ -9,16 +9,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors import numpy as arrays
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outrider.core.types import Array
 from outrider.drafters.heads.block import BlockLattice, read_block
-from outrider.drafters.heads.eagle import MaskedPairs, Pairs, eagle_model, read_eagle
+from outrider.drafters.heads.eagle import EagleConfig, MaskedPairs, Pairs, eagle_model, read_eagle
+from outrider.drafters.heads.features import HeadOutput, PairModel, last_nodes
 from outrider.drafters.heads.files import head_kind
 from outrider.drafters.heads.medusa import MedusaLattice, read_medusa
+from outrider.drafters.heads.reading import HeadWeights
 from outrider.drafters.model.grower import TreeDrafter
+from outrider.kernels.border import as_array
+from outrider.kernels.cpu import Scoring
+from outrider.models.attention import attend, write
+from outrider.models.base import Want
+from outrider.models.hf.linear import pack_linears_
 from outrider.models.load import Loaded
 from outrider.models.native.model import NativeModel
 from outrider.models.nodes import Nodes
@@ -63,12 +73,12 @@ def small_target(vocab_size: int = 128, hidden_size: int = 32, layers: int = 8) 
     return Loaded(NativeModel(raw), "golden-target", None, (), "float32", raw, raw.config)
 
 
-def features(target: Loaded, tokens: list[int], taps: tuple[int, ...]) -> Tensor:
+def features(target: Loaded, tokens: list[int], taps: tuple[int, ...]) -> Array:
     """float [position, feature]: what the target gives for a text."""
     nodes = Nodes(torch.tensor([tokens]), target.model.new_cache(1, len(tokens)), [0])
     out = target.model.forward(nodes, taps=taps, want="none").features
     assert out is not None
-    return out[0]
+    return as_array(out)[0]
 
 
 def head_folder(kind: str, into: Path) -> Path:
@@ -108,12 +118,14 @@ def reduced(name: str, rows: int) -> dict[str, Tensor]:
     }
 
 
-def golden(name: str) -> dict[str, Tensor]:
+def golden(name: str) -> dict[str, Array]:
     """What speculators computed: tokens, features, logits..."""
-    return load_file(GOLDEN / name / "expected.safetensors")
+    return arrays.load_file(GOLDEN / name / "expected.safetensors")
 
 
-def copied(head: str | Path, into: Path, settings: dict[str, Any] | None = None, **tensors: Tensor | None) -> Path:
+def copied(
+    head: str | Path, into: Path, settings: dict[str, Any] | None = None, **tensors: Tensor | Array | None
+) -> Path:
     """A golden head, or one of a folder, with some settings and tensors changed; None leaves one out."""
     source = GOLDEN / head if isinstance(head, str) else head
     out = into / source.name
@@ -124,13 +136,13 @@ def copied(head: str | Path, into: Path, settings: dict[str, Any] | None = None,
         inner = layers if key in layers else config
         inner.pop(key, None) if value is None else inner.__setitem__(key, value)
     (out / "config.json").write_text(json.dumps(config))
-    weights = load_file(out / "model.safetensors") | {
-        n.replace("__", "."): t for n, t in tensors.items() if t is not None
+    weights = arrays.load_file(out / "model.safetensors") | {
+        n.replace("__", "."): as_array(t) for n, t in tensors.items() if t is not None
     }
     weights = {
         n: t for n, t in weights.items() if n not in {n.replace("__", ".") for n, t in tensors.items() if t is None}
     }
-    save_file(weights, out / "model.safetensors")
+    arrays.save_file(weights, out / "model.safetensors")
     return out
 
 
@@ -201,6 +213,36 @@ def causal(
     seen = own if past is None else past.then(own)
     mask = torch.ones(count, held + count, dtype=torch.bool).tril(held)
     return head.attended(x, residual, positions, seen, mask), seen
+
+
+class TorchPairs(PairModel):
+    """The equations of an EAGLE head in torch, over the slot cache and at draft trees: the slow twin of `NativePairs`."""
+
+    def __init__(self, head: HeadWeights[EagleConfig], embedding: Tensor, max_length: int, precision: str) -> None:
+        self.head = Eagle.of(head, embedding).eval()
+        pack_linears_(self.head, "auto" if precision == "none" else precision)
+        self.taps, self.vocab_size, self.max_length = head.config.taps, head.config.vocab_size, max_length
+        self.weight_bytes, self.subset = sum(t.nbytes for t in head.tensors.values()), head.subset
+
+    @torch.no_grad()
+    def forward(
+        self, nodes: Nodes, features: Array | None = None, *, g: Array | None = None, want: Want | int = "all"
+    ) -> HeadOutput:
+        head, tokens, positions = self.head, torch.as_tensor(nodes.tokens), torch.as_tensor(nodes.positions)
+        nodes.cache.reserve(nodes.slots, nodes.total)
+        states = torch.as_tensor(g) if features is None else head.fuse(torch.as_tensor(features))
+        x, residual = head.pairs(tokens, states)
+        write(nodes, 0, *head.keys_values(x, positions))
+        attention, layer = head.layer.self_attn, head.layer
+        query = head._rotated(attention.split(attention.q_proj(x)), positions)
+        attended = attend(nodes, 0, query, Scoring(attention.head_dim**-0.5))
+        y = residual + attention.o_proj(torch.as_tensor(attended).flatten(2))
+        y = y + layer.mlp(layer.post_attention_layernorm(y))
+        logits, fed_back = head.logits(y).numpy(), head.feedback(y).numpy()
+        if want == "all":
+            return HeadOutput(logits, fed_back)
+        some = last_nodes(nodes, want if isinstance(want, int) else 1) if want != "none" else np.s_[:, :0]
+        return HeadOutput(logits[some], fed_back[some])
 
 
 def chain_model(vocab: int = VOCAB, weights: tuple[float, ...] = (8.0, 7.0, 6.0)) -> LlamaForCausalLM:

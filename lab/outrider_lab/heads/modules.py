@@ -10,20 +10,31 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from outrider.core.types import Array
 from outrider.drafters.heads.block import BlockConfig
 from outrider.drafters.heads.config import FIELDS, HeadShape, default_taps, fields_of, plain_rope
-from outrider.drafters.heads.eagle import EagleConfig, EagleEquations
-from outrider.drafters.heads.layers import turned, turns
-from outrider.drafters.heads.medusa import MedusaWeights, read_by
+from outrider.drafters.heads.eagle import EagleConfig
+from outrider.drafters.heads.medusa import MedusaWeights
 from outrider.drafters.heads.reading import EMBED, OUTPUT, Config, HeadWeights
 
 START = 0.02  # standard deviation of the weights that training begins with
+
+
+def floats(stored: Array) -> Tensor:
+    """float32: what is stored of a head, for a module."""
+    return torch.from_numpy(stored.astype(np.float32))
+
+
+def stored(trained: Tensor) -> Array:
+    """What a module holds, for a head that is stored."""
+    return trained.detach().cpu().numpy()
 
 
 def config_for(
@@ -69,7 +80,7 @@ class HeadModule(nn.Module):
     def __init__(self, config: HeadShape, token_ids: Tensor | None = None) -> None:
         super().__init__()
         self.config, rows = config, config.draft_vocab_size
-        ids = torch.arange(rows, device="cpu") if token_ids is None else token_ids.long().clone()
+        ids = torch.arange(rows, device="cpu") if token_ids is None else token_ids.clone()
         if len(ids) != rows or not bool((ids.diff() > 0).all()) or int(ids[-1]) >= config.vocab_size:
             raise ValueError(
                 f"token_ids are {rows} ascending ids below {config.vocab_size}, one for each row of the output head; got "
@@ -77,11 +88,19 @@ class HeadModule(nn.Module):
             )
         frequencies, self._rope_factor = config.rotary()
         self.register_buffer("token_ids", ids, persistent=False)
-        self.register_buffer("_frequencies", frequencies, persistent=False)
+        self.register_buffer("_frequencies", torch.from_numpy(frequencies), persistent=False)
 
     def turn(self, positions: Tensor) -> Tensor:
-        """float32 [..., dim]: of the rotary embedding at positions [...], for `turned`."""
-        return turns(self._frequencies, self._rope_factor, positions)
+        """float32 [..., dim]: the cosines and then the sines of the rotary embedding at positions [...]."""
+        angle = positions[..., None].float() * self._frequencies
+        return torch.cat([angle.cos(), angle.sin()], -1) * self._rope_factor
+
+
+def turned(x: Tensor, turn: Tensor) -> Tensor:
+    """x [..., dim], its halves turned as in Llama. turn: of `HeadModule.turn`, broadcast to x."""
+    cosine, sine = turn.to(x.dtype).chunk(2, -1)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
 
 
 class HeadAttention(nn.Module):
@@ -138,14 +157,17 @@ class EagleLayer(nn.Module):
         self.mlp = HeadMLP(config)
 
 
-class Eagle(EagleEquations, HeadModule):
-    """EAGLE-3, EAGLE-3.1 and EAGLE-1, by the flags of their config.
+class Eagle(HeadModule):
+    """EAGLE-3, EAGLE-3.1 and EAGLE-1, by the flags of their config; the slow twin of `NativePairs`.
 
     The embedding is the target's, and no optimiser should change it: other engines take the target's too. `lm_head` has one row
     for each token of the draft vocabulary. token_ids: see `HeadModule`.
     """
 
     config: EagleConfig
+    layers: Any
+    input_norm: Any
+    fc_norm: Any
 
     def __init__(self, config: EagleConfig, token_ids: Tensor | None = None) -> None:
         super().__init__(config, token_ids)
@@ -171,19 +193,44 @@ class Eagle(EagleEquations, HeadModule):
 
         Raises ValueError for a head that cannot be trained."""
         check_trainable(read.config)
-        head = cls(read.config, read.token_ids)
-        tensors = {n: t.float() for n, t in read.tensors.items()}
+        head = cls(read.config, torch.from_numpy(read.token_ids))
+        tensors = {n: floats(t) for n, t in read.tensors.items()}
         head.load_state_dict({EMBED: embedding.float()} | tensors)
         return head
 
     def weights(self, *, embedding: bool = False) -> HeadWeights[EagleConfig]:
         """The head as it is now, float32. embedding: with its table of tokens; without one, engines take the target's."""
-        tensors = {n: t.detach().cpu() for n, t in self.state_dict().items() if embedding or n != EMBED}
-        return HeadWeights(self.config, tensors, self.token_ids.cpu())
+        tensors = {n: stored(t) for n, t in self.state_dict().items() if embedding or n != EMBED}
+        return HeadWeights(self.config, tensors, stored(self.token_ids))
 
     @property
     def layer(self) -> EagleLayer:
         return self.layers[0]
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """g [..., hidden] of features [..., taps * target_hidden], the tapped layers side by side."""
+        config = self.config
+        if config.eagle1:
+            return features
+        if config.norm_before_fc:
+            features = self.input_norm(features)
+        if config.fc_norm:
+            parts = features.chunk(len(config.taps), -1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc(features)
+
+    def pairs(self, tokens: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """(x, residual): what the layer's attention reads, and what its output is added to.
+
+        tokens: int64 [batch, pair]. g: [batch, pair, hidden]. x: [batch, pair, hidden], twice as wide in EAGLE-3.
+        """
+        embedded, layer = self.embed_tokens(tokens).to(g.dtype), self.layers[0]
+        if self.config.eagle1:
+            joined = self.fc(torch.cat([embedded, g], -1))
+            return joined, joined
+        normed = layer.hidden_norm(g)
+        residual = normed if self.config.norm_before_residual else g
+        return torch.cat([layer.input_layernorm(embedded), normed], -1), residual
 
     def keys_values(self, x: Tensor, positions: Tensor) -> KeysValues:
         """Of pairs. positions: int64 [batch, pair] or [pair], those of the features."""
@@ -344,9 +391,9 @@ class BlockModule(HeadModule):
     @classmethod
     def of(cls, read: HeadWeights[BlockConfig], embedding: Tensor, output: Tensor) -> BlockModule:
         """A drafter that was read. embedding, output: the target's, for what the drafter has not of its own."""
-        tensors = {EMBED: embedding, OUTPUT: output} | read.tensors
-        module = cls(read.config, read.token_ids, tensors[EMBED], tensors[OUTPUT])
-        module.load_state_dict({n: t.float() for n, t in tensors.items()})
+        tensors = {EMBED: embedding, OUTPUT: output} | {n: floats(t) for n, t in read.tensors.items()}
+        module = cls(read.config, torch.from_numpy(read.token_ids), tensors[EMBED], tensors[OUTPUT])
+        module.load_state_dict(tensors)
         return module
 
     def initialise_(self) -> BlockModule:
@@ -402,18 +449,18 @@ class BlockModule(HeadModule):
                 sure = self.confidence_head.proj(read.detach())[..., 0]
             yield logits, sure
 
-    def weights(self, stored: HeadWeights[BlockConfig] | None = None) -> HeadWeights[BlockConfig]:
-        """The drafter as it is now, float32. stored: what it was made of; tables that it lacks are left out again.
+    def weights(self, before: HeadWeights[BlockConfig] | None = None) -> HeadWeights[BlockConfig]:
+        """The drafter as it is now, float32. before: what it was made of; tables that it lacks are left out again.
 
-        Without `stored`, the output head is kept if it has not a row for each token of the target.
+        Without it, the output head is kept if it has not a row for each token of the target.
         """
         left_out = {EMBED, OUTPUT}
-        if stored is not None:
-            left_out -= stored.tensors.keys()
+        if before is not None:
+            left_out -= before.tensors.keys()
         elif self.config.draft_vocab_size < self.config.vocab_size:
             left_out = {EMBED}
-        tensors = {n: t.detach().cpu() for n, t in self.state_dict().items() if n not in left_out}
-        return HeadWeights(self.config, tensors, self.token_ids.cpu())
+        tensors = {n: stored(t) for n, t in self.state_dict().items() if n not in left_out}
+        return HeadWeights(self.config, tensors, stored(self.token_ids))
 
 
 class MedusaModule(nn.Module):
@@ -426,24 +473,26 @@ class MedusaModule(nn.Module):
         super().__init__()
         self._start = start
         self.blocks = nn.ModuleList(nn.ModuleList(_linear(*block) for block in blocks) for blocks in start.blocks)
-        outputs = start.outputs or [rows]
-        self.outputs = nn.ParameterList([nn.Parameter(m.float(), requires_grad=False) for m in outputs])
+        outputs = [*map(floats, start.outputs)] or [rows.float()]
+        self.outputs = nn.ParameterList([nn.Parameter(m, requires_grad=False) for m in outputs])
 
     def logits(self, hidden: Tensor, head: int) -> Tensor:
         """[..., kept] of states [..., hidden], which the target's output head reads."""
-        z = read_by([*self.blocks[head]], hidden)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+        z, blocks = hidden, cast("nn.ModuleList", self.blocks[head])
+        for block in blocks:
+            z = z + F.silu(block(z))
         return (z @ self.outputs[min(head, len(self.outputs) - 1)].T) * self._start.logit_scale
 
     def weights(self) -> MedusaWeights:
         """The heads as they are now, float32."""
         trained = [
-            [(b.weight.detach().cpu(), None if b.bias is None else b.bias.detach().cpu()) for b in blocks]  # pyright: ignore
+            [(stored(b.weight), None if b.bias is None else stored(b.bias)) for b in blocks]  # pyright: ignore
             for blocks in self.blocks  # pyright: ignore[reportGeneralTypeIssues]
         ]
         return replace(self._start, blocks=trained)
 
 
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def _linear(weight: Array, bias: Array | None) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
-    linear.load_state_dict({"weight": weight.float()} | ({} if bias is None else {"bias": bias.float()}))
+    linear.load_state_dict({"weight": floats(weight)} | ({} if bias is None else {"bias": floats(bias)}))
     return linear

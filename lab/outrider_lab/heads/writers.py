@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
 
 from outrider.core.files import read_settings, write_whole, written_whole
+from outrider.core.types import Array
 from outrider.drafters.heads.block import BlockConfig
 from outrider.drafters.heads.config import FIELDS, HeadShape
 from outrider.drafters.heads.eagle import LAYER_IDS, EagleConfig
 from outrider.drafters.heads.files import DFLASH, DSPARK, EAGLE3, MEDUSA, TARGET_DIGEST
 from outrider.drafters.heads.medusa import MedusaWeights
 from outrider.drafters.heads.reading import EMBED, OUTPUT, HeadWeights
-from outrider.models.dtypes import dtype_name
 from outrider_lab.heads.modules import check_trainable
 
 DRAFTS = 4  # draft tokens per step that other engines start with
@@ -31,7 +31,7 @@ def write_eagle(
     head: HeadWeights[EagleConfig],
     layout: str = "speculators",
     *,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: str = "bfloat16",
 ) -> Path:
     """Write config.json and model.safetensors; returns the folder, which is made if it is not there.
 
@@ -52,10 +52,10 @@ def write_eagle(
     if layout == "speculators":
         settings |= _speculators(config, EAGLE3, DRAFTS, **layer) | _said(config, "norm_before_residual")
         settings |= {"architectures": ["Eagle3DraftModel"], LAYER_IDS: config.layer_ids, "embed_requires_grad": False}
-        settings["dtype"] = dtype_name(dtype)
+        settings["dtype"] = dtype
     else:
         settings = {n: said for n, said in settings.items() if said} | _layers(config, **layer) | _flat(config)
-        settings["torch_dtype"] = dtype_name(dtype)
+        settings["torch_dtype"] = dtype
         tensors = {n.replace("layers.0.", "midlayer."): t for n, t in tensors.items()}
     return _store(folder, settings, tensors, dtype)
 
@@ -87,7 +87,7 @@ def _flat(config: EagleConfig) -> dict[str, Any]:
     return settings
 
 
-def write_block(folder: str | Path, head: HeadWeights[BlockConfig], *, dtype: torch.dtype = torch.bfloat16) -> Path:
+def write_block(folder: str | Path, head: HeadWeights[BlockConfig], *, dtype: str = "bfloat16") -> Path:
     """Write a DFlash or DSpark drafter in the layout of speculators, which vLLM reads; returns the folder.
 
     A head with a Markov bias or a confidence is a DSpark one. With a draft vocabulary its output head is written too; else
@@ -111,7 +111,7 @@ def write_block(folder: str | Path, head: HeadWeights[BlockConfig], *, dtype: to
         "sample_from_anchor": config.from_anchor,
         "architectures": ["DSparkDraftModel" if dspark else "DFlashDraftModel"],
         "aux_hidden_state_layer_ids": config.layer_ids,
-        "dtype": dtype_name(dtype),
+        "dtype": dtype,
         "mask_token_id": config.mask_token_id,
         # vLLM reads False as "causal in all layers", whatever the layers are; speculators ignores it without sliding layers
         "sliding_window_non_causal": True,
@@ -130,7 +130,7 @@ def write_medusa(
     head: MedusaWeights,
     layout: str = "vllm",
     *,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: str = "bfloat16",
     verifier: str | None = None,
 ) -> Path:
     """Write config.json and the weights; returns the folder, which is made if it is not there.
@@ -144,14 +144,14 @@ def write_medusa(
     count, layers, outputs = len(head.blocks), len(head.blocks[0]), head.outputs
     tgi, shared = layout == "tgi", len(outputs) == 1 and count > 1
     block, output = ("{}.{}.linear", "{}.{}.weight") if tgi else ("blocks.{}.layers.{}", "lm_heads.{}.weight")
-    tensors: dict[str, Tensor] = {OUTPUT: outputs[0]} if shared else {}
+    tensors: dict[str, Array] = {OUTPUT: outputs[0]} if shared else {}
     if not shared:
         tensors |= {output.format(i, layers): m for i, m in enumerate(outputs)}
     for i, blocks in enumerate(head.blocks):
         for j, (weight, bias) in enumerate(blocks):
             name = block.format(i, j)
             tensors |= {f"{name}.weight": weight} | ({} if bias is None else {f"{name}.bias": bias})
-    settings: dict[str, Any] = {"model_type": MEDUSA, "torch_dtype": dtype_name(dtype)}
+    settings: dict[str, Any] = {"model_type": MEDUSA, "torch_dtype": dtype}
     if verifier:
         settings["base_model_name_or_path"] = verifier
     if tgi:
@@ -184,20 +184,18 @@ def write_medusa(
 def _store(
     folder: str | Path,
     settings: dict[str, Any],
-    tensors: Mapping[str, Tensor],
-    dtype: torch.dtype,
+    tensors: Mapping[str, Array],
+    dtype: str,
     file: str = "model.safetensors",
 ) -> Path:
     """Write config.json and the file of weights, each whole. Returns the folder, which is made if it is not there.
 
-    dtype: of the floating point tensors. They are copied, because safetensors asks for tensors that share no memory.
+    dtype: of the floating point tensors.
     """
     out = Path(folder).expanduser()
     out.mkdir(parents=True, exist_ok=True)
-    stored = {
-        n: t.detach().to("cpu", dtype if t.is_floating_point() else t.dtype, copy=True).contiguous()
-        for n, t in tensors.items()
-    }
+    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    stored = {n: np.ascontiguousarray(t, None if t.dtype.kind in "ib" else kind) for n, t in tensors.items()}
     with written_whole(out / file) as partial:
         save_file(stored, partial, metadata={"format": "pt"})
     with written_whole(out / "config.json") as partial:
@@ -240,15 +238,15 @@ def _speculators(config: HeadShape, algorithm: str, tokens: int, **layer: Any) -
     }
 
 
-def vocabulary_maps(token_ids: Tensor, config: HeadShape) -> dict[str, Tensor]:
+def vocabulary_maps(token_ids: Array, config: HeadShape) -> dict[str, Array]:
     """d2t int64 [draft_vocab], the *offset* from each row to its token; t2d bool [vocab], the tokens that have a row.
 
     Nothing for a head of all tokens."""
     if config.draft_vocab_size == config.vocab_size:
         return {}
-    ids, has = token_ids.cpu(), torch.zeros(config.vocab_size, dtype=torch.bool)
-    has[ids] = True
-    return {"d2t": ids - torch.arange(len(ids)), "t2d": has}
+    has = np.zeros(config.vocab_size, bool)
+    has[token_ids] = True
+    return {"d2t": token_ids - np.arange(len(token_ids)), "t2d": has}
 
 
 def _layers(config: HeadShape, **more: Any) -> dict[str, Any]:

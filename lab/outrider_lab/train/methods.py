@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,15 +39,15 @@ class TrainedBlock(TrainedHead):
     decay = math.exp(-1 / 4)
     share = 0.125  # a block has as many output rows as it has drafts
 
-    def __init__(self, module: BlockModule, teacher: Teacher, stored: HeadWeights[BlockConfig] | None = None) -> None:
+    def __init__(self, module: BlockModule, teacher: Teacher, before: HeadWeights[BlockConfig] | None = None) -> None:
         super().__init__(module, teacher, module.token_ids, module.config.drafts)
-        self._stored = stored
+        self._before = before
 
     def drafts(self, tokens: Tensor, taught: Taught, anchors: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
         return self.module.drafts(tokens, taught.features, anchors)
 
     def write(self, folder: Path) -> None:
-        write_block(folder, self.module.weights(self._stored))
+        write_block(folder, self.module.weights(self._before))
 
     def decisions(self) -> dict[str, Any]:
         return {"mask_token_id": self.module.config.mask_token_id}
@@ -85,7 +86,7 @@ def continued_block(weights: HeadWeights[BlockConfig], start: Beginning) -> Trai
     if "embed_tokens.weight" in weights.tensors:
         raise ValueError("a drafter with an embedding of its own is not trained here; leave out --from")
     teacher = Teacher(start.loaded, weights.config.taps)
-    output = teacher.output(weights.token_ids).cpu()
+    output = teacher.output(torch.from_numpy(weights.token_ids)).cpu()
     return TrainedBlock(BlockModule.of(weights, teacher.embedding().cpu(), output), teacher, weights)
 
 
@@ -179,7 +180,7 @@ def continued_eagle(weights: HeadWeights[EagleConfig], start: Beginning) -> Trai
         raise ValueError("heads of EAGLE-1 are not trained here; leave out --from, and an EAGLE-3 head is trained")
     teacher = Teacher(start.loaded, weights.config.taps)
     head = Eagle.of(weights, teacher.embedding().cpu())
-    return TrainedEagle(head, teacher, weights.token_ids, own_embedding=weights.own_embedding is not None)
+    return TrainedEagle(head, teacher, head.token_ids, own_embedding=weights.own_embedding is not None)
 
 
 @torch.no_grad()
@@ -256,7 +257,7 @@ class TrainedMedusa(TrainedHead):
 
     def __init__(self, weights: MedusaWeights, start: Beginning) -> None:
         teacher = Teacher(start.loaded, ())
-        ids = torch.arange(teacher.vocab_size) if weights.token_ids is None else weights.token_ids
+        ids = torch.arange(teacher.vocab_size) if weights.token_ids is None else torch.from_numpy(weights.token_ids)
         rows = torch.empty(0) if weights.outputs else teacher.output().cpu()
         super().__init__(MedusaModule(weights, rows), teacher, ids, len(weights.blocks))
         self._verifier = start.verifier
@@ -275,9 +276,9 @@ def new_medusa(start: Beginning) -> TrainedMedusa:
     """Heads that say at first what the target would say next (the paper's beginning: all blocks are zero)."""
     teacher = Teacher(start.loaded, ())
     size, ids = teacher.hidden, start.token_ids
-    blocks = [[(torch.zeros(size, size), torch.zeros(size)) for _ in range(BLOCKS)] for _ in range(HEADS)]
-    subset = None if len(ids) == teacher.vocab_size else ids
-    weights = MedusaWeights(blocks, [teacher.output(ids).cpu()], subset, teacher.vocab_size, teacher.scale)  # pyright: ignore
+    empty = np.zeros((size, size), np.float32), np.zeros(size, np.float32)
+    subset, output = None if len(ids) == teacher.vocab_size else ids.numpy(), teacher.output(ids).cpu().numpy()
+    weights = MedusaWeights([[empty] * BLOCKS] * HEADS, [output], subset, teacher.vocab_size, teacher.scale)
     return TrainedMedusa(weights, start)
 
 
@@ -324,5 +325,6 @@ def start_head(start: Beginning, weights: Any = None) -> TrainedHead:
     kind = METHODS[start.method]
     if weights is None:
         return kind.new(start)
-    ids = torch.arange(start.loaded.model.vocab_size) if weights.token_ids is None else weights.token_ids
+    ids = weights.token_ids
+    ids = torch.arange(start.loaded.model.vocab_size) if ids is None else torch.from_numpy(ids)
     return kind.going_on(weights, replace(start, token_ids=ids))

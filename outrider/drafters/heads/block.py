@@ -13,19 +13,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+import numpy as np
 
+from outrider.core.types import Array
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.config import Field, HeadShape
 from outrider.drafters.heads.features import HELD, FeatureCache
 from outrider.drafters.heads.files import DFLASH, DFLASH2, DSPARK, HeadFolder, settings_named
-from outrider.drafters.heads.lattice import Lattice
-from outrider.drafters.heads.layers import Linears, PackedLayer, Rotary, precision_of
+from outrider.drafters.heads.lattice import Lattice, largest_places
+from outrider.drafters.heads.layers import Linears, precision_of, silu
 from outrider.drafters.heads.reading import OUTPUT, HeadReader, HeadWeights, layer_shapes
 from outrider.drafters.heads.selftest import head_drafter, parallel_survival
 from outrider.drafters.model.grower import TreeDrafter
+from outrider.kernels import cpu as native
+from outrider.kernels.border import as_array, as_tensor
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SCRATCH, SlotCache
 from outrider.models.load import Loaded
@@ -149,11 +150,32 @@ def _taps(reader: HeadReader, given: Mapping[str, Any], wide: int) -> tuple[int,
     return reader.taps("target_layer_ids (it counts outputs of layers, one less)", ids, wide)
 
 
-Wrap = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
+Part = Callable[[Array], Array]
+Wrap = Callable[[Array, Part], Array]
 
 
-def _bare(x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
-    return part(x)
+class PackedLayer:
+    """A layer on packed weights."""
+
+    def __init__(self, linears: Linears, i: int, config: BlockConfig) -> None:
+        attention, layer = f"layers.{i}.self_attn", f"layers.{i}"
+        self.query = linears.named(f"{attention}.q_proj")
+        self.keys_values = linears.named(f"{attention}.k_proj", f"{attention}.v_proj")
+        self.out = linears.named(f"{attention}.o_proj")
+        self._gate_up = linears.named(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj")
+        self._down, self._inner = linears.named(f"{layer}.mlp.down_proj"), config.intermediate_size
+        self.q_norm, self.k_norm = linears.norm(f"{attention}.q_norm"), linears.norm(f"{attention}.k_norm")
+        self.input_layernorm = linears.norm(f"{layer}.input_layernorm")
+        self.post_attention_layernorm = linears.norm(f"{layer}.post_attention_layernorm")
+        self.wrap_attention: Wrap = _bare
+        self.wrap_mlp: Wrap = _bare
+        if config.conv_kernel_size:
+            self.wrap_attention, self.wrap_mlp = (_around(linears, f"{layer}.{p}_conv") for p in ("attention", "mlp"))
+
+    def mlp(self, x: Array) -> Array:
+        """[..., hidden] of a normed state of that shape."""
+        both = self._gate_up(x)
+        return self._down(silu(both[..., : self._inner]) * both[..., self._inner :])
 
 
 class BlockModel:
@@ -166,41 +188,48 @@ class BlockModel:
         self, head: HeadWeights[BlockConfig], target: LanguageModel, max_length: int, quantization: str = "auto"
     ) -> None:
         config, tensors = head.config, head.tensors
-        self.config, self.device = config, target.device
+        self.config = config
         self.max_length = min(max_length, config.max_position_embeddings, HELD)
-        self._target, self._wide = target, len(config.taps) * config.target_hidden_size
-        precision = precision_of(quantization, [t for t in tensors.values() if t.dim() == 2])
-        linears = Linears(self.device, precision, tensors, config.rms_norm_eps)
+        self._wide = len(config.taps) * config.target_hidden_size
+        precision = precision_of(quantization, [t for t in tensors.values() if t.ndim == 2])
+        linears = Linears(precision, tensors, config.rms_norm_eps)
         self._fc = linears.named("fc")
         self._context_norm, self._norm = linears.norm("hidden_norm"), linears.norm("norm")
         read_once = linears.bytes
-        self._layers = [PackedLayer(linears, i, "q", "kv") for i in range(config.num_layers)]
-        self._lm_head = linears.named("lm_head") if OUTPUT in tensors else target.output_head
-        self._embedding = None if head.own_embedding is None else head.own_embedding.to(self.device)
+        self._layers = [PackedLayer(linears, i, config) for i in range(config.num_layers)]
+        self._lm_head = (
+            linears.named("lm_head") if OUTPUT in tensors else lambda z: as_array(target.output_head(as_tensor(z)))
+        )
+        own = head.own_embedding
+        self._embedded: Part = lambda ids: as_array(target.embedding_rows(as_tensor(ids)))
+        if own is not None:
+            self._embedded = lambda ids: own[ids].astype(np.float32)
         self.weight_bytes = (linears.bytes - read_once) // config.drafts
         self._markov = self._confidence = self._selector = None
-        self._convolutions = [self._wraps(linears, tensors, i) for i in range(config.num_layers)]
         if config.markov_rank:
-            first, second = (tensors[f"markov_head.markov_w{n}.weight"].to(self.device) for n in (1, 2))
-            self._markov = first, second.float()
+            first, second = (tensors[f"markov_head.markov_w{n}.weight"] for n in (1, 2))
+            self._markov = first, second.astype(np.float32)
         if config.confidence:
-            weight, bias = (tensors[f"confidence_head.proj.{n}"].float().to(self.device) for n in ("weight", "bias"))
+            weight, bias = (tensors[f"confidence_head.proj.{n}"].astype(np.float32) for n in ("weight", "bias"))
             self._confidence = weight[0], bias
         if config.selector_rank:
             names = ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
-            before, after, project = (tensors[f"candidate_selector.{n}"].float().to(self.device) for n in names)
+            before, after, project = (tensors[f"candidate_selector.{n}"].astype(np.float32) for n in names)
             self._selector = before, after, project
-        self._rotary = Rotary(config, self.max_length + SCRATCH + config.block_size, self.device)
+        frequencies, factor = config.rotary()
+        length = self.max_length + SCRATCH + config.block_size
+        angles = np.arange(length, dtype=np.float32)[:, None] * frequencies
+        self._turns = np.cos(angles) * factor, np.sin(angles) * factor
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         return SlotCache(num_slots, min(max_length, self.max_length))
 
-    def read(self, cache: SlotCache, slot: int, features: Tensor) -> None:
+    def read(self, cache: SlotCache, slot: int, features: Array) -> None:
         """Commit the keys and values of features [position, taps * target_hidden] that follow those of the slot."""
         start, count = cache.length[slot], len(features)
         cache.reserve([slot], count + self.config.block_size)
-        context = self._context_norm(self._fc(features.float()))
-        positions = torch.arange(start, start + count, device=self.device)
+        context = self._context_norm(self._fc(features))
+        positions = np.arange(start, start + count)
         for i, layer in enumerate(self._layers):
             self._write(cache, i, slot, start, *self._keys_values(layer, context, positions))
         cache.commit([slot], [range(count)])
@@ -209,104 +238,115 @@ class BlockModel:
         """Read nodes without features, as the engine does to see what a cache takes. want: as a language model has it."""
         for slot in nodes.slots:
             length = nodes.cache.length[slot]
-            self.read(nodes.cache, slot, torch.zeros(nodes.count, self._wide, device=self.device))
+            self.read(nodes.cache, slot, np.zeros((nodes.count, self._wide), np.float32))
             nodes.cache.keep(slot, length)
 
-    def block(self, cache: SlotCache, slots: Sequence[int], roots: Sequence[int]) -> Tensor:
+    def block(self, cache: SlotCache, slots: Sequence[int], roots: Sequence[int]) -> Array:
         """float32 [batch, slot, hidden], after the final norm: the block after each root. Attention within it looks both ways."""
         c, size = self.config, self.config.block_size
         cache.reserve(slots, size)
-        ids = torch.full((len(slots), size), c.mask_token_id, device=self.device)
-        ids[:, 0] = torch.tensor(list(roots), device=self.device)
-        s = self._target.embedding_rows(ids) if self._embedding is None else self._embedding[ids].float()
-        lengths = [cache.length[slot] for slot in slots]
-        positions = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(size, device=self.device)
+        ids = np.full((len(slots), size), c.mask_token_id)
+        ids[:, 0] = roots
+        s = self._embedded(ids)
+        starts = [cache.length[slot] for slot in slots]
+        positions = np.array(starts)[:, None] + np.arange(size)
+        # one node at the end of each block sees all of it, and has the heads of all its slots
+        plan = native.AttentionPlan(slots, [start + size - 1 for start in starts], 1)
         for i, layer in enumerate(self._layers):
-            wrap_attention, wrap_mlp = self._convolutions[i]
-            s = s + wrap_attention(
-                layer.input_layernorm(s), partial(self._attended, i, cache, slots, lengths, positions)
-            )
-            s = s + wrap_mlp(layer.post_attention_layernorm(s), layer.mlp)
+            attended = partial(self._attended, i, cache, slots, starts, positions, plan)
+            s = s + layer.wrap_attention(layer.input_layernorm(s), attended)
+            s = s + layer.wrap_mlp(layer.post_attention_layernorm(s), layer.mlp)
         return self._norm(s)
 
     def _attended(
-        self, i: int, cache: SlotCache, slots: Sequence[int], lengths: Sequence[int], positions: Tensor, y: Tensor
-    ) -> Tensor:
+        self,
+        i: int,
+        cache: SlotCache,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        positions: Array,
+        plan: native.AttentionPlan,
+        y: Array,
+    ) -> Array:
         """What the attention of a layer makes of normed states [batch, slot, hidden] of the blocks."""
-        c, size, layer = self.config, self.config.block_size, self._layers[i]
-        query = self._rotary(layer.q_norm(layer.reads[0](y).unflatten(-1, (-1, c.head_dim))), positions)
+        c, layer, (batch, size) = self.config, self._layers[i], y.shape[:2]
         key, value = self._keys_values(layer, y, positions)
-        attended: list[Tensor] = []
-        for b, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
-            self._write(cache, i, slot, length, key[b], value[b])  # scratch, overwritten by the next read
-            keys, values = (t[slot : slot + 1, :, : length + size] for t in cache.layers[i])
-            out = F.scaled_dot_product_attention(
-                query[b : b + 1].transpose(1, 2), keys, values, scale=c.head_dim**-0.5, enable_gqa=True
-            )
-            attended.append(out.transpose(1, 2).flatten(2))
-        return layer.out(torch.cat(attended))
+        for b, (slot, start) in enumerate(zip(slots, starts, strict=True)):
+            self._write(cache, i, slot, start, key[b], value[b])  # scratch, overwritten by the next read
+        query = self._turned(layer.q_norm(layer.query(y).reshape(batch, size, -1, c.head_dim)), positions)
+        # the query heads of a key head are neighbours
+        grouped = query.reshape(batch, size, c.num_key_value_heads, -1, c.head_dim).swapaxes(1, 2)
+        one_node = grouped.reshape(batch, 1, -1, c.head_dim)
+        out = native.attention(plan, one_node, *map(as_array, cache.layers[i]), native.Scoring(c.head_dim**-0.5))
+        return layer.out(out.reshape(grouped.shape).swapaxes(1, 2).reshape(batch, size, -1))
 
-    def _wraps(self, linears: Linears, tensors: Mapping[str, Tensor], i: int) -> tuple[Wrap, Wrap]:
-        """What stands around attention and MLP of a layer: convolutions in DFlash2, else nothing."""
-        if not self.config.conv_kernel_size:
-            return _bare, _bare
-        names = [f"layers.{i}.{part}_conv" for part in ("attention", "mlp")]
-        convolutions = [
-            partial(
-                around, linears.named(f"{n}.kernel_projection"), tensors[f"{n}.base_kernel"].float().to(self.device)
-            )
-            for n in names
-        ]
-        return convolutions[0], convolutions[1]
-
-    def logits(self, z: Tensor) -> Tensor:
+    def logits(self, z: Array) -> Array:
         """float32 [..., kept]."""
         return self._lm_head(z)
 
-    def bias(self, z: Tensor, token: int, places: Tensor | None) -> Tensor:
+    def bias(self, z: Array, token: int, places: Array | None) -> Array:
         """float32 [kept]: of a slot's logits after a token. z: float32 [hidden], of the slot. places: some of the columns."""
         if self._selector is not None:
-            before, after, project = self._selector
-            return (after if places is None else after[places]) @ (before[token] * (project @ z))
-        assert self._markov is not None
-        first, second = self._markov
-        return (second if places is None else second[places]) @ first[token].float()
+            before, table, project = self._selector
+            vector = before[token] * np.einsum("rh,h->r", project, z)  # one thread, other than a product
+        else:
+            assert self._markov is not None
+            table, vector = self._markov[1], self._markov[0][token].astype(np.float32)
+        return np.einsum("nr,r->n", table if places is None else table[places], vector)
 
-    def log_confidence(self, z: Tensor, token: int) -> float:
+    def log_confidence(self, z: Array, token: int) -> float:
         """Log probability that the token of a slot is right, given that the slot is reached. z: float32 [hidden], of the slot."""
         if self._confidence is None:
             return 0.0
         weight, bias = self._confidence
         if self.config.confidence_markov and self._markov is not None:
-            z = torch.cat([z, self._markov[0][token].float()])
-        return -math.log1p(math.exp(-float((weight @ z + bias).clamp(-30, 30))))
+            z = np.concatenate([z, self._markov[0][token]])
+        return -math.log1p(math.exp(-float(np.clip(weight @ z + bias, -30, 30)[0])))
 
-    def _keys_values(self, layer: PackedLayer, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _keys_values(self, layer: PackedLayer, x: Array, positions: Array) -> tuple[Array, Array]:
         """Both [..., kv_head, head_dim]."""
-        key, value = layer.reads[1](x).unflatten(-1, (2, -1, self.config.head_dim)).unbind(-3)
-        return self._rotary(layer.k_norm(key), positions), value
+        both = layer.keys_values(x).reshape(*x.shape[:-1], 2, -1, self.config.head_dim)
+        return self._turned(layer.k_norm(both[..., 0, :, :]), positions), both[..., 1, :, :]
 
-    def _write(self, cache: SlotCache, i: int, slot: int, start: int, key: Tensor, value: Tensor) -> None:
+    def _turned(self, x: Array, positions: Array) -> Array:
+        """x [..., head, dim], its halves turned as in Llama. positions: int64 [...]."""
+        cosine, sine = (table[positions][..., None, :] for table in self._turns)
+        a, b = np.split(x, 2, -1)
+        return np.concatenate([a * cosine - b * sine, b * cosine + a * sine], -1)
+
+    def _write(self, cache: SlotCache, i: int, slot: int, start: int, key: Array, value: Array) -> None:
         """key, value: [position, kv_head, head_dim]."""
         shape = key.shape[1], key.shape[2]
-        for stored, new in zip(cache.layer(i, shape, shape, key), (key, value), strict=True):
-            stored[slot, :, start : start + len(new)] = new.transpose(0, 1)
+        for stored, new in zip(cache.layer(i, shape, shape, as_tensor(key)), (key, value), strict=True):
+            as_array(stored)[slot, :, start : start + len(new)] = new.swapaxes(0, 1)
 
 
-def convolved(x: Tensor, base: Tensor, delta: Tensor) -> Tensor:
+def convolved(x: Array, base: Array, delta: Array) -> Array:
     """A causal convolution over the slots of a block, each with a kernel of its own (DFlash2).
 
     x: [..., slot, hidden]. base: [tap, hidden]. delta: [..., slot, tap, group], what is added to the kernel of each slot.
     """
-    kernel = base + delta.repeat_interleave(x.shape[-1] // delta.shape[-1], -1)
-    shifted = (F.pad(x, (0, 0, tap, 0))[..., : x.shape[-2], :] * kernel[..., tap, :] for tap in range(len(base)))
-    return sum(shifted, torch.zeros_like(x))
+    kernel = base + np.repeat(delta, x.shape[-1] // delta.shape[-1], -1)
+    out = np.zeros_like(x)
+    for tap in range(len(base)):
+        out[..., tap:, :] += x[..., : x.shape[-2] - tap, :] * kernel[..., tap:, tap, :]
+    return out
 
 
-def around(projection: Callable[[Tensor], Tensor], base: Tensor, x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
-    """A part of a layer between two convolutions. base: [2, tap, hidden]."""
-    before, after = projection(x).unflatten(-1, (2, base.shape[1], -1)).unbind(-3)
-    return convolved(part(convolved(x, base[0], before)), base[1], after)
+def _bare(x: Array, part: Part) -> Array:
+    return part(x)
+
+
+def _around(linears: Linears, name: str) -> Wrap:
+    """A part of a layer between two convolutions (DFlash2)."""
+    projection = linears.named(f"{name}.kernel_projection")
+    base = linears.tensors[f"{name}.base_kernel"].astype(np.float32)
+
+    def wrap(x: Array, part: Part) -> Array:
+        both = projection(x).reshape(*x.shape[:-1], *base.shape[:2], -1)
+        return convolved(part(convolved(x, base[0], both[..., 0, :, :])), base[1], both[..., 1, :, :])
+
+    return wrap
 
 
 class BlockLattice(Lattice):
@@ -330,27 +370,27 @@ class BlockLattice(Lattice):
         config, self.model = head.config, BlockModel(head, target, max_length, quantization)
         self.cache = self.model.new_cache(num_slots, max_length)
         self.features, self.taps = FeatureCache(self.cache, pairs=False), config.taps
-        super().__init__(config.vocab_size, target.device, config.drafts, head.subset(target.device))
+        super().__init__(config.vocab_size, config.drafts, head.subset)
         self.first_order = config.markov_rank + config.selector_rank > 0
         self.learns = not self.first_order
-        self.hidden = torch.empty(0)
+        self.hidden = np.empty(0)
 
-    def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
+    def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Array:
         for slot in slots:
             if waiting := self.features.waiting.get(slot):
                 self.model.read(self.cache, slot, self.features.joined(slot))
                 waiting.keep(0)
         z = self.model.block(self.cache, slots, [tokens[-1] for tokens in texts])
         first = 0 if self.model.config.from_anchor else 1
-        self.hidden = z[:, first : first + depth].contiguous()
+        self.hidden = np.ascontiguousarray(z[:, first : first + depth])
         return self.model.logits(self.hidden)
 
-    def after_token(self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None) -> Tensor:
+    def after_token(self, line: int, level: int, token: int, logits: Array, places: Array | None) -> Array:
         return logits + self.model.bias(self.hidden[line, level], token, places)
 
-    def possible(self, logits: Tensor) -> Tensor | None:
-        count = min(self.model.config.candidates, len(logits))
-        return logits.topk(count).indices.sort().values if count else None
+    def possible(self, logits: Array) -> Array | None:
+        count = self.model.config.candidates
+        return largest_places(logits, count) if count else None
 
     def log_confidence(self, line: int, level: int, token: int) -> float:
         return self.model.log_confidence(self.hidden[line, level], token)

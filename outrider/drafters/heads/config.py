@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from outrider.models.base import EMBEDDING
+from outrider.models.rotary import frequencies
 
 # Rotary types whose frequencies do not depend on the length of the text.
 ROTARY = ("default", "linear", "llama3", "yarn")
@@ -56,30 +56,16 @@ class HeadShape:
         """`taps` as SafeAILab, speculators and vLLM count: the hidden state before that layer."""
         return [0 if t == EMBEDDING else t + 1 for t in self.taps]
 
-    def rotary(self) -> tuple[Tensor, float]:
+    def rotary(self) -> tuple[np.ndarray, float]:
         """(float32 [head_dim / 2] frequencies in radians per position, factor of cosine and sine).
 
         Raises ValueError for a kind whose frequencies depend on the length of the text."""
-        rope, dim = self.rope_parameters, self.head_dim
-        kind = rope.get("rope_type", "default")
+        rope = self.rope_parameters
+        kind, share = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
         if kind not in ROTARY:
             raise ValueError(f"the head's rotary embedding is {kind!r}; a head can have {', '.join(ROTARY)}")
-        if kind == "default":
-            at = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
-            return 1.0 / float(rope["rope_theta"]) ** at, 1.0
-        from transformers import LlamaConfig  # seconds of a start, and few heads need it
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        config = LlamaConfig(
-            hidden_size=self.hidden_size,
-            num_attention_heads=max(self.hidden_size // dim, 1),
-            head_dim=dim,
-            max_position_embeddings=self.max_position_embeddings,
-            rope_parameters=dict(rope),  # pyright: ignore[reportCallIssue]
-        )
-        with torch.device("cpu"):  # also where a module is made without memory
-            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-        return frequencies.float(), float(factor)
+        turned = self.head_dim if kind == "default" else int(self.head_dim * share)
+        return frequencies(rope, turned, self.max_position_embeddings)
 
 
 class Field(NamedTuple):

@@ -1,7 +1,7 @@
 """Trained heads of the EAGLE family: EAGLE-1, EAGLE-3 and EAGLE-3.1 draft chains and trees, P-EAGLE all tokens in one forward.
 
-First the settings and tensors of a head, and how folders say them; then its equations, and how it drafts. A head works over the
-slot cache and at draft trees: by the native step, or in torch over packed linears.
+First the settings and tensors of a head, and how folders say them; then its program, and how it drafts. Over the slot cache and
+at draft trees the native step runs it. The laboratory has the equations in plain torch.
 """
 
 from __future__ import annotations
@@ -11,29 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+import numpy as np
 
 from outrider.core.tree import chain
-from outrider.core.types import Commit
+from outrider.core.types import Array, Commit
 from outrider.drafters.base import DraftContext
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.config import Field, HeadShape, default_taps
-from outrider.drafters.heads.features import HELD, FeatureCache, HeadOutput, NativePairs, PairModel, last_nodes
+from outrider.drafters.heads.features import HELD, FeatureCache, NativePairs, PairModel, padded
 from outrider.drafters.heads.files import EAGLE1, EAGLE3, PEAGLE, HeadFolder, settings_named
 from outrider.drafters.heads.lattice import Lattice
-from outrider.drafters.heads.layers import Linears, PackedLayer, Rotary, precision_of
+from outrider.drafters.heads.layers import precision_of
 from outrider.drafters.heads.reading import OUTPUT, HeadReader, HeadWeights, layer_shapes, log
 from outrider.drafters.heads.selftest import DEPTH, DraftHits, head_drafter, parallel_survival
 from outrider.drafters.model.cached import CachedLevels, Feed
 from outrider.drafters.model.confidence import FOR_HEADS
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.kernels import cpu as native
-from outrider.kernels.cpu import Scoring
-from outrider.models.attention import attend, write
+from outrider.kernels.border import as_array, as_tensor
 from outrider.models.base import FINAL_NORM, LanguageModel, Want
-from outrider.models.cache import SCRATCH
 from outrider.models.load import Loaded
 from outrider.models.native.builder import Builder
 from outrider.models.native.parts import attention, gated_mlp
@@ -171,55 +167,49 @@ _FEATURE_NORM = "feature_norm"  # of what comes from the target: one norm, or on
 
 
 def eagle_model(
-    head: HeadWeights[EagleConfig],
-    target: LanguageModel,
-    max_length: int,
-    quantization: str = "auto",
-    *,
-    plain: bool = False,
-) -> PairModel:
-    """A head that is ready to draft: by the native step on a CPU.
+    head: HeadWeights[EagleConfig], target: LanguageModel, max_length: int, quantization: str = "auto"
+) -> NativePairs:
+    """A head that is ready to draft.
 
     Args:
         head: As it was read.
         target: Its embedding serves a head without one.
         max_length: Tokens of the longest text.
         quantization: "auto", "none", "int8" or "int4".
-        plain: In torch also where the native step could run it; the reference.
     """
     config, length = head.config, min(max_length, head.config.max_position_embeddings, HELD)
     precision = precision_of(quantization, [t for n, t in head.tensors.items() if "norm" not in n])
-    runs = target.device.type == "cpu" and native.available()
-    if runs and not plain and (table := _table(head, target)) is not None:
-        program = _program(head, _EagleSource(head, precision, table))
-        pairs = NativePairs(program, config.taps, length, head.subset(target.device))
-        pairs.weight_bytes //= max(config.parallel_drafts, 1)
-        return pairs
-    return TorchEagle(head, target, length, precision)
-
-
-def _table(head: HeadWeights[EagleConfig], target: LanguageModel) -> native.Packed | Tensor | None:
     table = head.own_embedding
-    return target.embedding_table if table is None else table.contiguous()
+    if table is None:
+        table = target.embedding_table
+    if table is None:  # in memory of another device, or in no plain order
+        table = target.embedding_rows(as_tensor(np.arange(config.vocab_size)))
+    pairs = NativePairs(_program(head, _EagleSource(head, precision, table)), config.taps, length, head.subset)
+    pairs.weight_bytes //= max(config.parallel_drafts, 1)
+    return pairs
 
 
 class _EagleSource(StoredSource):
     """The tensors of a head, by their names in its file. A matrix is packed when it is asked for."""
 
-    def __init__(self, head: HeadWeights[EagleConfig], precision: str, table: native.Packed | Tensor) -> None:
-        tensors, ids = dict(head.tensors), head.token_ids.long().contiguous()
+    def __init__(self, head: HeadWeights[EagleConfig], precision: str, table: native.Packed | Array) -> None:
+        tensors, ids = dict(head.tensors), as_tensor(head.token_ids)
         names = [f"{n}.weight" for n in ("input_norm", *(f"fc_norm.{i}" for i in range(len(head.config.taps))))]
         if norms := [tensors[n] for n in names if n in tensors]:
-            tensors[f"{_FEATURE_NORM}.weight"] = torch.cat(norms)
+            tensors[f"{_FEATURE_NORM}.weight"] = np.concatenate(norms)
         super().__init__({}, tensors, head.config.vocab_size)
         self.head_ids = ids if len(ids) < self.vocab_size else None
-        self._precision, self._embedding = precision, table
+        self._precision, self._embedding = precision, as_tensor(table) if isinstance(table, np.ndarray) else table
+
+    def tensor(self, name: str) -> Any:
+        weight = self.named.get(name)
+        return None if weight is None else as_tensor(weight.astype(np.float32))
 
     def matrix(self, *names: str, paired: bool = False) -> native.Packed:
         biases = [self.named.get(f"{n}.bias") for n in names]
         return native.Packed([self.named[f"{n}.weight"] for n in names], self._precision, biases, paired=paired)
 
-    def table(self, name: str) -> native.Packed | Tensor:
+    def table(self, name: str) -> Any:
         return self._embedding
 
 
@@ -245,7 +235,8 @@ def _program(head: HeadWeights[EagleConfig], source: _EagleSource) -> Program:
         b.norm(token, "layers.0.input_layernorm", eps=eps, out=token)
         b.norm(x, "layers.0.hidden_norm", eps=eps, out=state)
         x = state if c.norm_before_residual else x
-    table = b.angles(*c.rotary())
+    frequencies, factor = c.rotary()
+    table = b.angles(as_tensor(frequencies), factor)
     for b.layer in range(c.num_layers):
         layer = f"layers.{b.layer}"
         if b.layer:
@@ -260,101 +251,6 @@ def _program(head: HeadWeights[EagleConfig], source: _EagleSource) -> Program:
     last = b.norm(x, "norm", eps=eps) if b.has("norm") else x
     b.head(last, fed_back=last if c.norm_output else x)
     return b.program()
-
-
-class EagleEquations:
-    """The equations of a head (docs/guides/heads.md), over the linears and norms that it has: trained ones or packed ones."""
-
-    config: EagleConfig
-    embed_tokens: Any
-    input_norm: Any
-    fc_norm: Any
-    fc: Any
-    layers: Any
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """g [..., hidden] of features [..., taps * target_hidden], the tapped layers side by side."""
-        config = self.config
-        if config.eagle1:
-            return features
-        if config.norm_before_fc:
-            features = self.input_norm(features)
-        if config.fc_norm:
-            parts = features.chunk(len(config.taps), -1)
-            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        return self.fc(features)
-
-    def pairs(self, tokens: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """(x, residual): what the layer's attention reads, and what its output is added to.
-
-        tokens: int64 [batch, pair]. g: [batch, pair, hidden]. x: [batch, pair, hidden], twice as wide in EAGLE-3.
-        """
-        embedded, layer = self.embed_tokens(tokens).to(g.dtype), self.layers[0]
-        if self.config.eagle1:
-            joined = self.fc(torch.cat([embedded, g], -1))
-            return joined, joined
-        normed = layer.hidden_norm(g)
-        residual = normed if self.config.norm_before_residual else g
-        return torch.cat([layer.input_layernorm(embedded), normed], -1), residual
-
-
-class TorchEagle(EagleEquations, PairModel):
-    """In torch over packed linears: for other devices, and the reference of the native step."""
-
-    def __init__(self, head: HeadWeights[EagleConfig], target: LanguageModel, max_length: int, precision: str) -> None:
-        """precision: of the linears."""
-        self.config = config = head.config
-        self.taps, self.device, self.vocab_size = config.taps, target.device, config.vocab_size
-        self.max_length, self.subset = max_length, head.subset(target.device)
-        self.embed_tokens = target.embedding_rows
-        if (stored := head.own_embedding) is not None:
-            table = stored.to(self.device)
-            self.embed_tokens = lambda tokens: table[tokens].float()
-        linears = Linears(self.device, precision, head.tensors, config.rms_norm_eps)
-        self.fc = linears.named("fc")
-        fused = 0 if config.eagle1 else linears.bytes
-        self.layers = [PackedLayer(linears, i, "qkv") for i in range(config.num_layers)]
-        self._lm_head = linears.named("lm_head")
-        self.weight_bytes = (linears.bytes - fused) // max(config.parallel_drafts, 1)
-        self.input_norm, self._norm = linears.norm("input_norm"), linears.norm("norm")
-        self.fc_norm = [linears.norm(f"fc_norm.{i}") for i in range(len(config.taps))]
-        self._rotary = Rotary(config, self.max_length + SCRATCH, self.device)
-        self._scoring = Scoring(config.head_dim**-0.5)
-
-    def forward(
-        self, nodes: Nodes, features: Tensor | None = None, *, g: Tensor | None = None, want: Want | int = "all"
-    ) -> HeadOutput:
-        zeros = torch.zeros(*nodes.tokens.shape, self.config.hidden_size, device=self.device)
-        states = (zeros if g is None else g) if features is None else self.fuse(features.float())
-        nodes = nodes.to(self.device)
-        nodes.cache.reserve(nodes.slots, nodes.total)
-        c, batch = self.config, len(nodes.slots)
-        x, residual = self.pairs(nodes.tokens, states)
-        y = residual
-        for i, layer in enumerate(self.layers):
-            if i:
-                x, residual = layer.input_layernorm(y), y
-            query = self._written(nodes, i, layer, x)
-            last = i == len(self.layers) - 1
-            if last and want == "none":
-                return HeadOutput(x.new_empty(batch, 0, c.draft_vocab_size), x.new_empty(batch, 0, c.hidden_size))
-            attended = attend(nodes, i, query.transpose(1, 2), self._scoring).flatten(2)
-            if last and want != "all":
-                last_ones = last_nodes(nodes, want if isinstance(want, int) else 1)
-                attended, residual = attended[last_ones], residual[last_ones]
-            y = layer.after(residual, attended)
-        z = self._norm(y)
-        return HeadOutput(self._lm_head(z), z if c.norm_output else y)
-
-    def _written(self, nodes: Nodes, i: int, layer: PackedLayer, x: Tensor) -> Tensor:
-        """Write the keys and values of a layer. Returns the rotated queries, [batch, node, head, head_dim]."""
-        c = self.config
-        heads = layer.reads[0](x).unflatten(-1, (-1, c.head_dim))
-        query, key, value = heads.split([c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads], -2)
-        both = self._rotary(torch.cat([layer.q_norm(query), layer.k_norm(key)], -2), nodes.positions)
-        query, key = both.split([c.num_attention_heads, c.num_key_value_heads], -2)
-        write(nodes, i, key.transpose(1, 2), value.transpose(1, 2))
-        return query
 
 
 class Pairs(CachedLevels):
@@ -377,32 +273,32 @@ class Pairs(CachedLevels):
         self.taps, self.cache = model.taps, model.new_cache(num_slots, max_length)
         self.features = FeatureCache(self.cache, pairs=True)
         # slot -> g of the children of each node in the scratch, [place, hidden]
-        self._fed_back = dict[int, Tensor]()
+        self._fed_back = dict[int, Array]()
 
     def room(self, slot: int, tokens: list[int]) -> int:
         return self.features.room(slot, tokens)
 
-    def add(self, slot: int, features: Tensor, first: int) -> None:
+    def add(self, slot: int, features: Array, first: int) -> None:
         self.features.add(slot, features, first)
 
     def unread(self, slot: int, tokens: list[int]) -> Feed:
-        return self.features.pair_tokens(slot, tokens), self.features.joined(slot)
+        return self.features.pair_tokens(slot, tokens), as_tensor(self.features.joined(slot))
 
     def ingested(self, slot: int, count: int) -> None:
         self.features.ingested(slot, count)
 
-    def forward(self, nodes: Nodes, features: Tensor | None, want: Want) -> Tensor:
+    def forward(self, nodes: Nodes, features: Array | None, want: Want) -> Array:
         if features is not None:
-            logits, g = self.model.forward(nodes, features, want=want)
+            logits, g = self.model.forward(nodes, as_array(features), want=want)
             self._fed_back |= zip(nodes.slots, g, strict=True)
-            return logits
+            return as_tensor(logits)
         assert nodes.parents is not None
-        above = nodes.parents[:, nodes.held :].clamp_min(0).to(self.device)
+        above = np.maximum(as_array(nodes.parents)[:, nodes.held :], 0)
         fed_back = [self._fed_back[slot] for slot in nodes.slots]
-        logits, g = self.model.forward(nodes, g=torch.stack([k[up] for k, up in zip(fed_back, above, strict=True)]))
+        logits, g = self.model.forward(nodes, g=np.stack([k[up] for k, up in zip(fed_back, above, strict=True)]))
         for slot, before, new in zip(nodes.slots, fed_back, g, strict=True):
-            self._fed_back[slot] = torch.cat([before, new])
-        return logits
+            self._fed_back[slot] = np.concatenate([before, new])
+        return as_tensor(logits)
 
     def update(self, context: DraftContext, commits: Sequence[Commit]) -> None:
         """Of a draft the root's pair alone is kept: it was read from the target's features."""
@@ -438,18 +334,18 @@ class MaskedPairs(Lattice):
         config, self.model = head.config, eagle_model(head, target, max_length, quantization)
         self.cache = self.model.new_cache(num_slots, max_length)
         self.features, self.taps = FeatureCache(self.cache, pairs=True), config.taps
-        super().__init__(config.vocab_size, target.device, config.parallel_drafts, self.model.subset)
+        super().__init__(config.vocab_size, config.parallel_drafts, self.model.subset)
         assert config.mask_token_id is not None
         self._mask = config.mask_token_id
-        self._mask_features = head.tensors["mask_hidden"].float().flatten().to(self.device)
+        self._mask_features = head.tensors["mask_hidden"].astype(np.float32).reshape(1, -1)
 
-    def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
+    def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Array:
         waiting = [self.features.joined(slot) for slot in slots]
         masked = [self._mask] * (depth - 1)
         feeds = [[*self.features.pair_tokens(slot, t), *masked] for slot, t in zip(slots, texts, strict=True)]
         tokens, parents = chain(feeds)
-        masks = self._mask_features.expand(depth - 1, -1)
-        features = pad_sequence([torch.cat([features_of, masks]) for features_of in waiting], batch_first=True)
+        masks = [self._mask_features] * (depth - 1)
+        features = padded([np.concatenate([features_of, *masks]) for features_of in waiting])
         nodes = Nodes(tokens, self.cache, [*slots], parents)
         logits = self.model.forward(nodes, features, want=depth).logits
         for slot, features_of in zip(slots, waiting, strict=True):
@@ -476,26 +372,24 @@ def parallel_from_setup(setup: DrafterSetup) -> TreeDrafter[MaskedPairs]:
     return head_drafter(setup, read_eagle, MaskedPairs, flags, parallel_survival)
 
 
-def survival(drafter: TreeDrafter[Pairs], text: Sequence[int], features: Tensor, right: Sequence[int]) -> DraftHits:
+def survival(drafter: TreeDrafter[Pairs], text: Sequence[int], features: Array, right: Sequence[int]) -> DraftHits:
     """Drafts after each position of a text, fed with the text's own tokens. All positions are branches of one tree.
 
     features: float [position, feature] of the text. right: the target's most likely token after each position.
     """
     count, model = len(text) - 1 - DEPTH, drafter.levels.model
     cache = model.new_cache(1, len(text))
-    g = torch.empty(0)
-    alive = torch.ones(count, dtype=torch.bool)
-    hits: list[float] = []
-    parents = torch.arange(-1, count - 1)
+    g, alive, hits = np.empty(0), np.ones(count, bool), list[float]()
+    parents = np.arange(-1, count - 1)
     for depth in range(DEPTH):
         # level 0 is the text itself, a chain; each later level has one node below each node of the level before
-        tokens = torch.tensor([list(text[1 + depth : 1 + depth + count])])
+        tokens = np.array([text[1 + depth : 1 + depth + count]])
         if depth:
-            parents = torch.cat([parents, torch.arange(count) + (depth - 1) * count])
-        nodes = Nodes(tokens, cache, [0], parents[None])
-        logits, g = model.forward(nodes, g=g) if depth else model.forward(nodes, features[None, :count])
+            parents = np.concatenate([parents, np.arange(count) + (depth - 1) * count])
+        nodes = Nodes(as_tensor(tokens), cache, [0], as_tensor(parents[None]))
+        logits, g = model.forward(nodes, g=g) if depth else model.forward(nodes, as_array(features)[None, :count])
         best = logits[0].argmax(-1)
-        best = best if model.subset is None else model.subset.ids[best]
-        alive &= best.cpu() == torch.tensor(right[1 + depth : 1 + depth + count])
-        hits.append(float(alive.float().mean()))
+        best = best if model.subset is None else as_array(model.subset.ids)[best]
+        alive &= best == right[1 + depth : 1 + depth + count]
+        hits.append(float(alive.mean()))
     return tuple(hits)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from outrider.core.sampling import TokenSubset
+from outrider.core.types import Array
+from outrider.kernels.border import as_array, as_tensor
 from outrider.models.base import Chain, DrawnChain, Want
 from outrider.models.cache import SlotCache
 from outrider.models.native.program import Program
@@ -26,15 +27,15 @@ text before them. To read 16 takes a third of a plain step."""
 class HeadOutput(NamedTuple):
     """Of the pairs that were wanted."""
 
-    logits: Tensor  # float32 [batch, node, draft_vocab]
-    g: Tensor  # float32 [batch, node, hidden], what a head reads in place of features at the children of each node
+    logits: Array  # float32 [batch, node, draft_vocab]
+    g: Array  # float32 [batch, node, hidden], what a head reads in place of features at the children of each node
 
 
 class PairModel:
     """What reads pairs of a token and a state: a head of the EAGLE family, or an MTP layer. Write `forward`."""
 
     taps: tuple[int, ...]  # layers of the target whose states are read
-    device: torch.device  # of the logits
+    device: Any = "cpu"
     vocab_size: int  # tokens of the target
     max_length: int  # tokens of the longest text
     weight_bytes: int  # bytes of weights that a forward of one pair reads
@@ -45,7 +46,7 @@ class PairModel:
         return SlotCache(num_slots, min(max_length, self.max_length))
 
     def forward(
-        self, nodes: Nodes, features: Tensor | None = None, *, g: Tensor | None = None, want: Want | int = "all"
+        self, nodes: Nodes, features: Array | None = None, *, g: Array | None = None, want: Want | int = "all"
     ) -> HeadOutput:
         """Read pairs. Each node's token comes with the target's features, or with what its parent fed back.
 
@@ -74,18 +75,17 @@ class NativePairs(PairModel):
         self, program: Program, taps: tuple[int, ...], max_length: int, subset: TokenSubset | None = None
     ) -> None:
         self.taps, self.max_length, self.subset = taps, max_length, subset
-        self.device, self.vocab_size = torch.device("cpu"), program.vocab_size
+        self.vocab_size = program.vocab_size
         self.weight_bytes = sum(m.bytes for m in program.matrices)
         self._step, self._width = NativeStep(program), program.fed_back
 
     def forward(
-        self, nodes: Nodes, features: Tensor | None = None, *, g: Tensor | None = None, want: Want | int = "all"
+        self, nodes: Nodes, features: Array | None = None, *, g: Array | None = None, want: Want | int = "all"
     ) -> HeadOutput:
         states = features if features is not None else g
-        states = torch.zeros(*nodes.tokens.shape, self._width) if states is None else states.float().contiguous()
+        states = np.zeros((*nodes.tokens.shape, self._width), np.float32) if states is None else states
         shown: Want = "all" if isinstance(want, int) else want
-        logits, _, fed_back = self._step.forward(nodes, (), shown, states, features is None)
-        assert fed_back is not None
+        logits, _, fed_back = map(as_array, self._step.forward(nodes, (), shown, as_tensor(states), features is None))
         if isinstance(want, int):
             last = last_nodes(nodes, want)
             return HeadOutput(logits[last], fed_back[last])
@@ -96,22 +96,30 @@ class NativePairs(PairModel):
         return self._step.draft_chains(cache, chains)
 
 
-def last_nodes(nodes: Nodes, count: int) -> tuple[Tensor, Tensor]:
+def last_nodes(nodes: Nodes, count: int) -> tuple[Array, Array]:
     """(sequence, node) of the last `count` nodes of each sequence, for indexing [batch, node, ...]."""
-    return torch.arange(len(nodes.slots))[:, None], torch.tensor(nodes.last)[:, None] + torch.arange(1 - count, 1)
+    return np.arange(len(nodes.slots))[:, None], np.array(nodes.last)[:, None] + np.arange(1 - count, 1)
+
+
+def padded(rows: Sequence[Array]) -> Array:
+    """float32 [row, position, feature]: rows [position, feature], with zeros after the shorter ones."""
+    out = np.zeros((len(rows), max(map(len, rows)), rows[0].shape[1]), np.float32)
+    for to, row in zip(out, rows, strict=True):
+        to[: len(row)] = row
+    return out
 
 
 class Features:
     """Features of positions that follow each other, from `first` on. Most steps add one, so they are joined when read."""
 
-    def __init__(self, first: int = 0, *parts: Tensor) -> None:
+    def __init__(self, first: int = 0, *parts: Array) -> None:
         """parts: float [position, feature]. They must not change."""
         self.first, self.parts, self._count = first, list(parts), sum(map(len, parts))
 
     def __len__(self) -> int:
         return self._count
 
-    def add(self, part: Tensor) -> None:
+    def add(self, part: Array) -> None:
         self.parts.append(part)
         self._count += len(part)
 
@@ -121,15 +129,15 @@ class Features:
             self._forget(len(self.parts.pop(0)))
         if (spare := len(self) - count) > 0:
             part = self.parts[0][spare:]
-            self.parts[0] = part if len(part) + spare <= _SMALL else part.clone()
+            self.parts[0] = part if len(part) + spare <= _SMALL else part.copy()
             self._forget(spare)
 
     def _forget(self, count: int) -> None:
         self.first, self._count = self.first + count, self._count - count
 
-    def joined(self) -> Tensor:
+    def joined(self) -> Array:
         """float [position, feature]."""
-        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+        return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
 
 
 class FeatureCache:
@@ -149,12 +157,12 @@ class FeatureCache:
     def __init__(self, cache: SlotCache, pairs: bool) -> None:
         self.cache, self.pairs, self.waiting = cache, pairs, dict[int, Features]()
 
-    def add(self, slot: int, features: Tensor, first: int) -> None:
+    def add(self, slot: int, features: Array, first: int) -> None:
         """Keep features of the positions from `first` on."""
         if first != self._next(slot):
             self.release(slot)
         held, most = self.waiting.setdefault(slot, Features(first)), self.cache.max_length
-        held.add(features)
+        held.add(as_array(features))
         few = min(NEWEST, most // 2)
         if len(held) > few or self.cache.length[slot] + len(held) > most - most // 8:
             self.cache.release(slot)
@@ -171,9 +179,9 @@ class FeatureCache:
             return 0
         return self.cache.max_length - self.cache.length[slot] - len(self.waiting.get(slot, ())) - 1
 
-    def joined(self, slot: int) -> Tensor:
+    def joined(self, slot: int) -> Array:
         """What waits: float32 [position, feature], contiguous."""
-        return self.waiting[slot].joined().float().contiguous()
+        return np.ascontiguousarray(self.waiting[slot].joined(), np.float32)
 
     def pair_tokens(self, slot: int, tokens: Sequence[int]) -> list[int]:
         """The tokens of the waiting pairs, and those after them."""

@@ -14,12 +14,13 @@ from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.numpy import load_file
 
+from outrider.core.extras import needs
 from outrider.core.files import read_settings
+from outrider.core.types import Array
+from outrider.kernels.border import as_array
 from outrider.models.checkpoint import header, indexed
 from outrider.models.files import content
 from outrider.models.load import Loaded
@@ -62,10 +63,10 @@ class HeadFolder:
         return name or self.settings.get("base_model_name_or_path") or None
 
     @cached_property
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Array]:
         """All tensors by name, without the prefix `model.` that some trainers put before them. Raises ValueError for a damaged
         file."""
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, Array] = {}
         for file in _files(self.path):
             tensors |= _read(file)
         return {_plain(name): t for name, t in tensors.items()}
@@ -186,16 +187,18 @@ def _files(path: Path) -> list[Path]:
     return next(([path / name] for name in _WHOLE if (path / name).is_file()), [])
 
 
-def _read(file: Path) -> dict[str, Tensor]:
+def _read(file: Path) -> dict[str, Array]:
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
+        with needs("torch", f"{file}, which torch wrote,"):
+            import torch
         tensors: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, SafetensorError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{file} cannot be read as weights ({error}); download it again") from error
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+    if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
         raise ValueError(f"{file} holds no tensors by name; a head's weights are a state_dict")
-    return tensors
+    return {name: as_array(t) for name, t in tensors.items()}
 
 
 def own_head(target: str) -> Path | None:

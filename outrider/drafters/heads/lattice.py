@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from outrider.core.sampling import TokenSubset
+from outrider.core.types import Array
 from outrider.drafters.base import DraftContext, Resources
 from outrider.drafters.heads.features import FeatureCache
 from outrider.drafters.model.confidence import FOR_HEADS
 from outrider.drafters.model.grower import Growth, Level, Levels, Node
+from outrider.kernels.border import as_array, as_tensor
 
 _SHORTLIST = 64  # tokens of a depth whose bias is computed
 
@@ -36,18 +37,19 @@ class Lattice(Levels):
 
     first_order = False
     scale = FOR_HEADS
+    device: Any = "cpu"
     model: Any
     features: FeatureCache
 
-    def __init__(self, vocab_size: int, device: torch.device, drafts: int, subset: TokenSubset | None = None) -> None:
-        self.vocab_size, self.device, self.drafts, self.subset = vocab_size, device, drafts, subset
+    def __init__(self, vocab_size: int, drafts: int, subset: TokenSubset | None = None) -> None:
+        self.vocab_size, self.drafts, self.subset = vocab_size, drafts, subset
         self._lines = dict[int, int]()  # entry -> its line in the logits of the step
-        self._levels = torch.empty(0)
+        self._levels = np.empty(0)
 
     def room(self, slot: int, tokens: list[int]) -> int:
         return min(self.drafts, self.features.room(slot, tokens))
 
-    def add(self, slot: int, features: Tensor, first: int) -> None:
+    def add(self, slot: int, features: Array, first: int) -> None:
         self.features.add(slot, features, first)
 
     def release(self, slot: int) -> None:
@@ -56,11 +58,11 @@ class Lattice(Levels):
     def resources(self) -> Resources:
         return Resources(self.model, self.features.cache)
 
-    def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
+    def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Array:
         """float32 [slot, depth, kept]: the logits of each depth, without the token before. texts: the committed tokens."""
         raise NotImplementedError
 
-    def after_token(self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None) -> Tensor:
+    def after_token(self, line: int, level: int, token: int, logits: Array, places: Array | None) -> Array:
         """float32 [kept]: the logits of a level after `token`.
 
         Args:
@@ -72,7 +74,7 @@ class Lattice(Levels):
         """
         raise NotImplementedError
 
-    def possible(self, logits: Tensor) -> Tensor | None:
+    def possible(self, logits: Array) -> Array | None:
         """int64, ascending: the columns that a level drafts from; None for all. logits: float32 [kept], of the level."""
         return None
 
@@ -117,7 +119,11 @@ class Lattice(Levels):
         sharing = {nodes[0]: nodes for nodes in alike.values()}
         if self.first_order:
             return [self._after(context, grown, b, sharing, level) for b in dict.fromkeys(b for b, _ in sharing)]
-        return [Level([*sharing], self._levels[[self._lines[b] for b, _ in sharing], level], self.subset, sharing)]
+        return [
+            Level(
+                [*sharing], as_tensor(self._levels[[self._lines[b] for b, _ in sharing], level]), self.subset, sharing
+            )
+        ]
 
     def _after(
         self, context: DraftContext, grown: Mapping[int, Growth], b: int, sharing: Mapping[Node, list[Node]], level: int
@@ -131,19 +137,19 @@ class Lattice(Levels):
         tokens = [grown[b].tokens[n] for _, n in nodes]
         after = [self.given_token(line, level, token, logits, places) for token in tokens]
         sure = {node: self.log_confidence(line, level, token) for node, token in zip(nodes, tokens, strict=True)}
-        return Level(nodes, torch.stack([row for row, _ in after]), after[0][1], sharing, sure)
+        return Level(nodes, as_tensor(np.stack([row for row, _ in after])), after[0][1], sharing, sure)
 
     def given_token(
-        self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None
-    ) -> tuple[Tensor, TokenSubset | None]:
+        self, line: int, level: int, token: int, logits: Array, places: Array | None
+    ) -> tuple[Array, TokenSubset | None]:
         """The logits of a level after a token, and their tokens. places: the columns to look at; None for all."""
         subset = self.subset
         if places is not None:
-            subset = TokenSubset(places if subset is None else subset.ids[places], self.vocab_size)
+            subset = TokenSubset(as_tensor(places) if subset is None else subset.ids[places], self.vocab_size)
             logits = logits[places]
         return self.after_token(line, level, token, logits, places), subset
 
-    def _shortlist(self, context: DraftContext, b: int, level: int, logits: Tensor) -> Tensor:
+    def _shortlist(self, context: DraftContext, b: int, level: int, logits: Array) -> Array:
         """int64 [short], ascending: the columns whose logits are the largest, with the noise that will be added."""
         params = context.warp.histories[b].params
         keys = logits
@@ -152,5 +158,10 @@ class Lattice(Levels):
             noise = context.noise.select([b]).gumbel(
                 context.stream, context.positions[[b]] + level, self.vocab_size, ids
             )
-            keys = logits / params.temperature + noise[0]
-        return keys.topk(min(_SHORTLIST, len(logits))).indices.sort().values
+            keys = logits / params.temperature + as_array(noise)[0]
+        return largest_places(keys, _SHORTLIST)
+
+
+def largest_places(row: Array, count: int) -> Array:
+    """int64, ascending: the places of the largest numbers of float32 [n], at most `count`."""
+    return np.sort((-row).argsort(kind="stable")[:count])

@@ -11,19 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+import numpy as np
 
 from outrider.core.sampling import TokenSubset
+from outrider.core.types import Array
 from outrider.drafters.base import Resources
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.files import MEDUSA, HeadFolder, head_of, settings_named
 from outrider.drafters.heads.lattice import Lattice
-from outrider.drafters.heads.layers import Linear, Linears, precision_of
+from outrider.drafters.heads.layers import Linear, Linears, precision_of, silu
 from outrider.drafters.heads.reading import OUTPUT, HeadReader, log
 from outrider.drafters.heads.selftest import Misreading, examine, parallel_survival
 from outrider.drafters.model.grower import TreeDrafter
+from outrider.kernels.border import as_array, as_tensor
 from outrider.models.base import FINAL_NORM, LanguageModel
 from outrider.models.load import Loaded
 
@@ -36,10 +36,10 @@ class MedusaWeights:
     """Medusa heads as they were read."""
 
     # for each head its blocks, as (A [hidden, hidden], b [hidden] or None)
-    blocks: list[list[tuple[Tensor, Tensor | None]]]
+    blocks: list[list[tuple[Array, Array | None]]]
     # float [kept, hidden], one for each head, or a single one for all; empty for the target's own
-    outputs: list[Tensor]
-    token_ids: Tensor | None  # int64 [kept], ascending; None for all tokens
+    outputs: list[Array]
+    token_ids: Array | None  # int64 [kept], ascending; None for all tokens
     vocab_size: int  # tokens of the target
     logit_scale: float = 1.0  # factor of all logits
 
@@ -51,8 +51,8 @@ def read_medusa(folder: str | Path | HeadFolder, target: Loaded) -> MedusaWeight
     path, settings, shared = reader.path, reader.given, reader.spare.get(OUTPUT)
     tensors = {n.removeprefix("medusa_heads."): t for n, t in reader.tensors.items()}
     vocab_size, mapped = int(settings.get("vocab_size") or target.model.vocab_size), tensors.pop("token_map", None)
-    blocks: dict[int, dict[int, dict[str, Tensor]]] = {}
-    outputs: dict[int, Tensor] = {}
+    blocks: dict[int, dict[int, dict[str, Array]]] = {}
+    outputs: dict[int, Array] = {}
     for name, tensor in tensors.items():
         if match := _BLOCK.fullmatch(name):
             head, layer = (int(match[1]), int(match[2])) if match[1] else (int(match[3]), int(match[4]))
@@ -87,12 +87,12 @@ def read_medusa(folder: str | Path | HeadFolder, target: Loaded) -> MedusaWeight
         log.warning("%s has biases and says medusa_fc_bias false; they are used here, and vLLM leaves them out", path)
     heads = [[(b[j]["weight"], b[j].get("bias")) for j in range(layers)] for _, b in sorted(blocks.items())]
     if ids is not None:
-        ids, order = ids.sort()
-        every = [m[order] for m in every]
+        order = ids.argsort()
+        ids, every = ids[order], [m[order] for m in every]
     return MedusaWeights(heads, every, ids, vocab_size, float(settings.get("logit_scale") or 1.0))
 
 
-def _ids(path: Path, mapped: Tensor | None, outputs: Sequence[Tensor], vocab_size: int) -> Tensor | None:
+def _ids(path: Path, mapped: Array | None, outputs: Sequence[Array], vocab_size: int) -> Array | None:
     """The token of each row: `token_map` holds ids, not offsets as the map of EAGLE does."""
     if mapped is None:
         if outputs and len(outputs[0]) < vocab_size:
@@ -100,8 +100,8 @@ def _ids(path: Path, mapped: Tensor | None, outputs: Sequence[Tensor], vocab_siz
                 f"{path}: the output matrix has {len(outputs[0])} rows for {vocab_size} tokens, and there is no token_map"
             )
         return None
-    ids = mapped.long()
-    if len(ids.unique()) != len(ids) or not len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+    ids = mapped.astype(np.int64)
+    if len(np.unique(ids)) != len(ids) or not len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise ValueError(f"{path}: token_map must hold different tokens from 0 to {vocab_size - 1}, the id of each row")
     return ids
 
@@ -112,18 +112,17 @@ class MedusaLattice(Lattice):
     taps = (FINAL_NORM,)
 
     def __init__(self, head: MedusaWeights, target: LanguageModel, quantization: str = "auto") -> None:
-        ids = head.token_ids
-        subset = None if ids is None else TokenSubset(ids.to(target.device), head.vocab_size)
-        super().__init__(head.vocab_size, target.device, len(head.blocks), subset)
+        subset = None if head.token_ids is None else TokenSubset(as_tensor(head.token_ids), head.vocab_size)
+        super().__init__(head.vocab_size, len(head.blocks), subset)
         self.model = MedusaModel(head, target, quantization)
-        self._states: dict[int, tuple[int, Tensor]] = {}  # slot -> (position, hidden [hidden])
+        self._states: dict[int, tuple[int, Array]] = {}  # slot -> (position, hidden [hidden])
 
     def room(self, slot: int, tokens: list[int]) -> int:
         position, _ = self._states.get(slot, (-1, None))
         return self.drafts if position == len(tokens) - 2 >= 0 else 0
 
-    def add(self, slot: int, features: Tensor, first: int) -> None:
-        self._states[slot] = first + len(features) - 1, features[-1].float().clone()
+    def add(self, slot: int, features: Array, first: int) -> None:
+        self._states[slot] = first + len(features) - 1, as_array(features)[-1].astype(np.float32)
 
     def release(self, slot: int) -> None:
         self._states.pop(slot, None)
@@ -131,8 +130,8 @@ class MedusaLattice(Lattice):
     def resources(self) -> Resources:
         return Resources(self.model)
 
-    def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
-        return self.model.logits(torch.stack([self._states[slot][1] for slot in slots]), depth)
+    def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Array:
+        return self.model.logits(np.stack([self._states[slot][1] for slot in slots]), depth)
 
 
 class MedusaModel:
@@ -140,25 +139,25 @@ class MedusaModel:
 
     def __init__(self, head: MedusaWeights, target: LanguageModel, quantization: str) -> None:
         matrices = [a for blocks in head.blocks for a, _ in blocks] + head.outputs
-        linears = Linears(target.device, precision_of(quantization, matrices))
+        linears = Linears(precision_of(quantization, matrices))
         self.heads = [[linears([a], [b]) for a, b in blocks] for blocks in head.blocks]
         self._outputs: list[Linear] = [linears([m]) for m in head.outputs]
         self._target, self._scale = target, head.logit_scale
         self.weight_bytes = linears.bytes // len(self.heads)
 
-    def logits(self, hidden: Tensor, depth: int) -> Tensor:
+    def logits(self, hidden: Array, depth: int) -> Array:
         """float32 [batch, depth, kept] of states [batch, hidden]."""
         states = [read_by(blocks, hidden) for blocks in self.heads[:depth]]
         if len(self._outputs) > 1:
-            return torch.stack([out(z) for out, z in zip(self._outputs, states, strict=False)], 1) * self._scale
-        read = self._outputs[0] if self._outputs else self._target.output_head
-        return read(torch.stack(states, 1)) * self._scale
+            return np.stack([out(z) for out, z in zip(self._outputs, states, strict=False)], 1) * self._scale
+        read = self._outputs[0] if self._outputs else lambda z: as_array(self._target.output_head(as_tensor(z)))
+        return read(np.stack(states, 1)) * self._scale
 
 
-def read_by(blocks: Sequence[Linear], hidden: Tensor) -> Tensor:
+def read_by(blocks: Sequence[Linear], hidden: Array) -> Array:
     """What the output matrix of a head reads, of states [..., hidden]."""
     for block in blocks:
-        hidden = hidden + F.silu(block(hidden))
+        hidden = hidden + silu(block(hidden))
     return hidden
 
 

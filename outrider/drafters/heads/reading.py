@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from outrider.core.sampling import TokenSubset
+from outrider.core.types import Array
 from outrider.drafters.heads.config import FIELDS, Field, HeadShape, fields_of, plain_rope, tap_of
 from outrider.drafters.heads.files import HeadFolder, open_head
+from outrider.kernels.border import as_array, as_tensor
 from outrider.models.load import Loaded
 
 log = logging.getLogger("outrider.heads")
@@ -40,18 +41,19 @@ class HeadWeights(Generic[Config]):
     """
 
     config: Config
-    tensors: dict[str, Tensor]
-    token_ids: Tensor
+    tensors: dict[str, Array]
+    token_ids: Array
 
     @property
-    def own_embedding(self) -> Tensor | None:
+    def own_embedding(self) -> Array | None:
         """float [vocab, hidden], or None for the target's."""
         return self.tensors.get(EMBED)
 
-    def subset(self, device: torch.device) -> TokenSubset | None:
+    @property
+    def subset(self) -> TokenSubset | None:
         """The draft vocabulary; None if it is the whole one."""
         whole = self.config.vocab_size
-        return None if len(self.token_ids) == whole else TokenSubset(self.token_ids.to(device), whole)
+        return None if len(self.token_ids) == whole else TokenSubset(as_tensor(self.token_ids), whole)
 
 
 class HeadReader:
@@ -149,7 +151,7 @@ class HeadReader:
                     "-o NEW"
                 )
 
-    def token_ids(self, size: int, rows: int) -> Tensor:
+    def token_ids(self, size: int, rows: int) -> Array:
         """int64 [draft_vocab], ascending: the target's token of each row of the output head.
 
         The file may hold d2t, the offset from each row to its token, and t2d, bool [vocab], the tokens with a row. size: tokens
@@ -161,15 +163,15 @@ class HeadReader:
                 raise ValueError(
                     f"{path} has {rows} draft tokens of {size} and no map (d2t or t2d) that says which; the file is not whole"
                 )
-            return torch.arange(size)
-        with_row = None if has is None else has.bool().nonzero().flatten()
+            return np.arange(size)
+        with_row = None if has is None else has.astype(bool).nonzero()[0]
         if offsets is None:
             assert with_row is not None
             ids = with_row
         else:
-            offset = offsets.long()
-            ids = offset + torch.arange(len(offset))
-            if len(offset) and bool((offset.diff() > 0).all()) and int(offset[-1]) < size <= int(ids.max()):
+            offset = offsets.astype(np.int64)
+            ids = offset + np.arange(len(offset))
+            if len(offset) and (np.diff(offset) > 0).all() and int(offset[-1]) < size <= int(ids.max()):
                 raise ValueError(
                     f"{path}: d2t holds token ids, and it must hold offsets: id - row. Write d2t - "
                     f"torch.arange({len(offset)})"
@@ -178,16 +180,16 @@ class HeadReader:
             raise ValueError(
                 f"{path}: the map has {len(ids)} draft tokens, and config.json says draft_vocab_size {rows}"
             )
-        if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= size or not bool((ids.diff() > 0).all()):
+        if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= size or not (np.diff(ids) > 0).all():
             raise ValueError(
                 f"{path}: the map d2t gives the tokens {int(ids.min())} to {int(ids.max())}; they must ascend, from 0 to "
                 f"{size - 1}"
             )
-        if with_row is not None and not torch.equal(with_row, ids):
+        if with_row is not None and not np.array_equal(with_row, ids):
             raise ValueError(f"{path}: d2t and t2d name different tokens; one of the two is of another head")
         return ids
 
-    def output_rows(self, hidden: int, ids: Tensor) -> Tensor:
+    def output_rows(self, hidden: int, ids: Array) -> Array:
         """float [draft_vocab, hidden]: the output head. Without one in the file it is the target's, for the draft tokens."""
         stored, model = self.spare.get(OUTPUT), self.target.model
         if stored is None:
@@ -196,7 +198,8 @@ class HeadReader:
                     f"{self.path} has no lm_head.weight, and the target's is {self.target_width} wide where the head is "
                     f"{hidden}; the file is not whole"
                 )
-            return model.embedding_rows(ids) if self.given.get("tie_word_embeddings") else model.head_rows(ids)
+            rows = model.embedding_rows if self.given.get("tie_word_embeddings") else model.head_rows
+            return as_array(rows(as_tensor(ids)))
         if tuple(stored.shape) == (model.vocab_size, hidden) and len(ids) < model.vocab_size:
             raise ValueError(
                 f"{self.path}: lm_head.weight has a row for all {model.vocab_size} tokens, and config.json says "
@@ -205,7 +208,7 @@ class HeadReader:
         self._check_table(OUTPUT, (len(ids), hidden))
         return stored
 
-    def own_embedding(self, hidden: int, *, trained: bool = False) -> dict[str, Tensor]:
+    def own_embedding(self, hidden: int, *, trained: bool = False) -> dict[str, Array]:
         """The embedding of the file by its name. Nothing if there is none, or if it is the target's up to rounding.
 
         trained: it is kept anyway."""
@@ -214,10 +217,10 @@ class HeadReader:
             return {}
         self._check_table(EMBED, (target.model.vocab_size, hidden))
         if not trained and hidden == self.target_width:
-            some = torch.linspace(0, len(table) - 1, min(_COMPARED, len(table))).long()
-            theirs = target.model.embedding_rows(some).cpu()
-            gap = (table[some].float() - theirs).abs().amax(1) / theirs.abs().amax(1).clamp_min(1e-6)
-            if float(gap.median()) < 0.1:
+            some = np.linspace(0, len(table) - 1, min(_COMPARED, len(table))).astype(np.int64)
+            theirs = as_array(target.model.embedding_rows(as_tensor(some)))
+            gap = np.abs(table[some] - theirs).max(1) / np.maximum(np.abs(theirs).max(1), 1e-6)
+            if np.median(gap) < 0.1:
                 return {}
             said = "%s has an embedding of its own, not that of %s; it is used, and engines that ignore it draft badly"
             log.warning(said, self.path, target.name)
@@ -226,9 +229,9 @@ class HeadReader:
     @property
     def target_width(self) -> int:
         """Numbers in a hidden state of the target."""
-        return self.target.model.embedding_rows(torch.zeros(1, dtype=torch.int64)).shape[1]
+        return self.target.model.embedding_rows(as_tensor(np.zeros(1, np.int64))).shape[1]
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> Array:
         """A tensor by its name. Raises ValueError if it is missing."""
         self._needed(name)
         return self.tensors[name]

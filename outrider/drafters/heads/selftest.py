@@ -12,16 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from outrider.core.files import read_settings
+from outrider.core.types import Array
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.config import tap_of
 from outrider.drafters.heads.files import TARGET_DIGEST, HeadFolder, head_of, target_digest
 from outrider.drafters.heads.lattice import Lattice
 from outrider.drafters.heads.reading import Config, HeadWeights, log
 from outrider.drafters.model.grower import Levels, TreeDrafter
+from outrider.kernels.border import as_array, as_tensor
 from outrider.models.base import FINAL_NORM, LanguageModel
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
@@ -54,7 +55,7 @@ _Source = TypeVar("_Source", bound=Levels)
 Misreading = tuple[
     str, tuple[int, ...], Callable[[], TreeDrafter[_Source]]
 ]  # in words, the taps, and the drafter read so
-Hits = Callable[[TreeDrafter[_Source], Sequence[int], Tensor, Sequence[int]], DraftHits]
+Hits = Callable[[TreeDrafter[_Source], Sequence[int], Array, Sequence[int]], DraftHits]
 
 
 @dataclass(frozen=True)
@@ -137,13 +138,13 @@ def examine(
     ids = ids[: min(POSITIONS + DEPTH + 1, longest, target.model.max_length)]
     taps = tuple(dict.fromkeys(t for some in (own.taps, *(taps for _, taps, _ in others)) for t in some))
     cache = target.model.new_cache(1, len(ids))
-    out = target.model.forward(Nodes(torch.tensor([ids]), cache, [0]), taps=taps)
+    out = target.model.forward(Nodes(as_tensor(np.array([ids])), cache, [0]), taps=taps)
     assert out.features is not None
-    columns = out.features[0].unflatten(-1, (len(taps), -1))
-    right = out.logits[0].argmax(-1).tolist()
+    columns = as_array(out.features)[0].reshape(len(ids), len(taps), -1)
+    right = as_array(out.logits)[0].argmax(-1).tolist()
 
     def tried(drafter: TreeDrafter[_Source], read: tuple[int, ...]) -> DraftHits:
-        return hits(drafter, ids, columns[:, [taps.index(t) for t in read]].flatten(1), right)
+        return hits(drafter, ids, columns[:, [taps.index(t) for t in read]].reshape(len(ids), -1), right)
 
     as_read = tried(own, own.taps)
     if sum(as_read) >= ENOUGH:
@@ -158,7 +159,7 @@ def examine(
 
 
 def parallel_survival(
-    drafter: TreeDrafter[Lattice], text: Sequence[int], features: Tensor, right: Sequence[int]
+    drafter: TreeDrafter[Lattice], text: Sequence[int], features: Array, right: Sequence[int]
 ) -> DraftHits:
     """What a head of several positions gets right at some positions of a text. Slot 0 of the drafter must be free.
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 from helpers import Loop, request
 from scipy.stats import chi2
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider import SamplingParams
 from outrider.control import Fixed
 from outrider.core.sampling import TokenSubset
+from outrider.core.types import Array
 from outrider.drafters.base import Drafter
 from outrider.drafters.heads.eagle import EagleConfig, Pairs, eagle_model, eagle_shapes
 from outrider.drafters.heads.lattice import Lattice
@@ -49,17 +50,16 @@ def eagle(kept: tuple[int, ...]) -> TreeDrafter[Pairs]:
     torch.manual_seed(1)
     config = config_for(EagleConfig, CONFIG, draft_vocab_size=len(kept), taps=(0, 2))
     shapes = eagle_shapes(config) | {"lm_head.weight": (len(kept), 16)}
-    tensors = {n: torch.randn(shape) * 0.5 if len(shape) == 2 else torch.ones(shape) for n, shape in shapes.items()}
-    return TreeDrafter(Pairs(eagle_model(HeadWeights(config, tensors, torch.tensor(kept)), MODEL, 64, "none"), 50, 64))
+    drawn = {n: torch.randn(shape) * 0.5 if len(shape) == 2 else torch.ones(shape) for n, shape in shapes.items()}
+    head = HeadWeights(config, {n: t.numpy() for n, t in drawn.items()}, np.array(kept))
+    return TreeDrafter(Pairs(eagle_model(head, MODEL, 64, "none"), 50, 64))
 
 
 def medusa(kept: tuple[int, ...]) -> TreeDrafter[MedusaLattice]:
     torch.manual_seed(2)
-    blocks = [[(torch.randn(16, 16) * 0.3, torch.randn(16))] for _ in range(2)]
-    ids = None if len(kept) == VOCAB else torch.tensor(kept)
-    return TreeDrafter(
-        MedusaLattice(MedusaWeights(blocks, [torch.randn(len(kept), 16) * 0.5], ids, VOCAB), MODEL, "none")
-    )
+    blocks = [[((torch.randn(16, 16) * 0.3).numpy(), torch.randn(16).numpy())] for _ in range(2)]
+    output, ids = (torch.randn(len(kept), 16) * 0.5).numpy(), None if len(kept) == VOCAB else np.array(kept)
+    return TreeDrafter(MedusaLattice(MedusaWeights(blocks, [output], ids, VOCAB), MODEL, "none"))
 
 
 class FirstOrder(Lattice):
@@ -68,24 +68,22 @@ class FirstOrder(Lattice):
     first_order = True
 
     def __init__(self, kept: tuple[int, ...]) -> None:
-        super().__init__(
-            VOCAB, torch.device("cpu"), 2, None if len(kept) == VOCAB else TokenSubset(torch.tensor(kept), VOCAB)
-        )
+        super().__init__(VOCAB, 2, None if len(kept) == VOCAB else TokenSubset(torch.tensor(kept), VOCAB))
         draw = torch.Generator().manual_seed(3)
-        self.depths = torch.randn(2, len(kept), generator=draw)
-        self.biases = 2 * torch.randn(2, VOCAB, len(kept), generator=draw)
+        self.depths = torch.randn(2, len(kept), generator=draw).numpy()
+        self.biases = 2 * torch.randn(2, VOCAB, len(kept), generator=draw).numpy()
 
     def room(self, slot: int, tokens: list[int]) -> int:
         return 2
 
-    def add(self, slot: int, features: Tensor, first: int) -> None: ...
+    def add(self, slot: int, features: Array, first: int) -> None: ...
 
     def release(self, slot: int) -> None: ...
 
-    def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
-        return self.depths[:depth].expand(len(slots), -1, -1)
+    def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Array:
+        return np.repeat(self.depths[None, :depth], len(slots), 0)
 
-    def after_token(self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None) -> Tensor:
+    def after_token(self, line: int, level: int, token: int, logits: Array, places: Array | None) -> Array:
         bias = self.biases[level, token]
         return logits + (bias if places is None else bias[places])
 

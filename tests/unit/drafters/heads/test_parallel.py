@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from heads import (
@@ -23,20 +24,25 @@ from heads import (
     medusa_folder,
     small_target,
 )
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.numpy import load_file
+from scipy.special import softmax
 
-from outrider.core.types import Budget
+from outrider.core.types import Array, Budget
 from outrider.drafters.heads.block import BlockModel, read_block
 from outrider.drafters.heads.files import head_kind
 from outrider.drafters.heads.lattice import Lattice
+from outrider.drafters.heads.layers import silu
 from outrider.drafters.heads.medusa import MedusaLattice, MedusaWeights, read_medusa
 from outrider.drafters.model.grower import TreeDrafter
+from outrider.kernels.border import as_array
 from outrider.models.nodes import Nodes
 from outrider.testing.contract import GREEDY, HOT, context
 from outrider_lab.heads.modules import BlockModule, MedusaModule
 
 TARGET = small_target()
+EMBEDDING, OUTPUT = (
+    as_array(rows(torch.arange(128))) for rows in (TARGET.model.embedding_rows, TARGET.model.head_rows)
+)
 
 
 # -- numbers --------------------------------------------------------------------------------------------------------------
@@ -50,8 +56,8 @@ def test_blocks_are_those_of_speculators(name: str) -> None:
         if at:
             model.read(cache, 1, want["features"][:at])
         got = model.block(cache, [1], [int(want["tokens"][at])])[0]
-        assert torch.allclose(got, hidden, atol=1e-4), at
-        assert torch.allclose(model.logits(got), logits, atol=1e-4), at
+        assert np.allclose(got, hidden, atol=1e-4), at
+        assert np.allclose(model.logits(got), logits, atol=1e-4), at
 
 
 def test_candidates_are_those_of_speculators() -> None:
@@ -64,9 +70,9 @@ def test_candidates_are_those_of_speculators() -> None:
             before = int(want["tokens"][int(at) + slot - 1])
             found, subset = made.levels.given_token(0, slot, before, logits[slot], made.levels.possible(logits[slot]))
             assert subset is not None
-            theirs = ids[slot].sort()
-            assert torch.equal(subset.ids, theirs.values)
-            assert torch.allclose(found, scores[slot][theirs.indices], atol=1e-4)
+            order = ids[slot].argsort()
+            assert np.array_equal(subset.ids, ids[slot][order])
+            assert np.allclose(found, scores[slot][order], atol=1e-4)
 
 
 _SELECTOR = ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
@@ -75,23 +81,23 @@ _SELECTOR = ("predecessor_codebook", "successor_codebook", "hidden_projection.we
 def _chain_by_hand(name: str, tokens: list[int], depth: int) -> tuple[list[int], list[float]]:
     """The most likely chain and the confidence of each token, from the equations and the golden weights."""
     read = read_block(GOLDEN / name, TARGET)
-    model, own = BlockModel(read, TARGET.model, 256, "none"), {n: t.float() for n, t in read.tensors.items()}
+    model, own = BlockModel(read, TARGET.model, 256, "none"), {n: t.astype(np.float32) for n, t in read.tensors.items()}
     cache = model.new_cache(1, 256)
     model.read(cache, 0, features(TARGET, tokens[:-1], read.config.taps))
     z = model.block(cache, [0], [tokens[-1]])[0]
     out, sure, last = list[int](), list[float](), tokens[-1]
     for k in range(depth):
         row = z[k if name == "dspark" else k + 1]
-        logits = row @ TARGET.model.head_rows(torch.arange(128)).T
+        logits = row @ OUTPUT.T
         if name == "dspark":
             seen = own["markov_head.markov_w1.weight"][last]
             logits = logits + own["markov_head.markov_w2.weight"] @ seen
-            score = own["confidence_head.proj.weight"] @ torch.cat([row, seen]) + own["confidence_head.proj.bias"]
-            sure.append(float(torch.sigmoid(score)))
+            score = own["confidence_head.proj.weight"] @ np.concatenate([row, seen]) + own["confidence_head.proj.bias"]
+            sure.append(1 / (1 + math.exp(-float(score[0]))))
         if name == "dflash2":
             before, after, project = (own[f"candidate_selector.{n}"] for n in _SELECTOR)
-            best = logits.topk(read.config.selector_top_k).indices
-            chosen = torch.full_like(logits, -math.inf)
+            best = (-logits).argsort()[: read.config.selector_top_k]
+            chosen = np.full_like(logits, -math.inf)
             chosen[best] = logits[best] + after[best] @ (before[last] * (project @ row))
             logits = chosen
         last = int(logits.argmax())
@@ -126,8 +132,8 @@ def test_medusa_follows_its_equation(layout: str, tmp_path: Path) -> None:
         z = h[-1]
         for a, b in blocks:
             assert b is not None
-            z = z + torch.nn.functional.silu(a @ z + b)
-        outputs = read.outputs or [TARGET.model.head_rows(torch.arange(128))]
+            z = z + silu(a @ z + b)
+        outputs = read.outputs or [OUTPUT]
         place = int((outputs[min(i, len(outputs) - 1)] @ z).argmax())
         want.append(place if read.token_ids is None else int(read.token_ids[place]))
     assert [t for t, _ in draft.host[0][1:]] == want  # 3 heads, so 3 tokens
@@ -135,7 +141,7 @@ def test_medusa_follows_its_equation(layout: str, tmp_path: Path) -> None:
         stored = load_file(folder / "model.safetensors")
         z = h[-1]
         for a, b in read.blocks[0]:
-            z = z + torch.nn.functional.silu(a @ z + b)
+            z = z + silu(a @ z + b)
         assert want[0] == int(stored["token_map"][(stored["lm_head.weight"] @ z).argmax()])
 
 
@@ -146,11 +152,11 @@ class _Lattice(Lattice):
     """Three depths over three tokens, with a bias by the token before and a confidence, or without."""
 
     def __init__(self, first_order: bool) -> None:
-        super().__init__(3, torch.device("cpu"), 3)
+        super().__init__(3, 3)
         draw = torch.Generator().manual_seed(int(first_order))
         self.first_order, self.learns = first_order, not first_order
-        self.depths, self.biases = torch.randn(3, 3, generator=draw), torch.randn(3, 3, 3, generator=draw)
-        self.sure = torch.rand(3, 3, generator=draw)
+        self.depths, self.biases = (torch.randn(shape, generator=draw).numpy() for shape in ((3, 3), (3, 3, 3)))
+        self.sure = torch.rand(3, 3, generator=draw).numpy()
 
     def room(self, slot: int, tokens: list[int]) -> int:
         return 3
@@ -158,10 +164,10 @@ class _Lattice(Lattice):
     def log_confidence(self, line: int, level: int, token: int) -> float:
         return math.log(self.sure[level, token])
 
-    def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
-        return self.depths[:depth].expand(len(slots), -1, -1)
+    def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Array:
+        return np.repeat(self.depths[None, :depth], len(slots), 0)
 
-    def after_token(self, line: int, level: int, token: int, logits: Tensor, places: Tensor | None) -> Tensor:
+    def after_token(self, line: int, level: int, token: int, logits: Array, places: Array | None) -> Array:
         bias = self.biases[level, token]
         return logits + (bias if places is None else bias[places])
 
@@ -170,9 +176,9 @@ class _Lattice(Lattice):
 def test_the_lattice_holds_the_likeliest_nodes(first_order: bool) -> None:
     """Against every tree of the lattice, by listing all its nodes."""
     made, root = _Lattice(first_order), 1
-    scores = made.depths[:, None] + (made.biases if first_order else torch.zeros(3, 3, 3))
-    sure = made.sure if first_order else torch.ones(3, 3)
-    chances = (scores.softmax(-1) * sure[..., None]).tolist()  # [level][token before][token]
+    scores = made.depths[:, None] + (made.biases if first_order else np.zeros((3, 3, 3), np.float32))
+    sure = made.sure if first_order else np.ones((3, 3))
+    chances = (softmax(scores, -1) * sure[..., None]).tolist()  # [level][token before][token]
     every = sorted(
         (
             math.prod(chances[n][before][token] for n, (before, token) in enumerate(pairwise((root, *path))))
@@ -187,7 +193,7 @@ def test_the_lattice_holds_the_likeliest_nodes(first_order: bool) -> None:
         for nodes, stated in zip(draft.host, draft.confidence, strict=True):
             assert len(nodes) == count + 1
             found = sorted(stated[1:].tolist(), reverse=True)
-            assert torch.allclose(torch.tensor(found), torch.tensor(every[:count]), atol=1e-6)
+            assert np.allclose(found, every[:count], atol=1e-6)
             assert all(parent < n for n, (_, parent) in enumerate(nodes))
 
 
@@ -235,7 +241,7 @@ def test_other_layouts_of_blocks(tmp_path: Path) -> None:
     assert replace(read_block(folder, TARGET).config) == read_block(GOLDEN / "dflash", TARGET).config
 
 
-def _numbers(head: MedusaWeights) -> list[Tensor]:
+def _numbers(head: MedusaWeights) -> list[Array]:
     blocks = [t for one in head.blocks for pair in one for t in pair if t is not None]
     return [*blocks, *head.outputs, *([] if head.token_ids is None else [head.token_ids])]
 
@@ -243,26 +249,25 @@ def _numbers(head: MedusaWeights) -> list[Tensor]:
 def test_a_logit_scale_is_used(tmp_path: Path) -> None:
     plain = read_medusa(medusa_folder(tmp_path, "shared"), TARGET)
     again = replace(plain, logit_scale=0.25)
-    hidden = torch.randn(2, 32)
+    hidden = torch.randn(2, 32).numpy()
     logits = [MedusaLattice(h, TARGET.model, "none").model.logits(hidden, 2) for h in (plain, again)]
-    assert torch.allclose(0.25 * logits[0], logits[1])
+    assert np.allclose(0.25 * logits[0], logits[1])
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
 def test_a_block_module_is_its_slow_twin(name: str) -> None:
     """The module that is trained gives the numbers of speculators, and its weights go back as they came."""
     read, want = read_block(GOLDEN / name, TARGET), golden(name)
-    embedding, output = (getattr(TARGET.model, f"{n}_rows")(torch.arange(128)) for n in ("embedding", "head"))
-    module = BlockModule.of(read, embedding, output)
-    anchors = want["anchors"][None] - 1
-    z = module(want["tokens"][None].gather(1, anchors + 1), want["features"][None], anchors)
-    assert torch.allclose(z[0], want["hidden"], atol=1e-4)
+    module = BlockModule.of(read, *map(torch.as_tensor, (EMBEDDING, OUTPUT)))
+    texts, states, anchors = (torch.as_tensor(want[n])[None] for n in ("tokens", "features", "anchors"))
+    z = module(texts.gather(1, anchors), states, anchors - 1)
+    assert np.allclose(z[0].detach(), want["hidden"], atol=1e-4)
     assert {n: t.tolist() for n, t in module.weights(read).tensors.items()} == {
-        n: t.float().tolist() for n, t in read.tensors.items()
+        n: t.tolist() for n, t in read.tensors.items()
     }
     anchors = torch.tensor([[3, 9]])
     made = drafter_of(GOLDEN / name, TARGET)
-    for k, (logits, sure) in enumerate(module.drafts(want["tokens"][None], want["features"][None], anchors)):
+    for k, (logits, sure) in enumerate(module.drafts(texts, states, anchors)):
         for a, t in enumerate(anchors[0].tolist()):
             tokens = want["tokens"][: t + 2 + k].tolist()
             made.release(0)
@@ -273,18 +278,18 @@ def test_a_block_module_is_its_slow_twin(name: str) -> None:
                 assert sure is not None
                 log = torch.nn.functional.logsigmoid(sure[0, a].detach())
                 assert math.isclose(made.levels.log_confidence(0, k, tokens[-1]), float(log), abs_tol=1e-4)
-            assert torch.allclose(drafted, logits[0, a], atol=1e-4), (k, t)
+            assert np.allclose(drafted, logits[0, a].detach(), atol=1e-4), (k, t)
 
 
 @pytest.mark.parametrize("layout", MEDUSA)
 def test_a_medusa_module_is_its_slow_twin(layout: str, tmp_path: Path) -> None:
     read = read_medusa(medusa_folder(tmp_path, layout), TARGET)
-    module = MedusaModule(read, TARGET.model.head_rows(torch.arange(128)))
+    module = MedusaModule(read, torch.as_tensor(OUTPUT))
     hidden = torch.randn(3, 32)
-    drafted = MedusaLattice(read, TARGET.model, "none").model.logits(hidden, 3)
+    drafted = MedusaLattice(read, TARGET.model, "none").model.logits(hidden.numpy(), 3)
     for head in range(3):
-        assert torch.allclose(module.logits(hidden, head), drafted[:, head], atol=1e-4)
-    assert all(torch.equal(a, b) for a, b in zip(_numbers(module.weights()), _numbers(read), strict=True))
+        assert np.allclose(module.logits(hidden, head).detach(), drafted[:, head], atol=1e-4)
+    assert all(np.array_equal(a, b) for a, b in zip(_numbers(module.weights()), _numbers(read), strict=True))
 
 
 def test_noise_is_that_of_the_target() -> None:
@@ -293,7 +298,7 @@ def test_noise_is_that_of_the_target() -> None:
     made.start(0, PROMPT, 0, features(TARGET, PROMPT[:-1], made.taps))
     cache = TARGET.model.new_cache(1, 64)
     logits = TARGET.model.forward(Nodes(torch.tensor([PROMPT]), cache, [0]), want="last").logits[:, 0]
-    made.levels.logits = lambda c, some, depth: logits[:, None].expand(-1, depth, -1)  # type: ignore[method-assign]
+    made.levels.logits = lambda c, some, depth: np.repeat(as_array(logits)[:, None], depth, 1)  # type: ignore[method-assign]
     for width in (1, 3):
         ask = context([0], [PROMPT], [Budget(1, width)], HOT)
         right = int(ask.warp.draw(logits, [[]], ask.noise, ask.stream, ask.positions))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from heads import GOLDEN, small_target
@@ -90,7 +91,7 @@ def test_a_draft_depends_on_the_newest_features_alone(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_features_behind_a_gap_start_over(name: str) -> None:
     """As after a prefix that the prefix cache held: what is before the gap does not belong to them."""
-    held, some = made(name).levels.features, torch.zeros(9, 96)
+    held, some = made(name).levels.features, np.zeros((9, 96), np.float32)
     held.add(0, some, 0)
     held.add(0, some, 20)
     assert (held.waiting[0].first, len(held.waiting[0])) == (20, 9)
@@ -99,9 +100,9 @@ def test_features_behind_a_gap_start_over(name: str) -> None:
 
 @given(st.lists(st.integers(1, 40), max_size=9), st.integers(0, 60))
 def test_the_newest_features_stay(sizes: list[int], count: int) -> None:
-    every = torch.arange(float(sum(sizes)))[:, None]
-    held = Features(7, *every.split(sizes))
+    every = np.arange(float(sum(sizes)))[:, None]
+    held = Features(7, *np.split(every, np.cumsum(sizes)[:-1]))
     held.keep(count)
     left = min(count, len(every))
     assert (len(held), held.first) == (left, 7 + len(every) - left)
-    assert [*map(float, torch.cat([every[:0], *held.parts]))] == [*map(float, every[len(every) - left :])]
+    assert np.concatenate([every[:0], *held.parts]).tolist() == every[len(every) - left :].tolist()
