@@ -17,7 +17,7 @@ import typer
 from outrider.cli.command import as_command
 from outrider.cli.options import LoadOptions, parse_speculative_config
 from outrider.cli.terminal import GREEN, RED, YELLOW, home, loading, paint, working
-from outrider.core.extras import install
+from outrider.core.extras import USES, install
 
 READ = 2**28  # bytes that are read for the bandwidth, more than most caches hold
 PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -101,22 +101,21 @@ def show_costs(model: str, config: dict[str, Any], load: LoadOptions) -> None:
     print(f"The costs are kept in {cache_folder()}.")
 
 
-def _machine() -> list[Check]:
-    import torch
-
+def _machine() -> Iterator[Check]:
     from outrider.kernels.machine import machine
 
     facts = machine()
-    versions = ", ".join(f"{name} {facts[name]}" for name in ("outrider", "python", "torch", "transformers"))
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none; models run on the CPU"
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
-    return [
-        Check("versions", versions),
-        Check("torch", f"{build}; GPU: {gpu}"),
-        Check("processor", facts["cpu"]),
-        instruction_set(),
-        thread_check(facts["cores"]),
-    ]
+    names = ("outrider", "python", "numpy", "torch", "transformers")
+    yield Check("versions", ", ".join(f"{name} {facts[name]}" for name in names if name in facts))
+    if "torch" in facts:
+        import torch
+
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none; models run on the CPU"
+        build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+        yield Check("torch", f"{build}; GPU: {gpu}")
+    yield Check("processor", facts["cpu"])
+    yield instruction_set()
+    yield thread_check(facts["cores"])
 
 
 def instruction_set() -> Check:
@@ -125,7 +124,7 @@ def instruction_set() -> Check:
 
     if not native.available():
         rebuild = "pip install --force-reinstall --no-deps .   # in the checkout"
-        return Check("kernels", f"not in use, torch is slower: {native.why()}", rebuild, wrong=True)
+        return Check("kernels", f"not in use, and torch is slower: {native.why()}", rebuild, wrong=True)
     chosen, every = native.isa(), native.isas()
     if asked := os.environ.get("OUTRIDER_ISA"):
         return Check("kernels", f"{chosen}, because OUTRIDER_ISA={asked} is set", "unset OUTRIDER_ISA   # the fastest")
@@ -135,11 +134,9 @@ def instruction_set() -> Check:
 
 def thread_check(cores: int) -> Check:
     """The threads of the kernels, and the settings of OpenMP that slow them."""
-    import torch
-
     from outrider.kernels import cpu as native
 
-    threads = native.num_threads() if native.available() else torch.get_num_threads()
+    threads = native.num_threads() if native.available() else cores
     summary = f"{cores} for this process, {threads} thread{'s' * (threads > 1)}"
     limit = os.environ.get("OMP_NUM_THREADS")
     if limit and threads < cores:
@@ -152,12 +149,10 @@ def thread_check(cores: int) -> Check:
 
 def memory_checks() -> Iterator[Check]:
     """Memory: how much is free, how fast it is read, and whether it has large pages."""
-    import torch
-
     from outrider.kernels import cpu as native
     from outrider.models.checkpoint import free_memory
 
-    free = free_memory(torch.device("cpu"))
+    free = free_memory("cpu")
     yield Check("memory", f"{free / 1e9:.1f} GB are free" if free else "this system does not say how much is free")
     if native.available() and free > 4 * READ:
         speed = read_speed() / 1e9
@@ -176,13 +171,13 @@ def read_speed(size: int = READ, passes: int = 5) -> float:
     Measured with the linear layer that reads a model's weights: a vector times a matrix of `size` bytes. The fastest pass
     counts, because other programs can only slow a pass down.
     """
-    import torch
+    import numpy as np
 
     from outrider.kernels import cpu as native
 
     width = 4096
-    matrix = native.Packed([torch.ones(1, 1).expand(size // (4 * width), width)], "float32")
-    row, seconds = torch.ones(1, width), list[float]()
+    matrix = native.Packed([np.broadcast_to(np.float32(1), (size // (4 * width), width))], "float32")
+    row, seconds = np.ones((1, width), np.float32), list[float]()
     for _ in range(passes):
         began = perf_counter()
         matrix.linear(row)
@@ -203,17 +198,14 @@ def _cache() -> Check:
 
 
 def package_checks() -> Iterator[Check]:
-    """Which extras are installed, and the packages that others lack."""
+    """The extras, what each is for, and the packages that others lack."""
     from packaging.requirements import Requirement
 
-    wanted, whole = [Requirement(line) for line in requires("outrider") or ()], list[str]()
-    for extra in ("data", "serve", "grammar", "lab", "certify", "ray"):
+    wanted = [Requirement(line) for line in requires("outrider") or ()]
+    for extra, use in USES.items():
         needed = [r.name for r in wanted if r.marker and r.marker.evaluate({"extra": extra})]
-        if missing := ", ".join(name for name in needed if not _installed(name)):
-            yield Check(f"extra {extra}", f"missing: {missing}", install(extra))
-        else:
-            whole.append(extra)
-    yield Check("extras", f"{', '.join(whole) or 'none'} installed")
+        missing = ", ".join(name for name in needed if not _installed(name))
+        yield Check(f"extra {extra}", f"{use}{'; missing: ' * bool(missing)}{missing}", install(extra) * bool(missing))
 
 
 def _installed(package: str) -> bool:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import atexit
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
+from copy import copy
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
-from typing import Annotated, Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, cast
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from outrider._version import __version__
 from outrider.cli.terminal import readable, show_warnings
+from outrider.core.docstrings import summary
 from outrider.core.extras import install
 
 # Variables that torch and transformers read when they are imported. Values of the user stay.
@@ -42,7 +48,8 @@ class CommandTable(Mapping[str, Any]):
     """The commands by name, those of the engine first. One is imported when it is looked up. Raises KeyError for no command."""
 
     @cached_property
-    def _entries(self) -> dict[str, EntryPoint]:
+    def entries(self) -> dict[str, EntryPoint]:
+        """Where each command is."""
         engine = {name: EntryPoint(name, f"outrider.cli.{name}:{name}", GROUP) for name in ENGINE}
         for entry in entry_points(group=GROUP):
             engine.setdefault(entry.name, entry)
@@ -51,7 +58,7 @@ class CommandTable(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name in SHORTER:
             return self["models"].commands[name]
-        entry = self._entries.get(name)
+        entry = self.entries.get(name)
         if entry is None:
             return typer.main.get_command(_absent(name, f"outrider-{EXTRAS[name]}", EXTRAS[name]))
         try:
@@ -63,10 +70,10 @@ class CommandTable(Mapping[str, Any]):
             return typer.main.get_command(_absent(name, error.name, extra))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self.entries)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
 
 def _absent(name: str, package: str, extra: str) -> typer.Typer:
@@ -92,6 +99,29 @@ class Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """The names of the commands. It imports none."""
         return list(self.commands)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the list of commands. It imports none that says in its source what it does."""
+        page, table = copy(self), self.commands
+        page.commands = {name: in_list(name, table) for name in table}
+        super(Commands, page).format_help(ctx, formatter)
+
+
+def in_list(name: str, table: Any) -> Any:
+    """A command as the list of commands shows it: its heading, and the docstring of the first function that is a command."""
+    try:
+        entry = table.entries[name]
+        source = Path(str(cast("Any", find_spec(entry.module)).origin)).read_text(encoding="utf-8")
+        begin = cast("re.Match[str]", re.search(r"^@(as_command|\w+\.callback)\(", source, re.MULTILINE)).start()
+        end = cast(
+            "re.Match[str]", re.compile('^def .*?""".*?"""', re.MULTILINE | re.DOTALL).search(source, begin)
+        ).end()
+        function: Any = ast.parse(source[begin:end]).body[0]
+        called = function.decorator_list[0]
+        words = [*called.args, *(k.value for k in called.keywords if k.arg == "rich_help_panel")]
+        return TyperCommand(name, help=summary(ast.get_docstring(function)), rich_help_panel=words[0].value)
+    except (AttributeError, ImportError, LookupError, OSError, SyntaxError, TypeError):
+        return table[name]
 
 
 app = typer.Typer(

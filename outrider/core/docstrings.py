@@ -17,8 +17,9 @@ class Description(NamedTuple):
 
 
 def summary(documented: Any) -> str:
-    """The docstring of a function or a class without its `Args:`, a paragraph a line."""
-    text = (inspect.getdoc(documented) or "").partition("\nArgs:\n")[0]
+    """The docstring of a function or a class, or the text of one, without its `Args:`, a paragraph a line."""
+    text = inspect.cleandoc(documented) if isinstance(documented, str) else inspect.getdoc(documented) or ""
+    text = text.partition("\nArgs:\n")[0]
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n"))
 
 

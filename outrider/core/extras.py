@@ -5,6 +5,16 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 
+USES = {
+    "torch": "models without a native program, GPUs, training",
+    "data": "the built-in models",
+    "serve": "outrider serve and batch",
+    "grammar": "answers that fit a JSON schema",
+    "lab": "outrider demo, bench, tune, explain and replay",
+    "certify": "outrider certify",
+    "ray": "outrider deploy",
+}
+"""The extras, and what each is for."""
 _FOLDERS = ("data", "certify", "lab", "ray")  # extras that are packages of their own, in folders of the checkout
 
 

@@ -18,7 +18,7 @@ from outrider.kernels import cpu as native
 def machine() -> dict[str, Any]:
     """Processor, cores, kernels, versions. Nothing that names its owner or folders."""
     why, packages = native.why(), dict[str, Any]()
-    for name in ("torch", "transformers"):
+    for name in ("numpy", "torch", "transformers"):
         with suppress(PackageNotFoundError):
             packages[name] = version(name)
     return {

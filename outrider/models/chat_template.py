@@ -261,7 +261,7 @@ def _program(source: str) -> Template:
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Answer(Extension):
+    class MarkedAnswer(Extension):
         """{% generation %}: marks the words of the assistant, for training."""
 
         tags = {"generation"}  # noqa: RUF012
@@ -276,7 +276,7 @@ def _program(source: str) -> Template:
     def to_json(value: Any, ensure_ascii: bool = False, **form: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **form)  # jinja's own writes < as \u003c
 
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Answer, loopcontrols])
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[MarkedAnswer, loopcontrols])
     made.filters["tojson"] = to_json
     made.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     return made.from_string(source)

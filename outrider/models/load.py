@@ -367,7 +367,7 @@ def _keep(name: str, loaded: Loaded, seconds: float) -> None:
 
 
 def _is_module(model: object) -> bool:
-    """Whether it is a module of torch. Whoever has made one has imported torch."""
+    """Whether it is a module of torch, which is imported then."""
     return isinstance(model, getattr(sys.modules.get("torch.nn"), "Module", ()))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from outrider.drafters.method import METHODS
 from outrider.engine.calibrate import WHOLE, all_stored
 from outrider.kernels import cpu
 
+ROOT = Path(__file__).parents[3]
 PAIR = '{"method": ["suffix", "draft_model"], "model": "builtin:code-draft"}'
 
 
@@ -95,9 +97,11 @@ def test_doctor_sees_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(doctor, "version", version)
     fixes = {check.name: (check.result, check.fix, check.wrong) for check in doctor.package_checks()}
-    assert fixes["extra grammar"] == ("missing: llguidance", "pip install '.[grammar]'   # in the checkout", False)
-    assert "serve" in fixes["extras"][0]
-    assert "grammar" not in fixes["extras"][0]
+    lacks = "answers that fit a JSON schema; missing: llguidance"
+    assert fixes["extra grammar"] == (lacks, "pip install '.[grammar]'   # in the checkout", False)
+    assert fixes["extra serve"] == ("outrider serve and batch", "", False)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {name.removeprefix("extra ") for name in fixes} | {"dev"} == {*extras}
 
 
 def test_with_a_model_it_prints_and_keeps_what_its_steps_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

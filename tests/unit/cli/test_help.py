@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from outrider.cli.main import SHORTER, app
+from outrider.cli.main import SHORTER, CommandTable, app, in_list
 from outrider_lab.train.settings import TRAINED
 
 GROUP = typer.main.get_command(app)
@@ -57,6 +60,22 @@ def test_the_list_of_commands_has_a_heading_for_each_purpose() -> None:
         *("Options", "Use", "Models", "Look inside", "Measure", "Build"),
     ]
     assert next(iter(COMMANDS)) == "run"
+
+
+def test_the_list_says_of_each_command_what_its_page_says_and_imports_none() -> None:
+    shown = "import sys; from outrider.cli.main import main\ntry: main()\nfinally: print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", shown, "--help"], capture_output=True, text=True, check=True)
+    modules = {
+        name for name in done.stdout.splitlines()[-1].split() if name.startswith(("outrider", "pydantic", "numpy"))
+    }
+    assert modules == {"outrider", "outrider._version", "outrider.cli", "outrider.cli.main", "outrider.cli.terminal"} | {
+        "outrider.core", "outrider.core.docstrings", "outrider.core.extras", "outrider.core.suggest", "outrider_lab",
+        "outrider_lab.cli", "outrider_ray",
+    }  # fmt: skip
+    for name in GROUP.commands:  # pyright: ignore[reportAttributeAccessIssue]
+        listed, real = in_list(name, CommandTable()), CommandTable()[name]
+        assert (listed.help, listed.rich_help_panel) == (real.help, real.rich_help_panel)
+        assert type(listed) is not type(real)
 
 
 def test_what_users_of_ollama_type_is_short_for_a_command_of_models() -> None:

@@ -159,13 +159,13 @@ def test_texts_and_ids_are_those_of_transformers(pair: tuple[FastTokenizer, Any]
     same(pair, LINES)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(words=WORDS)
 def test_so_are_those_of_any_text(pair: tuple[FastTokenizer, Any], words: list[str]) -> None:
     same(pair, ["".join(words)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(numbers=st.lists(st.integers(0, 2**20), max_size=12))
 def test_so_are_the_texts_of_any_ids(pair: tuple[FastTokenizer, Any], numbers: list[int]) -> None:
     ours, theirs = pair
