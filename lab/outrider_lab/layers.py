@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from outrider.core.types import Array
+from outrider.kernels.border import as_array, as_tensor
 from outrider.models.base import LanguageModel
 from outrider.models.nodes import Nodes
 from outrider_lab.gain import geometric, speedup
@@ -60,8 +61,8 @@ def search_layers(
 
     def agreement(layers: list[int]) -> float:
         model = target.layer_subset(layers)
-        same = torch.cat([_choices(model, t) == c for t, c in zip(texts, choices, strict=True)])
-        return float(same.float().mean())
+        same = np.concatenate([_choices(model, t) == c for t, c in zip(texts, choices, strict=True)])
+        return float(same.mean())
 
     widths = [clock(target, n) for n in range(1, max_depth + 2)]
     missed = []
@@ -86,15 +87,15 @@ def search_layers(
     return best
 
 
-def _choices(model: LanguageModel, tokens: list[int]) -> Tensor:
+def _choices(model: LanguageModel, tokens: list[int]) -> Array:
     """int64 [token]: the likeliest next token after each."""
     cache = model.new_cache(1, len(tokens))
-    return model.forward(Nodes(torch.tensor([tokens]), cache, [0])).logits[0].argmax(-1)
+    return as_array(model.forward(Nodes(as_tensor(np.array([tokens])), cache, [0])).logits)[0].argmax(-1)
 
 
 def _seconds(model: LanguageModel, tokens: int, repeats: int = 5) -> float:
     cache, times = model.new_cache(1, 64), []
-    ids = torch.zeros(1, tokens, dtype=torch.long)
+    ids = as_tensor(np.zeros((1, tokens), np.int64))
     for _ in range(repeats):
         start = perf_counter()
         model.forward(Nodes(ids, cache, [0]))

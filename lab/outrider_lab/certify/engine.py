@@ -10,13 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from outrider.control import Fixed
 from outrider.core.files import public_name
 from outrider.core.params import SamplingParams
 from outrider.core.sampling import LogitsWarper, SequenceState
-from outrider.core.types import Guarantee
+from outrider.core.types import Array, Guarantee
 from outrider.drafters import ModelDrafter, make_drafters
 from outrider.drafters.base import Drafter
 from outrider.drafters.config import SpeculativeConfig
@@ -26,6 +26,7 @@ from outrider.engine.request import Request
 from outrider.engine.request import Sequence as Text
 from outrider.engine.runtime import build
 from outrider.engine.scheduler import Scheduler
+from outrider.kernels.border import as_array, as_tensor
 from outrider.kernels.machine import machine
 from outrider.models import checkpoint
 from outrider.models.base import LanguageModel
@@ -228,8 +229,9 @@ class EngineSubject(Subject):
         params, out = SamplingParams(**asdict(request.params)), list[TokenDistribution]()
         for at, logits in enumerate(forward(model, tokens)[start - 1 : len(tokens) - 1]):
             state = SequenceState(params, self.end_ids, (), tokens[: start + at], start)
-            scores = LogitsWarper([state]).scores(logits[None], [[]])
-            out.append(TokenDistribution(scores.double().softmax(-1)[0].numpy(), logits=logits.numpy()))
+            scores = as_array(LogitsWarper([state]).scores(as_tensor(logits[None]), [[]]))[0].astype(np.float64)
+            shares = np.exp(scores - scores.max())
+            out.append(TokenDistribution(shares / shares.sum(), logits=logits))
         return out
 
     def noise(self) -> float | None:
@@ -239,7 +241,7 @@ class EngineSubject(Subject):
             [text] = self.plain([TextRequest(self._prompts[0], params)])
             tokens = [*self._prompts[0], *text.tokens]
             model = self.loaded.model
-            self._noise = float((forward(model, tokens) - forward(model, tokens, 1)).abs().max())
+            self._noise = float(np.abs(forward(model, tokens) - forward(model, tokens, 1)).max())
         return self._noise
 
     def show(self, tokens: Sequence[int]) -> str:
@@ -247,15 +249,14 @@ class EngineSubject(Subject):
         return repr(tokenizer.decode(list(tokens)))[1:-1] if tokenizer is not None else super().show(tokens)
 
 
-@torch.inference_mode()
-def forward(model: LanguageModel, tokens: Sequence[int], chunk: int = CHUNK) -> torch.Tensor:
+def forward(model: LanguageModel, tokens: Sequence[int], chunk: int = CHUNK) -> Array:
     """float32 [token, vocab]: the logits after each token of one text, `chunk` tokens at a time."""
-    cache, parts = model.new_cache(1, len(tokens)), list[torch.Tensor]()
+    cache, parts = model.new_cache(1, len(tokens)), list[Array]()
     for start in range(0, len(tokens), chunk):
         part = list(tokens[start : start + chunk])
-        parts.append(model.forward(Nodes(torch.tensor([part]), cache, [0])).logits[0].float().cpu())
+        parts.append(as_array(model.forward(Nodes(as_tensor(np.array([part])), cache, [0])).logits)[0])
         cache.commit([0], [range(len(part))])
-    return torch.cat(parts)
+    return np.concatenate(parts)
 
 
 def subject_of(options: CertifyOptions, speculative_config: dict[str, Any] | None, load: dict[str, Any]) -> Subject:

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from outrider.core.jsonl import JsonLines
-from outrider.core.types import Commit
+from outrider.core.types import Array, Commit
 from outrider.drafters.base import DraftContext, NoDraft, TargetPass
+from outrider.kernels.border import as_array
 from outrider.models.base import FINAL_NORM
 from outrider_lab.train.answers import TrainingText
 from outrider_lab.train.batches import batch_of
@@ -28,16 +28,16 @@ BLOCK = 32  # neighbours that share a scale, as in GGUF's Q8_0: a few numbers of
 class EightBits(NamedTuple):
     """States in 8 bits. numbers: int8 [n, width]. scales: float16 [n, block]."""
 
-    numbers: np.ndarray
-    scales: np.ndarray
+    numbers: Array
+    scales: Array
 
 
-def eight_bits(states: Tensor, block: int) -> EightBits:
-    """states: float [n, width]."""
-    blocks = states.float().cpu().view(len(states), -1, block)
-    scales = (blocks.abs().amax(-1, keepdim=True) / 127).clamp(1e-7, 65504).half()
-    numbers = (blocks / scales.float()).round().clamp(-127, 127).to(torch.int8)
-    return EightBits(numbers.view(len(states), -1).numpy(), scales[..., 0].numpy())
+def eight_bits(states: Array, block: int) -> EightBits:
+    """states: float32 [n, width]."""
+    blocks = states.reshape(len(states), -1, block)
+    scales = (np.abs(blocks).max(-1, keepdims=True) / 127).clip(1e-7, 65504).astype(np.float16)
+    numbers = np.rint(blocks / scales.astype(np.float32)).clip(-127, 127).astype(np.int8)
+    return EightBits(numbers.reshape(len(states), -1), scales[..., 0])
 
 
 class KeptFeatures:
@@ -73,15 +73,15 @@ class KeptFeatures:
         self._total += count
         self._index.add(json.dumps([number, self._total, count]).encode())
 
-    def read(self, number: int) -> Tensor:
+    def read(self, number: int) -> Array:
         """float32 [n, width]."""
-        rows, parts = self._rows[number], list[bytearray]()
+        rows, parts = self._rows[number], list[bytes]()
         for file, size in zip(self._files, self._sizes, strict=True):
             file.seek(rows.start * size)
-            parts.append(bytearray(file.read(len(rows) * size)))
-        numbers = torch.frombuffer(parts[0], dtype=torch.int8).view(len(rows), -1, self.block)
-        scales = torch.frombuffer(parts[1], dtype=torch.float16).view(len(rows), -1, 1)
-        return (numbers * scales.float()).view(len(rows), -1)
+            parts.append(file.read(len(rows) * size))
+        numbers = np.frombuffer(parts[0], np.int8).reshape(len(rows), -1, self.block)
+        scales = np.frombuffer(parts[1], np.float16).reshape(len(rows), -1, 1)
+        return (numbers * scales.astype(np.float32)).reshape(len(rows), -1)
 
     def remove(self) -> None:
         for file in (self._index, *self._files):
@@ -101,12 +101,12 @@ class KeptTeacher:
         missing = [text for text in texts if text.number not in self.features]
         if missing:
             taught = self._teacher.read(batch_of(missing).tokens)
-            for text, states in zip(missing, torch.cat(taught, -1), strict=True):
+            for text, states in zip(missing, torch.cat(taught, -1).cpu().numpy(), strict=True):
                 self.features.add(text.number, eight_bits(states[: len(text.tokens) - 1], self.features.block))
         rows = [self.features.read(text.number) for text in texts]
         every = torch.zeros(len(texts), max(len(text.tokens) for text in texts), rows[0].shape[1])
         for row, states in zip(every, rows, strict=True):
-            row[: len(states)] = states
+            row[: len(states)] = torch.from_numpy(states)
         every = every.to(self._teacher.device)
         return Taught(every[..., : -self._teacher.hidden], every[..., -self._teacher.hidden :])
 
@@ -122,12 +122,12 @@ class FeatureRecorder(NoDraft):
         self._running = dict[int, tuple[list[int], list[EightBits]]]()  # by slot: its tokens, and what was said of them
         self._ended = dict[tuple[int, ...], list[EightBits]]()
 
-    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
-        self._running.setdefault(slot, ([], []))[1].append(eight_bits(features, self._features.block))
+    def start(self, slot: int, tokens: Sequence[int], first: int, features: Array) -> None:
+        self._running.setdefault(slot, ([], []))[1].append(eight_bits(as_array(features), self._features.block))
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
         said = [c.features for c in commits if c.features is not None]  # a long prompt's first step has none
-        states = eight_bits(torch.cat(said), self._features.block) if said else None
+        states = eight_bits(np.concatenate([*map(as_array, said)]), self._features.block) if said else None
         at = 0
         for slot, tokens, commit in zip(context.slots, context.tokens, commits, strict=True):
             blocks = self._running.get(slot, ([], []))[1]

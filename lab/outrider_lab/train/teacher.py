@@ -8,12 +8,15 @@ it is faster there than torch in float32 or bfloat16.
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.models.base import FINAL_NORM, LanguageModel
+from outrider.core.types import Array
+from outrider.kernels.border import as_array, as_tensor
+from outrider.models.base import FINAL_NORM, LanguageModel, Want
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
 
@@ -39,29 +42,33 @@ class Teacher:
     def __init__(self, loaded: Loaded, taps: tuple[int, ...]) -> None:
         self.model: LanguageModel = loaded.model
         self.hidden = loaded.hidden_size
-        self.device, self.vocab_size = self.model.device, self.model.vocab_size
+        self.device, self.vocab_size = torch.device(self.model.device), self.model.vocab_size
         self.taps = taps
         self.scale = self._scale(loaded.name)
 
     def embedding(self) -> Tensor:
         """float32 [vocab, hidden]. It is as large as it looks, so it is not kept."""
-        return self.model.embedding_rows(torch.arange(self.vocab_size)).to(self.device)
+        return self._here(self.model.embedding_rows(as_tensor(np.arange(self.vocab_size))))
 
     def output(self, ids: Tensor | None = None) -> Tensor:
         """float32 [n, hidden]: rows of the output head, all without ids."""
-        ids = torch.arange(self.vocab_size) if ids is None else ids
-        return self.model.head_rows(ids.cpu()).to(self.device)
+        rows = np.arange(self.vocab_size) if ids is None else ids.cpu().numpy()
+        return self._here(self.model.head_rows(as_tensor(rows)))
 
     def read(self, tokens: Tensor) -> Taught:
         """tokens: int64 [batch, n], each a text from its start."""
-        with torch.inference_mode():
-            slots = list(range(len(tokens)))
-            cache = self.model.new_cache(len(slots), tokens.shape[1])
-            nodes = Nodes(tokens.to(self.device), cache, slots)
-            states = self.model.forward(nodes, taps=(*self.taps, FINAL_NORM), want="none").features
-        assert states is not None
-        states = states.float().clone()  # a tensor of inference mode cannot take part in a gradient
+        _, states = self._forward(tokens.numpy(), (*self.taps, FINAL_NORM), "none")
         return Taught(states[..., : -self.hidden], states[..., -self.hidden :])
+
+    def _forward(self, tokens: Array, taps: tuple[int, ...], want: Want) -> tuple[Tensor, Tensor]:
+        """(logits, features) of texts from their start."""
+        cache = self.model.new_cache(*tokens.shape)
+        out = self.model.forward(Nodes(as_tensor(tokens), cache, [*range(len(tokens))]), taps=taps, want=want)
+        return self._here(out.logits), self._here(out.features)
+
+    def _here(self, given: Any) -> Tensor:
+        """What the engine gives, for torch."""
+        return torch.from_numpy(as_array(given)).to(self.device)
 
     def logits(self, last: Tensor, rows: Tensor) -> Tensor:
         """[..., n] of states [..., hidden], for rows [n, hidden] of the output head; in the precision of autocast."""
@@ -69,12 +76,8 @@ class Teacher:
 
     def _scale(self, name: str) -> float:
         """The factor of the logits: some models have one. Found by comparing with the model's own logits."""
-        tokens = torch.arange(8, device=self.device)[None] % self.vocab_size
-        with torch.inference_mode():
-            nodes = Nodes(tokens, self.model.new_cache(1, 8), [0])
-            out = self.model.forward(nodes, taps=(FINAL_NORM,), want="all")
-        assert out.features is not None
-        theirs, ours = out.logits.float(), out.features.float() @ self.output().T
+        theirs, states = self._forward(np.arange(8)[None] % self.vocab_size, (FINAL_NORM,), "all")
+        ours = states @ self.output().T
         scale = float((theirs * ours).sum() / (ours * ours).sum())
         error = (theirs - scale * ours).norm() / theirs.norm()
         if not error < 0.05:
