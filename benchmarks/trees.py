@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks import RESULTS
 from benchmarks.forwards import CONTEXT, forward_seconds, read_context
@@ -185,7 +184,7 @@ def best_here(target: Loaded, draft: Any, chances: abc.Sequence[float], most: in
     level = min(forward_seconds({"draft": (draft, read_context(draft, CONTEXT))}, [1])["draft"][1])
     ratio = [round(of_target[n] / of_target[1], 3) for n in (1, 2, 4, 8, 16)]
     shape = sized_shape(Budget(8, WIDTH, most), chances, of_target.__getitem__, lambda levels: levels * level)
-    deepest = int(depth(torch.tensor([shape.parents])).max())
+    deepest = int(depth(np.array([shape.parents])).max())
     rate = (1 + expected_accepted(shape, chances)) * of_target[1]
     drafted = level * deepest + of_target[len(shape.parents)]
     return {"target_over_one": ratio, "draft_over_target": round(level / of_target[1], 3), "nodes": len(shape.parents) - 1,

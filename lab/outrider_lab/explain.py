@@ -11,7 +11,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-import torch
+import numpy as np
 
 from outrider.control import CostModel
 from outrider.core.noise import Noise
@@ -178,9 +178,8 @@ def _drafted(text: TracedText, before: list[int], decoder: Decoder, drafter: Mod
     """A draft after some tokens, with the noise that the target will use. Nodes are in the order in which a budget keeps them."""
     row = _row(text, before, decoder)
     try:
-        device = decoder.target.device
-        warp, seed = LogitsWarper([row.state], device), torch.tensor([signed(text.request.seed)], device=device)
-        noise = Noise(seed, torch.zeros_like(seed))
+        warp = LogitsWarper([row.state])
+        noise = Noise(np.array([signed(text.request.seed)]), np.array([0]))
         stream = VERIFIERS["match"].draft_stream
         draft = drafter.propose(
             DraftContext([0], [before], [budget], warp, noise, stream, False, [len(text.prompt)], [()])
@@ -277,16 +276,16 @@ def _draft_probs(
     text: TracedText, before: list[int], tokens: list[int], parents: list[int], decoder: Decoder, model: LanguageModel
 ) -> tuple[list[float], list[int]]:
     """The draft model's probability of each node's token, and the token's place in its distribution."""
-    draft = Draft(torch.tensor([tokens]), torch.tensor([parents]))
+    draft = Draft(np.array([tokens]), np.array([parents]))
     cache = model.new_cache(1, len(before) + len(tokens))
     if len(before) > 1:
-        model.forward(Nodes(torch.tensor([before[:-1]]), cache, [0]), want="none")
+        model.forward(Nodes(np.array([before[:-1]]), cache, [0]), want="none")
         cache.commit([0], [range(len(before) - 1)])
     out = model.forward(Nodes(draft.tokens, cache, [0], draft.parents))
     row = _row(text, before, decoder)
     try:
-        target = LogitsDistribution(out.logits, draft, LogitsWarper([row.state], out.logits.device))
-        probs = {n: target.probs(torch.tensor([n]))[0] for n in {up for up in parents if up >= 0}}
+        target = LogitsDistribution(np.asarray(out.logits), draft, LogitsWarper([row.state]))
+        probs = {n: target.probs(np.array([n]))[0] for n in {up for up in parents if up >= 0}}
     finally:
         decoder.release(row.slot)
     q, ranks = [1.0], [1]

@@ -15,14 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from outrider.control import Controller, Fixed
 from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import LogitsDistribution, TokenMask
 from outrider.core.tree import levels, validate
-from outrider.core.types import Draft, Siblings, Step, ints
+from outrider.core.types import Array, Draft, Siblings, Step
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter
 from outrider.engine.decoder import Decoder, signed
 from outrider.engine.request import Request
@@ -64,13 +63,13 @@ class _Recorded(BaseDrafter):
         self.step, self.drafter = step, drafter
         self.taps = () if drafter is None else drafter.taps
 
-    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
+    def start(self, slot: int, tokens: Sequence[int], first: int, features: Array) -> None:
         if self.drafter is not None:
             self.drafter.start(slot, tokens, first, features)
 
     def propose(self, context: DraftContext) -> Draft:
         """Raises ValueError if the drafter proposes another draft now."""
-        recorded = Draft(torch.tensor([self.step.tokens]), torch.tensor([self.step.parents]))
+        recorded = Draft(np.array([self.step.tokens]), np.array([self.step.parents]))
         if self.drafter is None:
             return recorded
         draft = self.drafter.propose(context)
@@ -116,7 +115,7 @@ def replay(
     _check(trace, text, decoder, mask)
     if recorded.tokens is None or recorded.budget is None:
         raise ValueError(f"{trace.path}: {NO_TOKENS}")
-    validate(Draft(torch.tensor([recorded.tokens]), torch.tensor([recorded.parents])), decoder.target.vocab_size)
+    validate(Draft(np.array([recorded.tokens]), np.array([recorded.parents])), decoder.target.vocab_size)
     verifier = VERIFIERS[trace.header.verifier]
     drawn = verifier.needs_probs and recorded.drafted and recorded.siblings != Siblings.POINT.name
     drafter = _Recorded(recorded, decoder.drafter if drawn else None)
@@ -287,10 +286,8 @@ def explain(verifier: Verifier, target: LogitsDistribution, step: Step, seed: in
         seed: Of the sequence, as int64.
         number: Of the step, which the noise is keyed by.
     """
-    device = target.logits.device
-    noise = Noise(torch.tensor([seed], device=device), torch.tensor([number], device=device))
-    judged = _Judged(target, step.draft, noise, torch.tensor(step.positions, device=device))
-    path = [n for n in ints(step.verdict.path[0]) if n >= 0]
+    judged = _Judged(target, step.draft, Noise(np.array([seed]), np.array([number])), np.array(step.positions))
+    path = [n for n in step.verdict.path[0].tolist() if n >= 0]
     drawn = dict(zip(path, [*(judged.tokens[n] for n in path[1:]), int(step.verdict.token[0])], strict=True))
     evidence = _by_coin(verifier, judged, path) if verifier.explains_by else _by_sample(judged, drawn)
     return [
@@ -303,7 +300,7 @@ def explain(verifier: Verifier, target: LogitsDistribution, step: Step, seed: in
             parent_accepted=n == 0 or parent in drawn,
             p=judged.p(parent)[token] if n else 1.0,
             rank=1 + sum(x > judged.p(parent)[token] for x in judged.p(parent)) if n else 1,
-            likely=top(target.probs(torch.tensor([n], device=device))[0]),
+            likely=top(target.probs(np.array([n]))[0]),
             drawn=drawn.get(n),
             evidence=evidence.get(n),
             explains_by=verifier.explains_by,
@@ -315,23 +312,22 @@ def explain(verifier: Verifier, target: LogitsDistribution, step: Step, seed: in
 class _Judged:
     """The draft of one sequence as lists, and the distributions at its nodes."""
 
-    def __init__(self, target: LogitsDistribution, draft: Draft, noise: Noise, position: torch.Tensor) -> None:
+    def __init__(self, target: LogitsDistribution, draft: Draft, noise: Noise, position: Array) -> None:
         self.target, self.draft, self.noise, self.position = target, draft, noise, position
-        self.tokens, self.parents = ints(draft.tokens[0]), ints(draft.parents[0])
+        self.tokens, self.parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
         self.depth = levels(self.parents)
         self._probs: dict[int, list[float]] = {}
 
     def p(self, node: int) -> list[float]:
         """The target's distribution after a node."""
         if node not in self._probs:
-            at = torch.tensor([node], device=self.draft.tokens.device)
-            self._probs[node] = self.target.probs(at)[0].double().tolist()
+            self._probs[node] = self.target.probs(np.array([node]))[0].tolist()
         return self._probs[node]
 
     def q(self, node: int) -> list[float]:
         """The distribution that the children of a node were drawn from. A chosen child has probability 1."""
         if self.draft.probs is not None:
-            return self.draft.probs[0, node].double().tolist()
+            return self.draft.probs[0, node].tolist()
         child = next((n for n, up in enumerate(self.parents) if up == node), 0)
         return [float(token == self.tokens[child]) for token in range(len(self.p(0)))]
 
@@ -370,7 +366,7 @@ class _NoiseChoices:
     """Choices for a reference, from the noise that the batched forms read. It remembers the coins."""
 
     noise: Noise
-    position: torch.Tensor
+    position: Array
     coins: dict[int, Coin] = field(default_factory=dict)
 
     def coin(self, part: Number, whole: Number, *, depth: int, node: int) -> bool:
@@ -379,5 +375,5 @@ class _NoiseChoices:
         return u * whole < part
 
     def token(self, probs: Sequence[Number], *, depth: int) -> int:
-        weights = torch.tensor([[float(x) for x in probs]], dtype=torch.float64, device=self.position.device)
-        return int(draw(weights, self.noise, Stream.RESIDUAL, self.position + depth - 1))
+        weights = np.array([[float(x) for x in probs]])
+        return int(draw(weights, self.noise, Stream.RESIDUAL, self.position + depth - 1)[0])

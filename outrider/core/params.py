@@ -149,6 +149,7 @@ class SamplingParams:
             value = values[name]
             fits = value is None or ((low is None or low <= value) and (high is None or value <= high))
             check(fits, name, allowed)
+        values |= {name: float(values[name]) for name in NUMBERS}  # of numpy's types some would widen logits
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             more = f"min_tokens={self.min_tokens!s:.20} is more than max_tokens={self.max_tokens!s:.20}"
             raise BadParameter(f"{more}; raise max_tokens", "min_tokens")

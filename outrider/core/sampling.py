@@ -12,28 +12,28 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Context, Decimal
+from functools import partial
 from typing import Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from outrider.core.noise import Noise, Stream
 from outrider.core.params import SamplingParams
-from outrider.core.types import Draft, ints
-from outrider.kernels import why_no_kernels
-from outrider.kernels.cpu import argmax, argmax_gumbel
+from outrider.core.types import Array, Draft
+from outrider.kernels import cpu
 from outrider.kernels.probabilities import running_total, softmax
 
 _NO = float("-inf")
 _ARITHMETIC = Context(prec=28)
 # top-p sorts this many candidates first. The full sort gives the same result, slower.
 _SHORTLIST = 256
+_BLOCK = 64  # numbers of which the largest is found first
 
 
 class TokenMask(Protocol):
     """The tokens that a grammar allows next."""
 
-    def allowed(self, tokens: Sequence[int], start: int, extra: Sequence[int]) -> Tensor:
+    def allowed(self, tokens: Sequence[int], start: int, extra: Sequence[int]) -> Array:
         """bool [vocab]: the tokens that may follow `tokens[start:]` and then `extra`. `tokens` are committed. `extra` are
         draft tokens, which may be rejected."""
         ...
@@ -57,8 +57,8 @@ class SequenceState:
     tokens: list[int]  # prompt and output; shared with the sequence, never changed here
     prompt_length: int
     mask: TokenMask | None = None
-    prompt_seen: Tensor | None = field(default=None, init=False)  # bool [vocab]
-    counts: Tensor | None = field(default=None, init=False)  # float32 [vocab], of the output
+    prompt_seen: Array | None = field(default=None, init=False)  # bool [vocab]
+    counts: Array | None = field(default=None, init=False)  # float32 [vocab], of the output
     counted: int = field(default=0, init=False)  # output tokens already in counts
 
     @property
@@ -72,18 +72,16 @@ class SequenceState:
             p.frequency_penalty,
         ) != (1.0, 0.0, 0.0)
 
-    def apply(self, logits: Tensor, extra: Sequence[int]) -> Tensor:
+    def apply(self, logits: Array, extra: Sequence[int]) -> Array:
         """float32 [vocab] -> a changed copy, for the token that follows the committed tokens and then `extra`."""
-        p, out = self.params, logits.clone()
+        p, out = self.params, logits.copy()
         written = len(self.tokens) - self.prompt_length + len(extra)
         if p.allowed_token_ids is not None:
-            only = torch.full_like(out, _NO)
-            ids = torch.as_tensor(p.allowed_token_ids, device=out.device)
-            only[ids] = out[ids]
-            out = only
+            forbidden = np.ones(len(out), bool)
+            forbidden[[*p.allowed_token_ids]] = False
+            out[forbidden] = _NO
         if self.mask is not None:
-            allowed = self.mask.allowed(self.tokens, self.prompt_length, extra)
-            out = out.masked_fill(~allowed.to(out.device), _NO)
+            out[~self.mask.allowed(self.tokens, self.prompt_length, extra)] = _NO
         for word in self.bad_words:
             head, last = word[:-1], word[-1]
             context = [*self.tokens[-len(head) :], *extra][-len(head) :] if head else []
@@ -95,40 +93,61 @@ class SequenceState:
             out[int(token)] += bias
         return self._penalties(out, extra)
 
-    def _penalties(self, out: Tensor, extra: Sequence[int]) -> Tensor:
+    def _penalties(self, out: Array, extra: Sequence[int]) -> Array:
         p = self.params
         if (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) == (1.0, 0.0, 0.0):
             return out
         if self.counts is None or self.prompt_seen is None:
-            self.counts = torch.zeros_like(out)
-            self.prompt_seen = torch.zeros_like(out, dtype=torch.bool)
+            self.counts = np.zeros_like(out)
+            self.prompt_seen = np.zeros(len(out), bool)
             self.prompt_seen[self.tokens[: self.prompt_length]] = True
         new = self.tokens[self.prompt_length + self.counted :]
         if new:
-            self.counts.index_add_(0, out.new_tensor(new, dtype=torch.long), out.new_ones(len(new)))
+            np.add.at(self.counts, new, 1)
             self.counted += len(new)
         counts = self.counts
         if extra:
-            counts = counts.index_add(0, out.new_tensor(extra, dtype=torch.long), out.new_ones(len(extra)))
+            counts = counts.copy()
+            np.add.at(counts, [*extra], 1)
         if p.repetition_penalty != 1:
-            hurt = torch.where(out > 0, out / p.repetition_penalty, out * p.repetition_penalty)
-            out = torch.where(self.prompt_seen | (counts > 0), hurt, out)
-        return out - p.frequency_penalty * counts - p.presence_penalty * (counts > 0)
+            hurt = np.where(out > 0, out / p.repetition_penalty, out * p.repetition_penalty)
+            out = np.where(self.prompt_seen | (counts > 0), hurt, out)
+        return out - p.frequency_penalty * counts - p.presence_penalty * (counts > 0).astype(out.dtype)
 
 
-def draw(scores: Tensor, noise: Noise, stream: Stream, position: Tensor) -> Tensor:
+def draw(scores: Array, noise: Noise, stream: Stream, position: Array) -> Array:
     """int64 [batch]: one draw from softmax(scores) of each row, by the Gumbel-max trick: argmax(scores + Gumbel noise).
 
     scores: float [batch, vocab], log probabilities up to a constant per row. position: int64 [batch]. The lowest index
     wins a tie. -1 if a row has NaN, inf or only -inf. `kernels.cpu.argmax_gumbel` is the same for one row.
     """
-    return _largest(scores + noise.gumbel(stream, position, scores.shape[-1]))
+    return _likeliest(scores + noise.gumbel(stream, position, scores.shape[-1]))
 
 
-def _largest(scores: Tensor) -> Tensor:
+def _likeliest(scores: Array) -> Array:
     """int64 [batch]: the lowest index of the largest score; -1 if a row has NaN, inf or only -inf."""
-    best = scores.max(-1)
-    return torch.where(best.values.isfinite(), best.indices, -1)
+    best = scores.argmax(-1)  # NaN is the largest
+    return np.where(np.isfinite(np.take_along_axis(scores, best[:, None], -1)[:, 0]), best, -1)
+
+
+def largest(values: Array, count: int) -> tuple[Array, Array]:
+    """(places, values) [row, count] of the largest of each row, in falling order; the lowest places of equals come first.
+
+    values: float [row, n]; NaN comes last. count: at most n."""
+    if values.shape[1] <= _BLOCK:
+        places = np.argsort(-values, 1, kind="stable")[:, :count]
+    else:
+        places = np.array([_largest_of(row, count) for row in values], np.int64).reshape(-1, count)
+    return places, np.take_along_axis(values, places, -1)
+
+
+def _largest_of(row: Array, count: int) -> Array:
+    """`largest` of one row. As many blocks as are asked for have a value from the border on, so no smaller one is among them."""
+    width = min(_BLOCK, max(len(row) // max(2 * count, 1), 1))
+    tops = np.maximum.reduceat(row, np.arange(0, len(row), width))
+    border = np.partition(tops, len(tops) - max(count, 1))[len(tops) - max(count, 1)]
+    found = (~(row < border)).nonzero()[0]
+    return found[np.argsort(-row[found], kind="stable")[:count]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,22 +157,24 @@ class TokenSubset:
     ids: int64 [kept], ascending. vocab_size: tokens of the whole vocabulary.
     """
 
-    ids: Tensor
+    ids: Array
     vocab_size: int
 
-    def widened(self, values: Tensor, rest: float) -> Tensor:
+    def widened(self, values: Array, rest: float) -> Array:
         """[..., kept] -> [..., vocab]. rest: the value of the tokens that are not kept."""
-        return values.new_full((*values.shape[:-1], self.vocab_size), rest).index_copy_(-1, self.ids, values)
+        out = np.full((*values.shape[:-1], self.vocab_size), rest, values.dtype)
+        out[..., self.ids] = values
+        return out
 
-    def tokens(self, places: Tensor) -> Tensor:
+    def tokens(self, places: Array) -> Array:
         """int64: the token at each place of `ids`; -1 stays -1."""
-        return torch.where(places < 0, places, self.ids[places.clamp_min(0)])
+        return np.where(places < 0, places, self.ids[np.maximum(places, 0)])
 
 
 class LogitsWarper:
     """The sampling parameters of a batch, compiled once. Entries are independent: each has the same result in any batch."""
 
-    def __init__(self, histories: Sequence[SequenceState], device: torch.device | str = "cpu") -> None:
+    def __init__(self, histories: Sequence[SequenceState]) -> None:
         self.histories = list(histories)
         params = [h.params for h in histories]
         self.greedy = [p.greedy for p in params]
@@ -161,73 +182,73 @@ class LogitsWarper:
         self.active = [h.active for h in histories]
         self.filtered = [not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params]
         temperature = [p.temperature if p.temperature > 0 else 1.0 for p in params]
-        self.temperature = (
-            None if all(t == 1 for t in temperature) else torch.tensor(temperature, device=device)[:, None]
-        )
+        self.temperature = None if all(t == 1 for t in temperature) else np.array(temperature, np.float32)[:, None]
 
-    def processed(self, logits: Tensor, extra: Sequence[Sequence[int]], subset: TokenSubset | None = None) -> Tensor:
+    def processed(self, logits: Array, extra: Sequence[Sequence[int]], subset: TokenSubset | None = None) -> Array:
         """float32 [batch, vocab] -> the logits after the parameters that depend on tokens, before temperature.
 
         subset: the tokens that the columns of `logits` stand for; None for the whole vocabulary."""
         if not any(self.active):
             return logits
         rows = zip(logits, self.histories, self.active, extra, strict=True)
-        return torch.stack([_applied(h, x, e, subset) if active else x for x, h, active, e in rows])
+        return np.stack([_applied(h, x, e, subset) if active else x for x, h, active, e in rows])
 
-    def scores(self, logits: Tensor, extra: Sequence[Sequence[int]], subset: TokenSubset | None = None) -> Tensor:
+    def scores(self, logits: Array, extra: Sequence[Sequence[int]], subset: TokenSubset | None = None) -> Array:
         """float32 [batch, vocab] -> log probabilities up to a constant per row. extra: the draft tokens from below the root
         down to the node, for each row. subset: as in `processed`."""
         logits = self.processed(logits, extra, subset)
         out = logits if self.temperature is None else logits / self.temperature
         if any(self.filtered):
             rows = zip(out, self.histories, self.filtered, strict=True)
-            out = torch.stack([truncate(x, h.params) if on else x for x, h, on in rows])
+            out = np.stack([truncate(x, h.params) if on else x for x, h, on in rows])
         if any(self.greedy):
-            best = logits.max(-1, keepdim=True)
-            hot = torch.full_like(logits, _NO).scatter_(-1, best.indices, torch.where(best.values.isfinite(), 0.0, _NO))
-            hot = torch.where(best.values.isnan(), best.values, hot)
-            out = torch.where(torch.tensor(self.greedy, device=out.device)[:, None], hot, out)
+            best = logits.argmax(-1)[:, None]  # NaN is the largest
+            most, hot = np.take_along_axis(logits, best, -1), np.full_like(logits, _NO)
+            np.put_along_axis(hot, best, np.where(np.isfinite(most), 0.0, _NO), -1)
+            hot[np.isnan(most[:, 0])] = np.nan
+            out = np.where(np.array(self.greedy)[:, None], hot, out)
         return out
 
     def draw(
         self,
-        logits: Tensor,
+        logits: Array,
         extra: Sequence[Sequence[int]],
         noise: Noise,
         stream: Stream,
-        position: Tensor,
+        position: Array,
         subset: TokenSubset | None = None,
-    ) -> Tensor:
+    ) -> Array:
         """int64 [batch]: one draw per row, see `sampling.draw`. -1 if the logits hold NaN or inf, or no token is allowed.
 
         subset: as in `processed`. The noise is that of its tokens, and the result is one of them."""
-        if not why_no_kernels(logits.device):
+        if cpu.available():
             keys = noise.keys(stream, position)
-            return torch.tensor([self.draw_row(b, logits[b], extra[b], key, subset) for b, key in enumerate(keys)])
+            tokens = [self.draw_row(b, logits[b], extra[b], key, subset) for b, key in enumerate(keys)]
+            return np.array(tokens, np.int64)
         return self._draw(logits, extra, noise, stream, position, subset)
 
     def _draw(
         self,
-        logits: Tensor,
+        logits: Array,
         extra: Sequence[Sequence[int]],
         noise: Noise,
         stream: Stream,
-        position: Tensor,
+        position: Array,
         subset: TokenSubset | None,
-    ) -> Tensor:
+    ) -> Array:
         if self.all_greedy:
-            best = _largest(self.processed(logits, extra, subset))
+            best = _likeliest(self.processed(logits, extra, subset))
         elif subset is None:
             return draw(self.scores(logits, extra), noise, stream, position)
         else:
             added = noise.gumbel(stream, position, subset.vocab_size, subset.ids)
-            best = _largest(self.scores(logits, extra, subset) + added)
+            best = _likeliest(self.scores(logits, extra, subset) + added)
         return best if subset is None else subset.tokens(best)
 
     def draw_row(
         self,
         b: int,
-        logits: Tensor,
+        logits: Array,
         extra: Sequence[int],
         key: tuple[int, int, int, int],
         subset: TokenSubset | None = None,
@@ -236,10 +257,10 @@ class LogitsWarper:
 
         logits: float32 [vocab]. key: the row of `noise.keys`.
         """
-        if why_no_kernels(logits.device):
-            seed, stream, step, at = (torch.tensor([part]) for part in key)
+        if not cpu.available():
+            seed, stream, step, at = (np.array([part]) for part in key)
             noise = Noise(seed, step)
-            return int(self.select([b])._draw(logits[None], [extra], noise, Stream(int(stream)), at, subset)[0])
+            return int(self.select([b])._draw(logits[None], [extra], noise, Stream(int(stream[0])), at, subset)[0])
         history = self.histories[b]
         params = history.params
         scores = _applied(history, logits, extra, subset) if self.active[b] else logits
@@ -248,10 +269,11 @@ class LogitsWarper:
             scores, temperature = truncate(scores / temperature, params), 1.0
         try:
             ids = None if subset is None else subset.ids
-            token = argmax(scores) if self.greedy[b] else argmax_gumbel(scores, *key, temperature=temperature, ids=ids)
+            drawn = partial(cpu.argmax_gumbel, temperature=temperature, ids=ids)
+            token = cpu.argmax(scores) if self.greedy[b] else drawn(scores, *key)
         except ValueError:  # NaN
             return -1
-        if not math.isfinite(scores[token].item()):
+        if not math.isfinite(scores[token]):
             return -1  # everything was forbidden, or the logits hold inf
         return token if subset is None else int(subset.ids[token])
 
@@ -261,47 +283,48 @@ class LogitsWarper:
 
     def select(self, rows: Sequence[int]) -> LogitsWarper:
         """The parameters of some of the rows."""
-        device = "cpu" if self.temperature is None else self.temperature.device
-        return LogitsWarper([self.histories[r] for r in rows], device)
+        return LogitsWarper([self.histories[r] for r in rows])
 
 
-def _applied(history: SequenceState, logits: Tensor, extra: Sequence[int], subset: TokenSubset | None) -> Tensor:
+def _applied(history: SequenceState, logits: Array, extra: Sequence[int], subset: TokenSubset | None) -> Array:
     if subset is None:
         return history.apply(logits, extra)
     return history.apply(subset.widened(logits, _NO), extra)[subset.ids]
 
 
-def truncate(scores: Tensor, params: SamplingParams) -> Tensor:
+def truncate(scores: Array, params: SamplingParams) -> Array:
     """float32 [vocab] -> the same, with -inf outside top-k, then top-p, then min-p.
 
     top-k and min-p keep all tokens that tie at the border. top-p keeps the shortest run of the sorted tokens that reaches
     its mass; among equals the lowest id comes first."""
     if 0 < params.top_k < len(scores):
-        border = scores.topk(params.top_k).values[-1]
-        scores = scores.masked_fill(scores < border, _NO)
+        scores = _from(scores, largest(scores[None], params.top_k)[1][0, -1])
     if params.top_p < 1:
         scores = _top_p(scores, params.top_p)
     if params.min_p > 0:
         # Decimal has its own arithmetic: the C library's logarithm is not the same everywhere
-        border = scores.max() + float(_ARITHMETIC.ln(Decimal(params.min_p)))
-        scores = scores.masked_fill(scores < border, _NO)
+        scores = _from(scores, scores.max() + float(_ARITHMETIC.ln(Decimal(params.min_p))))
     return scores
 
 
-def _top_p(scores: Tensor, top_p: float) -> Tensor:
+def _from(scores: Array, border: float) -> Array:
+    """The scores from a border on, and -inf for lower ones."""
+    return np.where(scores < border, _NO, scores)
+
+
+def _top_p(scores: Array, top_p: float) -> Array:
     probs = softmax(scores)
-    best = probs.topk(min(_SHORTLIST, len(probs))).values
+    _, [best] = largest(probs[None], min(_SHORTLIST, len(probs)))
     if (mass := running_total(best))[-1] < top_p:
-        best = probs.sort(descending=True).values
+        best = np.sort(probs)[::-1]
         mass = running_total(best)
     before = mass - best  # mass of the tokens ahead
     keep = max(1, int((before < top_p).sum()))
     border = best[keep - 1]
     above = probs > border
     # among equals at the border the lowest ids stay, as many as the run has room for
-    equal = (probs == border).nonzero().flatten()[: keep - int(above.sum())]
-    above[equal] = True
-    return scores.masked_fill(~above, _NO)
+    above[(probs == border).nonzero()[0][: keep - int(above.sum())]] = True
+    return np.where(above, scores, _NO)
 
 
 class LogitsDistribution:
@@ -309,15 +332,15 @@ class LogitsDistribution:
 
     It is the `TargetDistribution` of `outrider.verify`."""
 
-    def __init__(self, logits: Tensor, draft: Draft, warp: LogitsWarper) -> None:
+    def __init__(self, logits: Array, draft: Draft, warp: LogitsWarper) -> None:
         """logits: float32 [batch, node, vocab]."""
         self.logits, self.draft, self.warp = logits, draft, warp
 
-    def _at(self, node: Tensor) -> tuple[Tensor, list[list[int]]]:
-        rows = self.logits[torch.arange(len(node), device=node.device), node]
+    def _at(self, node: Array) -> tuple[Array, list[list[int]]]:
+        rows = self.logits[np.arange(len(node)), node]
         if not any(self.warp.active):
             return rows, [[]] * len(rows)
-        return rows, [self._ancestors(b, n) for b, n in enumerate(ints(node))]
+        return rows, [self._ancestors(b, n) for b, n in enumerate(node.tolist())]
 
     def _ancestors(self, b: int, node: int) -> list[int]:
         """The draft tokens from below the root down to `node`."""
@@ -328,11 +351,11 @@ class LogitsDistribution:
             node = int(parents[node])
         return path[::-1]
 
-    def sample(self, node: Tensor, noise: Noise, position: Tensor) -> Tensor:
+    def sample(self, node: Array, noise: Noise, position: Array) -> Array:
         logits, extra = self._at(node)
         return self.warp.draw(logits, extra, noise, Stream.TOKEN, position)
 
-    def probs(self, node: Tensor) -> Tensor:
+    def probs(self, node: Array) -> Array:
         logits, extra = self._at(node)
         return softmax(self.warp.scores(logits, extra))
 

@@ -1,4 +1,4 @@
-"""The draft as a tree: `parents` is stored, and mask, depth and children are functions of it. Imports torch and types.
+"""The draft as a tree: `parents` is stored, and mask, depth and children are functions of it.
 
 `parents` is int64 [batch, node]: -1 for node 0 (the root), -2 for padding (only at the end of a row), else an index
 smaller than the node's own. A chain is [-1, 0, 1, 2].
@@ -7,39 +7,37 @@ smaller than the node's own. A chain is [-1, 0, 1, 2].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from outrider.core.types import PADDING, ROOT, Draft, Siblings
+from outrider.core.types import PADDING, ROOT, Array, Draft, Siblings
 
 
-def _parent_or_self(parents: Tensor) -> Tensor:
+def _parent_or_self(parents: Array) -> Array:
     """int64 [batch, node]: the parent. The root and padding point at themselves, so a walk upwards stays there."""
-    return torch.where(parents >= 0, parents, torch.arange(parents.shape[1], device=parents.device))
+    return np.where(parents >= 0, parents, np.arange(parents.shape[1]))
 
 
-def ancestor_mask(parents: Tensor) -> Tensor:
+def ancestor_mask(parents: Array) -> Array:
     """bool [batch, node, node]: whether node i (dim 1) sees node j (dim 2). It sees itself and its ancestors, no sibling.
 
     A padding node sees only itself: its softmax needs at least one entry.
     """
     n = parents.shape[1]
-    mask = torch.eye(n, dtype=torch.bool, device=parents.device).repeat(len(parents), 1, 1)
+    mask = np.repeat(np.eye(n, dtype=bool)[None], len(parents), 0)
     hop = _parent_or_self(parents)
     for _ in range(n.bit_length()):  # doubling: i rounds reach 2**i - 1 generations up
-        mask |= mask.gather(1, hop[:, :, None].expand_as(mask))
-        hop = hop.gather(1, hop)
+        mask |= np.take_along_axis(mask, hop[:, :, None], 1)
+        hop = np.take_along_axis(hop, hop, 1)
     return mask
 
 
-def depth(parents: Tensor) -> Tensor:
+def depth(parents: Array) -> Array:
     """int64 [batch, node]: generations below the root; 0 for the root and for padding."""
-    steps, hop = (parents >= 0).long(), _parent_or_self(parents)
+    steps, hop = (parents >= 0).astype(np.int64), _parent_or_self(parents)
     for _ in range(parents.shape[1].bit_length()):
-        steps = steps + steps.gather(1, hop)
-        hop = hop.gather(1, hop)
+        steps = steps + np.take_along_axis(steps, hop, 1)
+        hop = np.take_along_axis(hop, hop, 1)
     return steps
 
 
@@ -52,23 +50,20 @@ def levels(parents: Sequence[int]) -> list[int]:
     return depths
 
 
-def child_table(parents: Tensor, width: int) -> Tensor:
+def child_table(parents: Array, width: int) -> Array:
     """int64 [batch, node, width]: the children of every node in index order, then -1.
 
     Children beyond `width` are left out. With `width` equal to the number of nodes, all are listed.
     """
-    batch, n = parents.shape
-    index = torch.arange(n, device=parents.device)
     # rank among siblings = how many smaller indices have the same parent
-    rank = (parents[:, :, None] == parents[:, None, :]).tril(-1).sum(-1)
-    listed = (parents >= 0) & (rank < width)
-    # nodes that are not listed go to one extra column, which is cut off
-    column = torch.where(listed, parents * width + rank, n * width)
-    table = torch.full((batch, n * width + 1), -1, dtype=torch.long, device=parents.device)
-    return table.scatter_(1, column, index.expand(batch, n))[:, :-1].reshape(batch, n, width)
+    rank = np.tril(parents[:, :, None] == parents[:, None, :], -1).sum(-1)
+    row, node = ((parents >= 0) & (rank < width)).nonzero()
+    table = np.full((*parents.shape, width), -1)
+    table[row, parents[row, node], rank[row, node]] = node
+    return table
 
 
-def chain(tokens: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+def chain(tokens: Sequence[Sequence[int]]) -> tuple[Array, Array]:
     """(tokens, parents), int64 [batch, node]: one chain per batch entry, given as [root, draft token, draft token, ...].
 
     Chains may differ in length. Raises ValueError for an empty one.
@@ -76,7 +71,7 @@ def chain(tokens: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return tree([[(token, n - 1) for n, token in enumerate(row)] for row in tokens])
 
 
-def tree(rows: Sequence[Sequence[tuple[int, int]]]) -> tuple[Tensor, Tensor]:
+def tree(rows: Sequence[Sequence[tuple[int, int]]]) -> tuple[Array, Array]:
     """(tokens, parents), int64 [batch, node], padded with token 0 and parent -2: one tree per batch entry.
 
     A tree is a list of (token, parent). The root comes first, as (token, -1). Raises ValueError for an empty list.
@@ -87,15 +82,15 @@ def tree(rows: Sequence[Sequence[tuple[int, int]]]) -> tuple[Tensor, Tensor]:
                 f"row {b} has no node. To propose nothing, return the root alone: [(last_committed_token, -1)]"
             )
     if not rows:
-        return torch.empty(0, 1, dtype=torch.long), torch.empty(0, 1, dtype=torch.long)
+        return np.empty((0, 1), np.int64), np.empty((0, 1), np.int64)
     n = max(map(len, rows))
     tokens = [[token for token, _ in row] + [0] * (n - len(row)) for row in rows]
     parents = [[parent for _, parent in row] + [PADDING] * (n - len(row)) for row in rows]
-    return torch.tensor(tokens), torch.tensor(parents)  # a reshape would cost more than both
+    return np.array(tokens, np.int64), np.array(parents, np.int64)
 
 
 def validate(draft: Draft, vocab_size: int) -> None:
-    """Check a draft against the contract of `Draft`. Raises ValueError. Slow: it reads the tensors to the host.
+    """Check a draft against the contract of `Draft`. Raises ValueError. Slow.
 
     Checked: shapes and dtypes, the root first and only first, parents before children, padding only at the end, and tokens
     in the vocabulary. If siblings were drawn, every node with children needs a distribution that gives mass to each drawn
@@ -106,17 +101,12 @@ def validate(draft: Draft, vocab_size: int) -> None:
         raise ValueError(
             f"tokens and parents are [batch, node] with at least the root, got {[*tokens.shape]} and {[*parents.shape]}"
         )
-    if tokens.dtype != torch.long or parents.dtype != torch.long:
+    if tokens.dtype != np.int64 or parents.dtype != np.int64:
         raise ValueError(f"tokens and parents are int64, got {tokens.dtype} and {parents.dtype}")
-    for b, (row, up) in enumerate(zip(lists(tokens), lists(parents), strict=True)):
+    for b, (row, up) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
         _validate_row(b, row, up, vocab_size)
     if draft.siblings is not Siblings.POINT:
         _validate_probs(draft, vocab_size)
-
-
-def lists(rows: Tensor) -> list[list[int]]:
-    """An integer tensor [batch, node], read to the host."""
-    return cast("list[list[int]]", rows.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
 def _validate_row(b: int, tokens: list[int], parents: list[int], vocab_size: int) -> None:
@@ -145,11 +135,11 @@ def _validate_probs(draft: Draft, vocab_size: int) -> None:
         )
     if probs.shape != (*draft.tokens.shape, vocab_size):
         raise ValueError(f"probs is [batch, node, vocab] = {[*draft.tokens.shape, vocab_size]}, got {[*probs.shape]}")
-    if probs.dtype != torch.float32:
+    if probs.dtype != np.float32:
         raise ValueError(
             f"probs is float32, got {probs.dtype}: probs must not be rounded after tokens were drawn from it"
         )
-    for b, (row, up) in enumerate(zip(lists(draft.tokens), lists(draft.parents), strict=True)):
+    for b, (row, up) in enumerate(zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True)):
         seen: set[tuple[int, int]] = set()
         for n, (token, parent) in enumerate(zip(row, up, strict=True)):
             if parent < 0:

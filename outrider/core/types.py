@@ -1,4 +1,4 @@
-"""The records that all layers share. They are frozen and small; behaviour lives in functions. Imports torch only.
+"""The records that all layers share. They are frozen and small; behaviour lives in functions. Imports numpy only.
 
 A draft is a tree that contains its root. Node 0 is the last committed token: committed, and not yet in the cache.
 `parents` is the only structure stored: -1 for the root, -2 for padding, else a smaller index. So a chain is `[-1, 0, 1, 2]`.
@@ -8,20 +8,12 @@ An empty draft is a tree of one node. To verify it *is* plain decoding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-
-
-def ints(tensor: Tensor) -> list[int]:
-    """A one-dimensional integer tensor, read to the host."""
-    return cast("list[int]", tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
-
 
 Array: TypeAlias = NDArray[Any]
 ROOT = -1
@@ -77,16 +69,16 @@ class Budget:
 class Draft:
     """Draft tokens for each sequence of a batch, as trees."""
 
-    tokens: Tensor
+    tokens: Array
     """int64 [batch, node]; node 0 is the last committed token."""
-    parents: Tensor
+    parents: Array
     """int64 [batch, node]; -1 for node 0, -2 for padding, else smaller than the node's own index."""
-    probs: Tensor | None = None
+    probs: Array | None = None
     """float32 [batch, node, vocab]. probs[b, n] is the distribution that the *children of n* were drawn from, after all of the
     drafter's own processing. None with `Siblings.POINT`."""
     siblings: Siblings = Siblings.POINT
     """How the children of a node were chosen."""
-    confidence: Tensor | None = None
+    confidence: Array | None = None
     """float32 [batch, node]; the drafter's estimate of the probability that a node is accepted. No output depends on it."""
     notes: tuple[Any, ...] = ()
     """What the drafter tells its controller of each entry; `str` words a note for traces. () if it tells nothing."""
@@ -98,14 +90,14 @@ class Draft:
 
     @cached_property
     def host(self) -> list[list[tuple[int, int]]]:
-        """(token, parent) of the nodes of each tree without padding, read to the host once."""
-        tokens, parents = cast("list[list[list[int]]]", torch.stack([self.tokens, self.parents]).tolist())  # pyright: ignore[reportUnknownMemberType]
-        return [[n for n in zip(t, up, strict=True) if n[1] > PADDING] for t, up in zip(tokens, parents, strict=True)]
+        """(token, parent) of the nodes of each tree without padding, as lists."""
+        trees = zip(self.tokens.tolist(), self.parents.tolist(), strict=True)
+        return [[n for n in zip(t, up, strict=True) if n[1] > PADDING] for t, up in trees]
 
     @cached_property
     def stated(self) -> list[list[float]] | None:
-        """`confidence` of the nodes of each tree without padding, read to the host once."""
-        rows = None if self.confidence is None else cast("list[list[float]]", self.confidence.tolist())  # pyright: ignore[reportUnknownMemberType]
+        """`confidence` of the nodes of each tree without padding, as lists."""
+        rows: list[list[float]] | None = None if self.confidence is None else self.confidence.tolist()
         return rows and [row[: len(nodes)] for row, nodes in zip(rows, self.host, strict=True)]
 
     def noted(self, notes: Sequence[Any]) -> Draft:
@@ -114,16 +106,8 @@ class Draft:
         noted.__dict__.update(self.__dict__, notes=tuple(notes))
         return noted
 
-    def to(self, device: torch.device) -> Draft:
-        """The same draft on a device."""
-        if self.tokens.device == device:
-            return self
-        probs = None if self.probs is None else self.probs.to(device)
-        tokens, parents = self.tokens.to(device), self.parents.to(device)
-        return replace(self, tokens=tokens, parents=parents, probs=probs)
-
     @property
-    def num_draft_tokens(self) -> Tensor:
+    def num_draft_tokens(self) -> Array:
         """int64 [batch]: draft tokens of each tree, the root not counted."""
         return (self.parents >= 0).sum(1)
 
@@ -138,9 +122,9 @@ class Verdict:
               the residual, else from the target's own distribution (the bonus token if everything was accepted).
     """
 
-    path: Tensor
-    accepted: Tensor
-    token: Tensor
+    path: Array
+    accepted: Array
+    token: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,14 +140,14 @@ class Commit:
     """How many of `tokens` are draft tokens."""
     finish: str | None = None
     """Why the sequence ended in this step."""
-    features: Tensor | None = None
+    features: Array | None = None
     """float [committed position, feature], the tapped layers at the positions that the cache gained, in their order; None
     without taps."""
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One draft-verify round, as a value. Its tensors are valid until the next step."""
+    """One draft-verify round, as a value. Its arrays are valid until the next step."""
 
     draft: Draft
     verdict: Verdict
@@ -173,4 +157,4 @@ class Step:
     budgets: list[Budget]
     seconds: dict[str, float]  # of each of PHASES
     # float32 [batch, node, vocab], the target's logits after every node
-    logits: Tensor | None = None
+    logits: Array | None = None

@@ -15,13 +15,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import LogitsWarper
 from outrider.core.tree import tree
-from outrider.core.types import Budget, Commit, Draft
+from outrider.core.types import Array, Budget, Commit, Draft
 from outrider.models.cache import SlotCache
 
 
@@ -46,9 +45,9 @@ class DraftContext:
     waiting: int = 0  # sequences whose prompts are not read yet
 
     @property
-    def positions(self) -> Tensor:
-        """int64 [batch]: the position of the first draft token, on the noise's device."""
-        return torch.tensor([len(t) for t in self.tokens], device=self.noise.seed.device)
+    def positions(self) -> Array:
+        """int64 [batch]: the position of the first draft token."""
+        return np.array([len(t) for t in self.tokens], np.int64)
 
     def within(self, budgets: list[Budget]) -> DraftContext:
         """The same with other budgets."""
@@ -79,7 +78,7 @@ class TargetPass:
     """The target's forward over a draft."""
 
     draft: Draft  # what the target judged. Several drafters may have contributed to it
-    logits: Tensor  # float32 [batch, node, vocab], after each node, accepted or not. Padding holds anything
+    logits: Array  # float32 [batch, node, vocab], after each node, accepted or not. Padding holds anything
 
     def select(self, entries: Sequence[int]) -> TargetPass:
         """Some entries of the batch."""
@@ -126,7 +125,7 @@ class Drafter(Protocol):
             target: The target's forward over the draft.
         """
 
-    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
+    def start(self, slot: int, tokens: Sequence[int], first: int, features: Array) -> None:
         """The target has read a chunk of a prompt, or a step that may not draft. Called for drafters with taps only.
 
         The first token waits for it: keep the features, and compute in `propose`. A sequence that was preempted is read again
@@ -175,26 +174,26 @@ def chains(context: DraftContext, proposals: Sequence[Sequence[int]]) -> Draft:
 
 
 class ListedDraft(Draft):
-    """A draft as lists. Its tensors are made when they are asked for: those of a draft that is not verified never are."""
+    """A draft as lists. Its arrays are made when they are asked for: those of a draft that is not verified never are."""
 
     @cached_property
-    def _tree(self) -> tuple[Tensor, Tensor]:
+    def _tree(self) -> tuple[Array, Array]:
         return tree(self.host)
 
     @cached_property
-    def tokens(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def tokens(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._tree[0]
 
     @cached_property
-    def parents(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def parents(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._tree[1]
 
     @cached_property
-    def confidence(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def confidence(self) -> Array | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if self.stated is None:
             return None
         nodes = max(map(len, self.host), default=1)
-        return torch.tensor([[*chances, *[0.0] * (nodes - len(chances))] for chances in self.stated])
+        return np.array([[*chances, *[0.0] * (nodes - len(chances))] for chances in self.stated], np.float32)
 
 
 def draft_of(

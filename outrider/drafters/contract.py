@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import torch
+import numpy as np
 
-from outrider.core.tree import levels, lists, validate
+from outrider.core.tree import levels, validate
 from outrider.core.types import Draft, Siblings
 from outrider.drafters.base import DraftContext, Drafter
 
@@ -52,6 +52,10 @@ def check(draft: Draft, context: DraftContext, vocab_size: int) -> None:
     """Raise Broken unless the draft fits the batch, the budgets and the contract."""
     if not isinstance(draft, Draft):
         raise Broken(f"propose returned a {type(draft).__name__}, not a Draft")
+    for name in ("tokens", "parents", "probs"):
+        given = getattr(draft, name)
+        if given is not None and not isinstance(given, np.ndarray):
+            raise Broken(f"{name} is a {type(given).__name__} and must be a numpy array; np.asarray({name}) makes one")
     try:
         validate(Draft(draft.tokens, draft.parents), vocab_size)
     except Exception as error:
@@ -59,7 +63,7 @@ def check(draft: Draft, context: DraftContext, vocab_size: int) -> None:
     if len(draft.tokens) != len(context.slots):
         raise Broken(f"{len(draft.tokens)} drafts for {len(context.slots)} sequences")
     for tokens, parents, committed, budget in zip(
-        lists(draft.tokens), lists(draft.parents), context.tokens, context.budgets, strict=True
+        draft.tokens.tolist(), draft.parents.tolist(), context.tokens, context.budgets, strict=True
     ):
         if tokens[0] != committed[-1]:
             raise Broken(f"node 0 is the last committed token, {committed[-1]}, and here it is {tokens[0]}")
@@ -75,7 +79,7 @@ def check(draft: Draft, context: DraftContext, vocab_size: int) -> None:
                 )
     if context.needs_probs and draft.siblings is not Siblings.POINT:
         good = draft.probs is not None and draft.probs.shape == (*draft.tokens.shape, vocab_size)
-        if not good or not bool(torch.isfinite(draft.probs).all()):  # pyright: ignore[reportArgumentType]
+        if not good or not np.isfinite(draft.probs).all():  # pyright: ignore[reportArgumentType]
             raise Broken(
                 "probs, which the draft tokens were drawn from, is missing, has the wrong shape or is not finite"
             )

@@ -12,12 +12,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
-from torch import Tensor
-
 from outrider.control.plan import Charge, Offer, Plan, PlanNote, View
 from outrider.control.planner import RARELY, Planner
 from outrider.core.params import BadParameter
-from outrider.core.types import Budget, Commit, Draft
+from outrider.core.types import Array, Budget, Commit, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, TargetPass
 from outrider.drafters.contract import Broken, accept, check, lend
 from outrider.drafters.method import NONE, PREDICTION
@@ -91,7 +89,7 @@ class PlannedDrafter(BaseDrafter):
         """The names of a sequence's drafters; none if it has none or lost them."""
         return () if slot in self.lost else self.methods.get(self.assigned.get(slot, self.default), ())
 
-    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
+    def start(self, slot: int, tokens: Sequence[int], first: int, features: Array) -> None:
         for name in self.of_slot(slot):
             if name in self._shared.columns:
                 shown = list(tokens) if name in self._foreign else tokens

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from outrider.control.plan import Offer
 from outrider.core.tree import levels
-from outrider.core.types import Commit, Draft
+from outrider.core.types import Array, Commit, Draft
 from outrider.drafters.base import DraftContext, Drafter, draft_of
 
 NodeList = list[tuple[int, int]]  # (token, parent) of one tree, the root first
@@ -103,12 +102,14 @@ class SharedTaps:
         taps = tuple(dict.fromkeys(tap for drafter in drafters.values() for tap in drafter.taps))
         return cls(taps, {name: [taps.index(t) for t in d.taps] for name, d in drafters.items() if d.taps})
 
-    def of_drafter(self, name: str, features: Tensor) -> Tensor:
+    def of_drafter(self, name: str, features: Array) -> Array:
         """float [..., feature]: a drafter's own part of the features of all taps. All taps have the same width."""
         columns = self.columns[name]
         if columns == list(range(len(self.taps))):
             return features
-        return features.unflatten(-1, (len(self.taps), -1))[..., columns, :].flatten(-2)
+        return features.reshape(*features.shape[:-1], len(self.taps), -1)[..., columns, :].reshape(
+            *features.shape[:-1], -1
+        )
 
     def commit(self, name: str, commit: Commit) -> Commit:
         """The commit with the drafter's own features, and with none for a drafter without taps."""
@@ -140,10 +141,10 @@ def join(context: DraftContext, proposals: Mapping[int, Proposal], notes: Sequen
             "Give the drafters of a batch the same `siblings`"
         )
     assert drawn[0].probs is not None
-    probs = torch.zeros(*out.tokens.shape, drawn[0].probs.shape[-1])
+    probs = np.zeros((*out.tokens.shape, drawn[0].probs.shape[-1]), np.float32)
     for b, one in proposals.items():
         if one.draft.probs is not None:
-            probs[b, : len(nodes[b])] = one.draft.probs[one.entry, : len(nodes[b])].to(probs.device)
+            probs[b, : len(nodes[b])] = one.draft.probs[one.entry, : len(nodes[b])]
         else:
             for token, parent in nodes[b][1:]:
                 probs[b, parent, token] = 1.0

@@ -13,16 +13,16 @@ from itertools import pairwise
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 
 from outrider.control import Controller, Fixed
 from outrider.core.detokenizer import TokenBytes
 from outrider.core.noise import Noise
 from outrider.core.params import BadParameter, ContextOverflow
-from outrider.core.sampling import LogitsDistribution, LogitsWarper
+from outrider.core.sampling import LogitsDistribution, LogitsWarper, largest
 from outrider.core.stopping import FinishReason, StopChecker
 from outrider.core.tree import chain
-from outrider.core.types import PHASES, Commit, Draft, Guarantee, Step, Verdict
+from outrider.core.types import PHASES, Array, Commit, Draft, Guarantee, Step, Verdict
 from outrider.drafters.base import DraftContext, Drafter, NoDraft, TargetPass
 from outrider.drafters.lookup.memory import TextMemory
 from outrider.drafters.method import NONE
@@ -96,7 +96,7 @@ class Decoder:
         self.sequences: dict[int, Sequence] = {}
         self.waiting: list[Sequence] = []
         self.stepping = threading.RLock()  # two schedulers may share a decoder, but not a step
-        self._batch: tuple[tuple[int, ...], LogitsWarper, list[int], torch.Tensor] | None = None
+        self._batch: tuple[tuple[int, ...], LogitsWarper, list[int], Array] | None = None
 
     def limit(self, max_length: int, prefixes: PrefixCache | None) -> None:
         """Before the first sequence: shorten the longest one, and take another prefix cache.
@@ -211,10 +211,11 @@ class Decoder:
             context = self._context(live)
             asked = any(b.depth and b.max_nodes for b in context.budgets)  # a drafter that may not draft costs nothing
             before, times = [len(sequence.tokens) for sequence in live], [perf_counter()]
-            draft = (self.drafter if asked else _NO_DRAFT).propose(context).to(self.target.device)
+            draft = (self.drafter if asked else _NO_DRAFT).propose(context)
             times.append(perf_counter())
             nodes = Nodes(draft.tokens, self.cache, context.slots, draft.parents)
             out = self.target.forward(nodes, taps=self.drafter.taps)
+            out = out._replace(logits=np.asarray(out.logits))
             times.append(perf_counter())
             target = LogitsDistribution(out.logits, draft, context.warp)
             verdict = self.verifier(target, draft, context.noise, context.positions)
@@ -258,7 +259,8 @@ class Decoder:
                     self.drafter.start(sequence.slot, sequence.tokens, start, out.features[place, : len(part)])
                 if wanted is not None:
                     following = sequence.tokens[start + 1 : start + 1 + len(part)]
-                    sequence.read(logprobs(x, t, wanted) for x, t in zip(out.logits[0], following, strict=True))
+                    logits = np.asarray(out.logits[0])
+                    sequence.read(logprobs(x, t, wanted) for x, t in zip(logits, following, strict=True))
         for chunk in chunks:
             self._after(chunk.sequence, chunk.wanted)
 
@@ -319,13 +321,13 @@ class Decoder:
         """What the drafter sees of this step. The compiled parameters live as long as the batch stays the same."""
         key = tuple(id(sequence.state) for sequence in live)  # the warper keeps them alive: no id is used twice
         if self._batch is None or self._batch[0] != key:
-            warp = LogitsWarper([sequence.state for sequence in live], self.target.device)
+            warp = LogitsWarper([sequence.state for sequence in live])
             seeds = [signed(sequence.request.seed) for sequence in live]
-            self._batch = key, warp, seeds, torch.tensor(seeds, device=self.target.device)
+            self._batch = key, warp, seeds, np.array(seeds, np.int64)
         _, warp, seeds, held = self._batch
         steps = [sequence.steps for sequence in live]
-        noise = Noise(held, torch.tensor(steps, device=held.device))
-        noise.__dict__["host"] = [*zip(seeds, steps, strict=True)]  # not read back from the tensors
+        noise = Noise(held, np.array(steps, np.int64))
+        noise.__dict__["host"] = [*zip(seeds, steps, strict=True)]  # not read back from the arrays
         slots, left = [sequence.slot for sequence in live], [sequence.left for sequence in live]
         budgets = zip(self.controller.budgets(slots), left, strict=True)
         return DraftContext(
@@ -359,7 +361,7 @@ class Decoder:
                     break
             if new[-1] < 0:
                 new = new[:-1]  # the distribution was empty: there is no token
-                if out.logits[b, nodes[-1]].max().isfinite():
+                if np.isfinite(out.logits[b, nodes[-1]].max()):
                     end = self._nothing_left(sequence, new)
                     sequence.checker.finish(end)
             shown, held, features = (), nodes[: len(new)], None
@@ -384,11 +386,11 @@ class Decoder:
         return FinishReason("length", note=f"the text ends here, because no token is left that {', '.join(used)} allow")
 
 
-def logprobs(logits: torch.Tensor, token: int, alternatives: int) -> dict[int, float]:
+def logprobs(logits: Array, token: int, alternatives: int) -> dict[int, float]:
     """The log-probabilities, by the model's own distribution, of a token and of the `alternatives` most likely ones."""
-    scores = log_softmax(logits.float())
-    best = scores.topk(min(alternatives, len(scores)))
-    return {token: float(scores[token]), **dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))}
+    scores = log_softmax(logits)
+    [best], [values] = largest(scores[None], min(alternatives, len(scores)))
+    return {token: float(scores[token]), **dict(zip(best.tolist(), values.tolist(), strict=True))}
 
 
 def draw_seed() -> int:
@@ -407,6 +409,6 @@ def nth_seed(seed: int, n: int) -> int:
 
 
 def signed(seed: int) -> int:
-    """64 unsigned bits as torch's int64 holds them."""
+    """64 unsigned bits as numpy's int64 holds them."""
     seed &= 2**64 - 1
     return seed - 2**64 if seed >= 2**63 else seed

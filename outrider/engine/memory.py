@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from outrider.drafters.base import Drafter
@@ -93,7 +94,7 @@ class Memory:
         for model, cache in self._models:
             cache.reserve([0], cache.max_length + SCRATCH)
             try:
-                model.forward(Nodes(torch.zeros(1, 1, dtype=torch.long), cache, [0]), want="none")  # into scratch
+                model.forward(Nodes(np.zeros((1, 1), np.int64), cache, [0]), want="none")  # into scratch
             except (RuntimeError, MemoryError) as error:
                 if isinstance(error, RuntimeError) and "memory" not in str(error):
                     raise
@@ -106,7 +107,7 @@ class Memory:
 def per_token(model: LanguageModel) -> int:
     """Bytes of keys and values that a model keeps of a token, seen by letting it read one."""
     cache = model.new_cache(1, 1)
-    model.forward(Nodes(torch.zeros(1, 1, dtype=torch.long), cache, [0]), want="none")
+    model.forward(Nodes(np.zeros((1, 1), np.int64), cache, [0]), want="none")
     return cache.bytes_per_token
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from torch import Tensor
+import numpy as np
 
 from outrider.engine.prefix_files import PrefixFiles
 from outrider.models.cache import SlotCache
@@ -31,11 +31,13 @@ class _Block:
 
     __slots__ = ("bytes", "children", "key", "layers", "parent", "states")
 
-    def __init__(self, parent: _Block | None, key: tuple[int, ...], layers: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self, parent: _Block | None, key: tuple[int, ...], layers: list[tuple[np.ndarray, np.ndarray]]
+    ) -> None:
         self.parent, self.key, self.layers = parent, key, layers
         self.children: dict[tuple[int, ...], _Block] = {}
-        self.states: list[list[Tensor]] | None = None
-        self.bytes = sum(t.numel() * t.element_size() for pair in layers for t in pair)
+        self.states: list[list[np.ndarray]] | None = None
+        self.bytes = sum(t.nbytes for pair in layers for t in pair)
 
 
 class PrefixCache:
@@ -105,7 +107,7 @@ class PrefixCache:
             at = block
         if cache.states and path and sum(len(block.key) for block in path) == len(tokens) and at.states is None:
             at.states = cache.snapshot(slot)
-            size = sum(t.numel() * t.element_size() for part in at.states for t in part)
+            size = sum(t.nbytes for part in at.states for t in part)
             at.bytes += size
             self.bytes += size
         for block in reversed(path):

@@ -143,7 +143,7 @@ class PrefixFiles:
         """Learn what the cache keeps, by one token in its scratch."""
         if self._root and bool(cache.layers) == self._has_keys:
             return
-        self._model.forward(Nodes(torch.zeros(1, 1, dtype=torch.long), cache, [slot]), want="none")
+        self._model.forward(Nodes(np.zeros((1, 1), np.int64), cache, [slot]), want="none")
         self._has_keys = bool(cache.layers)
         shapes = [(t.shape[1], t.shape[3], str(t.dtype)) for pair in cache.layers for t in pair]
         states = [(t.shape, str(t.dtype)) for part in cache.snapshot(slot) for t in part]

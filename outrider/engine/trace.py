@@ -20,16 +20,16 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from outrider._version import __version__
 from outrider.core.params import SamplingParams
-from outrider.core.sampling import LogitsDistribution, LogitsWarper, SequenceState
+from outrider.core.sampling import LogitsDistribution, LogitsWarper, SequenceState, largest
 from outrider.core.tree import levels
-from outrider.core.types import Draft, Step
+from outrider.core.types import Array, Draft, Step
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.method import NONE
 from outrider.drafters.planned import PlannedDrafter
@@ -50,10 +50,10 @@ Count = Annotated[int, Field(ge=0, lt=2**31)]
 TopProbs = list[tuple[Id, float]]  # the most likely tokens and their probabilities, most likely first
 
 
-def top(probs: Tensor) -> TopProbs:
+def top(probs: Array) -> TopProbs:
     """The most likely tokens of a distribution [vocab], without tokens of probability 0."""
-    best = probs.topk(min(TOP_TOKENS, len(probs)))
-    return [(t, p) for t, p in zip(best.indices.tolist(), best.values.tolist(), strict=True) if not p <= 0]
+    [tokens], [best] = largest(probs[None], min(TOP_TOKENS, len(probs)))
+    return [(t, p) for t, p in zip(tokens.tolist(), best.tolist(), strict=True) if not p <= 0]
 
 
 class PhaseSeconds(TypedDict):
@@ -299,8 +299,7 @@ class Recorder:
             out["draft_probs"] = [top(probs) for probs in draft.probs[b, :nodes]]
         if step.logits is not None:
             target = target_distribution(step, b, sequence)
-            at = torch.arange(nodes, device=step.logits.device)[:, None]
-            out["target_probs"] = [top(target.probs(node)[0]) for node in at]
+            out["target_probs"] = [top(target.probs(np.array([node]))[0]) for node in range(nodes)]
         return out
 
     def _end(self, sequence: Sequence, finish: str) -> TraceLine:
@@ -392,7 +391,7 @@ def target_distribution(step: Step, b: int, sequence: Sequence) -> LogitsDistrib
     tokens = old.tokens[: step.positions[b]]
     before = SequenceState(old.params, old.end_ids, old.bad_words, tokens, old.prompt_length, old.mask)
     draft = Draft(step.draft.tokens[b : b + 1], step.draft.parents[b : b + 1])
-    return LogitsDistribution(step.logits[b : b + 1], draft, LogitsWarper([before], step.logits.device))
+    return LogitsDistribution(step.logits[b : b + 1], draft, LogitsWarper([before]))
 
 
 def _params(params: SamplingParams, tokens: bool) -> dict[str, Any]:

@@ -33,6 +33,12 @@ class Nodes:
     slots: list[int]
     parents: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        """The loop holds numpy arrays. Temporary, until the nodes do so too."""
+        object.__setattr__(self, "tokens", torch.as_tensor(self.tokens))
+        if self.parents is not None:
+            object.__setattr__(self, "parents", torch.as_tensor(self.parents))
+
     def to(self, device: torch.device) -> Nodes:
         """The same nodes with `tokens` on a device. `parents` stay where they are."""
         return self if self.tokens.device == device else replace(self, tokens=self.tokens.to(device))
@@ -76,7 +82,7 @@ class Nodes:
     @cached_property
     def _positions(self) -> Tensor:
         """int64 [batch, held + node]: token positions on the host. [1, node] + lengths for a chain."""
-        level = torch.arange(self.count)[None] if self.parents is None else depth(self.tree)
+        level = torch.arange(self.count)[None] if self.parents is None else torch.as_tensor(depth(self.tree.numpy()))
         return torch.tensor(self.lengths)[:, None] + level
 
     @cached_property
@@ -121,7 +127,9 @@ class Nodes:
     def visible(self) -> Tensor:
         """bool [batch, node, cell]: what a node attends to, committed cells and its ancestors."""
         offset = self._offset[:, None].expand(-1, self.count, -1)
-        ancestor = ancestor_mask(self.tree)[:, self.held :].gather(2, offset.clamp(0, self.total - 1))
+        ancestor = torch.as_tensor(ancestor_mask(self.tree.numpy()))[:, self.held :].gather(
+            2, offset.clamp(0, self.total - 1)
+        )
         return ((offset < 0) | (ancestor & (offset < self.total))).to(self.device)
 
     @cached_property

@@ -20,10 +20,9 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from outrider.core.extras import install
+from outrider.core.types import Array
 from outrider.drafters.model.vocabulary import Vocabulary
 from outrider.serve.logs import log
 from outrider.serve.tools import literal
@@ -141,14 +140,14 @@ class GrammarMask:
     def __init__(self, compiled: Any, vocab_size: int, end_ids: Sequence[int]) -> None:
         self._compiled, self._vocab_size, self._end_ids = compiled, vocab_size, end_ids
         self._read = 0  # committed tokens the matcher has read
-        self._known: dict[tuple[int, ...], Tensor] = {}  # draft tokens after the committed ones -> the mask there
+        self._known: dict[tuple[int, ...], Array] = {}  # draft tokens after the committed ones -> the mask there
 
     @cached_property
     def _matcher(self) -> Any:
         """It takes memory, so a text that waits has none."""
         return self._compiled.deep_copy()
 
-    def allowed(self, tokens: Sequence[int], start: int, extra: Sequence[int]) -> Tensor:
+    def allowed(self, tokens: Sequence[int], start: int, extra: Sequence[int]) -> Array:
         """bool [vocab]: what may follow `tokens[start:]` and then `extra`. `tokens` are committed, `extra` are draft tokens.
 
         Nothing may follow a token that the grammar forbids, nor where a mask needs more work than the limits allow.
@@ -162,7 +161,7 @@ class GrammarMask:
             if matcher.is_error():
                 log.debug("a grammar cannot go on: %s", _why(matcher.get_error()))
                 bits = bytes(self._vocab_size)
-            self._known[key] = torch.from_numpy(np.frombuffer(bits, np.uint8)[: self._vocab_size] != 0)
+            self._known[key] = np.frombuffer(bits, np.uint8)[: self._vocab_size] != 0
         return self._known[key]
 
     def legal_prefix(self, tokens: Sequence[int], start: int, extra: Sequence[int]) -> int:

@@ -13,13 +13,14 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from outrider.core.noise import Noise, Stream
 from outrider.core.params import SamplingParams
 from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.tree import validate
-from outrider.core.types import Budget, Commit, Draft, Siblings
+from outrider.core.types import Array, Budget, Commit, Draft, Siblings
 from outrider.drafters.base import DraftContext, Drafter, TargetPass
 from outrider.drafters.contract import check, lend
 
@@ -45,7 +46,7 @@ def context(
         tokens=tokens,
         budgets=budgets,
         warp=LogitsWarper([SequenceState(params, (), (), t, 1) for t in tokens]),
-        noise=Noise(torch.tensor(slots) + 100, torch.full((count,), step)),
+        noise=Noise(np.array(slots) + 100, np.full(count, step)),
         stream=Stream.DRAFT if needs_probs else Stream.TOKEN,
         needs_probs=needs_probs,
         prompt_lengths=[1] * count,
@@ -79,7 +80,7 @@ def check_drafter(
             was checked.
         feature_size: for a drafter with taps, numbers per position, all taps together. They are a function of the tokens.
     """
-    random_, logits = random.Random(seed), torch.Generator().manual_seed(seed)
+    random_, logits = random.Random(seed), np.random.default_rng(seed)
     few = random_.sample(range(vocab_size), min(vocab_size, 7))
     drafter, texts, asked, drafted = make(), dict[int, list[int]](), 0, 0
     assert isinstance(drafter, Drafter), "derive from outrider.drafters.BaseDrafter, which has all but propose"
@@ -187,7 +188,7 @@ def _commit(
     draft: Draft,
     commits: Sequence[Commit],
     vocab_size: int,
-    noise: torch.Generator,
+    noise: np.random.Generator,
     feature_size: int,
 ) -> None:
     """Commit as the loop does: the texts grow, then `update` gets the commits and the target's logits."""
@@ -197,7 +198,7 @@ def _commit(
         stop = len(tokens) - 1
         features = _features(tokens, stop - len(commit.nodes), stop, feature_size) if drafter.taps else None
         read.append(replace(commit, features=features))
-    logits = torch.randn(*draft.tokens.shape, vocab_size, generator=noise)
+    logits = noise.standard_normal((*draft.tokens.shape, vocab_size), np.float32)
     drafter.update(ask, read, TargetPass(draft, logits))
 
 
@@ -232,7 +233,7 @@ def _check_distribution(
             equal = float(q[q == q[token]].sum())  # equal tokens have no order: take them as one
             by_rank.append(float(below[1]) + share * equal)
         commits = [Commit([random_.randrange(vocab_size)], [0], 0) for _ in slots]
-        _commit(drafter, ask, draft, commits, vocab_size, torch.Generator().manual_seed(step), feature_size)
+        _commit(drafter, ask, draft, commits, vocab_size, np.random.default_rng(step), feature_size)
         for slot in slots:
             if len(texts[slot]) > 20:
                 drafter.release(slot)
@@ -246,7 +247,7 @@ def _check_distribution(
         )
 
 
-def _draws(draft: Draft) -> Iterator[tuple[int, torch.Tensor]]:
+def _draws(draft: Draft) -> Iterator[tuple[int, Array]]:
     """Each drawn token, with q float64 [vocab]: the distribution declared for it, given the siblings before it."""
     if draft.siblings is Siblings.POINT:
         return
@@ -259,9 +260,8 @@ def _draws(draft: Draft) -> Iterator[tuple[int, torch.Tensor]]:
             siblings = [i for i, (_, up) in enumerate(nodes) if up == parent]
             if draft.siblings is Siblings.TOP_THEN_SAMPLED and n != siblings[-1]:
                 continue  # chosen, not drawn
-            q = draft.probs[b, parent].double()
+            q = draft.probs[b, parent].astype(np.float64)
             if draft.siblings is not Siblings.IID:
-                q = q.clone()
                 q[[nodes[i][0] for i in siblings if i < n]] = 0
             yield token, q / q.sum()
 

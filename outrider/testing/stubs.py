@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from outrider.core.noise import Noise, Stream
-from outrider.core.types import Commit, Draft
+from outrider.core.types import Array, Commit, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, TargetPass, chains
 from outrider.drafters.proposal import NodeList, own_commit
 
@@ -55,14 +54,14 @@ class Noisy(BaseDrafter):
         n = draft.nodes
         if n == 1:
             return draft
-        seed = torch.full((len(context.slots),), self.seed)
+        seed = np.full(len(context.slots), self.seed)
         coin = Noise(seed, seed).uniform(Stream.DRAFT, context.positions, 2 * n)
-        other = (coin[:, n:] * (self.vocab_size - 1)).long()
+        other = (coin[:, n:] * (self.vocab_size - 1)).astype(np.int64)
         other = other + (other >= draft.tokens)  # any token but the drafted one
         spoil = (coin[:, :n] >= self.alpha) & (draft.parents >= 0)
-        return Draft(torch.where(spoil, other.clamp_max(self.vocab_size - 1), draft.tokens), draft.parents)
+        return Draft(np.where(spoil, np.minimum(other, self.vocab_size - 1), draft.tokens), draft.parents)
 
-    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
+    def start(self, slot: int, tokens: Sequence[int], first: int, features: Array) -> None:
         self.wrapped.start(slot, tokens, first, features)
 
     def release(self, slot: int) -> None:

@@ -1,7 +1,6 @@
 """The verifiers on a batch. Rows may have trees of different sizes.
 
-Each loop has a fixed number of rounds. Values are read to the host before a loop and not inside it. `position` is the
-position of the token after the root. A verifier reads this noise:
+`position` is the position of the token after the root. A verifier reads this noise:
 
     match      TOKEN    at position + depth, in the target's own `sample`
     all others ACCEPT   at position + depth - 1 of the judged node, index = node
@@ -16,20 +15,21 @@ from __future__ import annotations
 from collections import Counter
 from typing import Protocol, cast
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from outrider.core import sampling
 from outrider.core.noise import Noise, Stream
-from outrider.core.tree import child_table, depth, levels, lists
-from outrider.core.types import Draft, Siblings, Verdict
+from outrider.core.tree import child_table, depth, levels
+from outrider.core.types import Array, Draft, Siblings, Verdict
 from outrider.kernels.probabilities import log, total
+
+_QUIET = np.errstate(divide="ignore", invalid="ignore")  # rows without mass are NaN, and -1 in the end
 
 
 class TargetDistribution(Protocol):
     """The target's distribution at the nodes of a draft. Each one is computed when a verifier asks for it."""
 
-    def sample(self, node: Tensor, noise: Noise, position: Tensor) -> Tensor:
+    def sample(self, node: Array, noise: Noise, position: Array) -> Array:
         """int64 [batch]: the target's own token after `node`, argmax(log probs + gumbel(TOKEN, position)).
 
         node: int64 [batch], one per row. position: int64 [batch], the position of the new token. Greedy decoding gives
@@ -38,7 +38,7 @@ class TargetDistribution(Protocol):
         """
         ...
 
-    def probs(self, node: Tensor) -> Tensor:
+    def probs(self, node: Array) -> Array:
         """float32 [batch, vocab]: the distribution of the token after `node`. node: int64 [batch], one per row."""
         ...
 
@@ -54,18 +54,18 @@ class RowTargetDistribution(Protocol):
 class FixedDistribution:
     """A target with given distributions, for tests and examples."""
 
-    def __init__(self, probs: Tensor) -> None:
+    def __init__(self, probs: Array) -> None:
         """probs: float32 [batch, node, vocab]; probs[:, n] is the distribution of the token after node n."""
         self.table = probs
 
-    def sample(self, node: Tensor, noise: Noise, position: Tensor) -> Tensor:
+    def sample(self, node: Array, noise: Noise, position: Array) -> Array:
         return draw(self.probs(node), noise, Stream.TOKEN, position)
 
-    def probs(self, node: Tensor) -> Tensor:
-        return self.table[torch.arange(len(node), device=node.device), node]
+    def probs(self, node: Array) -> Array:
+        return self.table[np.arange(len(node)), node]
 
 
-def match(target: TargetDistribution, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
+def match(target: TargetDistribution, draft: Draft, noise: Noise, position: Array) -> Verdict:
     """Accept draft tokens that equal the target's own sample. Any tree; among equal children the lowest index counts.
 
     position: int64 [batch], the position of the token after the root (= the number of committed tokens). For each draft
@@ -73,30 +73,27 @@ def match(target: TargetDistribution, draft: Draft, noise: Noise, position: Tens
     """
     tokens, parents = draft.tokens, draft.parents
     batch, nodes = tokens.shape
-    if tokens.device.type == "cpu" and hasattr(target, "sample_row"):
-        return _match_on_host(cast(RowTargetDistribution, target), draft, noise, position)
+    if hasattr(target, "sample_row"):
+        return _match_row_by_row(cast(RowTargetDistribution, target), draft, noise, position)
     levels = int(depth(parents).max()) if batch else 0
-    index = torch.arange(nodes, device=tokens.device)
-    here = torch.zeros(batch, dtype=torch.long, device=tokens.device)
-    accepted = here.clone()
-    path = torch.full((batch, levels + 1), -1, dtype=torch.long, device=tokens.device)
-    path[:, 0] = 0
+    index, here, accepted = np.arange(nodes), np.zeros(batch, np.int64), np.zeros(batch, np.int64)
+    path = _only_roots(batch, levels)
     token = target.sample(here, noise, position)
     # A row that has stopped stays at its node, so its token does not change any more.
     for level in range(1, levels + 1):
         hit = (parents == here[:, None]) & (tokens == token[:, None])
-        child = torch.where(hit, index, nodes).amin(1)
+        child = np.where(hit, index, nodes).min(1)
         walks = child < nodes
-        if none_left(walks):
+        if not walks.any():
             break
-        here, accepted = torch.where(walks, child, here), accepted + walks
-        path[:, level] = torch.where(walks, child, -1)
+        here, accepted = np.where(walks, child, here), accepted + walks
+        path[:, level] = np.where(walks, child, -1)
         token = target.sample(here, noise, position + accepted)
     return Verdict(path, accepted, token)
 
 
-def _match_on_host(target: RowTargetDistribution, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
-    """`match` row by row on lists. On the CPU one tensor operation on five numbers costs more than the whole walk."""
+def _match_row_by_row(target: RowTargetDistribution, draft: Draft, noise: Noise, position: Array) -> Verdict:
+    """`match` on lists. One operation on an array of five numbers costs more than the whole walk."""
     trees = zip(draft.host, noise.keys(Stream.TOKEN, position), strict=True)
     paths: list[list[int]] = []
     last: list[int] = []
@@ -112,12 +109,12 @@ def _match_on_host(target: RowTargetDistribution, draft: Draft, noise: Noise, po
         paths.append(path)
         last.append(token)
     levels = max(map(len, paths), default=1)
-    padded = torch.tensor([p + [-1] * (levels - len(p)) for p in paths], dtype=torch.long).reshape(-1, levels)
-    accepted = torch.tensor([len(p) - 1 for p in paths], dtype=torch.long)
-    return Verdict(padded, accepted, torch.tensor(last, dtype=torch.long))
+    padded = np.array([p + [-1] * (levels - len(p)) for p in paths], np.int64).reshape(-1, levels)
+    return Verdict(padded, np.array([len(p) - 1 for p in paths], np.int64), np.array(last, np.int64))
 
 
-def rejection(target: TargetDistribution, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
+@_QUIET
+def rejection(target: TargetDistribution, draft: Draft, noise: Noise, position: Array) -> Verdict:
     """Accept draft token x with probability min(1, p(x)/q(x)). After a rejection the residual replaces p.
 
     The residual judges the next sibling, or gives the token that ends the step. Chains: Leviathan 2211.17192. Trees: see
@@ -126,43 +123,41 @@ def rejection(target: TargetDistribution, draft: Draft, noise: Noise, position: 
 
     Raises ValueError for drawn tokens without probs, and for probs of another vocabulary.
     """
-    here = torch.zeros_like(draft.tokens[:, 0])
-    probs = target.probs(here).double()
+    here = np.zeros_like(draft.tokens[:, 0])
+    probs = target.probs(here).astype(np.float64)
     check_probs(draft, "rejection", probs)
     levels, width = _extent(draft)
     offered = _judging_order(draft, width)
-    rows = torch.arange(len(here), device=here.device)
-    accepted = torch.zeros_like(here)
-    path = torch.full((len(here), levels + 1), -1, dtype=torch.long, device=here.device)
-    path[:, 0] = 0
+    rows = np.arange(len(here))
+    accepted = np.zeros_like(here)
+    path = _only_roots(len(here), levels)
     for level in range(1, levels + 1):
         stays = accepted == level - 1
         children = offered[rows, here]
-        moved = torch.zeros_like(stays)
+        moved = np.zeros_like(stays)
         for slot in range(width):
             child = children[:, slot]
             judged = stays & ~moved & (child >= 0)
-            if none_left(judged):
+            if not judged.any():
                 break
-            child = child.clamp_min(0)
+            child = np.maximum(child, 0)
             q, x = proposal(draft, child, probs), draft.tokens[rows, child]
             # Multiply and do not divide. Strictly less: a token without mass in p is never accepted.
             keeps = judged & (coin(noise, position + (level - 1), child, draft.nodes) * mass(q, x) < mass(probs, x))
             refused = judged & ~keeps
-            if not none_left(refused):
-                probs = torch.where(
-                    refused[:, None], normalized(residual(torch.ones_like(probs[:, :1]), probs, q)), probs
-                )
-            moved, here = moved | keeps, torch.where(keeps, child, here)
-        if none_left(moved):
+            if refused.any():
+                probs = np.where(refused[:, None], normalized(residual(1.0, probs, q)), probs)
+            moved, here = moved | keeps, np.where(keeps, child, here)
+        if not moved.any():
             break
         accepted = accepted + moved
-        path[:, level] = torch.where(moved, here, -1)
-        probs = torch.where(moved[:, None], target.probs(here).double(), probs)
+        path[:, level] = np.where(moved, here, -1)
+        probs = np.where(moved[:, None], target.probs(here).astype(np.float64), probs)
     return Verdict(path, accepted, draw(probs, noise, Stream.RESIDUAL, position + accepted))
 
 
-def block(target: TargetDistribution, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
+@_QUIET
+def block(target: TargetDistribution, draft: Draft, noise: Noise, position: Array) -> Verdict:
     """Judge the chain as a whole. Accepts at least as many tokens as `rejection`. Sun 2403.10444, algorithm 2.
 
     position: int64 [batch], the position of the token after the root. Errors as for `rejection`; a tree raises
@@ -172,102 +167,110 @@ def block(target: TargetDistribution, draft: Draft, noise: Noise, position: Tens
     The weight p~ is a float64 and not a logarithm. The clip at 1 prevents overflow. After an underflow (below 1e-308)
     the path would need an equally large ratio on tokens drawn from q; its probability is below 1e-308 (Markov).
     """
-    last_kept = torch.zeros_like(draft.tokens[:, 0])
+    last_kept = np.zeros_like(draft.tokens[:, 0])
     p = target.probs(last_kept)
     check_probs(draft, "block", p)
     length, end = _chain_length(draft), draft.nodes - 1
-    weight = torch.ones_like(p[:, 0], dtype=torch.float64)  # p~_n of the paper
+    weight = np.ones(len(p))  # p~_n of the paper
     kept_weight, kept_p = weight, p
-    q = proposal(draft, (last_kept + 1).clamp_max(end), p)
+    q = proposal(draft, np.minimum(last_kept + 1, end), p)
     for n in range(1, draft.nodes):
-        inside, x, node = length >= n, draft.tokens[:, n], torch.full_like(last_kept, n)
-        weight = torch.where(inside, clipped_ratio(weight * mass(p, x), mass(q, x)), weight)
-        p, q = target.probs(length.clamp_max(n)), proposal(draft, (node + 1).clamp_max(end), p)
+        inside, x, node = length >= n, draft.tokens[:, n], np.full_like(last_kept, n)
+        weight = np.where(inside, clipped_ratio(weight * mass(p, x), mass(q, x)), weight)
+        p, q = target.probs(np.minimum(length, n)), proposal(draft, np.minimum(node + 1, end), p)
         owed = total(leftover(weight[:, None], p, q))[:, 0]
         last = length == n
-        part, whole = torch.where(last, weight, owed), torch.where(last, 1.0, owed + 1 - weight)
+        part, whole = np.where(last, weight, owed), np.where(last, 1.0, owed + 1 - weight)
         says_yes = coin(noise, position + (n - 1), node, draft.nodes) * whole < part
         keeps = inside & (says_yes | (weight == 1))  # weight 1 means h = 1, also for 0/0
-        last_kept, kept_weight = torch.where(keeps, n, last_kept), torch.where(keeps, weight, kept_weight)
-        kept_p = torch.where(keeps[:, None], p, kept_p)
-    probs = residual(kept_weight[:, None], kept_p, proposal(draft, (last_kept + 1).clamp_max(end), kept_p))
-    probs = torch.where((last_kept < length)[:, None], probs, kept_p.double())
-    index = torch.arange(draft.nodes, device=last_kept.device)
-    path = torch.where(index <= last_kept[:, None], index, -1)
+        last_kept, kept_weight = np.where(keeps, n, last_kept), np.where(keeps, weight, kept_weight)
+        kept_p = np.where(keeps[:, None], p, kept_p)
+    probs = residual(kept_weight[:, None], kept_p, proposal(draft, np.minimum(last_kept + 1, end), kept_p))
+    probs = np.where((last_kept < length)[:, None], probs, kept_p.astype(np.float64))
+    index = np.arange(draft.nodes)
+    path = np.where(index <= last_kept[:, None], index, -1)
     return Verdict(path, last_kept, draw(probs, noise, Stream.RESIDUAL, position + last_kept))
 
 
-def traversal(target: TargetDistribution, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
+@_QUIET
+def traversal(target: TargetDistribution, draft: Draft, noise: Noise, position: Array) -> Verdict:
     """Judge a tree from its leaves up, each node by the ratio of its whole path. Weng 2505.12398, algorithm 2.
 
     A node is judged after all nodes below it were rejected. Accepts at least as many tokens as `rejection`; on a chain it
     equals `block`. position: int64 [batch], the position of the token after the root. Errors as for `rejection`. Batched
     twin of `reference_traversal`.
     """
-    here = torch.zeros_like(draft.tokens[:, 0])
-    p = target.probs(here).double()
+    here = np.zeros_like(draft.tokens[:, 0])
+    p = target.probs(here).astype(np.float64)
     check_probs(draft, "traversal", p)
     levels, _ = _extent(draft)
-    rows, level = torch.arange(len(here), device=here.device), depth(draft.parents)
+    rows, level = np.arange(len(here)), depth(draft.parents)
     # float64 [batch, level]: the weight of the open node of each level
-    weight = torch.ones(len(here), levels + 1, dtype=torch.float64, device=here.device)
-    probs = p[:, None].repeat(1, levels + 1, 1)  # what remains of p at that node
-    walks = torch.ones_like(here, dtype=torch.bool)
-    for event in _tour(draft).unbind(1):
-        node = event.abs()
+    weight = np.ones((len(here), levels + 1))
+    probs = np.repeat(p[:, None], levels + 1, 1)  # what remains of p at that node
+    walks = np.ones(len(here), bool)
+    for event in _tour(draft).T:
+        node = abs(event)
         enters, leaves = walks & (event > 0), walks & (event < 0)
         below = level[rows, node]
-        above = (below - 1).clamp_min(0)
+        above = np.maximum(below - 1, 0)
         p, w, x = probs[rows, above], weight[rows, above], draft.tokens[rows, node]
         q = proposal(draft, node, p)
         refused = leaves
-        if not none_left(leaves):
+        if leaves.any():
             keeps = leaves & (coin(noise, position + above, node, draft.nodes) < weight[rows, below])
             refused = leaves & ~keeps
-            here, walks = torch.where(keeps, node, here), walks & ~keeps
-        if not none_left(enters):
+            here, walks = np.where(keeps, node, here), walks & ~keeps
+        if enters.any():
             ratio = clipped_ratio(w * mass(p, x), mass(q, x))
-            weight[rows, below] = torch.where(enters, ratio, weight[rows, below])
-            entered = target.probs(torch.where(enters, node, 0)).double()
-            probs[rows, below] = torch.where(enters[:, None], entered, probs[rows, below])
-        if not none_left(refused):
+            weight[rows, below] = np.where(enters, ratio, weight[rows, below])
+            entered = target.probs(np.where(enters, node, 0)).astype(np.float64)
+            probs[rows, below] = np.where(enters[:, None], entered, probs[rows, below])
+        if refused.any():
             rest = leftover(w[:, None], p, q)
             owed = total(rest)[:, 0]
-            left = torch.where(w == 1, 1.0, owed / (owed + 1 - w))
-            weight[rows, above] = torch.where(refused, left, weight[rows, above])
-            probs[rows, above] = torch.where((refused & (owed > 0))[:, None], normalized(rest), probs[rows, above])
-        if none_left(walks):
+            left = np.where(w == 1, 1.0, owed / (owed + 1 - w))
+            weight[rows, above] = np.where(refused, left, weight[rows, above])
+            probs[rows, above] = np.where((refused & (owed > 0))[:, None], normalized(rest), probs[rows, above])
+        if not walks.any():
             break
     accepted = level[rows, here]
     token = draw(probs[rows, accepted], noise, Stream.RESIDUAL, position + accepted)
-    path = torch.full((len(here), levels + 1), -1, dtype=torch.long, device=here.device)
+    path = np.full((len(here), levels + 1), -1)
     for _ in range(levels + 1):  # ends at the root
         path[rows, level[rows, here]] = here
-        here = draft.parents[rows, here].clamp_min(0)
+        here = np.maximum(draft.parents[rows, here], 0)
     return Verdict(path, accepted, token)
 
 
+def _only_roots(batch: int, levels: int) -> Array:
+    """int64 [batch, level]: paths on which nothing was accepted yet."""
+    path = np.full((batch, levels + 1), -1)
+    path[:, 0] = 0
+    return path
+
+
 def _extent(draft: Draft) -> tuple[int, int]:
-    """(levels below the root, maximum children of a node). One host read."""
-    rows = set(map(tuple, lists(draft.parents)))  # equal rows are read once
+    """(levels below the root, maximum children of a node)."""
+    rows: set[tuple[int, ...]] = set(map(tuple, draft.parents.tolist()))  # equal rows are read once
     children = [count for row in rows for count in Counter(parent for parent in row if parent >= 0).values()]
     return max((max(levels(row)) for row in rows), default=0), max(children, default=0)
 
 
-def _judging_order(draft: Draft, width: int) -> Tensor:
+def _judging_order(draft: Draft, width: int) -> Array:
     """int64 [batch, node, width]: children in judging order, then -1. A drawn child comes before chosen children."""
     table = child_table(draft.parents, width)
     if draft.siblings is not Siblings.TOP_THEN_SAMPLED or width < 2:
         return table
-    slot = torch.arange(width, device=table.device)
-    count = (table >= 0).sum(-1, keepdim=True)
-    turned = table.gather(-1, torch.where(slot == 0, (count - 1).clamp_min(0), (slot - 1).clamp_min(0)))
-    return torch.where(slot < count, turned, -1)
+    slot = np.arange(width)
+    count = (table >= 0).sum(-1, keepdims=True)
+    turned = np.take_along_axis(table, np.where(slot == 0, np.maximum(count - 1, 0), np.maximum(slot - 1, 0)), -1)
+    return np.where(slot < count, turned, -1)
 
 
-def _tour(draft: Draft) -> Tensor:
+def _tour(draft: Draft) -> Array:
     """int64 [batch, event]: +n enters node n; -n leaves it after all nodes below it were rejected; 0 is the end."""
-    rows = [tuple(row) for row in lists(draft.parents)]
+    rows: list[tuple[int, ...]] = [tuple(row) for row in draft.parents.tolist()]
     tour_of: dict[tuple[int, ...], list[int]] = {}
     for parents in set(rows):  # equal rows have equal tours
         children: list[list[int]] = [[] for _ in parents]
@@ -286,14 +289,14 @@ def _tour(draft: Draft) -> Tensor:
     events = max(map(len, tour_of.values()), default=0)
     padded = {parents: tour + [0] * (events - len(tour)) for parents, tour in tour_of.items()}
     tours = [padded[parents] for parents in rows]
-    return torch.tensor(tours, dtype=torch.long, device=draft.tokens.device).reshape(len(rows), events)
+    return np.array(tours, np.int64).reshape(len(rows), events)
 
 
-def _chain_length(draft: Draft) -> Tensor:
-    """int64 [batch]: draft tokens in each row. Raises ValueError for a tree. One host read."""
+def _chain_length(draft: Draft) -> Array:
+    """int64 [batch]: draft tokens in each row. Raises ValueError for a tree."""
     parents = draft.parents
-    index = torch.arange(draft.nodes, device=parents.device)
-    if bool(((parents >= 0) & (parents != index - 1)).any()):
+    index = np.arange(draft.nodes)
+    if ((parents >= 0) & (parents != index - 1)).any():
         raise ValueError(
             "the draft is a tree (a node has two children), and verifier='block' accepts chains only.\n"
             "Use verifier='traversal', the same rule for trees, or verifier='match', or give the drafter Budget(width=1)."
@@ -301,7 +304,7 @@ def _chain_length(draft: Draft) -> Tensor:
     return draft.num_draft_tokens
 
 
-def draw(probs: Tensor, noise: Noise, stream: Stream, position: Tensor) -> Tensor:
+def draw(probs: Array, noise: Noise, stream: Stream, position: Array) -> Array:
     """int64 [batch]: argmax(log probs + Gumbel noise), the lowest index among equals.
 
     probs: float [batch, vocab], of any total. -1 where probs has NaN or is all zero.
@@ -309,67 +312,67 @@ def draw(probs: Tensor, noise: Noise, stream: Stream, position: Tensor) -> Tenso
     return sampling.draw(log(probs), noise, stream, position)
 
 
-def coin(noise: Noise, position: Tensor, node: Tensor, nodes: int) -> Tensor:
+def coin(noise: Noise, position: Array, node: Array, nodes: int) -> Array:
     """float64 [batch] in (0, 1): the coin of `node` (int64 [batch]), at index `node` of its position's noise."""
-    return noise.uniform(Stream.ACCEPT, position, nodes).gather(1, node[:, None])[:, 0].double()
+    return mass(noise.uniform(Stream.ACCEPT, position, nodes), node)
 
 
-def mass(probs: Tensor, token: Tensor) -> Tensor:
+def mass(probs: Array, token: Array) -> Array:
     """float64 [batch]: the probability of one token per row."""
-    return probs.gather(1, token[:, None])[:, 0].double()
+    return probs[np.arange(len(probs)), token].astype(np.float64)
 
 
-def clipped_ratio(part: Tensor, whole: Tensor) -> Tensor:
+def clipped_ratio(part: Array, whole: Array) -> Array:
     """min(part / whole, 1). A draft token without mass in q breaks the contract: 1 if p gives it some, else 0."""
-    return torch.where(part < whole, part / whole, (part > 0).double())
+    return np.where(part < whole, part / whole, part > 0)
 
 
-def leftover(weight: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """float64 [batch, vocab]: max(weight * p - q, 0), not normalized. weight: float64 [batch, 1]."""
-    return (weight * p - q).clamp_min(0)
+def leftover(weight: Array | float, p: Array, q: Array) -> Array:
+    """float64 [batch, vocab]: max(weight * p - q, 0), not normalized. weight: float64 [batch, 1], or 1 with p in float64."""
+    return np.maximum(weight * p - q, 0)
 
 
-def residual(weight: Tensor, p: Tensor, q: Tensor) -> Tensor:
+def residual(weight: Array | float, p: Array, q: Array) -> Array:
     """float64 [batch, vocab]: `leftover`, or p where rounding made it empty. A draw needs no normalization."""
     rest = leftover(weight, p, q)
-    return torch.where(total(rest) > 0, rest, p.double())
+    return np.where(total(rest) > 0, rest, p.astype(np.float64))
 
 
-def normalized(probs: Tensor) -> Tensor:
+def normalized(probs: Array) -> Array:
     """probs with sum 1; NaN where they are all zero."""
     return probs / total(probs)
 
 
-def proposal(draft: Draft, node: Tensor, p: Tensor) -> Tensor:
+def proposal(draft: Draft, node: Array, p: Array) -> Array:
     """float [batch, vocab]: q, the distribution of `node` given the siblings that were judged before it.
 
     node: int64 [batch], not the root. A chosen token has q = 1. p gives the vocabulary size. Twin of `offers` in the
     reference.
     """
-    rows = torch.arange(len(p), device=p.device)
-    kind, parents = draft.siblings, draft.parents
-    parent = parents[rows, node].clamp_min(0)
+    rows, kind, parents = np.arange(len(p)), draft.siblings, draft.parents
+    parent = np.maximum(parents[rows, node], 0)
+    hot = np.zeros_like(p)
+    hot[rows, draft.tokens[rows, node]] = 1.0
     if kind is Siblings.POINT or draft.probs is None:
-        return torch.zeros_like(p).scatter_(1, draft.tokens[rows, node][:, None], 1.0)
+        return hot
     q = draft.probs[rows, parent]
     if kind is Siblings.IID:
         return q
-    index = torch.arange(draft.nodes, device=p.device)
+    index = np.arange(draft.nodes)
     beside = (parents == parent[:, None]) & (index != node[:, None])
     before = beside & (index < node[:, None])
-    spare = p.shape[1]  # an extra column, for nodes that are no siblings
-    gone = torch.zeros(len(p), spare + 1, dtype=torch.bool, device=p.device)
-    gone = gone.scatter_(1, torch.where(before, draft.tokens, spare), True)[:, :-1]
-    rest = q.double().masked_fill(gone, 0)
+    row, earlier = before.nonzero()
+    rest = q.astype(np.float64)
+    rest[row, draft.tokens[row, earlier]] = 0
     mass_left = total(rest)
-    q = torch.where(before.any(1, keepdim=True) & (mass_left > 0), rest / mass_left, rest)
+    q = np.where(before.any(1, keepdims=True) & (mass_left > 0), rest / mass_left, rest)
     if kind is Siblings.WITHOUT_REPLACEMENT:
         return q
-    chosen = (beside & ~before).any(1, keepdim=True)  # TOP_THEN_SAMPLED: only the last sibling was drawn
-    return torch.where(chosen, torch.zeros_like(q).scatter_(1, draft.tokens[rows, node][:, None], 1.0), q)
+    chosen = (beside & ~before).any(1, keepdims=True)  # TOP_THEN_SAMPLED: only the last sibling was drawn
+    return np.where(chosen, hot, q)
 
 
-def check_probs(draft: Draft, name: str, p: Tensor) -> None:
+def check_probs(draft: Draft, name: str, p: Array) -> None:
     """Raise ValueError where drawn tokens have no probs, or probs have another vocabulary than p."""
     if draft.siblings is Siblings.POINT:
         return
@@ -384,8 +387,3 @@ def check_probs(draft: Draft, name: str, p: Tensor) -> None:
             f"the drafter's probs have {draft.probs.shape[-1]} tokens, the target's vocabulary has {p.shape[-1]}.\n"
             "Scatter the drafter's probs onto the target's vocabulary, or use verifier='match', which needs none."
         )
-
-
-def none_left(walks: Tensor) -> bool:
-    """Whether the loop may end early. Always False on a GPU: there the question costs more than it saves."""
-    return walks.device.type == "cpu" and not bool(walks.any())

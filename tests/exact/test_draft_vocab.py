@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -78,14 +79,14 @@ class Masked(LanguageModel):
     def __init__(self, whole: LanguageModel, ids: torch.Tensor) -> None:
         self.whole, self.vocab_size, self.max_length = whole, whole.vocab_size, whole.max_length
         self.device, self.batch_invariant = whole.device, whole.batch_invariant
-        self.out = torch.ones(whole.vocab_size, dtype=torch.bool)
+        self.out = np.ones(whole.vocab_size, bool)
         self.out[ids] = False
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         return self.whole.new_cache(num_slots, max_length)
 
     def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
-        return Output(self.whole.forward(nodes, want=want).logits.masked_fill(self.out, -torch.inf), None)
+        return Output(np.where(self.out, -np.inf, self.whole.forward(nodes, want=want).logits), None)
 
 
 STARTS = ["def quicksort(xs):\n", "import os\n\n\nclass Config:\n", "x = [1, 2, 3]\ny = [1,", "# words\n"]

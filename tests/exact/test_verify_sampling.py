@@ -9,7 +9,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-import torch
 from scipy.special import chdtrc
 
 from outrider.core.noise import Noise, Stream
@@ -36,57 +35,57 @@ class Markov(Toy):
 
     def tables(self):
         """p, q: float32 [vocab, vocab], a row for each last token."""
-        return (torch.tensor([[float(x) for x in row] for row in rows]) for rows in (self.rows, self.drafted))
+        return (np.array([[float(x) for x in row] for row in rows], np.float32) for rows in (self.rows, self.drafted))
 
 
 class ManyRows(Noise):
-    """The same noise by tensor operations: for tens of thousands of rows, where the native kernel's loop is slow."""
+    """The same noise by operations on arrays: for tens of thousands of rows, where the native kernel's loop is slow."""
 
     def gumbel(self, stream, position, n):
-        return -torch.log(-torch.log1p(-self.uniform(stream, position, n)))
+        return -np.log(-np.log1p(-self.uniform(stream, position, n)))
 
 
 def simulate(toy, name, steps, stream=None, ragged=False, seed=0, samples=SAMPLES, noise_type=ManyRows):
     """int64 [samples, steps]: the first tokens, which after `steps` steps every row has; and the first step's verdicts."""
     texts, firsts = [], []
     for start in range(0, samples, CHUNK):
-        text, first = _simulate(toy, name, steps, stream, ragged, torch.arange(start, start + CHUNK) + seed, noise_type)
+        text, first = _simulate(toy, name, steps, stream, ragged, np.arange(start, start + CHUNK) + seed, noise_type)
         texts.append(text)
         firsts.append(first)
-    return torch.cat(texts), torch.cat(firsts)
+    return np.concatenate(texts), np.concatenate(firsts)
 
 
 def _simulate(toy, name, steps, stream, ragged, seeds, noise_type):
     p, q = toy.tables()
     rule = VERIFIERS[name]
-    batch, every = len(seeds), torch.arange(len(seeds))
-    text = torch.zeros(batch, steps * (GAMMA + 1) + 1, dtype=torch.long)  # token 0 is the prompt
-    position, first = torch.ones_like(seeds), torch.empty(0)
+    batch, every = len(seeds), np.arange(len(seeds))
+    text = np.zeros((batch, steps * (GAMMA + 1) + 1), np.int64)  # token 0 is the prompt
+    position, first = np.ones_like(seeds), np.empty(0)
     for step in range(steps):
-        noise = noise_type(seeds, torch.full_like(seeds, step))
+        noise = noise_type(seeds, np.full_like(seeds, step))
         tokens = text[every, position - 1][:, None]
         for level in range(GAMMA):
             guess = draw(q[tokens[:, -1]], noise, stream or rule.draft_stream, position + level)
-            tokens = torch.cat([tokens, guess[:, None]], 1)
-        parents = (torch.arange(GAMMA + 1) - 1).expand(batch, -1)
+            tokens = np.concatenate([tokens, guess[:, None]], 1)
+        parents = np.broadcast_to(np.arange(GAMMA + 1) - 1, (batch, GAMMA + 1))
         if ragged:  # lengths 0 to gamma, by row and step
-            parents = torch.where(torch.arange(GAMMA + 1) <= ((seeds + step) % (GAMMA + 1))[:, None], parents, -2)
+            parents = np.where(np.arange(GAMMA + 1) <= ((seeds + step) % (GAMMA + 1))[:, None], parents, -2)
         verdict = rule(FixedDistribution(p[tokens]), Draft(tokens, parents, q[tokens], Siblings.IID), noise, position)
-        new = torch.where(verdict.path[:, 1:] >= 0, tokens[:, 1:], 0)
+        new = np.where(verdict.path[:, 1:] >= 0, tokens[:, 1:], 0)
         for level in range(GAMMA):
             text[every, position + level] = new[:, level]
         position = position + verdict.accepted
         text[every, position] = verdict.token
         position = position + 1
         if step == 0:
-            first = torch.stack([verdict.accepted, *new.T, verdict.token], 1)
+            first = np.stack([verdict.accepted, *new.T, verdict.token], 1)
     return text[:, 1 : steps + 1], first
 
 
 def p_value(samples, expected):
     """G-test of rows of integers against a distribution {tuple: probability}. An outcome without probability gives 0."""
     shape = (int(samples.max()) + 1,) * samples.shape[1]  # a row as one number: rows take ten times as long to sort
-    places, counts = np.unique(np.ravel_multi_index(tuple(samples.numpy().T), shape), return_counts=True)
+    places, counts = np.unique(np.ravel_multi_index(tuple(samples.T), shape), return_counts=True)
     rows = np.stack(np.unravel_index(places, shape), 1)
     seen = {tuple(row.tolist()): int(n) for row, n in zip(rows, counts, strict=True)}
     if any(outcome not in expected for outcome in seen):
@@ -125,13 +124,13 @@ def test_match_writes_the_tokens_of_plain_decoding(stream):
     toy = Markov(3)
     texts, first = simulate(toy, "match", 3, stream=stream, ragged=True, samples=CHUNK)
     p, _ = toy.tables()
-    seeds = torch.arange(CHUNK)
-    last, step = torch.zeros_like(seeds), torch.full_like(seeds, 77)  # another step: TOKEN does not look at it
+    seeds = np.arange(CHUNK)
+    last, step = np.zeros_like(seeds), np.full_like(seeds, 77)  # another step: TOKEN does not look at it
     for i in range(3):
-        last = draw(p[last], ManyRows(seeds, step), Stream.TOKEN, torch.full_like(seeds, 1 + i))
-        assert torch.equal(last, texts[:, i])
+        last = draw(p[last], ManyRows(seeds, step), Stream.TOKEN, np.full_like(seeds, 1 + i))
+        assert np.array_equal(last, texts[:, i])
     # draft tokens were accepted, coupled ones more often: the equality is not empty
-    kept = (first[:, 0] > 0).double().mean()
+    kept = (first[:, 0] > 0).mean()
     assert 0.4 < kept < 0.6 if stream is Stream.TOKEN else 0.1 < kept < 0.3
 
 
@@ -139,12 +138,12 @@ def test_plain_decoding_has_the_targets_distribution():
     """And so has match, whose tokens are these. Positions one after another share a seed."""
     toy = Markov(4)
     p, _ = toy.tables()
-    seeds = torch.arange(SAMPLES)
-    noise, last, text = ManyRows(seeds, seeds), torch.zeros_like(seeds), []
+    seeds = np.arange(SAMPLES)
+    noise, last, text = ManyRows(seeds, seeds), np.zeros_like(seeds), []
     for i in range(3):
-        last = draw(p[last], noise, Stream.TOKEN, torch.full_like(seeds, 1 + i))
+        last = draw(p[last], noise, Stream.TOKEN, np.full_like(seeds, 1 + i))
         text.append(last)
-    assert p_value(torch.stack(text, 1), plain(toy, 3)) > 1e-3
+    assert p_value(np.stack(text, 1), plain(toy, 3)) > 1e-3
 
 
 TREE_TOY = Markov(4)
@@ -155,17 +154,17 @@ def simulate_trees(name, kind, seeds, apart=True):
     accepted, then the first two tokens (the second is 0 where only one was written)."""
     p, q = TREE_TOY.tables()
     batch = len(seeds)
-    noise, position = ManyRows(seeds, torch.zeros_like(seeds)), torch.ones_like(seeds)
-    tokens, parents = torch.zeros(batch, 5, dtype=torch.long), torch.tensor([-1, 0, 0, 1, 2]).expand(batch, -1)
+    noise, position = ManyRows(seeds, np.zeros_like(seeds)), np.ones_like(seeds)
+    tokens, parents = np.zeros((batch, 5), np.int64), np.broadcast_to([-1, 0, 0, 1, 2], (batch, 5))
     for node, below in enumerate(([1, 2], [3], [4])):
-        probs, here = q[tokens[:, node]].log(), torch.full_like(seeds, node if apart else 0)
+        probs, here = np.log(q[tokens[:, node]]), np.full_like(seeds, node if apart else 0)
         drawn = children(probs, len(below), kind, noise, Stream.DRAFT, position + min(node, 1), node=here)
         tokens[:, below] = drawn.tokens
     verdict = VERIFIERS[name](FixedDistribution(p[tokens]), Draft(tokens, parents, q[tokens], kind), noise, position)
-    kept = tokens.gather(1, verdict.path.clamp_min(0))
-    text = torch.cat([torch.where(verdict.path >= 0, kept, 0)[:, 1:], torch.zeros(batch, 1, dtype=torch.long)], 1)
-    text[torch.arange(batch), verdict.accepted] = verdict.token
-    return torch.stack([verdict.accepted, *text[:, :2].T], 1)
+    kept = np.take_along_axis(tokens, np.maximum(verdict.path, 0), 1)
+    text = np.concatenate([np.where(verdict.path >= 0, kept, 0)[:, 1:], np.zeros((batch, 1), np.int64)], 1)
+    text[np.arange(batch), verdict.accepted] = verdict.token
+    return np.stack([verdict.accepted, *text[:, :2].T], 1)
 
 
 @cache
@@ -188,7 +187,7 @@ DRAWN = [Siblings.IID, Siblings.WITHOUT_REPLACEMENT, Siblings.TOP_THEN_SAMPLED]
 @pytest.mark.parametrize("kind", DRAWN, ids=lambda s: s.name)
 @pytest.mark.parametrize("name", ["rejection", "traversal"])
 def test_one_step_over_trees_has_the_distribution_that_the_oracle_says(name, kind):
-    seen = simulate_trees(name, kind, torch.arange(2 * CHUNK))
+    seen = simulate_trees(name, kind, np.arange(2 * CHUNK))
     assert p_value(seen, tree_distribution(name, kind)) > 1e-3
 
 
@@ -211,14 +210,14 @@ class OneCoin(ManyRows):
     def uniform(self, stream, position, n):
         if stream is not Stream.ACCEPT:
             return super().uniform(stream, position, n)
-        coin = Noise(self.seed, torch.zeros_like(self.step)).uniform(stream, position, 1)
-        return coin.expand(len(coin), n)
+        coin = Noise(self.seed, np.zeros_like(self.step)).uniform(stream, position, 1)
+        return np.broadcast_to(coin, (len(coin), n))
 
 
 def test_fault_the_nodes_of_a_level_draw_with_one_noise():
     """Right under rejection, which looks below one child only; under traversal a refused subtree gives the next away."""
     kind = Siblings.WITHOUT_REPLACEMENT
-    shared = {name: simulate_trees(name, kind, torch.arange(CHUNK), apart=False) for name in ("rejection", "traversal")}
+    shared = {name: simulate_trees(name, kind, np.arange(CHUNK), apart=False) for name in ("rejection", "traversal")}
     assert p_value(shared["rejection"], tree_distribution("rejection", kind)) > 1e-3
     assert p_value(shared["traversal"], tree_distribution("traversal", kind)) < 1e-6
 
@@ -234,6 +233,6 @@ def test_the_test_itself_sees_a_hundredth():
     rng = np.random.default_rng(0)
     fair = {(i,): Fraction(1, 64) for i in range(64)}
     bent = np.array([1 / 64 * (1 + (0.02 if i % 2 else -0.02)) for i in range(64)])
-    sample = torch.from_numpy(rng.choice(64, SAMPLES, p=bent)[:, None])
+    sample = rng.choice(64, SAMPLES, p=bent)[:, None]
     assert p_value(sample, fair) < 1e-6
-    assert p_value(torch.from_numpy(rng.choice(64, SAMPLES)[:, None]), fair) > 1e-3
+    assert p_value(rng.choice(64, SAMPLES)[:, None], fair) > 1e-3

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from outrider.control import CostModel, Costs, DraftCost, Fixed, Planner
@@ -52,21 +53,19 @@ class RandomTree(BaseDrafter):
 
     def __init__(self, vocab_size: int = VOCAB, seed: int = 0) -> None:
         self.vocab_size = vocab_size
-        self.draw = torch.Generator().manual_seed(seed)
+        self.draw = np.random.default_rng(seed)
 
     def propose(self, batch: DraftContext) -> Draft:
         rows = []
         for tokens, budget in zip(batch.tokens, batch.budgets, strict=True):
             nodes, level = [(tokens[-1], -1)], [0]
-            for _ in range(
-                int(torch.randint(0, budget.max_nodes + 1, (1,), generator=self.draw)) if budget.depth else 0
-            ):
+            for _ in range(int(self.draw.integers(budget.max_nodes + 1)) if budget.depth else 0):
                 full = {n for n in range(len(nodes)) if sum(p == n for _, p in nodes) >= budget.width}
                 open_ = [n for n, d in enumerate(level) if d < budget.depth and n not in full]
                 if not open_:
                     break
-                parent = open_[int(torch.randint(0, len(open_), (1,), generator=self.draw))]
-                nodes.append((int(torch.randint(0, self.vocab_size, (1,), generator=self.draw)), parent))
+                parent = open_[int(self.draw.integers(len(open_)))]
+                nodes.append((int(self.draw.integers(self.vocab_size)), parent))
                 level.append(level[parent] + 1)
             rows.append(nodes)
         return Draft(*tree(rows))
@@ -84,7 +83,9 @@ class TargetTree(BaseDrafter):
             nodes, parent, text = [(tokens[-1], -1)], 0, list(tokens)
             for level in range(budget.depth):
                 cache = self.model.new_cache(1, len(text))
-                logits = self.model.forward(Nodes(torch.tensor([text]), cache, [0]), want="last").logits[:, 0]
+                logits = np.asarray(
+                    self.model.forward(Nodes(torch.tensor([text]), cache, [0]), want="last").logits[:, 0]
+                )
                 right = int(
                     batch.warp.select([b]).draw(
                         logits,
@@ -205,7 +206,7 @@ def toy_drafters(target: ToyModel, rows: int = 4) -> dict[str, Callable[[], Draf
 
 
 def noise(seed: list[int], step: int = 0) -> Noise:
-    return Noise(torch.tensor(seed), torch.full((len(seed),), step))
+    return Noise(np.array(seed, np.int64), np.full(len(seed), step))
 
 
 def counts(steps: list[Step]) -> tuple[int, int]:

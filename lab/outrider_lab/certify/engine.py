@@ -229,7 +229,7 @@ class EngineSubject(Subject):
         params, out = SamplingParams(**asdict(request.params)), list[TokenDistribution]()
         for at, logits in enumerate(forward(model, tokens)[start - 1 : len(tokens) - 1]):
             state = SequenceState(params, self.end_ids, (), tokens[: start + at], start)
-            scores = as_array(LogitsWarper([state]).scores(as_tensor(logits[None]), [[]]))[0].astype(np.float64)
+            scores = LogitsWarper([state]).scores(logits[None], [[]])[0].astype(np.float64)
             shares = np.exp(scores - scores.max())
             out.append(TokenDistribution(shares / shares.sum(), logits=logits))
         return out

@@ -11,10 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from outrider.core.types import Budget, Commit, Draft
+from outrider.core.tree import chain
+from outrider.core.types import Array, Budget, Commit, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, TargetPass
 from outrider.drafters.proposal import NodeList, Proposal, SharedTaps, accepted_path, own_commit
 from outrider.engine.decoder import Decoder
@@ -67,7 +65,7 @@ class DraftRecorder(BaseDrafter):
         self._proposals: dict[str, list[NodeList]] = {}
         self.drafts: dict[int, dict[str, list[tuple[NodeList, int, list[float]]]]] = {}  # by slot and drafter
 
-    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
+    def start(self, slot: int, tokens: Sequence[int], first: int, features: Array) -> None:
         self._each(
             lambda name, drafter: drafter.start(slot, tokens, first, self._shared.of_drafter(name, features)),
             self._shared.columns,
@@ -75,8 +73,7 @@ class DraftRecorder(BaseDrafter):
 
     def propose(self, context: DraftContext) -> Draft:
         self._each(lambda name, drafter: self._asked(name, drafter, context))
-        roots = torch.tensor([[tokens[-1]] for tokens in context.tokens])
-        return Draft(roots, torch.full_like(roots, -1))
+        return Draft(*chain([[tokens[-1]] for tokens in context.tokens]))
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
         def updated(name: str, drafter: Drafter) -> None:

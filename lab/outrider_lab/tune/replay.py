@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 
 from outrider.control import CostModel, Costs, Fixed, Planner
 from outrider.control.plan import Charge, Offer
@@ -90,9 +90,9 @@ class PlayedBack(BaseDrafter):
             nodes = [(token, n - 1) for n, token in enumerate(proposals[-1])]
             notes.append(Offer(nodes, [max(chance, 1e-9) for chance in stated[-1]], recorded.match))
         rows, parents = chain(proposals)
-        confidence = torch.zeros(rows.shape)
+        confidence = np.zeros(rows.shape, np.float32)
         for b, chances in enumerate(stated):
-            confidence[b, : len(chances)] = torch.tensor(chances)
+            confidence[b, : len(chances)] = chances
         return Draft(rows, parents, confidence=confidence, notes=tuple(notes) if self.lookup else ())
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
@@ -207,8 +207,7 @@ class Machine:
         if self.drafter is not None and any(b.depth for b in budgets):
             draft = self.drafter.propose(context)
         else:
-            roots = torch.tensor([[tokens[-1]] for _, tokens in every])
-            draft = Draft(roots, torch.full_like(roots, -1))
+            draft = Draft(*chain([[tokens[-1]] for _, tokens in every]))
         commits = [self._commit(p, n, nodes) for (p, _), n, nodes in zip(every, before, draft.host, strict=True)]
         drafting = self._charged(draft)
         nodes = sum(len(tree) for tree in draft.host)
@@ -219,8 +218,8 @@ class Machine:
             played.drafted += len(tree) - 1
             played.accepted += commit.num_accepted
         if self.drafter is not None:
-            self.drafter.update(context, commits, TargetPass(draft, torch.empty(len(commits), 0)))
-        none = torch.zeros(len(slots), dtype=torch.long)
+            self.drafter.update(context, commits, TargetPass(draft, np.empty((len(commits), 0))))
+        none = np.zeros(len(slots), np.int64)
         seconds = {"draft": drafting, "target": forward, "verify": 0.0, "commit": 0.0}
         self.planner.observe(Step(draft, Verdict(draft.tokens, none, none), commits, slots, before, budgets, seconds))
         self.seconds += drafting + forward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 from collections.abc import Callable
@@ -10,8 +11,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from depths import best_depth
 from scipy.stats import chisquare
 
@@ -22,6 +23,7 @@ from outrider.core.tree import ancestor_mask, levels
 from outrider.core.types import Budget
 from outrider.drafters.shapes import BY_RANK, optimal_shape
 from outrider.engine.memory import per_token
+from outrider.kernels.probabilities import log
 from outrider.models.load import load
 from outrider.testing.oracle import distribution, total_variation
 from outrider.verify.reference import reference_match, reference_rejection, residual
@@ -84,7 +86,7 @@ def test_noise(javascript: Call) -> None:
         seed, stream = make.getrandbits(64), make.choice(list(Stream))
         step, position, index = make.randrange(1000), make.randrange(100_000), make.randrange(50_000)
         signed = seed - 2**64 if seed >= 2**63 else seed
-        noise, at = Noise(torch.tensor([signed]), torch.tensor([step])), torch.tensor([position])
+        noise, at = Noise(np.array([signed]), np.array([step])), np.array([position])
         key = [str(seed), stream.value, step, position, index]
         uniforms.append((key, float(noise.uniform(stream, at, index + 1)[0, index])))
         gumbels.append((key, float(noise.gumbel(stream, at, index + 1)[0, index])))
@@ -149,8 +151,8 @@ def test_the_wrong_temperature_converges_where_enumeration_says(javascript: Call
 def test_the_race_is_that_of_match(javascript: Call) -> None:
     table = []
     for n, (p, q) in enumerate(pairs()):
-        noise, at = Noise(torch.tensor([n]), torch.tensor([0])), torch.tensor([n])
-        tokens = [int(draw(torch.tensor([x]).double().log(), noise, Stream.TOKEN, at)[0]) for x in (p, q)]
+        noise, at = Noise(np.array([n]), np.array([0])), np.array([n])
+        tokens = [int(draw(log(np.array([x])), noise, Stream.TOKEN, at)[0]) for x in (p, q)]
         table.append(([p, q, str(n), n], tokens))
     for (arguments, wanted), found in zip(table, javascript([("rules", "race", a) for a, _ in table]), strict=True):
         assert [found["token"], found["drafted"]] == wanted, arguments
@@ -160,11 +162,9 @@ def test_agreement_of_the_race_is_what_pythons_noise_gives(javascript: Call) -> 
     count, some = 20_000, pairs(zeros=False)[:4]
     found = javascript([("rules", "agreement", [p, q]) for p, q in some])
     for (p, q), share in zip(some, found, strict=True):
-        at = torch.arange(count)
-        gumbel = Noise(torch.full((count,), 5), torch.zeros(count, dtype=torch.long)).gumbel(Stream.TOKEN, at, len(p))
-        same = (
-            ((torch.tensor(p).log() + gumbel).argmax(1) == (torch.tensor(q).log() + gumbel).argmax(1)).double().mean()
-        )
+        at = np.arange(count)
+        gumbel = Noise(np.full(count, 5), np.zeros(count, np.int64)).gumbel(Stream.TOKEN, at, len(p))
+        same = ((np.log(p) + gumbel).argmax(1) == (np.log(q) + gumbel).argmax(1)).mean()
         assert abs(float(same) - share) < 4.5 * (share * (1 - share) / count) ** 0.5
         tv = sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
         assert (1 - tv) / (1 + tv) - 1e-9 <= share <= 1 - tv + 1e-9
@@ -260,7 +260,7 @@ def test_a_setting_is_its_parts(javascript: Call, modules: Path) -> None:
 
 def test_masks_and_levels(javascript: Call) -> None:
     check(javascript, "trees", "levels", [([t], levels(t)) for t in trees()])
-    check(javascript, "trees", "ancestorMask", [([t], ancestor_mask(torch.tensor([t]))[0].tolist()) for t in trees()])
+    check(javascript, "trees", "ancestorMask", [([t], ancestor_mask(np.array([t]))[0].tolist()) for t in trees()])
 
 
 def test_what_a_draft_covers_is_what_match_accepts(javascript: Call) -> None:
@@ -353,7 +353,7 @@ def test_the_built_in_run_obeys_the_rule_of_match(javascript: Call) -> None:
                     places.append(((request.id, step.step, depth, token), candidate, p, request.temperature > 0))
     scores: dict[tuple[int, int, int, int | None], dict[int, float]] = {}
     for (key, candidate, p, noisy), noise in zip(places, javascript(calls), strict=True):
-        scores.setdefault(key, {})[candidate] = torch.tensor(p).log().item() + noisy * noise
+        scores.setdefault(key, {})[candidate] = math.log(p) + noisy * noise
     known = {key: found for key, found in scores.items() if key[3] in found}
     assert len(known) > 0.9 * len(scores) > 100
     for (*_, token), found in known.items():

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
+import numpy as np
 
+from outrider.core.sampling import largest
 from outrider.core.types import PADDING, Commit, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass
 from outrider.drafters.config import DrafterSetup
@@ -54,14 +55,14 @@ class TokenRecyclingDrafter(BaseDrafter):
     def __init__(self, vocab_size: int, k: int = 8) -> None:
         if not 1 <= k <= vocab_size:
             raise ValueError(f"k must be in 1..{vocab_size}, the vocabulary, got {k}")
-        self.k, self.table, self.ranks = k, torch.full((vocab_size, k), -1), Ranks(k)
+        self.k, self.table, self.ranks = k, np.full((vocab_size, k), -1), Ranks(k)
         self._following: dict[int, list[tuple[int, float, int]]] = {}  # what `following` has read in this step
         self._chances: list[float] = []
         self._parents: dict[int, list[int]] = {}  # by slot, of the last proposal's nodes
 
     def reset(self) -> None:
         """Empty the table and the counts by rank."""
-        self.table.fill_(-1)
+        self.table.fill(-1)
         self.ranks = Ranks(self.k)
 
     def propose(self, context: DraftContext) -> Draft:
@@ -83,7 +84,7 @@ class TokenRecyclingDrafter(BaseDrafter):
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
         real = target.draft.parents != PADDING
-        self.table[target.draft.tokens[real].cpu()] = target.logits[real].topk(self.k).indices.cpu()
+        self.table[target.draft.tokens[real]] = largest(target.logits[real], self.k)[0]
         for slot, commit in zip(context.slots, commits, strict=True):
             parents = self._parents.pop(slot, None)
             # a text cut at its end does not show what was rejected

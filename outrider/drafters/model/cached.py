@@ -9,20 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+import numpy as np
 
 from outrider.core.sampling import TokenSubset
 from outrider.core.tree import chain
-from outrider.core.types import PADDING, Commit
+from outrider.core.types import PADDING, Array, Commit
 from outrider.drafters.base import DraftContext, Resources
 from outrider.drafters.model.grower import Growth, Level, Levels
 from outrider.models.base import Chain, DrawnChain, Want
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
 
-Feed = tuple[list[int], Tensor | None]  # tokens, and the features of each if they have any
+Feed = tuple[list[int], Array | None]  # tokens, and the features of each if they have any
 
 
 class CachedLevels(Levels):
@@ -41,7 +39,7 @@ class CachedLevels(Levels):
 
     def __init__(self, model: Any, subset: TokenSubset | None = None, ids: Mapping[int, int] | None = None) -> None:
         self.model, self.subset, self.ids = model, subset, ids
-        self.vocab_size, self.device, self.has_draft_chains = model.vocab_size, model.device, model.has_draft_chains
+        self.vocab_size, self.has_draft_chains = model.vocab_size, model.has_draft_chains
         self.places = dict[int, list[int]]()
         # entry -> parents of the nodes in its scratch, padding included
         self._scratch = dict[int, list[int]]()
@@ -50,7 +48,7 @@ class CachedLevels(Levels):
         """What a draft reads first: the tokens that the cache lacks, the root last, and their features if it needs any."""
         raise NotImplementedError
 
-    def forward(self, nodes: Nodes, features: Tensor | None, want: Want) -> Tensor:
+    def forward(self, nodes: Nodes, features: Array | None, want: Want) -> Array:
         """float32 [batch, node, vocab]: the logits after the nodes that are wanted. features: of `unread`, for those nodes."""
         return self.model.forward(nodes, want=want).logits
 
@@ -59,12 +57,14 @@ class CachedLevels(Levels):
         self.places.pop(slot, None)  # the scratch was overwritten
         self.cache.commit([slot], [range(count - 1)])
 
-    def ingest(self, slots: list[int], feeds: Sequence[Feed], forward: Callable[..., Tensor]) -> Tensor:
+    def ingest(self, slots: list[int], feeds: Sequence[Feed], forward: Callable[..., Array]) -> Array:
         """Read what is missing and the roots, which are then node 0 of the scratch. Returns logits, float32 [slot, vocab], after
         each root. feeds: of `unread`. forward: `self.forward`, or one with other logits."""
         tokens, parents = chain([ids for ids, _ in feeds])
-        features = [some for _, some in feeds if some is not None]
-        padded = pad_sequence(features, batch_first=True) if features else None
+        features = [np.asarray(some) for _, some in feeds if some is not None]
+        padded = np.zeros((len(feeds), tokens.shape[1], features[0].shape[1]), np.float32) if features else None
+        for line, some in enumerate(features):
+            padded[line, : len(some)] = some
         logits = forward(Nodes(tokens, self.cache, slots, parents), padded, "last")[:, 0]
         for slot, (ids, _) in zip(slots, feeds, strict=True):
             self.ingested(slot, len(ids))
@@ -81,7 +81,7 @@ class CachedLevels(Levels):
     ) -> list[Level]:
         self._scratch = {b: self._scratch[b] for b in opened}
         width = max(map(len, opened.values()))
-        feed = torch.zeros(len(opened), width, dtype=torch.long)
+        feed = np.zeros((len(opened), width), np.int64)
         for line, (b, nodes) in enumerate(opened.items()):
             growth, scratch = grown[b], self._scratch[b]
             for i, n in enumerate(nodes):
@@ -89,7 +89,7 @@ class CachedLevels(Levels):
                 feed[line, i] = token if self.ids is None else self.ids[token]
                 growth.places[n] = len(scratch) + i
             scratch += [growth.places[growth.parents[n]] for n in nodes] + [PADDING] * (width - len(nodes))
-        slots, parents = [context.slots[b] for b in opened], torch.tensor([*self._scratch.values()])
+        slots, parents = [context.slots[b] for b in opened], np.array([*self._scratch.values()])
         lines = [i for i, nodes in enumerate(opened.values()) for _ in nodes]
         columns = [i for nodes in opened.values() for i in range(len(nodes))]
         logits = self.forward(Nodes(feed, self.cache, slots, parents), None, "all")[lines, columns]

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from outrider.core.noise import Noise, Stream
-from outrider.core.sampling import LogitsWarper, TokenSubset
-from outrider.core.types import Siblings, ints
+from outrider.core.sampling import LogitsWarper, TokenSubset, largest
+from outrider.core.types import Array, Siblings
 from outrider.kernels.probabilities import log, log_softmax, running_total, softmax
 
 _NO = float("-inf")
@@ -26,16 +25,16 @@ _STEPS = 2**20  # the noise of a node is that of step `node * 2**20 + step`, whi
 class Children:
     """The children of some nodes, one node per row."""
 
-    tokens: Tensor  # int64 [row, width], -1 where there are fewer
-    log_q: Tensor  # float32 [row, width], the log probability of each, -inf where there is none
-    keys: Tensor  # float32 [row, width], what ordered them: log q with or without noise
+    tokens: Array  # int64 [row, width], -1 where there are fewer
+    log_q: Array  # float32 [row, width], the log probability of each, -inf where there is none
+    keys: Array  # float32 [row, width], what ordered them: log q with or without noise
     # float32 [row, vocab], exactly the distribution they were drawn from; None with `Siblings.POINT`
-    probs: Tensor | None
+    probs: Array | None
 
 
 def child_scores(
-    warp: LogitsWarper, logits: Tensor, extra: Sequence[Sequence[int]], subset: TokenSubset | None = None
-) -> Tensor:
+    warp: LogitsWarper, logits: Array, extra: Sequence[Sequence[int]], subset: TokenSubset | None = None
+) -> Array:
     """`warp.scores`, except that greedy rows keep all their logits: the second best token is a candidate too.
 
     For `Siblings.POINT`, with `greedy=warp.greedy` for `children`. logits: float32 [row, vocab], or of the tokens of `subset`.
@@ -45,19 +44,18 @@ def child_scores(
     scores = warp.scores(logits, extra, subset)
     if not any(warp.greedy):
         return scores
-    greedy = torch.tensor(warp.greedy, device=logits.device)[:, None]
-    return torch.where(greedy, warp.processed(logits, extra, subset), scores)
+    return np.where(np.array(warp.greedy)[:, None], warp.processed(logits, extra, subset), scores)
 
 
 def children(
-    scores: Tensor,
+    scores: Array,
     width: int,
     kind: Siblings,
     noise: Noise,
     stream: Stream,
-    position: Tensor,
+    position: Array,
     *,
-    node: Tensor | None = None,
+    node: Array | None = None,
     greedy: Sequence[bool] | None = None,
     subset: TokenSubset | None = None,
 ) -> Children:
@@ -89,27 +87,29 @@ def children(
         noise = replace(noise, step=noise.step + node * _STEPS)
     if kind is Siblings.POINT:
         return _chosen(scores, width, noise, stream, position, greedy, subset)
-    probs = softmax(scores).masked_fill(scores.amax(1, keepdim=True) == _NO, 0.0)
-    log_probs = log(probs).float()  # draw from exactly what is returned, rounding included: the verifier divides by it
+    probs = np.where(scores.max(1, keepdims=True) == _NO, 0.0, softmax(scores))
+    log_probs = log(probs).astype(
+        np.float32
+    )  # draw from exactly what is returned, rounding included: the verifier divides by it
     if kind is Siblings.IID:
         tokens = _independent(probs, width, noise, stream, position)
-        keys = log_probs.gather(1, tokens.clamp_min(0)).masked_fill(tokens < 0, _NO)
+        keys = _at(log_probs, tokens)
     elif kind is Siblings.TOP_THEN_SAMPLED:
         tokens, keys = _top_then_sampled(log_probs, width, noise, stream, position)
     else:
         tokens, keys = _largest(log_probs + noise.gumbel(stream, position, scores.shape[1]), width)
-    log_q = log_probs.gather(1, tokens.clamp_min(0)).masked_fill(tokens < 0, _NO)
+    log_q = _at(log_probs, tokens)
     if subset is not None:
         tokens, probs = subset.tokens(tokens), subset.widened(probs, 0.0)
     return Children(tokens, log_q, keys, probs)
 
 
 def _chosen(
-    scores: Tensor,
+    scores: Array,
     width: int,
     noise: Noise,
     stream: Stream,
-    position: Tensor,
+    position: Array,
     greedy: Sequence[bool] | None,
     subset: TokenSubset | None,
 ) -> Children:
@@ -118,64 +118,60 @@ def _chosen(
         # the same expression as the target's, so the same ties
         perturbed = scores + _gumbel(noise, stream, position, scores.shape[1], subset)
     if greedy is not None and any(greedy):
-        perturbed = torch.where(torch.tensor(greedy, device=scores.device)[:, None], scores, perturbed)
+        perturbed = np.where(np.array(greedy)[:, None], scores, perturbed)
     tokens, keys = _largest(perturbed, width)
-    total = scores.amax(1, keepdim=True) - log_softmax(scores).amax(1, keepdim=True)  # logsumexp
-    log_q = (scores.gather(1, tokens.clamp_min(0)) - total).masked_fill(tokens < 0, _NO)
-    keys = (keys - total).masked_fill(tokens < 0, _NO)
+    total = scores.max(1, keepdims=True) - log_softmax(scores).max(1, keepdims=True)  # logsumexp
+    log_q, keys = (np.where(tokens < 0, _NO, values - total) for values in (_at(scores, tokens), keys))
     return Children(tokens if subset is None else subset.tokens(tokens), log_q, keys, None)
 
 
-def _largest(keys: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def _at(values: Array, tokens: Array) -> Array:
+    """[row, width]: the values [row, vocab] of some tokens; -inf for -1."""
+    return np.where(tokens < 0, _NO, np.take_along_axis(values, np.maximum(tokens, 0), 1))
+
+
+def _largest(keys: Array, width: int) -> tuple[Array, Array]:
     """(tokens, keys) [row, width]: the largest, descending; -1 and -inf if nothing is left or the row has NaN."""
-    best = keys.topk(min(width, keys.shape[1]))
-    missing = width - best.indices.shape[1]
-    tokens = torch.nn.functional.pad(best.indices, (0, missing), value=-1)
-    values = torch.nn.functional.pad(best.values, (0, missing), value=_NO)
-    none = ~(values > _NO) | keys.isnan().any(1, keepdim=True)
-    return tokens.masked_fill(none, -1), values.masked_fill(none, _NO)
+    places, values = largest(keys, min(width, keys.shape[1]))
+    missing = ((0, 0), (0, width - places.shape[1]))
+    tokens, values = np.pad(places, missing), np.pad(values, missing, constant_values=_NO)
+    none = ~(values > _NO) | np.isnan(keys).any(1, keepdims=True)
+    return np.where(none, -1, tokens), np.where(none, _NO, values)
 
 
-def _independent(probs: Tensor, width: int, noise: Noise, stream: Stream, position: Tensor) -> Tensor:
+def _independent(probs: Array, width: int, noise: Noise, stream: Stream, position: Array) -> Array:
     """int64 [row, width]: draws by the inverse distribution function, with 53 bits of noise each."""
     words = noise.words(stream, position, 2 * width)
-    u = ((words[:, ::2] >> 5) * 2**26 + (words[:, 1::2] >> 6)).double() * 2.0**-53
+    u = ((words[:, ::2] >> 5) * 2**26 + (words[:, 1::2] >> 6)) * 2.0**-53
     mass = running_total(probs)
-    tokens = torch.searchsorted(mass, u.clamp_max(1 - 2.0**-50) * mass[:, -1:], right=True)
-    return torch.where(tokens < probs.shape[1], tokens, -1)  # a row of NaN has no token
+    tokens = (~(mass[:, None] > (np.minimum(u, 1 - 2.0**-50) * mass[:, -1:])[:, :, None])).sum(-1)
+    return np.where(tokens < probs.shape[1], tokens, -1)  # a row of NaN has no token
 
 
 def _top_then_sampled(
-    log_probs: Tensor, width: int, noise: Noise, stream: Stream, position: Tensor
-) -> tuple[Tensor, Tensor]:
+    log_probs: Array, width: int, noise: Noise, stream: Stream, position: Array
+) -> tuple[Array, Array]:
     top, keys = _largest(log_probs, width)
-    there = (top >= 0).sum(1, keepdim=True)
-    last = torch.arange(width, device=log_probs.device) == there - 1
-    chosen = (top >= 0) & ~last
-    spare = log_probs.shape[1]  # an extra column, for what is not chosen
-    taken = torch.zeros(len(log_probs), spare + 1, dtype=torch.bool, device=log_probs.device)
-    taken = taken.scatter_(1, torch.where(chosen, top, spare), True)[:, :-1]
-    rest = log_probs.masked_fill(taken, _NO)
-    drawn, drawn_key = _largest(rest + noise.gumbel(stream, position, spare), 1)
-    return torch.where(last, drawn, top), torch.where(last, drawn_key, keys)
+    there = (top >= 0).sum(1, keepdims=True)
+    last = np.arange(width) == there - 1
+    rest = log_probs.copy()
+    row, column = ((top >= 0) & ~last).nonzero()
+    rest[row, top[row, column]] = _NO
+    drawn, drawn_key = _largest(rest + noise.gumbel(stream, position, rest.shape[1]), 1)
+    return np.where(last, drawn, top), np.where(last, drawn_key, keys)
 
 
-def _gumbel(noise: Noise, stream: Stream, position: Tensor, n: int, subset: TokenSubset | None) -> Tensor:
-    """`noise.gumbel`, of the tokens of a subset if there is one. Nodes that share TOKEN noise compute it once on the CPU."""
+def _gumbel(noise: Noise, stream: Stream, position: Array, n: int, subset: TokenSubset | None) -> Array:
+    """`noise.gumbel`, of the tokens of a subset if there is one. Nodes that share TOKEN noise compute it once."""
 
-    def drawn(noise: Noise, position: Tensor) -> Tensor:
+    def drawn(noise: Noise, position: Array) -> Array:
         if subset is None:
             return noise.gumbel(stream, position, n)
         return noise.gumbel(stream, position, subset.vocab_size, subset.ids)
 
-    if stream is not Stream.TOKEN or position.device.type != "cpu":
+    if stream is not Stream.TOKEN:
         return drawn(noise, position)
-    first: dict[tuple[int, int], int] = {}
-    for row, key in enumerate(zip(ints(noise.seed), ints(position), strict=True)):
-        first.setdefault(key, row)
-    if len(first) == len(position):
-        return drawn(noise, position)
-    rows = list(first.values())
-    place = {row: at for at, row in enumerate(rows)}
-    some = drawn(noise.select(rows), position[rows])
-    return some[[place[first[key]] for key in zip(ints(noise.seed), ints(position), strict=True)]]
+    keys = noise.keys(stream, position)
+    row_of = {key: row for row, key in enumerate(keys)}
+    rows, place = [*row_of.values()], {key: at for at, key in enumerate(row_of)}
+    return drawn(noise.select(rows), position[rows])[[place[key] for key in keys]]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp, log, log1p
 
-from torch import Tensor
+import numpy as np
 
 from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import LogitsWarper, TokenSubset
-from outrider.core.types import Commit, Siblings
+from outrider.core.types import Array, Commit, Siblings
 from outrider.drafters.model.children import child_scores, children
 from outrider.kernels.probabilities import log_softmax
 
@@ -76,12 +76,12 @@ class LogitError:
     def likeliest(
         self,
         warp: LogitsWarper,
-        logits: Tensor,
+        logits: Array,
         extra: Sequence[Sequence[int]],
         width: int,
         noise: Noise,
         stream: Stream,
-        position: Tensor,
+        position: Array,
         subset: TokenSubset | None,
         noise_aware: bool = True,
     ) -> tuple[list[list[int]], list[list[float]]]:
@@ -96,10 +96,10 @@ class LogitError:
         chances = self.log_chances(best.keys, temperatures) if noise_aware else best.log_q
         return best.tokens.tolist(), chances.tolist()
 
-    def log_chances(self, keys: Tensor, temperature: Sequence[float]) -> Tensor:
+    def log_chances(self, keys: Array, temperature: Sequence[float]) -> Array:
         """float32 [node, candidate]: the log chance of each of the best candidates.
 
         keys: float32 [node, candidate], descending; logits without noise where the temperature is 0.
         """
-        factor = keys.new_tensor([t or 1.0 for t in temperature])[:, None] / self.scale
+        factor = np.array([t or 1.0 for t in temperature], np.float32)[:, None] / self.scale
         return log_softmax(keys * factor)

@@ -15,12 +15,11 @@ import codecs
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from outrider.core.noise import Stream
 from outrider.core.sampling import TokenSubset
-from outrider.core.types import Commit, Draft
+from outrider.core.types import Array, Commit, Draft
 from outrider.drafters.base import DraftContext, Resources, chains
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.model.cached import CachedLevels, Feed
@@ -56,13 +55,13 @@ class OtherTokenizer(CachedLevels):
     def __init__(self, model: LanguageModel, pairing: Pairing, num_slots: int, **origin: Any) -> None:
         """origin: reduction and prefixes, as of `ModelDrafter`."""
         none = pairing.target.size  # for draft tokens that begin with no token of the target
-        shared = torch.tensor(sorted(pairing.shared.items()), dtype=torch.long, device=model.device).reshape(-1, 2)
-        super().__init__(model, TokenSubset(shared[:, 0].contiguous(), pairing.target.size), pairing.shared)
+        shared = np.array(sorted(pairing.shared.items()), np.int64).reshape(-1, 2)
+        super().__init__(model, TokenSubset(shared[:, 0].copy(), pairing.target.size), pairing.shared)
         self.own = OwnCache(model, num_slots, model.max_length, **origin)
         self.cache, self.pairing, self.vocab_size = self.own.cache, pairing, pairing.target.size
         self._columns = shared[:, 1]  # of the model's logits
         self.has_draft_chains = False  # a chain in one call is drawn from the draft's own tokens
-        self._first = torch.tensor([none if t < 0 else t for t in pairing.first], device=model.device)
+        self._first = np.array([none if t < 0 else t for t in pairing.first])
         self._texts: dict[int, _SpelledText] = {}
 
     def room(self, slot: int, tokens: list[int]) -> int:
@@ -103,8 +102,8 @@ class OtherTokenizer(CachedLevels):
         self._texts[slot].held += unread
         return unread, None
 
-    def forward(self, nodes: Nodes, features: Tensor | None, want: Want) -> Tensor:
-        return self.own.forward(nodes, features, want)[..., self._columns]
+    def forward(self, nodes: Nodes, features: Array | None, want: Want) -> Array:
+        return np.asarray(self.own.forward(nodes, features, want))[..., self._columns]
 
     def update(self, context: DraftContext, commits: Sequence[Commit]) -> None:
         """The accepted part of the scratch is committed, the rest is dropped."""
@@ -166,24 +165,25 @@ class OtherTokenizer(CachedLevels):
             slots = [context.slots[b] for b in live]
             for slot, token in zip(slots, feed, strict=True):
                 self._texts[slot].held.append(token)
-            parents = torch.arange(-1, count).repeat(len(live), 1)
-            nodes = Nodes(torch.tensor(feed)[:, None], self.cache, slots, parents)
-            logits = self.own.forward(nodes, None, "all")[:, 0]
+            parents = np.tile(np.arange(-1, count), (len(live), 1))
+            nodes = Nodes(np.array(feed)[:, None], self.cache, slots, parents)
+            logits = np.asarray(self.own.forward(nodes, None, "all"))[:, 0]
 
-    def _next(self, context: DraftContext, b: int, proposed: Sequence[int], logits: Tensor) -> int:
+    def _next(self, context: DraftContext, b: int, proposed: Sequence[int], logits: Array) -> int:
         """The draft's next token, -1 for none: the likeliest one that begins with the target token that the noise chooses.
 
         logits: float32 [vocab of the draft]. proposed: the target's tokens proposed so far.
         """
-        mass = logits.new_zeros(self.vocab_size + 1).index_add_(0, self._first, softmax(logits))
-        log_probs, warp = log(mass[None, :-1]).float(), context.warp.select([b])
+        mass = np.zeros(self.vocab_size + 1, np.float32)
+        np.add.at(mass, self._first, softmax(logits))
+        log_probs, warp = log(mass[None, :-1]).astype(np.float32), context.warp.select([b])
         if context.stream is Stream.TOKEN:
             at = context.positions[[b]] + len(proposed)
             chosen = int(warp.draw(log_probs, [proposed], context.noise.select([b]), context.stream, at)[0])
         else:  # the target's noise must not be used: take the likeliest
-            best = warp.processed(log_probs, [proposed])[0].max(0)
-            chosen = int(best.indices) if best.values > _NO else -1
-        return -1 if chosen < 0 else int(logits.masked_fill(self._first != chosen, _NO).argmax())
+            scores = warp.processed(log_probs, [proposed])[0]
+            chosen = int(scores.argmax()) if scores.max() > _NO else -1
+        return -1 if chosen < 0 else int(np.where(self._first == chosen, logits, _NO).argmax())
 
 
 class CrossTokenizerDrafter(TreeDrafter[OtherTokenizer]):

@@ -17,8 +17,8 @@ from typing import Any, Unpack
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from outrider.core.types import Array
 from outrider.drafters.base import Resources
 from outrider.drafters.config import Prefixes, SpeculativeConfig
 from outrider.drafters.lookup.corpus import Entry, read_texts
@@ -86,7 +86,7 @@ class OwnCache(CachedLevels):
         if self._prefixes is not None:
             end = self._prefixes.chunk_end(self.cache, ids, have, end)
         part = ids[have:end]
-        self.model.forward(Nodes(torch.tensor([part]), self.cache, [slot]), want="none")
+        self.model.forward(Nodes(np.array([part]), self.cache, [slot]), want="none")
         self.ingested(slot, len(part) + 1)
         if self._prefixes is not None:
             self._prefixes.keep(self.cache, slot, ids[:end])
@@ -186,9 +186,9 @@ class DraftReduction:
         parts = [f"{quantization} weights"] if quantization else []
         parts += [f"its head has {len(ids)} of {contents.vocab_size} tokens"] if ids is not None else []
         self.note = f"draft model: {', '.join(parts)}" if parts else None
-        return quantization, ids
+        return quantization, None if ids is None else torch.as_tensor(ids)
 
-    def _head_ids(self, contents: Contents) -> Tensor | None:
+    def _head_ids(self, contents: Contents) -> Array | None:
         size = (0 if self.corpus is None else KEPT) if self.vocab is None else self.vocab
         if not size:
             return None
@@ -201,7 +201,7 @@ def draft_vocab(
     tokenizer: Any | None,
     end_ids: Sequence[int] = (),
     corpus: Entry | Sequence[Entry] | None = None,
-) -> Tensor | None:
+) -> Array | None:
     """The tokens to keep, int64 [n] ascending, about `size` of them. None if that is the whole vocabulary.
 
     Special tokens, end tokens and tokens of single bytes are always among them. corpus: texts like the answers, as for the
@@ -209,12 +209,12 @@ def draft_vocab(
     """
     if size >= vocab_size:
         return None
-    score = 1.0 / (torch.arange(vocab_size, dtype=torch.float64) + _ZIPF)
+    score = 1.0 / (np.arange(vocab_size) + _ZIPF)
     score /= score.sum()
     always = [i for i in end_ids if i < vocab_size]
     if tokenizer is not None:
         for counts in (token_counts(PROMPTS, tokenizer, vocab_size), token_counts(corpus, tokenizer, vocab_size)):
-            score += counts / counts.sum().clamp_min(1)
+            score += counts / max(counts.sum(), 1)
         words = Vocabulary(tokenizer, vocab_size)
         none = [i for i, piece in enumerate(words.pieces) if piece is None]
         score[none] = -1.0  # unused ids; special tokens come back below
@@ -222,13 +222,13 @@ def draft_vocab(
         always += [*words.names.values(), *(i for i in tokenizer.added_tokens_decoder if i < vocab_size)]
     elif corpus is not None:
         score += token_counts(corpus, None, vocab_size)
-    score[always] = torch.inf
-    return score.argsort(descending=True, stable=True)[: max(size, len(set(always)))].sort().values
+    score[always] = np.inf
+    return np.sort(np.argsort(-score, kind="stable")[: max(size, len(set(always)))])
 
 
-def token_counts(corpus: Entry | Sequence[Entry] | None, tokenizer: Any | None, vocab_size: int) -> Tensor:
+def token_counts(corpus: Entry | Sequence[Entry] | None, tokenizer: Any | None, vocab_size: int) -> Array:
     """float64 [vocab]: how often each token is in the texts. Raises ValueError for what cannot be read."""
     counts = np.zeros(vocab_size)
     for _, ids in read_texts([] if corpus is None else corpus, tokenizer, vocab_size):
         counts += np.bincount(np.array(ids, dtype=np.int64), minlength=vocab_size)
-    return torch.from_numpy(counts)
+    return counts

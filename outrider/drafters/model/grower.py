@@ -16,12 +16,11 @@ from itertools import repeat
 from math import exp, log
 from typing import Generic, NamedTuple, TypedDict, TypeVar, Unpack
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from outrider.core.noise import Stream
 from outrider.core.sampling import TokenSubset
-from outrider.core.types import Budget, Commit, Draft, Siblings
+from outrider.core.types import Array, Budget, Commit, Draft, Siblings
 from outrider.drafters.base import DraftContext, Drafter, Resources, TargetPass, draft_of
 from outrider.drafters.model.children import children
 from outrider.drafters.model.confidence import RIVALS, START, LogitError
@@ -30,7 +29,7 @@ from outrider.models.base import Chain, DrawnChain
 
 Node = tuple[int, int]  # entry of the batch, node of its tree
 # a node, the tokens of its children, the log acceptance of each, and the distribution that they were drawn from, if any
-Offspring = tuple[Node, list[int], list[float], Tensor | None]
+Offspring = tuple[Node, list[int], list[float], Array | None]
 
 
 class Growth:
@@ -117,7 +116,7 @@ class Level(NamedTuple):
     """The logits after some nodes of a level."""
 
     nodes: list[Node]  # a row each
-    logits: Tensor  # float32 [node, vocab], or of the tokens of `subset`
+    logits: Array  # float32 [node, vocab], or of the tokens of `subset`
     subset: TokenSubset | None = None  # tokens of the logits; None for all
     # node -> nodes that have the same children, itself among them. A node that is not here is alone
     alike: Mapping[Node, Sequence[Node]] = {}
@@ -128,7 +127,6 @@ class Levels:
     """What gives the logits along the paths of draft trees. Write `room`, `open` and `extend`."""
 
     vocab_size: int  # tokens of the drafts
-    device: torch.device  # of the logits
     taps: tuple[int, ...] = ()  # layers of the target whose output it reads. See `Drafter`
     learns = True  # its chances are those of its logits alone, so their error can be learned
     scale = START  # of that error, before anything was observed
@@ -161,7 +159,7 @@ class Levels:
     def proposed(self, slot: int, places: list[int]) -> None:
         """The nodes that are proposed have these places (`Growth.places`)."""
 
-    def add(self, slot: int, features: Tensor, first: int) -> None:
+    def add(self, slot: int, features: Array, first: int) -> None:
         """The target has read positions from `first` on. features: float [position, feature], of the taps."""
 
     def update(self, context: DraftContext, commits: Sequence[Commit]) -> None:
@@ -216,7 +214,7 @@ class TreeDrafter(Generic[Source_co]):
             return self._draft(context, grown, {})
         return self._draft(context, grown, self._grow(context, grown))
 
-    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
+    def start(self, slot: int, tokens: Sequence[int], first: int, features: Array) -> None:
         if first == 0:
             self.release(slot)
         self.levels.add(slot, features, first)
@@ -286,7 +284,7 @@ class TreeDrafter(Generic[Source_co]):
                 growth.add(at, [t for t, _ in family], [log(max(p, 1e-9)) for _, p in family])
                 at = len(growth.tokens) - len(family)  # the others are siblings that nothing follows
 
-    def _draft(self, context: DraftContext, grown: dict[int, Growth], drawn_from: dict[Node, Tensor]) -> Draft:
+    def _draft(self, context: DraftContext, grown: dict[int, Growth], drawn_from: dict[Node, Array]) -> Draft:
         """The grown trees, cut to their budgets and renumbered. drawn_from: see `_grow`."""
         within = {b: growth.kept() for b, growth in grown.items()}
         trees, confidence = [[(tokens[-1], -1)] for tokens in context.tokens], dict[int, list[float]]()
@@ -304,7 +302,7 @@ class TreeDrafter(Generic[Source_co]):
         draft = draft_of(trees, confidence)
         if not context.needs_probs:
             return draft
-        probs = torch.zeros(*draft.tokens.shape, self.levels.vocab_size, device=self.levels.device)
+        probs = np.zeros((*draft.tokens.shape, self.levels.vocab_size), np.float32)
         for (b, node), distribution in drawn_from.items():
             probs[b, within[b].index(node)] = distribution
         return replace(draft, probs=probs, siblings=self._siblings(grown))
@@ -313,9 +311,9 @@ class TreeDrafter(Generic[Source_co]):
         """How the children were drawn. An only child is drawn the same way by every kind, so chains declare the simplest."""
         return Siblings.IID if all(g.budget.width == 1 for g in grown.values()) else self.siblings
 
-    def _grow(self, context: DraftContext, grown: dict[int, Growth]) -> dict[Node, Tensor]:
+    def _grow(self, context: DraftContext, grown: dict[int, Growth]) -> dict[Node, Array]:
         """Grow the trees level by level. Returns the distributions drawn from, by (entry, node)."""
-        drawn_from, opened, level = dict[Node, Tensor](), {b: [0] for b in grown}, 0
+        drawn_from, opened, level = dict[Node, Array](), {b: [0] for b in grown}, 0
         while opened:
             parts = self.levels.extend(context, grown, opened, level) if level else self.levels.open(context, grown)
             for part in parts:
@@ -335,14 +333,16 @@ class TreeDrafter(Generic[Source_co]):
         self, context: DraftContext, grown: dict[int, Growth], part: Level, level: int
     ) -> Iterator[Offspring]:
         """The children of each node of a part of a level."""
-        at, logits, subset = part.nodes, part.logits, part.subset
+        at, logits, subset = part.nodes, np.asarray(part.logits), part.subset
+        if subset is not None:
+            subset = TokenSubset(np.asarray(subset.ids), subset.vocab_size)
         entries, extra = [b for b, _ in at], [grown[b].path(n) for b, n in at]
         warp, noise = context.warp.select(entries), context.noise.select(entries)
         position = context.positions[entries] + level
         width = max(grown[b].width(n) for b, n in at)
         if context.needs_probs:
             scores = warp.scores(logits, extra, subset)
-            node = torch.tensor([n for _, n in at], device=position.device)
+            node = np.array([n for _, n in at])
             kind = self._siblings(grown)
             # one call for each width: some kinds draw the last child in another way
             for size in {grown[b].width(n) for b, n in at} - {0}:

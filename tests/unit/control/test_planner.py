@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,13 +38,13 @@ def step(notes: list[PlanNote], accepted: list[int], seconds: float = 1.0, draft
     """What became of plans: so many draft tokens accepted in each."""
     rows = len(notes)
     width = 1 + max(note.levels for note in notes)
-    tokens = torch.zeros(rows, width, dtype=torch.long)
-    parents = torch.full((rows, width), -2)
+    tokens = np.zeros((rows, width), np.int64)
+    parents = np.full((rows, width), -2)
     for b, note in enumerate(notes):
-        parents[b, : note.levels + 1] = torch.arange(-1, note.levels)
+        parents[b, : note.levels + 1] = np.arange(-1, note.levels)
     commits = [Commit(list(range(1, n + 2)), list(range(n + 1)), n) for n in accepted]
     taken = {"draft": draft, "target": seconds, "verify": 0.0, "commit": 0.0}
-    none = torch.zeros(rows, dtype=torch.long)
+    none = np.zeros(rows, np.int64)
     drawn = Draft(tokens, parents, notes=tuple(notes))
     return Step(drawn, Verdict(tokens, none, none), commits, list(range(rows)), [9] * rows, [Budget(16)] * rows, taken)
 

@@ -4,8 +4,8 @@ import math
 from collections import Counter
 from itertools import permutations
 
+import numpy as np
 import pytest
-import torch
 from helpers import noise as rows_noise
 from scipy.stats import chi2
 
@@ -14,24 +14,26 @@ from outrider.core.params import SamplingParams
 from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.types import Siblings
 from outrider.drafters.model.children import child_scores, children
+from outrider.kernels.probabilities import log_softmax, softmax
 
-LAW = torch.tensor([0.4, 0.0, 0.3, 0.2, 0.1])
+LAW = np.array([0.4, 0.0, 0.3, 0.2, 0.1], np.float32)
+LOG_LAW = np.log(LAW, where=LAW > 0, out=np.full(5, -np.inf, np.float32))
 MANY = 60_000
 
 
 class ManyRows(Noise):
-    """The same noise by tensor operations, for tens of thousands of rows."""
+    """The same noise by operations on arrays, for tens of thousands of rows."""
 
     def gumbel(self, stream, position, n):
-        return -torch.log(-torch.log1p(-self.uniform(stream, position, n)))
+        return -np.log(-np.log1p(-self.uniform(stream, position, n)))
 
 
 def draws(kind, width, node=0):
     """Counter of the children of MANY nodes with the same distribution."""
-    noise = ManyRows(torch.arange(MANY), torch.full((MANY,), 3))
-    scores = LAW.log().expand(MANY, -1)
-    nodes = torch.full((MANY,), node)
-    got = children(scores, width, kind, noise, Stream.DRAFT, torch.full((MANY,), 7), node=nodes)
+    noise = ManyRows(np.arange(MANY), np.full((MANY,), 3))
+    scores = np.broadcast_to(LOG_LAW, (MANY, 5))
+    nodes = np.full((MANY,), node)
+    got = children(scores, width, kind, noise, Stream.DRAFT, np.full((MANY,), 7), node=nodes)
     return Counter(map(tuple, got.tokens.tolist()))
 
 
@@ -62,10 +64,10 @@ def test_two_children_have_the_distribution_of_their_kind(kind):
 
 @pytest.mark.parametrize("kind", [Siblings.IID, Siblings.WITHOUT_REPLACEMENT, Siblings.TOP_THEN_SAMPLED])
 def test_two_nodes_of_a_level_draw_apart(kind):
-    noise = ManyRows(torch.arange(MANY), torch.full((MANY,), 3))
-    scores, at = LAW.log().expand(MANY, -1), torch.full((MANY,), 7)
+    noise = ManyRows(np.arange(MANY), np.full((MANY,), 3))
+    scores, at = np.broadcast_to(LOG_LAW, (MANY, 5)), np.full((MANY,), 7)
     firsts = [
-        children(scores, 1, kind, noise, Stream.DRAFT, at, node=torch.full((MANY,), node)).tokens[:, 0].tolist()
+        children(scores, 1, kind, noise, Stream.DRAFT, at, node=np.full((MANY,), node)).tokens[:, 0].tolist()
         for node in (1, 2)
     ]
     p = LAW.tolist()
@@ -76,43 +78,43 @@ def test_two_nodes_of_a_level_draw_apart(kind):
 
 def test_nodes_of_a_level_share_the_token_noise_and_other_streams_do_not():
     noise = rows_noise([5, 5, 6], step=2)
-    scores = torch.zeros(3, 50)
-    at, node = torch.tensor([9, 9, 9]), torch.tensor([1, 2, 3])
+    scores = np.zeros((3, 50), np.float32)
+    at, node = np.array([9, 9, 9]), np.array([1, 2, 3])
     coupled = children(scores, 4, Siblings.POINT, noise, Stream.TOKEN, at, node=node).tokens
     assert coupled[0].tolist() == coupled[1].tolist() != coupled[2].tolist()
-    assert coupled[0].tolist() == noise.gumbel(Stream.TOKEN, at, 50)[0].topk(4).indices.tolist()
+    assert coupled[0].tolist() == noise.gumbel(Stream.TOKEN, at, 50)[0].argsort()[:-5:-1].tolist()
     apart = children(scores, 4, Siblings.WITHOUT_REPLACEMENT, noise, Stream.DRAFT, at, node=node).tokens
     assert apart[0].tolist() != apart[1].tolist()
     root = children(scores[:1], 4, Siblings.WITHOUT_REPLACEMENT, noise.select([0]), Stream.DRAFT, at[:1]).tokens
-    assert root[0].tolist() == noise.gumbel(Stream.DRAFT, at, 50)[0].topk(4).indices.tolist()
+    assert root[0].tolist() == noise.gumbel(Stream.DRAFT, at, 50)[0].argsort()[:-5:-1].tolist()
 
 
 def test_the_first_coupled_child_is_the_token_the_noise_would_choose():
-    scores = torch.randn(6, 30, generator=torch.Generator().manual_seed(1))
-    noise, at = rows_noise([1, 2, 3, 4, 5, 6]), torch.arange(6)
+    scores = np.random.default_rng(1).standard_normal((6, 30), np.float32)
+    noise, at = rows_noise([1, 2, 3, 4, 5, 6]), np.arange(6)
     got = children(scores, 3, Siblings.POINT, noise, Stream.TOKEN, at)
-    assert torch.equal(got.tokens[:, 0], (scores + noise.gumbel(Stream.TOKEN, at, 30)).argmax(1))
+    assert np.array_equal(got.tokens[:, 0], (scores + noise.gumbel(Stream.TOKEN, at, 30)).argmax(1))
     assert (got.keys[:, :-1] >= got.keys[:, 1:]).all()
-    assert torch.allclose(got.log_q, scores.log_softmax(1).gather(1, got.tokens), atol=1e-6)
+    assert np.allclose(got.log_q, np.take_along_axis(log_softmax(scores), got.tokens, 1), atol=1e-6)
     assert got.probs is None
 
 
 @pytest.mark.parametrize("kind", [Siblings.IID, Siblings.WITHOUT_REPLACEMENT, Siblings.TOP_THEN_SAMPLED])
 def test_the_distribution_returned_is_the_distribution_drawn_from_down_to_its_zeros(kind):
     """A token whose mass float32 cannot hold is not drawn: a verifier that divides by the mass would be lost."""
-    scores = torch.tensor([[0.0, -120.0, -50.0, -math.inf]])
-    got = children(scores, 3, kind, rows_noise([1]), Stream.DRAFT, torch.tensor([4]))
-    assert torch.equal(got.probs, scores.softmax(1))
+    scores = np.array([[0.0, -120.0, -50.0, -np.inf]], np.float32)
+    got = children(scores, 3, kind, rows_noise([1]), Stream.DRAFT, np.array([4]))
+    assert np.array_equal(got.probs, softmax(scores))
     assert got.probs[0, 1] == 0
     expected = [0, 0, 0] if kind is Siblings.IID else [0, 2, -1]
     assert got.tokens[0].tolist() == expected
-    assert got.log_q[0].tolist() == [got.probs.log()[0, t] if t >= 0 else -math.inf for t in expected]
+    assert got.log_q[0].tolist() == [np.log(got.probs[0, t]) if t >= 0 else -math.inf for t in expected]
 
 
 @pytest.mark.parametrize("kind", list(Siblings))
 def test_fewer_children_where_the_distribution_has_fewer_tokens(kind):
-    scores = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0], [-math.inf, 0.0, -math.inf, -math.inf]])
-    got = children(scores, 3, kind, rows_noise([1, 2]), Stream.DRAFT, torch.tensor([4, 4]))
+    scores = np.array([[-math.inf, 0.0, -math.inf, 1.0], [-math.inf, 0.0, -math.inf, -math.inf]], np.float32)
+    got = children(scores, 3, kind, rows_noise([1, 2]), Stream.DRAFT, np.array([4, 4]))
     if kind is Siblings.IID:
         assert got.tokens[1].tolist() == [1, 1, 1]
         assert set(got.tokens[0].tolist()) <= {1, 3}
@@ -125,8 +127,8 @@ def test_fewer_children_where_the_distribution_has_fewer_tokens(kind):
 
 @pytest.mark.parametrize("kind", list(Siblings))
 def test_rows_without_a_distribution_have_no_children_and_disturb_no_other(kind):
-    scores = torch.tensor([[math.nan] * 4, [-math.inf] * 4, [0.0, 1.0, 2.0, 3.0]])
-    noise, at = rows_noise([1, 2, 3]), torch.tensor([4, 4, 4])
+    scores = np.array([[math.nan] * 4, [-math.inf] * 4, [0.0, 1.0, 2.0, 3.0]], np.float32)
+    noise, at = rows_noise([1, 2, 3]), np.array([4, 4, 4])
     got = children(scores, 2, kind, noise, Stream.DRAFT, at).tokens
     assert got[:2].tolist() == [[-1, -1]] * 2
     alone = children(scores[2:], 2, kind, noise.select([2]), Stream.DRAFT, at[2:]).tokens
@@ -134,22 +136,22 @@ def test_rows_without_a_distribution_have_no_children_and_disturb_no_other(kind)
 
 
 def test_more_children_than_tokens():
-    got = children(torch.zeros(1, 2), 5, Siblings.POINT, rows_noise([1]), Stream.TOKEN, torch.tensor([4]))
+    got = children(np.zeros((1, 2), np.float32), 5, Siblings.POINT, rows_noise([1]), Stream.TOKEN, np.array([4]))
     assert sorted(got.tokens[0].tolist()) == [-1, -1, -1, 0, 1]
 
 
 def test_a_node_without_children_is_not_asked_for():
     with pytest.raises(ValueError, match="width=0; leave it out"):
-        children(torch.zeros(1, 2), 0, Siblings.POINT, rows_noise([1]), Stream.TOKEN, torch.tensor([4]))
+        children(np.zeros((1, 2), np.float32), 0, Siblings.POINT, rows_noise([1]), Stream.TOKEN, np.array([4]))
 
 
 def test_greedy_rows_take_the_best_of_q_and_no_noise():
     histories = [
         SequenceState(SamplingParams(temperature=t, logit_bias={3: -100.0}), (), (), [1], 1) for t in (0.0, 0.7)
     ]
-    warp, logits = LogitsWarper(histories), torch.tensor([[1.0, 3.0, 2.0, 9.0], [1.0, 3.0, 2.0, 9.0]])
+    warp, logits = LogitsWarper(histories), np.array([[1.0, 3.0, 2.0, 9.0]] * 2, np.float32)
     scores = child_scores(warp, logits, [(), ()])
-    noise, at = rows_noise([1, 2]), torch.tensor([4, 4])
+    noise, at = rows_noise([1, 2]), np.array([4, 4])
     got = children(scores, 3, Siblings.POINT, noise, Stream.TOKEN, at, greedy=warp.greedy)
     assert got.tokens[0].tolist() == [1, 2, 0]  # the bias has moved token 3 to the end
     drawn = warp.draw(logits, [(), ()], noise, Stream.TOKEN, at)

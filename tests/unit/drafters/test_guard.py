@@ -39,8 +39,9 @@ WRONGS: dict[str, tuple[Callable[[Draft], Any], str]] = {
     "too deep": (lambda d: _grown(d, 1, [(1, 0), *((1, n) for n in range(1, 5))]), "levels where the sequence's budget allows 4"),
     "not a draft": (lambda _: None, "returned a NoneType, not a Draft"),
     "too few": (lambda d: Draft(d.tokens[:1], d.parents[:1]), "1 drafts for 2 sequences"),
-    "floats": (lambda d: Draft(d.tokens.float(), d.parents), "int64"),
-    "loops": (lambda d: Draft(d.tokens, d.parents.abs()), "-1"),
+    "floats": (lambda d: Draft(d.tokens.astype(float), d.parents), "int64"),
+    "tensors": (lambda d: Draft(torch.as_tensor(d.tokens), d.parents), "tokens is a Tensor and must be a numpy array"),
+    "loops": (lambda d: Draft(d.tokens, abs(d.parents)), "-1"),
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from helpers import VOCAB, counts, decoder, path_to, plain_texts, request, toy_drafters
@@ -290,7 +291,7 @@ def test_recycled_candidates_are_the_targets_own() -> None:
 
 def test_recycled_trees_have_the_shape_of_the_budget() -> None:
     drafter = TokenRecyclingDrafter(50, 4)
-    drafter.table = torch.arange(200).reshape(50, 4) % 50
+    drafter.table = np.arange(200).reshape(50, 4) % 50
     for budget in (Budget(4, 3, 10), Budget(5), Budget(1, 4), Budget(0), Budget(3, 8, 100)):
         draft = drafter.propose(context([0, 1], [[1], [2, 3]], [budget] * 2, SamplingParams()))
         validate(draft, 50)

@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
-import torch
 from crossed import crossed
 from helpers import VOCAB, costs, decoder, plain_texts, planned, request
 from hypothesis import given, settings
@@ -249,8 +249,8 @@ def test_a_drafter_without_chances_is_asked_for_what_its_record_earns() -> None:
 
 def test_rows_with_and_without_a_distribution_join() -> None:
     ask = context([0, 1, 2], [[1], [2], [3]], [Budget(2)] * 3, SamplingParams(), needs_probs=True)
-    drawn = Draft(torch.tensor([[2, 5]]), torch.tensor([[-1, 0]]), torch.full((1, 2, VOCAB), 1 / VOCAB), Siblings.IID)
-    chosen = Draft(torch.tensor([[3, 7, 8]]), torch.tensor([[-1, 0, 1]]))
+    drawn = Draft(np.array([[2, 5]]), np.array([[-1, 0]]), np.full((1, 2, VOCAB), 1 / VOCAB, np.float32), Siblings.IID)
+    chosen = Draft(np.array([[3, 7, 8]]), np.array([[-1, 0, 1]]))
     out = join(ask, {1: Proposal(drawn, 0), 2: Proposal(chosen, 0)})
     validate(out, VOCAB)
     assert out.probs is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import VOCAB, counts, decoder, plain_texts, planned, request
@@ -16,17 +17,18 @@ from vocabularies import CODE, END, TOY, TOY_DRAFT, byte_level, letters, pairing
 from outrider import LLM, SamplingParams
 from outrider.control import Fixed
 from outrider.core.sampling import LogitsWarper, SequenceState
-from outrider.core.tree import validate
+from outrider.core.tree import chain, validate
 from outrider.core.types import Budget, Commit, Draft, Siblings
 from outrider.drafters import TargetPass
 from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter, Way, whole
 from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
+from outrider.kernels.probabilities import softmax
 from outrider.models.base import Output
 from outrider.models.nodes import Nodes
 from outrider.testing.contract import check_drafter, context
 from outrider.testing.toy import ToyModel
 
-NOTHING = TargetPass(Draft(torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), -1)), torch.zeros(1, 1, VOCAB))
+NOTHING = TargetPass(Draft(*chain([[0]])), np.zeros((1, 1, VOCAB), np.float32))
 WAYS: tuple[Way, ...] = ("tli", "slem")
 
 # SentencePiece cannot tell `▁` from a space
@@ -186,11 +188,11 @@ def test_declared_probs_are_those_that_were_drawn_from(top_k: int) -> None:
                 extra = [t for t, _ in made.host[b][1:node]]
                 ids = torch.tensor([[*read, *(both.shared[t] for t in extra)]])
                 own = model.forward(Nodes(ids, model.new_cache(1, 50), [0]), want="last").logits[0, 0]
-                logits = torch.full((1, VOCAB), float("-inf"))
+                logits = np.full((1, VOCAB), -np.inf, np.float32)
                 for t, d in both.shared.items():
                     logits[0, t] = own[d]
-                distribution = ask.warp.select([b]).scores(logits, [extra]).softmax(-1)[0]
-                torch.testing.assert_close(made.probs[b, parent], distribution)
+                distribution = softmax(ask.warp.select([b]).scores(logits, [extra]))[0]
+                assert np.array_equal(made.probs[b, parent], distribution)
                 assert distribution[token] > 0
                 assert int((distribution > 0).sum()) == (top_k or len(both.shared))
 

@@ -59,7 +59,9 @@ def check(tensors: FolderTensors, model: Any) -> None:
                     same(part, right)
                 if biases is not None:
                     bias = getattr(module, f"{leaf}_bias")[i]
-                    for part, right in zip(biases, (bias,) if len(biases) == 1 else (bias[::2], bias[1::2]), strict=True):
+                    for part, right in zip(
+                        biases, (bias,) if len(biases) == 1 else (bias[::2], bias[1::2]), strict=True
+                    ):
                         same(part, right)
         elif name != "lm_head.weight" or not model.config.tie_word_embeddings:
             assert tensors.has(name)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import httpx
+import numpy as np
 import pytest
-import torch
 from grammars import accepts
 from helpers import Loop, RandomTree, planned
 from serving import PAIR, serving
@@ -57,7 +57,7 @@ def test_questions_about_drafts_leave_no_trace(grammars: Grammars, trial: int) -
         for _ in range(draw.randrange(4)):  # drafts, legal or not, some of them long
             extra, legal = list[int](), 0
             for place in range(draw.randrange(1, 4)):
-                may = asked.allowed(text, 3, extra).nonzero().flatten().tolist()
+                may = asked.allowed(text, 3, extra).nonzero()[0].tolist()
                 extra.append(int(draw.choice(may)) if may and draw.random() < 0.7 else draw.randrange(8192))
                 legal += legal == place and extra[-1] in may and 0 not in extra[:-1]  # nothing follows an end token
             assert asked.legal_prefix(text, 3, extra) == legal
@@ -65,12 +65,12 @@ def test_questions_about_drafts_leave_no_trace(grammars: Grammars, trial: int) -
             asked.forced_tokens(text, 3)
         fresh = grammars.mask(compiled)  # has read nothing but the committed tokens
         here = asked.allowed(text, 3, [])
-        assert torch.equal(here, fresh.allowed(text, 3, []))
-        choice = int(draw.choice(here.nonzero().flatten().tolist()))
+        assert np.array_equal(here, fresh.allowed(text, 3, []))
+        choice = int(draw.choice(here.nonzero()[0].tolist()))
         after = asked.allowed(text, 3, [choice])
         text.append(choice)
-        assert torch.equal(after, grammars.mask(compiled).allowed(text, 3, []))
-        assert torch.equal(after, asked.allowed(text, 3, []))
+        assert np.array_equal(after, grammars.mask(compiled).allowed(text, 3, []))
+        assert np.array_equal(after, asked.allowed(text, 3, []))
         if choice == 0:
             break
 
@@ -114,7 +114,7 @@ def test_what_a_grammar_leaves_no_choice_about_is_drafted(llm: LLM, grammars: Gr
     ):
         text += llm.tokenizer(part, add_special_tokens=False)["input_ids"]  # type: ignore[misc]
         assert llm.tokenizer.decode(mask.forced_tokens(text, 1)) == forced  # type: ignore[union-attr]
-        assert torch.equal(mask.allowed(text, 1, []), grammars.mask(compiled).allowed(text, 1, []))
+        assert np.array_equal(mask.allowed(text, 1, []), grammars.mask(compiled).allowed(text, 1, []))
 
     fixed = grammars.compiled(Grammar.regex(r"\{" + ", ".join(f'"{name}": [01]' for name in NAMES) + r"\}"))
 
@@ -162,7 +162,7 @@ def test_illegal_drafts_are_cut_with_what_hangs_on_them(llm: LLM, grammars: Gram
     history = SequenceState(
         SamplingParams(), (0,), (), [1, 2], 2, grammars.mask(grammars.compiled(Grammar.regex(r"[ab]{2}-x")))
     )
-    noise = Noise(torch.tensor([0]), torch.tensor([0]))
+    noise = Noise(np.array([0]), np.array([0]))
     batch = DraftContext([0], [[1, 2]], [Budget(5)], LogitsWarper([history]), noise, Stream.TOKEN, False, [2])
     nodes = [(2, -1), (a, 0), (no, 0), (b, 1), (a, 2), (dash, 3), (no, 3), (dash, 1)]
     assert legal(batch, 0, nodes, range(1, len(nodes))) == [1, 3, 5]
@@ -417,13 +417,13 @@ def test_a_vocabulary_of_sentencepiece_with_ends_and_unused_tokens() -> None:
     names = tokenizer.get_vocab()
     grammars = Grammars(tokenizer, len(names) + 40, [names["</s>"], names["<unk>"]])
     mask = grammars.mask(grammars.compiled(Grammar.schema({"enum": [True, {"a": "</s>𓀀 a"}]})))
-    first = mask.allowed([5], 1, ()).nonzero().flatten().tolist()
+    first = mask.allowed([5], 1, ()).nonzero()[0].tolist()
     assert first == sorted(names[t] for t in ("true", "<0x74>", "{", "<0x7B>")), "no token with a space, and no end"
     text = [5, *(names[f"<0x{byte:02X}>"] for byte in '{"a": "</s>𓀀'.encode()), names["▁a"], names['"']]
     end = mask.allowed([*text, names["<0x7D>"]], 1, ())
-    assert end.nonzero().flatten().tolist() == [names["<unk>"], names["</s>"]]
+    assert end.nonzero()[0].tolist() == [names["<unk>"], names["</s>"]]
     assert len(end) == len(names) + 40
-    assert torch.equal(end, mask.allowed([*text, names["<0x7D>"], names["</s>"]], 1, [names["</s>"]])), (
+    assert np.array_equal(end, mask.allowed([*text, names["<0x7D>"], names["</s>"]], 1, [names["</s>"]])), (
         "it stays complete"
     )
 

@@ -1,9 +1,7 @@
 """The verifiers' surface: registry, refusals that teach, known answers, corners, and which noise is read where."""
 
-import math
-
+import numpy as np
 import pytest
-import torch
 
 from outrider.core.noise import Noise, Stream
 from outrider.core.tree import chain, tree
@@ -16,16 +14,22 @@ TREES = [v.name for v in VERIFIERS.values() if v.trees]
 
 
 def noise(batch=1, seed=0, step=0):
-    return Noise(torch.arange(batch) + seed, torch.full((batch,), step))
+    return Noise(np.arange(batch) + seed, np.full((batch,), step))
 
 
 def at(*positions):
-    return torch.tensor(positions)
+    return np.array(positions)
 
 
 def hot(*tokens, vocab=5):
     """float32 [1, node, vocab]: a target that says tokens[n] after node n, and nothing else."""
-    return torch.nn.functional.one_hot(torch.tensor([tokens]), vocab).float()
+    return np.eye(vocab, dtype=np.float32)[[tokens]]
+
+
+def random_distributions(seed, *shape):
+    """float32: distributions over the last dimension."""
+    weights = np.random.default_rng(seed).random(shape, np.float32)
+    return weights / weights.sum(-1, keepdims=True)
 
 
 class Still(Noise):
@@ -34,10 +38,10 @@ class Still(Noise):
     value = 0.5
 
     def uniform(self, stream, position, n):
-        return torch.full((len(self.seed), n), self.value)
+        return np.full((len(self.seed), n), self.value, np.float32)
 
     def gumbel(self, stream, position, n):
-        return torch.zeros(len(self.seed), n)
+        return np.zeros((len(self.seed), n), np.float32)
 
 
 # Registry.
@@ -61,7 +65,7 @@ def test_what_each_verifier_says_of_itself():
 def test_block_refuses_trees_with_the_line_that_would_work():
     draft = Draft(*tree([[(0, -1)], [(0, -1), (1, 0), (2, 0)]]))
     with pytest.raises(ValueError, match=r"two children.*verifier='block' accepts chains(.|\n)*verifier='traversal'"):
-        block(FixedDistribution(torch.full((2, 3, 5), 0.2)), draft, noise(2), at(1, 1))
+        block(FixedDistribution(np.full((2, 3, 5), 0.2, np.float32)), draft, noise(2), at(1, 1))
 
 
 @pytest.mark.parametrize("name", RATIO)
@@ -77,7 +81,7 @@ def test_drawn_draft_tokens_need_their_distribution(name, siblings):
 
 @pytest.mark.parametrize("name", RATIO)
 def test_a_distribution_of_another_vocabulary_is_refused(name):
-    draft = Draft(*chain([[0, 1]]), torch.full((1, 2, 4), 0.25), Siblings.IID)
+    draft = Draft(*chain([[0, 1]]), np.full((1, 2, 4), 0.25, np.float32), Siblings.IID)
     with pytest.raises(ValueError, match="have 4 tokens, the target's vocabulary has 5"):
         VERIFIERS[name](FixedDistribution(hot(1, 2)), draft, noise(), at(1))
 
@@ -97,14 +101,14 @@ def test_greedy_targets_are_followed_as_far_as_the_draft_tokens_are_right(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_no_draft_token_is_plain_decoding(name):
-    distribution = torch.rand(6, 1, 5, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    distribution = random_distributions(1, 6, 1, 5)
     draft = Draft(*chain([[0]] * 6))
     verdict = VERIFIERS[name](FixedDistribution(distribution), draft, noise(6), at(1, 2, 3, 4, 5, 6))
     assert verdict.path.tolist() == [[0]] * 6
     assert verdict.accepted.tolist() == [0] * 6
     stream = Stream.TOKEN if name == "match" else Stream.RESIDUAL
-    expected = (distribution[:, 0].log() + noise(6).gumbel(stream, at(1, 2, 3, 4, 5, 6), 5)).argmax(-1)
-    assert torch.equal(verdict.token, expected)
+    expected = (np.log(distribution[:, 0]) + noise(6).gumbel(stream, at(1, 2, 3, 4, 5, 6), 5)).argmax(-1)
+    assert np.array_equal(verdict.token, expected)
 
 
 def test_match_walks_trees_out_of_order_and_takes_the_lowest_of_equals():
@@ -123,13 +127,13 @@ def test_greedy_targets_are_followed_through_trees(name, kind):
     #  0 -> 1 (3), 2 (1);  1 -> 3 (2);  2 -> 4 (0), 5 (2);  5 -> 6 (4)
     draft = Draft(
         *tree([[(0, -1), (3, 0), (1, 0), (2, 1), (0, 2), (2, 2), (4, 5)], [(0, -1), (3, 0)]]),
-        None if kind is Siblings.POINT else torch.full((2, 7, 5), 0.2),
+        None if kind is Siblings.POINT else np.full((2, 7, 5), 0.2, np.float32),
         kind,
     )
-    verdict = VERIFIERS[name](FixedDistribution(hot(1, 0, 2, 0, 0, 4, 3).expand(2, -1, -1)), draft, noise(2), at(9, 30))
+    verdict = VERIFIERS[name](FixedDistribution(hot(1, 0, 2, 0, 0, 4, 3).repeat(2, 0)), draft, noise(2), at(9, 30))
     assert verdict.path.tolist() == [[0, 2, 5, 6], [0, -1, -1, -1]]
     assert (verdict.accepted.tolist(), verdict.token.tolist()) == ([3, 0], [3, 1])
-    verdict = VERIFIERS[name](FixedDistribution(hot(1, 0, 3, 0, 0, 4, 3).expand(2, -1, -1)), draft, noise(2), at(9, 30))
+    verdict = VERIFIERS[name](FixedDistribution(hot(1, 0, 3, 0, 0, 4, 3).repeat(2, 0)), draft, noise(2), at(9, 30))
     assert (verdict.accepted.tolist(), verdict.token.tolist()) == ([1, 0], [3, 1])
     assert [n for n in verdict.path[0].tolist() if n >= 0] == [0, 2]
 
@@ -137,11 +141,11 @@ def test_greedy_targets_are_followed_through_trees(name, kind):
 @pytest.mark.parametrize("kind", list(Siblings), ids=lambda s: s.name)
 @pytest.mark.parametrize("name", ALL)
 def test_a_distribution_of_nan_is_reported_as_minus_one_and_disturbs_no_other(name, kind):
-    table = torch.full((2, 4, 4), math.nan)
+    table = np.full((2, 4, 4), np.nan, np.float32)
     table[1] = 0.25
     draft = Draft(
         *tree([[(0, -1), (1, 0), (2, 0 if name in TREES else 1), (3, 1 if name in TREES else 2)]] * 2),
-        None if kind is Siblings.POINT else torch.full((2, 4, 4), 0.25),
+        None if kind is Siblings.POINT else np.full((2, 4, 4), 0.25, np.float32),
         kind,
     )
     verdict = VERIFIERS[name](FixedDistribution(table), draft, noise(2), at(1, 1))
@@ -158,9 +162,9 @@ def one_row(draft, b):
 
 @pytest.mark.parametrize("name", ALL)
 def test_an_empty_batch(name):
-    none = torch.zeros(0, dtype=torch.long)
-    draft = Draft(*tree([]), torch.zeros(0, 1, 3), Siblings.IID)
-    verdict = VERIFIERS[name](FixedDistribution(torch.zeros(0, 1, 3)), draft, Still(none, none), none)
+    none = np.zeros(0, np.int64)
+    draft = Draft(*tree([]), np.zeros((0, 1, 3), np.float32), Siblings.IID)
+    verdict = VERIFIERS[name](FixedDistribution(np.zeros((0, 1, 3), np.float32)), draft, Still(none, none), none)
     assert [len(x) for x in (verdict.path, verdict.accepted, verdict.token)] == [0, 0, 0]
 
 
@@ -169,9 +173,9 @@ def test_an_empty_batch(name):
 def test_what_the_target_never_says_is_never_kept(name, coin):
     """p(x) = 0: refused even by a coin that shows 0, and where u * q would underflow."""
     for q in (0.5, 1e-44):
-        probs = torch.tensor([[[1 - q, q, 0.0], [1.0, 0.0, 0.0]]])
-        p = torch.tensor([[[0.5, 0.0, 0.5], [1.0, 0.0, 0.0]]])
-        still = type("Coin", (Still,), {"value": coin})(torch.tensor([0]), torch.tensor([0]))
+        probs = np.array([[[1 - q, q, 0.0], [1.0, 0.0, 0.0]]], np.float32)
+        p = np.array([[[0.5, 0.0, 0.5], [1.0, 0.0, 0.0]]], np.float32)
+        still = type("Coin", (Still,), {"value": coin})(np.array([0]), np.array([0]))
         verdict = VERIFIERS[name](FixedDistribution(p), Draft(*chain([[0, 1]]), probs, Siblings.IID), still, at(1))
         assert verdict.accepted.tolist() == [0]
         assert verdict.token.tolist() != [1]
@@ -180,21 +184,21 @@ def test_what_the_target_never_says_is_never_kept(name, coin):
 @pytest.mark.parametrize("name", RATIO)
 def test_a_draft_token_without_mass_in_q_does_not_break_anything(name):
     """A broken contract: the drafter's distribution says it cannot have drawn this. No NaN, no crash; p decides."""
-    p = torch.tensor([[[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]]])
-    probs = torch.tensor([[[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]])
+    p = np.array([[[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]]], np.float32)
+    probs = np.array([[[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]], np.float32)
     for guess, accepted in ((1, 1), (2, 0)):
         verdict = VERIFIERS[name](
             FixedDistribution(p), Draft(*chain([[0, guess]]), probs, Siblings.IID), noise(), at(1)
         )
         assert verdict.accepted.tolist() == [accepted]
-        assert 0 <= int(verdict.token) < 3
+        assert 0 <= int(verdict.token[0]) < 3
 
 
 @pytest.mark.parametrize("name", RATIO)
 def test_an_empty_residual_falls_back_to_p(name):
     """A draft token is rejected though p <= q everywhere. Only rounding, or probs that sum to less than 1, can do that."""
-    p, q = torch.tensor([[[0.0, 0.3, 0.6], [0.0, 0.3, 0.6]]]), torch.tensor([[[0.0, 0.35, 0.65], [0.0, 0.35, 0.65]]])
-    still = type("Coin", (Still,), {"value": 1 - 2**-24})(torch.tensor([0]), torch.tensor([0]))
+    p, q = (np.array([[row, row]], np.float32) for row in ([0.0, 0.3, 0.6], [0.0, 0.35, 0.65]))
+    still = type("Coin", (Still,), {"value": 1 - 2**-24})(np.array([0]), np.array([0]))
     verdict = VERIFIERS[name](FixedDistribution(p), Draft(*chain([[0, 1]]), q, Siblings.IID), still, at(1))
     assert verdict.accepted.tolist() == [0]
     assert verdict.token.tolist() == [
@@ -204,14 +208,14 @@ def test_an_empty_residual_falls_back_to_p(name):
 
 @pytest.mark.parametrize("name", RATIO)
 def test_distributions_are_not_changed(name):
-    p = torch.rand(3, 4, 5, generator=torch.Generator().manual_seed(3)).softmax(-1)
-    draft = Draft(*chain([[0, 1, 2, 3]] * 3), p.flip(-1).contiguous(), Siblings.IID)
-    before = [x.clone() for x in (p, draft.probs, draft.tokens, draft.parents)]
+    p = random_distributions(3, 3, 4, 5)
+    draft = Draft(*chain([[0, 1, 2, 3]] * 3), p[..., ::-1], Siblings.IID)
+    before = [x.copy() for x in (p, draft.probs, draft.tokens, draft.parents)]
     first = VERIFIERS[name](FixedDistribution(p), draft, noise(3), at(1, 1, 1))
     second = VERIFIERS[name](FixedDistribution(p), draft, noise(3), at(1, 1, 1))
-    assert all(torch.equal(a, b) for a, b in zip(before, (p, draft.probs, draft.tokens, draft.parents), strict=True))
-    assert torch.equal(first.token, second.token)
-    assert torch.equal(first.path, second.path)
+    assert all(np.array_equal(a, b) for a, b in zip(before, (p, draft.probs, draft.tokens, draft.parents), strict=True))
+    assert np.array_equal(first.token, second.token)
+    assert np.array_equal(first.path, second.path)
 
 
 # Which noise is read, and what is asked of the target.
@@ -228,18 +232,18 @@ class Recorded(Noise):
 
     def gumbel(self, stream, position, n):
         self.read.append((stream, *position.tolist()))
-        return -torch.log(-torch.log1p(-Noise.uniform(self, stream, position, n)))
+        return -np.log(-np.log1p(-Noise.uniform(self, stream, position, n)))
 
 
 @pytest.mark.parametrize("name", RATIO)
 def test_coins_and_residual_are_read_at_their_own_places(name):
-    seen = Recorded(torch.tensor([1]), torch.tensor([4]))
+    seen = Recorded(np.array([1]), np.array([4]))
     VERIFIERS[name](
         FixedDistribution(hot(1, 2, 3)), Draft(*chain([[0, 1, 2]])), seen, at(50)
     )  # everything accepted: bonus at 52
     coins = [(Stream.ACCEPT, 50), (Stream.ACCEPT, 51)]  # traversal begins at the leaf, which is kept
     assert seen.read == [*(coins[1:] if name == "traversal" else coins), (Stream.RESIDUAL, 52)]
-    seen = Recorded(torch.tensor([1]), torch.tensor([4]))
+    seen = Recorded(np.array([1]), np.array([4]))
     VERIFIERS[name](
         FixedDistribution(hot(0, 2, 3)), Draft(*chain([[0, 1]])), seen, at(50)
     )  # refused at once: residual at 50
@@ -249,7 +253,7 @@ def test_coins_and_residual_are_read_at_their_own_places(name):
 @pytest.mark.parametrize("name", RATIO)
 def test_the_coin_of_a_node_has_the_nodes_index(name):
     """A draft token with p = q / 2 stands exactly when its own coin is below one half."""
-    p = torch.tensor([[[0.5, 0.5], [0.5, 0.5]]])
+    p = np.full((1, 2, 2), 0.5, np.float32)
     draft = Draft(*chain([[0, 1]]))  # q is all mass on the draft token, so h = 1/2 under both rules
     for seed in range(40):
         coin = noise(seed=seed).uniform(Stream.ACCEPT, at(7), 2)[0, 1]
@@ -259,8 +263,8 @@ def test_the_coin_of_a_node_has_the_nodes_index(name):
 
 
 def test_match_reads_token_noise_at_absolute_positions():
-    seen = Recorded(torch.tensor([1, 2]), torch.tensor([4, 4]))
-    match(FixedDistribution(hot(1, 2, 3).expand(2, -1, -1)), Draft(*chain([[0, 1, 2], [0, 4]])), seen, at(50, 80))
+    seen = Recorded(np.array([1, 2]), np.array([4, 4]))
+    match(FixedDistribution(hot(1, 2, 3).repeat(2, 0)), Draft(*chain([[0, 1, 2], [0, 4]])), seen, at(50, 80))
     assert seen.read == [(Stream.TOKEN, 50, 80), (Stream.TOKEN, 51, 80), (Stream.TOKEN, 52, 80)]
 
 
@@ -293,7 +297,7 @@ def test_only_visited_nodes_are_asked_for():
 
 
 def test_no_one_asks_beyond_the_end_of_a_row():
-    target = Counted(hot(1, 2, 3, 4).expand(2, -1, -1))
+    target = Counted(hot(1, 2, 3, 4).repeat(2, 0))
     for name in ALL:
         VERIFIERS[name](target, Draft(*chain([[0, 1], [0, 1, 2, 3]])), noise(2), at(1, 1))
     assert max(first for first, _ in target.asked) == 1

@@ -144,7 +144,7 @@ def test_chains_in_one_call_are_those_grown_level_by_level(temperature: float, w
         assert parents == [-1, *[0] * width, *[1] * width, *[1 + width] * width], "nothing follows a sibling"
     assert one.confidence is not None
     assert level.confidence is not None
-    assert torch.allclose(one.confidence, level.confidence, atol=1e-3)
+    assert np.allclose(one.confidence, level.confidence, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", HEADS)

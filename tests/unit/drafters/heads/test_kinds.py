@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from crossed import crossed
 from engines import read, run
 from heads import KINDS, PROMPT, drafter_of, head_folder, small_target
 from helpers import Loop, plain_texts, request
-from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.control import Fixed
@@ -91,9 +91,9 @@ def test_other_verifiers_run(verifier: str, make: Callable[[], TreeDrafter[Any]]
 class EveryThird:
     """A grammar whose next tokens depend on the token before them: one in three is forbidden."""
 
-    def allowed(self, tokens: Sequence[int], start: int, extra: Sequence[int]) -> Tensor:
+    def allowed(self, tokens: Sequence[int], start: int, extra: Sequence[int]) -> np.ndarray:
         last = extra[-1] if extra else tokens[-1]
-        return (torch.arange(128) + last) % 3 != 0
+        return (np.arange(128) + last) % 3 != 0
 
     def legal_prefix(self, tokens: Sequence[int], start: int, extra: Sequence[int]) -> int:
         legal = (self.allowed(tokens, start, extra[:n])[token] for n, token in enumerate(extra))

@@ -301,5 +301,5 @@ def test_noise_is_that_of_the_target() -> None:
     made.levels.logits = lambda c, some, depth: np.repeat(as_array(logits)[:, None], depth, 1)  # type: ignore[method-assign]
     for width in (1, 3):
         ask = context([0], [PROMPT], [Budget(1, width)], HOT)
-        right = int(ask.warp.draw(logits, [[]], ask.noise, ask.stream, ask.positions))
+        right = int(ask.warp.draw(logits, [[]], ask.noise, ask.stream, ask.positions)[0])
         assert made.propose(ask).host[0][1] == (right, 0)
