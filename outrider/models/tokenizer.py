@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import RLock
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, models
 
 from outrider.core.extras import MissingExtra, needs
@@ -189,7 +189,7 @@ class FastTokenizer:
             template = [{"name": name, "template": text} for name, text in template.items()]
         settings |= {"chat_template": template} if template else {}
         Path(folder).mkdir(parents=True, exist_ok=True)
-        self.backend_tokenizer.save(str(Path(folder, FILE)))
+        self.backend_tokenizer.save(str(Path(folder, FILE)), pretty=False)
         Path(folder, SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
 
     @property
@@ -288,7 +288,13 @@ def check_ids(file: Path) -> None:
 
     The library keeps a place for every id below the largest one. It ends the process if there is no memory for them.
     """
-    if not file.is_file() or not re.search(rb"\d{8}", raw := file.read_bytes()):
+    if not file.is_file():
+        return
+    raw = file.read_bytes()
+    digits = np.frombuffer(raw, np.uint8) - ord("0") < 10  # below "0" it wraps around
+    for hop in (1, 2, 4):
+        digits = digits[:-hop] & digits[hop:]
+    if not digits.any():  # no number of eight digits: the usual case, for which json takes a second
         return
     try:
         places = [v for k, v in json.loads(raw).items() if k != "truncation"]

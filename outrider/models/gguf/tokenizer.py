@@ -167,8 +167,8 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
     listing = file.metadata.get("tokenizer.ggml.merges")
     merges: list[tuple[str, str]] = [(left, right) for left, _, right in (m.partition(" ") for m in listing or ())]
     for _, token in [] if listing else sorted(zip(scores, tokens, strict=False), key=lambda scored: -scored[0]):
-        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        pairs = [(left, right) for left, right in cuts if left in ids and right in ids]
+        cuts = range(1, len(token))
+        pairs = [(token[:cut], token[cut:]) for cut in cuts if token[:cut] in ids and token[cut:] in ids]
         merges += sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]])) if len(pairs) > 1 else pairs
     unknown = _named(file, tokens, "unknown")
     tokenizer = _model(file, tokens, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown)
