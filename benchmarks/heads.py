@@ -225,7 +225,7 @@ def sides_of_kinds(depth: int, draft_vocab: int, folder: Path) -> Iterator[Side]
         num_key_value_heads=kv_heads, head_dim=dim, vocab_size=vocab, tie_word_embeddings=True, max_position_embeddings=2048,
     )  # fmt: skip
     raw = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
-    target = NativeModel(raw, own=True)
+    target = NativeModel(raw)
     on_target = target, "234M weights"
     ids = np.arange(draft_vocab) * (vocab // draft_vocab)
     common: dict[str, Any] = {

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from outrider.models.native.program import Program
+    from outrider.models.native.weights import Tensors
 
 _LONGEST_HEADER = 100_000_000  # the limit of safetensors' own reader
 # Memory that a model needs, relative to its weights: caches, activations and what is being converted.
@@ -103,15 +104,14 @@ class LoadRequest(NamedTuple):
 class ReadModel(NamedTuple):
     """A model that was read. tokenizer: its own, if it was wanted. weights: their precision if it is decided, else None.
 
-    config: of transformers. packed: it comes from a pack, so nothing of it can be reduced.
+    config: of the model. A program comes from a pack, so nothing of it can be reduced.
     """
 
-    model: PreTrainedModel | Program
+    model: PreTrainedModel | Program | Tensors
     tokenizer: Any | None
     weights: str | None
     end_ids: tuple[int, ...]
     config: Any
-    packed: bool = False
 
 
 def token_ids(given: Any) -> tuple[int, ...]:

@@ -14,18 +14,21 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from outrider.core.extras import needs
 from outrider.core.suggest import did_you_mean
 from outrider.kernels import why_no_kernels
-from outrider.models import checkpoint
+from outrider.models import checkpoint, precision_gate
 from outrider.models.base import LanguageModel
 from outrider.models.builtin.download import DOWNLOADS
 from outrider.models.cache import check_kv_cache_dtype
 from outrider.models.checkpoint import LoadRequest, ReadModel, token_ids
+from outrider.models.config import Config
 from outrider.models.dtypes import DTYPES, QUANTIZATIONS, parse_dtype
 from outrider.models.files import cached, folder_of, gguf_files, names
-from outrider.models.native.model import NativeModel
-from outrider.models.native.mtp import MTP
-from outrider.models.native.program import Program
+from outrider.models.hf.checked import differs
+from outrider.models.native.model import NativeModel, build, outlined
+from outrider.models.native.program import NotNative, Program
+from outrider.models.native.weights import Tensors, TensorSource
 from outrider.models.packs import folder as packs
 from outrider.models.packs import store
 from outrider.models.tokenizer import of_folder, tokenizer_of
@@ -103,7 +106,11 @@ def modules(loaded: Loaded) -> PreTrainedModel:
     if not isinstance(loaded.source, (str, Path)):
         return loaded.source
     read, _ = _read(LoadRequest(str(loaded.source), tokenizer=False, cache=False, modules=True))
-    return cast("PreTrainedModel", read.model)
+    if _is_module(read.model):
+        return cast("PreTrainedModel", read.model)
+    from outrider.models.pretrained import modules_of
+
+    return modules_of(cast("Tensors", read.model), read.config, "float32")
 
 
 class Contents(NamedTuple):
@@ -194,6 +201,7 @@ def _request(
     return LoadRequest(name, kind, where, quantization, tokenizer is None, **more)
 
 
+@precision_gate.making()  # while the builder's arrays are torch's
 def _made(
     source: str | Path | PreTrainedModel,
     read: ReadModel,
@@ -207,26 +215,73 @@ def _made(
     if isinstance(tokenizer, (str, Path)):
         tokenizer = tokenizer_named(str(tokenizer))
     ends = read.end_ids or token_ids(getattr(tokenizer, "eos_token_id", None))
-    if read.packed:
+    where, config = request.device, read.config
+    if isinstance(read.model, Program):
         weights = str(read.weights)
-        model = NativeModel(cast("Program", read.model), kv_cache_dtype=_kept(kv_cache_dtype, weights, request.device))
-        return Loaded(model, request.name, tokenizer, ends, weights, source, read.config)
-    from outrider.models import pretrained
-    from outrider.models.hf.model import refuse, vocabulary
-    from outrider.models.matrix import precision
+        model = NativeModel(read.model, kv_cache_dtype=_kept(kv_cache_dtype, weights, where))
+        return Loaded(model, request.name, tokenizer, ends, weights, source, config)
+    raw, tensors = _opened(read.model)
+    config, outline, why = _outline(config, raw, tensors, where)
+    weights = read.weights or (tensors.precision if request.dtype == "auto" else request.dtype)
+    if outline is None:
+        from outrider.models import pretrained
 
-    raw, where = cast("PreTrainedModel", read.model), request.device
-    refuse(raw)
-    weights = read.weights or (precision(raw) if request.dtype == "auto" else request.dtype)
+        if raw is None:
+            weights = weights.replace("gguf", "float32" if why_no_kernels("cpu") and where == "cpu" else "bfloat16")
+            with needs("torch", f"{request.name} ({why})"):
+                raw = pretrained.modules_of(tensors, config, weights)
     head_ids: Any = None
     if reduce is not None:
-        raw._modules.pop(MTP, None)  # a draft model drafts for another one
-        sizes = pretrained.multiplied(raw), vocabulary(raw)
+        if outline is None:
+            sizes = pretrained.multiplied(raw), pretrained.vocabulary(raw)
+        else:
+            sizes = sum(m.n * m.k for m in outline.matrices), outline.vocab_size
         reduced, head_ids = reduce(Contents(request.name, weights, *sizes, ends, tokenizer, not why_no_kernels(where)))
         weights = request.quantization or reduced or weights
-    kv_cache_dtype = _kept(kv_cache_dtype, weights, where)
-    model = pretrained.runnable(raw, source is not raw, where, weights, kv_cache_dtype, head_ids)
-    return Loaded(model, request.name, tokenizer, ends, weights, source, read.config)
+    kept = _kept(kv_cache_dtype, weights, where)
+    if outline is None:
+        model = pretrained.runnable(raw, source is not raw, where, weights, kept, head_ids)
+    else:
+        further = outline.mtp is not None and reduce is None  # a draft model drafts for another one
+        program = build(config.kind, config, TensorSource(tensors, config, weights, head_ids, further))
+        model = NativeModel(program, kv_cache_dtype=kept)
+    return Loaded(model, request.name, tokenizer, ends, weights, source, config)
+
+
+def _opened(model: Any) -> tuple[PreTrainedModel | None, Tensors]:
+    """A model of transformers, if it is one, and its tensors. Raises UnsupportedModel for a class that cannot run."""
+    if not _is_module(model):
+        return None, model
+    from outrider.models.hf.model import refuse
+    from outrider.models.hf.tensors import ModuleTensors
+
+    refuse(model)
+    return model, ModuleTensors(model)
+
+
+def _config_for(raw: PreTrainedModel) -> Config:
+    from outrider.models.hf.tensors import config_for
+
+    return config_for(raw)
+
+
+def _outline(config: Any, raw: Any, tensors: Tensors, where: str) -> tuple[Any, Program | None, str]:
+    """The configuration, and the native program in outline; or None, and why it cannot run natively."""
+    if missing := why_no_kernels(where):
+        if where == "cpu":
+            _say_once(f"outrider's native kernels are not in use ({missing}); running in float32 on oneDNN")
+        return config, None, missing
+    try:
+        own = config if raw is None else _config_for(raw)
+        if not isinstance(own, Config):
+            raise NotNative(f"a {config.model_type} has no native program")
+        outline = outlined(own, tensors)
+    except ValueError as error:
+        return config, None, str(error)
+    if wrong := differs(own):
+        _say_once(wrong)
+        return config, None, wrong
+    return own, outline, ""
 
 
 def _kept(kv_cache_dtype: str, weights: str, where: str) -> str:
@@ -249,9 +304,14 @@ def _read(request: LoadRequest) -> tuple[ReadModel, str | None]:
         pack_name = store.name_of(files[0] if files else path, request)
         if restored := store.restored(pack_name, request):
             return restored, None
-    from outrider.models import pretrained
+    if files:
+        from outrider.models.gguf.model import read_model
 
-    read = pretrained.read_gguf(request, files) if files else pretrained.read_folder(request, path)
+        read = read_model(request, files)
+    else:
+        from outrider.models.pretrained import read_folder
+
+        read = read_folder(request, path)
     return read, pack_name if request.tokenizer else None  # a pack has the model's own tokenizer
 
 
@@ -364,6 +424,15 @@ def _keep(name: str, loaded: Loaded, seconds: float) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def _is_module(model: object) -> bool:

@@ -21,9 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outrider.models.checkpoint import header, indexed
 from outrider.models.native.families import family_of
-from outrider.models.native.model import build
 from outrider.models.native.mtp import JOIN, MTP, changes
-from outrider.models.native.weights import ShapeSource
 
 # A checkpoint's name below the layer's prefix -> (the name in a model of one layer, or in `JOIN`).
 _BEHIND = {
@@ -46,9 +44,7 @@ def add_(model: PreTrainedModel, read: Callable[[], PreTrainedModel | None]) -> 
         if (layer := read()) is None:
             return
         model.add_module(MTP, layer)
-        build(type(model).__name__, model.config, ShapeSource(model, "auto", False, None))
-    except (ValueError, KeyError, AttributeError) as error:
-        model._modules.pop(MTP, None)
+    except ValueError as error:
         warnings.warn(
             f"the MTP layer of {model.config._name_or_path} cannot draft: {error}", RuntimeWarning, stacklevel=4
         )

@@ -18,7 +18,7 @@ _makes = threading.RLock()  # transformers changes functions of torch, too, so t
 _lock = threading.Lock()
 _changed = threading.Condition(_lock)
 _steps = dict[int, int]()  # by thread: how deep it is inside of steps
-_closed = False
+_closed = _guarded = False
 
 
 class _PrecisionHeld:
@@ -46,6 +46,7 @@ STEP = _PrecisionHeld()
 @contextmanager
 def making() -> Generator[None, None, None]:
     """Let transformers make a model inside, one thread at a time. While the precision is another, steps of others wait."""
+    global _guarded
     import torch
 
     me = threading.get_ident()
@@ -60,10 +61,13 @@ def making() -> Generator[None, None, None]:
             _changed.notify_all()
 
     with _makes:
+        if _guarded:  # this thread is inside already
+            yield
+            return
         change, usual = torch.set_default_dtype, torch.get_default_dtype()
-        torch.set_default_dtype = guarded
+        torch.set_default_dtype, _guarded = guarded, True
         try:
             yield
         finally:
-            torch.set_default_dtype = change
+            torch.set_default_dtype, _guarded = change, False
             guarded(usual)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from torch import Tensor, nn
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
@@ -27,18 +26,13 @@ from outrider.core.suggest import did_you_mean
 from outrider.kernels import why_no_kernels
 from outrider.models import checkpoint, mtp, precision_gate
 from outrider.models.base import LanguageModel
-from outrider.models.checked import differs
 from outrider.models.checkpoint import LoadRequest, ReadModel, token_ids
 from outrider.models.dtypes import DTYPES, dtype_name
-from outrider.models.gguf.architectures import architecture_of
-from outrider.models.gguf.model import build, dense_, mtp_of, sizes
-from outrider.models.gguf.reader import read
-from outrider.models.gguf.tokenizer import tokenizer_of as gguf_tokenizer
 from outrider.models.hf.experts import mixtures
-from outrider.models.hf.model import HFModel, UnsupportedModel, refuse, shared_copy
+from outrider.models.hf.model import HFModel, UnsupportedModel, refuse, shared_copy, vocabulary
 from outrider.models.hf.powers import ExactPowers
-from outrider.models.matrix import join_latents_
-from outrider.models.native.model import NativeModel, supports
+from outrider.models.hf.skeleton import module_of
+from outrider.models.native.weights import Tensors
 from outrider.models.quantised import formats, reader
 from outrider.models.tokenizer import tokenizer_of
 
@@ -51,25 +45,26 @@ SMALL = 2**24  # weights that a configuration may ask for beside those of its fi
 
 @precision_gate.making()
 def runnable(
-    raw: PreTrainedModel, own: bool, where: str, weights: str, kv_cache_dtype: str, head_ids: Tensor | None
+    raw: PreTrainedModel, own: bool, where: str, weights: str, kv_cache_dtype: str, head_ids: Any
 ) -> LanguageModel:
-    """The model by the native step, or by the modelling code of transformers. own: change `raw` in place."""
+    """The model by the modelling code of transformers. own: change `raw` in place."""
     if not own:  # the caller's model must not be moved or converted
         raw = shared_copy(raw)
     raw.eval()
-    if where != "cpu":
+    if where == "cpu":
+        raw.to(where)  # pyright: ignore[reportArgumentType]
+    else:
         raw.to(where, DTYPES[weights])  # pyright: ignore[reportArgumentType, reportCallIssue]
         weights = "auto"
-    else:
-        raw.to(where)  # pyright: ignore[reportArgumentType]
-        if missing := why_no_kernels(where):
-            _say_once(f"outrider's native kernels are not in use ({missing}); running in float32 on oneDNN")
-        elif supports(raw) is None:
-            if (wrong := differs(raw)) is None:
-                return NativeModel(raw, weights=weights, own=own, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
-            _say_once(wrong)
-    join_latents_(raw)
     return HFModel(raw, weights=weights, own=True, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
+
+
+@precision_gate.making()
+def modules_of(tensors: Tensors, config: Any, weights: str) -> PreTrainedModel:
+    """A model of transformers of these tensors. weights: the precision of its matrices; quantised ones begin as float32."""
+    raw = module_of(tensors, config, DTYPES.get(weights, torch.float32))
+    refuse(raw)
+    return raw
 
 
 @contextmanager
@@ -197,24 +192,6 @@ def check_whole(name: str, raw: PreTrainedModel, info: dict[str, Any]) -> None:
         )
 
 
-@precision_gate.making()
-def read_gguf(request: LoadRequest, files: Sequence[Path]) -> ReadModel:
-    """A model in GGUF. dtype "auto" keeps blocks where the kernels can, and makes them bfloat16 elsewhere."""
-    file = read(files)
-    architecture_of(file)  # raises for what is no model, before its size is asked
-    weights, missing = request.weights, why_no_kernels(request.device)
-    if weights is None and missing:
-        weights = "float32" if request.device == "cpu" else "bfloat16"
-    checkpoint.fits(request.name, sizes(file), weights, request.device)
-    raw = build(file)
-    if missing:
-        dense_(raw, DTYPES[weights or "bfloat16"])
-    else:
-        mtp.add_(raw, lambda: mtp_of(file))
-    tokenizer = gguf_tokenizer(file) if request.tokenizer else None
-    return ReadModel(raw, tokenizer, request.quantization, end_ids(raw), raw.config)
-
-
 def _unmap_(raw: PreTrainedModel) -> None:
     """Copy the weights that are not repacked out of the mapped file.
 
@@ -288,10 +265,4 @@ def multiplied(raw: PreTrainedModel) -> int:
     return sum(m.in_features * m.out_features for m in linears) + sum(p.numel() for p in others)
 
 
-_said: set[str] = set()
-
-
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+__all__ = ["vocabulary"]

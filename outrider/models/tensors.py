@@ -46,11 +46,14 @@ class Expert(NamedTuple):
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a mixture, which are read one after another. shape: (count, rows of gate or up, columns)."""
+    """The experts of a mixture, which are read one after another. shape: (count, rows of gate or up, columns).
+
+    stored: those that are packed from their file when a token needs them."""
 
     shape: tuple[int, ...]
     gated: bool
     read: Callable[[int], Expert]
+    stored: Any = None
 
     def __iter__(self) -> Iterator[Expert]:
         return map(self.read, range(self.shape[0]))
@@ -117,6 +120,9 @@ class FolderTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._part(name).shape
+
+    def check(self, further: bool = True) -> None:
+        """A folder may have other tensors, which transformers does not read either."""
 
     def get(self, name: str) -> Matrix:
         """A view of the mapped file. What has another dtype than the model is converted."""

@@ -20,7 +20,6 @@ from outrider.drafters.heads.files import DFLASH, DSPARK, EAGLE3, MEDUSA, open_h
 from outrider.drafters.heads.medusa import MedusaWeights, read_medusa
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.models.load import Loaded, modules
-from outrider.models.matrix import dense, matrix_of
 from outrider_lab.heads.modules import BlockModule, Eagle, MedusaModule, config_for
 from outrider_lab.heads.writers import write_block, write_eagle, write_medusa
 from outrider_lab.train.answers import TrainingText
@@ -194,7 +193,7 @@ def copy_last_layer_(head: Eagle, target: Any, size: float) -> bool:
     try:
         base: Any = target.get_submodule("model")
         last = base.get_submodule(f"layers.{target.config.num_hidden_layers - 1}")
-        matrices = {n: dense(matrix_of(last.get_submodule(n)), torch.float32).float() for n in (*_READ, *_PLAIN, *_ADD)}
+        matrices = {n: last.get_submodule(n).weight.float() for n in (*_READ, *_PLAIN, *_ADD)}
         norms = (last.input_layernorm, last.post_attention_layernorm, base.norm)
     except AttributeError:
         return False

@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
+import numpy as np
 from gguf import MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
-from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
 
+from outrider.models import config as native
 from outrider.models.checkpoint import UnsupportedModel
 from outrider.models.gguf import settings as of
 from outrider.models.gguf.reader import GGUFFile
@@ -47,7 +46,7 @@ class Architecture:
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     joined_with_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # others of files with experts
     # of rows or numbers, see `value_heads`.
-    order: Callable[[str, PretrainedConfig], Tensor | None] = lambda name, config: None
+    order: Callable[[str, Any], np.ndarray | None] = lambda name, config: None
 
 
 def architecture_of(file: GGUFFile) -> Architecture:
@@ -79,8 +78,11 @@ def architecture_of(file: GGUFFile) -> Architecture:
     )
 
 
-def config_of(file: GGUFFile) -> PretrainedConfig:
-    """The configuration that transformers builds the model from. Raises ValueError or UnsupportedModel with the reason."""
+def config_of(file: GGUFFile) -> Any:
+    """The model's configuration: that of a model that runs natively, or transformers' own.
+
+    Raises ValueError or UnsupportedModel with the reason.
+    """
     family = architecture_of(file)
     settings: dict[str, Any] = {
         "vocab_size": file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else None,
@@ -99,10 +101,16 @@ def config_of(file: GGUFFile) -> PretrainedConfig:
     if settings["vocab_size"] is None:
         raise ValueError(f"{file.paths[0]} has no token_embd.weight; the file is not a whole model")
     try:
-        settings |= of.read(file, family.settings) | family.more(file)
-        return AutoConfig.for_model(settings.pop("model_type", family.model_type), **settings)
+        settings = {"model_type": family.model_type} | settings | of.read(file, family.settings) | family.more(file)
+        return native.config_of(settings) if native.native_kind(settings) else _of_transformers(settings)
     except Exception as error:  # each architecture checks its settings in its own way
         raise ValueError(f"the configuration in {file.paths[0]} does not fit a {family.model_type}: {error}") from error
+
+
+def _of_transformers(settings: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**settings)
 
 
 def _attention(file: GGUFFile, family: Architecture) -> dict[str, Any]:
@@ -124,39 +132,37 @@ def tensor_names(file: GGUFFile) -> TensorNameMap:
     return get_tensor_name_map(kind, number(file, "block_count"))
 
 
-def value_heads(name: str, config: PretrainedConfig) -> Tensor | None:
+def value_heads(name: str, config: Any) -> np.ndarray | None:
     """int64: number i along the heads of values in transformers is number order[i] in a file of Qwen 3.5.
 
     The file has the first value head of each key head, then the second of each. transformers has the value heads of the first
     key head, then those of the next. None for a tensor without such heads.
     """
-    text: Any = config
-    keys, values, width = text.linear_num_key_heads, text.linear_num_value_heads, text.linear_value_head_dim
+    keys, values, width = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
     part = name.split(".", 2)[-1]
-    heads = torch.arange(values).view(values // keys, keys).T.reshape(-1)
+    heads = np.arange(values).reshape(values // keys, keys).T.reshape(-1)
     if part in ("ssm_a", "ssm_dt.bias", "ssm_alpha.weight", "ssm_beta.weight"):
         return heads
-    numbers = (heads[:, None] * width + torch.arange(width)).reshape(-1)
+    numbers = (heads[:, None] * width + np.arange(width)).reshape(-1)
     if part in ("attn_gate.weight", "ssm_out.weight"):
         return numbers
     if part in ("attn_qkv.weight", "ssm_conv1d.weight"):
-        first = 2 * keys * text.linear_key_head_dim
-        return torch.cat([torch.arange(first), first + numbers])
+        first = 2 * keys * config.linear_key_head_dim
+        return np.concatenate([np.arange(first), first + numbers])
     return None
 
 
-def by_group(name: str, config: PretrainedConfig) -> Tensor | None:
+def by_group(name: str, config: Any) -> np.ndarray | None:
     """int64: row i of a matrix of Qwen3-Next is row order[i] of two matrices of its file, one below the other.
 
     The file has the queries of all key heads, then all keys, values and gates. transformers has those of the first key head, then
     those of the next."""
-    text: Any = config
     if not name.endswith("attn_qkv.weight"):
         return None
-    groups, keys = text.linear_num_key_heads, text.linear_key_head_dim
-    values = text.linear_num_value_heads // groups * text.linear_value_head_dim
-    parts = torch.arange(2 * groups * (keys + values)).split([groups * n for n in (keys, keys, values, values)])
-    return torch.cat([part.view(groups, -1) for part in parts], 1).reshape(-1)
+    groups, keys = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads // groups * config.linear_value_head_dim
+    parts = np.split(np.arange(2 * groups * (keys + values)), groups * np.cumsum([keys, keys, values]))
+    return np.concatenate([part.reshape(groups, -1) for part in parts], 1).reshape(-1)
 
 
 # With the name of Granite 4. It rotates half a head, yet the converter puts the rows of the whole head in the order of pairs.

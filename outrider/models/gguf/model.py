@@ -1,39 +1,35 @@
-"""Makes a model of transformers from a GGUF file, with matrices that stay in the mapped file until they are packed."""
+"""The tensors of a GGUF file, by the names that transformers' modules have for them. They stay in the mapped file."""
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
-import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, TensorNameMap, quants
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
+from outrider.kernels import why_no_kernels
 from outrider.kernels.blocks import Blocks
-from outrider.models import mtp
-from outrider.models.checkpoint import Sizes, UnsupportedModel
-from outrider.models.gguf.architectures import Architecture, architecture_of, config_of, tensor_names
-from outrider.models.gguf.reader import FLOATS, PACKED_FORMATS, GGUFFile, StoredExperts, expert_parts
-from outrider.models.gguf.tokenizer import end_ids
-from outrider.models.hf.experts import dense_experts_, give_expert_blocks_, is_mixture
-from outrider.models.hf.powers import ExactPowers
-from outrider.models.matrix import (
-    STORED,
-    dense,
-    give_latent_,
-    give_matrix_,
-    join_latents_,
-    joined,
-    matrices_in,
-    matrix_of,
-)
+from outrider.models import checkpoint, rotary
+from outrider.models.checkpoint import LoadRequest, ReadModel, Sizes, UnsupportedModel, token_ids
+from outrider.models.config import Config, optional_tensors
+from outrider.models.gguf.architectures import architecture_of, config_of, tensor_names
+from outrider.models.gguf.reader import FLOATS, PACKED_FORMATS, GGUFFile, StoredExperts, expert_parts, read
+from outrider.models.gguf.tokenizer import end_ids, tokenizer_of
+from outrider.models.matrix import dense, joined
+from outrider.models.native.mtp import MTP, OneLayer
+from outrider.models.native.weights import LATENT
+from outrider.models.tensors import Expert, Experts
 
 _KEPT = (*FLOATS, *PACKED_FORMATS)
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # Tensors that are no parameters: they change the rotary frequencies, see `architectures`.
 _ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # Buffers and parameters whose tensors have names of their own in a layer: -> the name there.
@@ -55,90 +51,31 @@ _MTP_NAMES = {
     "nextn.shared_head_head.weight": "output.weight",
     "nextn.embed_tokens.weight": None,
 }
-
-# Tensors with the numbers of a parameter, in another shape.
-_RESHAPED = (
-    "ffn_gate_inp_shexp.weight", "exp_probs_b.bias", "ssm_conv1d.weight", "shortconv.conv.weight", "ssm_norm.weight", "ssm_a",
-    "ssm_d",
-)  # fmt: skip
+# Tensors of two dimensions that are no matrices, and those whose numbers have another shape in transformers.
+_CONVOLUTIONS = ("conv1d.weight", "conv.weight")
+_VALUES = ("norm.weight", *_CONVOLUTIONS, "ssm_a", "ssm_d", "ffn_gate_inp.weight")
+_FLAT = ("exp_probs_b.bias", "ssm_norm.weight", "ssm_a", "ssm_d")
 
 
 class _Place(NamedTuple):
-    """Where a tensor of the file belongs. row: the tensor's row that the parameter is, or None for all of it."""
+    """The tensors of the file that make one of the model. row: the one that it is; None: all rows."""
 
-    module: nn.Module
-    kind: str
+    names: tuple[str, ...]
     row: int | None = None
 
 
-def build(file: GGUFFile) -> PreTrainedModel:
-    """The model. Norms and biases are float32; matrices are views of the file (`models.matrix`).
-
-    Raises ValueError or UnsupportedModel, with the reason, for a file that is no whole model of a known kind.
-    """
+def read_model(request: LoadRequest, files: Sequence[Path]) -> ReadModel:
+    """A model in GGUF. Raises ValueError, MemoryError or UnsupportedModel, with the reason, for a file that is none."""
+    file = read(files)
+    architecture_of(file)  # raises for what is no model, before its size is asked
+    weights, missing = request.weights, why_no_kernels(request.device)
+    if weights is None and missing:
+        weights = "float32" if request.device == "cpu" else "bfloat16"
+    checkpoint.fits(request.name, sizes(file), weights, request.device)
     config = config_of(file)
-    _check_formats(file)
-    model = _filled(_skeleton(config), file)
-    if config.tie_word_embeddings:
-        inputs: Any = model.get_input_embeddings()
-        give_matrix_(model.get_output_embeddings(), matrix_of(inputs))  # pyright: ignore[reportArgumentType]
-    ends = end_ids(file)
-    if model.generation_config is not None and ends:
-        model.generation_config.eos_token_id = list(ends)
-    return model.eval()
-
-
-def mtp_of(file: GGUFFile) -> PreTrainedModel | None:
-    """The file's MTP layer, as in `models.mtp.of_folder`."""
-    if not file.get("nextn_predict_layers"):
-        return None
-    config = config_of(file)
-    block = f"blk.{config.num_hidden_layers}."
-    tensors = {name: t for name, t in file.tensors.items() if name in _ROTARY}
-    for name, tensor in file.tensors.items():
-        if name.startswith(block) and (target := _MTP_NAMES.get(short := name.removeprefix(block), f"blk.0.{short}")):
-            tensors[target] = tensor
-    model = mtp.joined_(_skeleton(mtp.one_layer(config)), own_head="output.weight" in tensors)
-    one = file.metadata | {f"{file.architecture}.block_count": 1}
-    return _filled(model, replace(file, tensors=tensors, metadata=one))
-
-
-def _skeleton(config: PretrainedConfig) -> PreTrainedModel:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
-def _filled(model: PreTrainedModel, file: GGUFFile) -> PreTrainedModel:
-    """The model with the weights of the file."""
-    family, config = architecture_of(file), model.config
-    _fill_buffers_(model, file)
-    for names, place in _places(model, file):
-        _check_shape(file, names, place)
-        order = family.order(names[0], config)
-        if family.interleaved and (match := re.search(r"attn_([qk])\.", names[0])):
-            heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
-            order = _rotary_order(file.tensors[names[0]].shape[0], heads)
-        first = names[0]
-        if len(names) > 1 and first.endswith("attn_k_b.weight"):
-            both = [_matrix(file, (name,), None) for name in names]
-            give_latent_(place.module, [m.flatten(0, 1) if isinstance(m, Tensor) else m for m in both])
-        elif place.kind == "weight" and isinstance(place.module, (nn.Linear, nn.Embedding)):
-            matrix = _matrix(file, names, order)
-            give_matrix_(place.module, matrix[None] if isinstance(matrix, Tensor) and matrix.dim() == 1 else matrix)
-        else:
-            values = file.floats(first)
-            values = values if order is None else values[order]
-            values = values if place.row is None else values[place.row]
-            if family.one_added and first.endswith("norm.weight") and "ssm_norm" not in first:
-                values = values - 1
-            values = _as_parameter(first, values, getattr(place.module, place.kind).shape)
-            if place.kind in place.module._buffers:
-                place.module._buffers[place.kind] = values
-            else:
-                setattr(place.module, place.kind, nn.Parameter(values, requires_grad=False))
-    for path, module in _mixtures(model).items():
-        _give_experts_(module, file, path)
-    return model
+    tensors, tokenizer = GGUFTensors(file, config), tokenizer_of(file) if request.tokenizer else None
+    ends = end_ids(file) or token_ids(config.eos_token_id)
+    return ReadModel(tensors, tokenizer, request.quantization, ends, config)
 
 
 def sizes(file: GGUFFile) -> Sizes:
@@ -149,202 +86,233 @@ def sizes(file: GGUFFile) -> Sizes:
     return Sizes("gguf", sum(t.weights for t in matrices), rest, blocks)
 
 
-def dense_(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Replace blocks by values of this dtype, one matrix after another. For devices without kernels."""
-    join_latents_(model)
-    done: dict[int, Tensor] = {}
-    for _, module, blocks in [*matrices_in(model)]:
-        give_matrix_(module, done.setdefault(id(blocks), dense(blocks, dtype)))
-    for module in _mixtures(model).values():
-        dense_experts_(module, dtype)
+class GGUFTensors:
+    """`Tensors` of a file."""
 
+    def __init__(self, file: GGUFFile, config: Any) -> None:
+        """Raises UnsupportedModel for formats that the gguf package cannot read."""
+        _check_formats(file)
+        self.file, self.config = file, config
+        self._family, self._names = architecture_of(file), tensor_names(file)
+        self._places, self._asked = dict[str, _Place | None](), set[str]()
+        self._optional = optional_tensors(config) if isinstance(config, Config) else {}
+        self._further = _mtp_of(file, config)
+        formats = {t.format for t in file.tensors.values() if len(t.shape) > 1}
+        head = file.tensors.get("output.weight", file.tensors.get("token_embd.weight"))
+        floats = FLOATS.get(head.format, _BFLOAT16) if head else _BFLOAT16
+        self.precision = "gguf" if formats & {*PACKED_FORMATS} else floats.name
 
-def _matrix(file: GGUFFile, names: Sequence[str], order: Tensor | None) -> Tensor | Blocks:
-    """The rows of these tensors one after another, in this order."""
-    by_column = names[0].endswith("ssm_out.weight")  # an order of its inputs, which may lie in one block
-    parts = [file.matrix(name, None if by_column or len(names) > 1 else order) for name in names]
-    if by_column and order is not None:
-        return dense(parts[0], torch.bfloat16)[:, order].contiguous()
-    parts = [
-        p if file.tensors[n].format in _KEPT else dense(p, torch.bfloat16) for n, p in zip(names, parts, strict=True)
-    ]
-    if len(parts) == 1:
-        return parts[0]
-    rows = joined(parts, order)
-    return rows.float() if isinstance(rows, Tensor) else rows
+    def has(self, name: str) -> bool:
+        if name.startswith(f"{MTP}."):
+            return self._further is not None and self._further.has(name.removeprefix(f"{MTP}."))
+        if name.endswith(".inv_freq"):
+            return "rope_freqs.weight" in self.file.tensors
+        place, short = self._place(name), re.sub(r".*layers\.\d+\.", "", name)
+        if short not in self._optional or (name.endswith("bias") and self._family.biases_by_tensor):
+            return place is not None
+        if self._optional[short] and place is None:
+            raise self._lacks(*self._names_of(*name.rpartition(".")[::2]))
+        return self._optional[short]
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name.startswith(f"{MTP}.") and self._further is not None:
+            return self._further.shape(name.removeprefix(f"{MTP}."))
+        names, row = self._there(name)
+        shapes = [_form(n, self.file.tensors[n].shape[row is not None :]) for n in names]
+        if _are_latent(names):  # [heads * latent, keys], [heads * values, latent]
+            return self.config.num_attention_heads * shapes[0][1] + shapes[1][0], shapes[1][1]
+        return shapes[0] if len(shapes) == 1 else (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
-def _tensors_of(names: TensorNameMap, family: Architecture, path: str, kind: str) -> tuple[str, ...]:
-    """The names in the file of the tensors that make a parameter."""
-    if kind in _IN_LAYER:
-        return (f"blk.{_layer_of(path)}.{_IN_LAYER[kind]}",)
-    for ending, others in family.joined.items():
-        if path.endswith(ending):
-            return tuple(_tensors_of(names, family, path.removesuffix(ending) + other, kind)[0] for other in others)
-    stem = next((p for p in (path, path.replace("model.", "backbone.", 1)) if names.get_name(p)), None)
-    if stem is not None:
-        return (f"{names.get_name(stem)}.{kind}",)
-    for prefix in (path, path.replace("model.", "backbone.", 1)):
-        if kind == "dt_bias" and (base := names.get_name(f"{prefix}.dt_proj")):
-            return (f"{base}.bias",)
-        if base := names.get_name(f"{prefix}.{kind}"):
-            return (base if kind in ("A_log", "D") else f"{base}.{'weight' if kind == 'sinks' else kind}",)
-    return (f"{_OTHER_NAMES.get(path, path)}.{kind}",)
+    def get(self, name: str) -> np.ndarray | Blocks:
+        if name.startswith(f"{MTP}.") and self._further is not None:
+            return self._further.get(name.removeprefix(f"{MTP}."))
+        if name.endswith(".inv_freq"):
+            return self._frequencies()
+        names, row = self._there(name)
+        first, order = names[0], self._order(names[0])
+        if _are_latent(names):
+            return self._joined_latent(names)
+        if first.endswith(_VALUES) or len(self.file.tensors[first].shape) == 1:
+            values = self.file.floats(first)
+            values = values if order is None else values[order]
+            values = values if row is None else values[row]
+            if self._family.one_added and first.endswith("norm.weight") and "ssm_norm" not in first:
+                values = values - 1
+            if first.endswith("ssm_a"):  # the decay of a recurrent head is stored as a = -exp(A_log)
+                values = np.log(-values.astype(np.float64)).astype(np.float32)
+            return values.reshape(_form(first, values.shape))
+        matrix = self._matrix(names, order)
+        return matrix.reshape(_form(first, matrix.shape)) if isinstance(matrix, np.ndarray) else matrix
 
+    def experts(self, name: str) -> Experts:
+        if name.startswith(f"{MTP}.") and self._further is not None:
+            return self._further.experts(name.removeprefix(f"{MTP}."))
+        start, tensors = f"blk.{_layer_of(name)}.ffn_", self.file.tensors
+        ups = ["gate_up"] if f"{start}gate_up_exps.weight" in tensors else ["gate", "up"]
+        ups = ups if f"{start}{ups[0]}_exps.weight" in tensors else ["up"]
+        kinds = [f"{start}{kind}_exps" for kind in (*ups, "down")]
+        weights, biases = ([f"{kind}.{part}" for kind in kinds] for part in ("weight", "bias"))
+        biases = [bias for bias in biases if bias in tensors]
+        self._asked |= {*weights, *biases}
+        if lost := [name for name in weights if name not in tensors]:
+            raise self._lacks(*lost)
+        count, hidden, width = (*tensors[weights[-1]].shape, 0, 0)[:3]
+        for weight in weights[:-1]:
+            wanted = count, width * (2 if "gate_up" in weight else 1), hidden
+            if tensors[weight].shape != wanted:
+                raise self._other_shape(weight, tensors[weight].shape, wanted)
+        if biases and (len(biases) != len(weights) or len(ups) != 2):
+            raise ValueError(f"{self.file.paths[0]} has {biases} as biases of experts, and not one for each matrix")
+        for bias, weight in zip(biases, weights, strict=False):
+            if tensors[bias].shape != tensors[weight].shape[:2]:
+                raise self._other_shape(bias, tensors[bias].shape, tensors[weight].shape[:2])
+        stored = None
+        if all(tensors[weight].format in PACKED_FORMATS for weight in weights):
+            stored = StoredExperts({n: tensors[n] for n in (*weights, *biases)})
 
-def _places(model: PreTrainedModel, file: GGUFFile) -> list[tuple[tuple[str, ...], _Place]]:
-    """Each parameter's place, by the names of its tensors. Raises ValueError unless parameters and tensors are the same."""
-    names, family = tensor_names(file), architecture_of(file)
-    mixtures = _mixtures(model)
-    experts = {name for path, module in mixtures.items() for name in _expert_names(file, path, module)}
-    places: list[tuple[tuple[str, ...], _Place]] = []
-    head = model.get_output_embeddings() if model.config.tie_word_embeddings else None
-    missing = []
-    for path, module in model.named_modules():
-        buffers = {n: b for n, b in module._buffers.items() if n in _IN_LAYER}
-        for kind, parameter in [*module._parameters.items(), *buffers.items()]:
-            if parameter is None or module is head or path in mixtures:
-                continue
+        @cache
+        def parts() -> tuple[list[list[Any]], list[np.ndarray]]:
+            """The matrices of all experts, and their biases, of each part."""
+            mapped = [part for n in weights for part in expert_parts(n, self._matrix([n], None), count)]
+            return mapped, [self.file.floats(bias) for bias in biases]
+
+        def expert(i: int) -> Expert:
+            *up, down = (part[i] for part in parts()[0])
+            *more, last = [bias[i] for bias in parts()[1]] or [None]
+            return Expert(tuple(up), down, tuple(more) or None, last)
+
+        return Experts((count, width, hidden), "gate" in ups[0], expert, stored)
+
+    def check(self, further: bool = True) -> None:
+        """Raise UnsupportedModel if the file has tensors that were not asked for."""
+        tensors, layers = self.file.tensors, self.config.num_hidden_layers
+        # Layers behind the last one draft. Layers that share have keys and values in the file that nothing reads.
+        sharing = layers - getattr(self.config, "num_kv_shared_layers", 0)
+        where = {n: m for n in tensors if (m := re.match(r"blk\.(\d+)\.(attn_[kv])?", n))}
+        unread = {n for n, m in where.items() if int(m[1]) >= (sharing if m[2] else layers)}
+        if unknown := sorted(tensors.keys() - self._asked - unread - {*_ROTARY}):
+            raise UnsupportedModel(
+                f"{self.file.paths[0]} has {unknown[0]} and {len(unknown) - 1} other tensors that a {self._family.model_type} "
+                "does not have, so outrider cannot run it as it was trained"
+            )
+        if further and self._further is not None:
+            self._further.check()
+
+    def _lacks(self, *names: str) -> ValueError:
+        missing = next((name for name in names if name not in self.file.tensors), names[0])
+        text = f"{self.file.paths[0]} is no whole {self.file.architecture}: it lacks {missing}"
+        return ValueError(f"{text}; download it again")
+
+    def _other_shape(self, name: str, shape: Sequence[int], wanted: Sequence[int]) -> ValueError:
+        return ValueError(
+            f"{self.file.paths[0]}: tensor {name} has shape {[*shape]}, and its metadata asks for {[*wanted]}; the file is not "
+            "consistent"
+        )
+
+    def _there(self, name: str) -> _Place:
+        if (place := self._place(name)) is None:
+            raise self._lacks(*self._names_of(*name.rpartition(".")[::2]))
+        return place
+
+    def _place(self, name: str) -> _Place | None:
+        if name not in self._places:
+            path, _, kind = name.rpartition(".")
+            latent = next((i for i, part in enumerate(LATENT) if path.endswith(f".{part}")), None)
+            path = path if latent is None else path.rpartition(".")[0]
             each = re.fullmatch(r"(.*)\.norms\.(\d+)", path)  # StableLM has one norm per head, in one tensor
-            sources = _tensors_of(names, family, each[1] if each else path, kind)
-            if (bare := sources[0].removesuffix(".weight")) in file.tensors:  # the second norms of Falcon-H1
-                sources = (bare,)
-            if sources[0].endswith("attn_kv_b.weight") and sources[0] not in file.tensors:  # newer files have it in two
-                sources = tuple(sources[0].replace("_kv_b", part) for part in ("_k_b", "_v_b"))
-            if {*sources} <= file.tensors.keys():
-                places.append((sources, _Place(module, kind, int(each[2]) if each else None)))
-            elif kind == "bias" and family.biases_by_tensor:
-                module.register_parameter("bias", None)
-            else:
-                missing += sources
-    if missing:
-        raise ValueError(
-            f"{file.paths[0]} is no whole {file.architecture}: it lacks {missing[0]} and {len(missing) - 1} other tensors; "
-            "download it again"
-        )
-    used = {name for sources, _ in places for name in sources}
-    # Layers behind the last one draft. Layers that share have keys and values in the file that nothing reads.
-    layers = model.config.num_hidden_layers
-    sharing = layers - getattr(model.config, "num_kv_shared_layers", 0)
-    where = {n: m for n in file.tensors if (m := re.match(r"blk\.(\d+)\.(attn_[kv])?", n))}
-    unread = {n for n, m in where.items() if int(m[1]) >= (sharing if m[2] else layers)}
-    if unknown := sorted(file.tensors.keys() - used - experts - unread - {*_ROTARY}):
-        raise UnsupportedModel(
-            f"{file.paths[0]} has {unknown[0]} and {len(unknown) - 1} other tensors that a {type(model).__name__} does not "
-            "have, so outrider cannot run it as it was trained"
-        )
-    return places
+            names, tensors = self._names_of(each[1] if each else path, kind), self.file.tensors
+            if (bare := names[0].removesuffix(".weight")) in tensors:  # the second norms of Falcon-H1
+                names = (bare,)
+            if names[0].endswith("attn_kv_b.weight") and names[0] not in tensors:  # newer files have it in two
+                names = tuple(names[0].replace("_kv_b", part) for part in ("_k_b", "_v_b"))
+            if latent is not None:
+                names = (names[latent],) if len(names) > 1 else ("",)
+            self._asked |= {*names}
+            place = _Place(names, int(each[2]) if each else None)
+            self._places[name] = place if {*names} <= tensors.keys() else None
+        return self._places[name]
+
+    def _names_of(self, path: str, kind: str) -> tuple[str, ...]:
+        """The names in the file of the tensors that make a parameter."""
+        if kind in _IN_LAYER:
+            return (f"blk.{_layer_of(path)}.{_IN_LAYER[kind]}",)
+        for ending, others in self._family.joined.items():
+            if path.endswith(ending):
+                stem = path.removesuffix(ending)
+                return tuple(self._names_of(stem + other, kind)[0] for other in others)
+        names, prefixes = self._names, (path, path.replace("model.", "backbone.", 1))
+        if (stem := next(filter(names.get_name, prefixes), None)) is not None:
+            return (f"{names.get_name(stem)}.{kind}",)
+        for prefix in prefixes:
+            if kind == "dt_bias" and (base := names.get_name(f"{prefix}.dt_proj")):
+                return (f"{base}.bias",)
+            if base := names.get_name(f"{prefix}.{kind}"):
+                return (base if kind in ("A_log", "D") else f"{base}.{'weight' if kind == 'sinks' else kind}",)
+        return (f"{_OTHER_NAMES.get(path, path)}.{kind}",)
+
+    def _order(self, name: str) -> np.ndarray | None:
+        """int64: row i of a tensor in transformers is row order[i] of the file's; None for the same order.
+
+        A file may interleave the two halves of each head, so that the two numbers of a rotary pair are neighbours.
+        """
+        if not (self._family.interleaved and (match := re.search(r"attn_([qk])\.", name))):
+            return self._family.order(name, self.config)
+        heads = self.config.num_attention_heads if match[1] == "q" else self.config.num_key_value_heads
+        return np.arange(self.file.tensors[name].shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+    def _matrix(self, names: Sequence[str], order: np.ndarray | None) -> np.ndarray | Blocks:
+        """The rows of these tensors one after another, in this order."""
+        by_column = names[0].endswith("ssm_out.weight")  # an order of its inputs, which may lie in one block
+        parts = [self.file.matrix(name, None if by_column or len(names) > 1 else order) for name in names]
+        if by_column and order is not None:
+            return (dense(parts[0], _BFLOAT16) if isinstance(parts[0], Blocks) else parts[0])[:, order]
+        formats = [self.file.tensors[name].format for name in names]
+        parts = [p if form in _KEPT else dense(p, _BFLOAT16) for form, p in zip(formats, parts, strict=True)]
+        return parts[0] if len(parts) == 1 else joined(parts, order)
+
+    def _joined_latent(self, names: Sequence[str]) -> np.ndarray:
+        """float32 [heads * (keys + values), latent], of the two parts of a linear over a latent."""
+        first, last = (self.file.floats(name) for name in names)
+        return np.concatenate([first.swapaxes(1, 2), last], 1).reshape(-1, last.shape[2])
+
+    def _frequencies(self) -> np.ndarray:
+        plain, factors = rotary.of_config(self.config)[0], self.file.floats("rope_freqs.weight")
+        if plain.shape != factors.shape:
+            text = f"rope_freqs has {len(factors)} factors for {len(plain)} frequencies"
+            raise ValueError(f"{self.file.paths[0]}: {text}")
+        return plain / factors
 
 
-def _mixtures(model: PreTrainedModel) -> dict[str, nn.Module]:
-    return {path: module for path, module in model.named_modules() if is_mixture(module)}
-
-
-def _expert_names(file: GGUFFile, path: str, module: Any) -> list[str]:
-    """The tensors of the experts of a layer: gate and up, or both in one, or up alone; down; their biases if there are any."""
-    start = f"blk.{_layer_of(path)}.ffn_"
-    joined = f"{start}gate_up_exps.weight" in file.tensors
-    first = ("gate_up",) if joined else ("gate", "up") if module.has_gate else ("up",)
-    kinds = [f"{start}{kind}_exps" for kind in (*first, "down")]
-    return [f"{n}.weight" for n in kinds] + [f"{n}.bias" for n in kinds if f"{n}.bias" in file.tensors]
+def _are_latent(names: Sequence[str]) -> bool:
+    return len(names) > 1 and names[0].endswith("attn_k_b.weight")
 
 
 def _layer_of(path: str) -> str:
     return next(part for part in path.split(".") if part.isdecimal())
 
 
-def _give_experts_(module: Any, file: GGUFFile, path: str) -> None:
-    """Give a mixture slices of the mapped file. Raises ValueError for tensors that are not there or do not fit."""
-    parameter = "gate_up_proj" if module.has_gate else "up_proj"
-    _, rows, columns = getattr(module, parameter).shape
-    experts, hidden, middle = module.down_proj.shape
-    if module.is_transposed:
-        rows, columns, hidden, middle = columns, rows, middle, hidden
-    names = _expert_names(file, path, module)
-    weights = [name for name in names if name.endswith("weight")]
-    cut = len(weights) - 1  # matrices that the parameter has
-    wanted = [(experts, rows // cut, columns)] * cut + [(experts, hidden, middle)]
-    wanted += [shape[:2] for shape in wanted] * (len(names) > len(weights))
-    if len(names) != len(weights) * (2 if module.has_bias else 1):
-        raise ValueError(
-            f"{file.paths[0]} has {names[len(weights) :]} as biases of experts, and a {type(module).__name__} has others"
-        )
-    for name, shape in zip(names, wanted, strict=True):
-        if name not in file.tensors or file.tensors[name].shape != shape:
-            got = list(file.tensors[name].shape) if name in file.tensors else "no shape: it is not there"
-            raise ValueError(f"{file.paths[0]}: tensor {name} has shape {got}, and its metadata asks for {list(shape)}")
-    if all(file.tensors[name].format in PACKED_FORMATS for name in weights):
-        module.__dict__[STORED] = StoredExperts({name: file.tensors[name] for name in names})
-    *first, down = (part for name in weights for part in expert_parts(name, _matrix(file, (name,), None), experts))
-    give_expert_blocks_(module, parameter, [*zip(*first, strict=True)])
-    give_expert_blocks_(module, "down_proj", [(matrix,) for matrix in down])
-    for name in (parameter, "down_proj"):  # only the shapes are left, in one number
-        stand_in = torch.zeros(1).expand(getattr(module, name).shape)
-        setattr(module, name, nn.Parameter(stand_in, requires_grad=False))
-    if module.has_bias:
-        first, second, last = (file.floats(name) for name in names[3:])
-        both = torch.stack([first, second], -1).flatten(1)  # gate and up alternate in the modules that have biases
-        module.gate_up_proj_bias = nn.Parameter(both, requires_grad=False)
-        module.down_proj_bias = nn.Parameter(last, requires_grad=False)
+def _form(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor in transformers."""
+    if name.endswith(_CONVOLUTIONS):
+        return shape[0], 1, math.prod(shape[1:])
+    if name.endswith(_FLAT):
+        return (math.prod(shape),)
+    if name.endswith("ffn_gate_inp_shexp.weight"):
+        return 1, math.prod(shape)
+    return shape if len(shape) < 3 else (shape[0] * shape[1], *shape[2:])
 
 
-def _check_shape(file: GGUFFile, names: Sequence[str], place: _Place) -> None:
-    wanted = tuple(getattr(place.module, place.kind).shape)
-    if names[0].endswith("attn_k_b.weight"):  # [head, latent, key], [head, value, latent]
-        first, second = (file.tensors[name].shape for name in names)
-        fits = len(first) == len(second) == 3 and (first[0], first[1]) == (second[0], second[2])
-        if fits and (first[0] * (first[2] + second[1]), first[1]) == wanted:
-            return
-    shapes = [file.tensors[name].shape[place.row is not None :] for name in names]
-    shape = shapes[0] if len(shapes) == 1 else (sum(s[0] for s in shapes), *shapes[0][1:])
-    if shape != wanted and not _fits(names[0], shape, wanted):
-        raise ValueError(
-            f"{file.paths[0]}: tensor {names[0]} has shape {list(shape)}, and its metadata asks for {list(wanted)}; the file is "
-            "not consistent"
-        )
-
-
-def _as_parameter(name: str, values: Tensor, shape: torch.Size) -> Tensor:
-    """The values of a parameter, of those of its tensor. The decay of a recurrent head is stored as a = -exp(A_log)."""
-    values = (-values).log() if name.endswith("ssm_a") else values
-    return values.reshape(shape) if name.endswith(_RESHAPED) else values
-
-
-def _fits(name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a tensor of this shape can be such a parameter."""
-    same = [n for n in stored if n > 1] == [n for n in shape if n > 1]
-    joined = name.endswith("ssm_norm.weight") and torch.Size(stored).numel() == torch.Size(shape).numel()
-    return name.endswith(_RESHAPED) and (same or joined)
-
-
-def _rotary_order(rows: int, heads: int) -> Tensor:
-    """int64 [rows]: row i of the model's matrix is row order[i] of the file's.
-
-    The file interleaves the two halves of each head, so that the two numbers of a rotary pair are neighbours.
-    """
-    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).reshape(-1)
-
-
-def _fill_buffers_(model: PreTrainedModel, file: GGUFFile) -> None:
-    """Compute what no checkpoint has: rotary frequencies and factors of embeddings."""
-    for module in model.modules():
-        if any(b is not None and b.is_meta for b in module._buffers.values()):
-            module._buffers = {
-                n: None if b is None else torch.empty_like(b, device="cpu") for n, b in module._buffers.items()
-            }
-            with ExactPowers():
-                model._init_weights(module)
-    model._init_weights(model.base_model)  # of Falcon-H1, which fills buffers of its layers
-    if "rope_freqs.weight" not in file.tensors:
-        return
-    factors = file.floats("rope_freqs.weight")
-    for module in model.modules():
-        inv_freq = module._buffers.get("inv_freq")
-        if inv_freq is None:
-            continue
-        if inv_freq.shape != factors.shape:
-            raise ValueError(f"{file.paths[0]}: rope_freqs has {len(factors)} factors for {len(inv_freq)} frequencies")
-        module._buffers["inv_freq"] = module._buffers["original_inv_freq"] = inv_freq / factors
+def _mtp_of(file: GGUFFile, config: Any) -> GGUFTensors | None:
+    """The tensors of the layer that predicts one token further, as a model of one layer."""
+    if not file.get("nextn_predict_layers"):
+        return None
+    block = f"blk.{config.num_hidden_layers}."
+    tensors = {name: t for name, t in file.tensors.items() if name in _ROTARY}
+    for name, tensor in file.tensors.items():
+        if name.startswith(block) and (target := _MTP_NAMES.get(short := name.removeprefix(block), f"blk.0.{short}")):
+            tensors[target] = tensor
+    one = file.metadata | {f"{file.architecture}.block_count": 1, f"{file.architecture}.nextn_predict_layers": 0}
+    return GGUFTensors(replace(file, tensors=tensors, metadata=one), OneLayer(config))
 
 
 def _check_formats(file: GGUFFile) -> None:

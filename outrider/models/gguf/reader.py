@@ -16,17 +16,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
-import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
-from torch import Tensor
 
 from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
 from outrider.models.checkpoint import StoredTensor
 
-# ggml's name of a format -> the torch dtype of one weight. All other formats are blocks.
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# ggml's name of a format -> the dtype of one weight. All other formats are blocks.
+FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 # The block formats that the kernels compute with. Others are dequantised.
 PACKED_FORMATS = tuple(name for name in native.FORMATS if name not in native.KINDS)
 # GGUF's types of values, as numpy calls them.
@@ -74,32 +73,31 @@ class GGUFFile:
         """A value of the architecture: `get("block_count")` is `llama.block_count` of a llama."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
-    def matrix(self, name: str, order: Tensor | None = None) -> Tensor | Blocks:
+    def matrix(self, name: str, order: np.ndarray | None = None) -> np.ndarray | Blocks:
         """A tensor over the mapped file: plain for F32, F16 and BF16, else blocks. It unmaps its part of the file when freed.
 
         order: int64 [out], the rows that are wanted.
         """
         return matrix_at(self.tensors[name], order)
 
-    def floats(self, name: str) -> Tensor:
+    def floats(self, name: str) -> np.ndarray:
         """float32, in the shape of the tensor. A copy: the file is not mapped any more."""
         return floats_at(self.tensors[name])
 
 
-def matrix_at(stored: StoredTensor, order: Tensor | None = None) -> Tensor | Blocks:
+def matrix_at(stored: StoredTensor, order: np.ndarray | None = None) -> np.ndarray | Blocks:
     """See `GGUFFile.matrix`."""
     data = _mapped(stored.path, stored.offset, stored.bytes)
     if stored.format in FLOATS:
-        plain = data.view(FLOATS[stored.format]).view(stored.shape)
+        plain = data.view(FLOATS[stored.format]).reshape(stored.shape)
         return plain if order is None else plain[order]
-    return Blocks(data.view(math.prod(stored.shape[:-1]), -1), stored.format, stored.shape[-1], order)
+    return Blocks(data.reshape(math.prod(stored.shape[:-1]), -1), stored.format, stored.shape[-1], order)
 
 
-def floats_at(stored: StoredTensor) -> Tensor:
+def floats_at(stored: StoredTensor) -> np.ndarray:
     """See `GGUFFile.floats`."""
     matrix = matrix_at(stored)
-    dense = matrix.to(torch.float32, copy=True) if isinstance(matrix, Tensor) else torch.from_numpy(matrix.dense())
-    return dense.view(stored.shape)
+    return (matrix.dense() if isinstance(matrix, Blocks) else matrix.astype(np.float32)).reshape(stored.shape)
 
 
 @dataclass(frozen=True)
@@ -126,11 +124,11 @@ class StoredExperts:
         return out
 
 
-def expert_parts(name: str, matrices: Tensor | Blocks, count: int) -> list[list[Any]]:
+def expert_parts(name: str, matrices: np.ndarray | Blocks, count: int) -> list[list[Any]]:
     """The matrix of each expert, of a tensor of this name. Two lists if it has gate and up in one."""
     cuts = 2 if name.endswith("gate_up_exps.weight") else 1
-    if isinstance(matrices, Tensor):
-        each: list[Any] = [*matrices.view(cuts * count, -1, matrices.shape[-1])]
+    if isinstance(matrices, np.ndarray):
+        each: list[Any] = [*matrices.reshape(cuts * count, -1, matrices.shape[-1])]
     else:
         each = [replace(matrices, data=rows) for rows in np.array_split(matrices.data, cuts * count)]
     return [each[i::cuts] for i in range(cuts)]
@@ -170,12 +168,12 @@ def _check_part(path: Path, values: dict[str, Any], number: int, count: int) -> 
         )
 
 
-def _mapped(path: Path, offset: int, size: int) -> Tensor:
+def _mapped(path: Path, offset: int, size: int) -> np.ndarray:
     """uint8 [size]. The mapping is private, so a write to a page does not reach the file."""
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
     with path.open("rb") as file:
         view = mmap.mmap(file.fileno(), offset - start + size, access=mmap.ACCESS_COPY, offset=start)
-    return torch.frombuffer(view, dtype=torch.uint8, offset=offset - start, count=size)
+    return np.frombuffer(view, np.uint8, size, offset - start)
 
 
 class _Header:

@@ -206,7 +206,7 @@ def gemma4(file: GGUFFile) -> dict[str, Any]:
     )
     of_kind = {kind: n for kind, n in zip(types, heads, strict=True) if n}
     full = [i for i, kind in enumerate(types) if kind == "full_attention"]
-    share = (file.floats("rope_freqs.weight") < _STILL).float().mean() if "rope_freqs.weight" in file.tensors else 1.0
+    share = (file.floats("rope_freqs.weight") < _STILL).mean() if "rope_freqs.weight" in file.tensors else 1.0
     angles = {
         "rope_type": "proportional",
         "rope_theta": file.get("rope.freq_base", 1e6),

@@ -16,7 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from outrider.kernels.blocks import Blocks
 from outrider.models.hf.linear import PackedLinear
-from outrider.models.matrix import EXPERTS, STORED, dense, joined
+from outrider.models.hf.matrices import EXPERTS
 
 NAME = "outrider"
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")  # how many a token has, in transformers' configurations
@@ -55,35 +55,6 @@ def is_mixture(module: nn.Module) -> bool:
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 
-Expert = tuple[Tensor | Blocks, ...]
-"""The matrices [out, in] of an expert that a parameter has side by side: one, or gate and up."""
-
-
-def give_expert_blocks_(module: nn.Module, name: str, experts: Sequence[Expert]) -> None:
-    """Give a mixture the matrices of each expert in the place of a parameter. The parameter keeps its shape only.
-
-    Gate and up are joined as the parameter joins them: one below the other, or row by row if the module is transposed."""
-    module.__dict__.setdefault(EXPERTS, {})[name] = experts
-
-
-def dense_experts_(module: nn.Module, dtype: torch.dtype) -> None:
-    """Give a mixture parameters in the place of blocks. For devices without kernels."""
-    blocks: dict[str, Sequence[Expert]] = module.__dict__.pop(EXPERTS, {})
-    for name, experts in blocks.items():
-        values = torch.stack([dense(_joined(module, expert), torch.float32).to(dtype) for expert in experts])
-        values = values.transpose(1, 2).contiguous() if module.is_transposed else values
-        setattr(module, name, nn.Parameter(values, requires_grad=False))
-
-
-def _joined(module: nn.Module, expert: Expert) -> Tensor | Blocks:
-    """One matrix of what a parameter has side by side."""
-    if len(expert) == 1:
-        return expert[0]
-    order = torch.arange(sum(m.shape[0] for m in expert))
-    order = order.view(2, -1).T.flatten() if module.is_transposed else order
-    return joined(expert, order)
-
-
 def pack_experts_(model: nn.Module, weights: str = "auto") -> None:
     """Give every mixture its packed matrices as `packed_up` and `packed_down`, one `PackedLinear` for each expert.
 
@@ -91,7 +62,6 @@ def pack_experts_(model: nn.Module, weights: str = "auto") -> None:
     The parameters are freed layer by layer. Raises ValueError for experts with another layout than the interface's.
     """
     for module in mixtures(model):
-        module.__dict__.pop(STORED, None)
         module.packed_up = _packed(module, "gate_up_proj" if module.has_gate else "up_proj", weights)
         module.packed_down = _packed(module, "down_proj", weights)
         up, down = len(module.packed_up), len(module.packed_down)  # pyright: ignore[reportArgumentType]
@@ -103,13 +73,13 @@ def pack_experts_(model: nn.Module, weights: str = "auto") -> None:
 def _packed(module: nn.Module, name: str, weights: str) -> nn.ModuleList:
     """One packed linear per expert, from [expert, out, in], or [expert, in, out] if the module is transposed."""
     matrices, biases = getattr(module, name, None), getattr(module, f"{name}_bias", None)
-    blocks: Sequence[Expert] | None = module.__dict__.get(EXPERTS, {}).pop(name, None)
+    blocks: Sequence[Blocks] | None = module.__dict__.get(EXPERTS, {}).pop(name, None)
     if not isinstance(matrices, Tensor) or matrices.dim() != 3:
         raise ValueError(f"{type(module).__name__} has no {name} of shape [expert, out, in]; its layout is unknown")
     out = nn.ModuleList()
     for i, values in enumerate(matrices.detach()):
         bias = biases[i].detach() if biases is not None and module.has_bias else None
-        matrix = _joined(module, blocks[i]) if blocks else values.T if module.is_transposed else values
+        matrix = blocks[i] if blocks else values.T if module.is_transposed else values
         out.append(PackedLinear(matrix, bias, weights))
     for used in (name, f"{name}_bias"):
         if used in module._parameters:

@@ -23,8 +23,11 @@ from torch.utils._pytree import tree_map_only
 
 from outrider.kernels import cpu as native
 from outrider.kernels import why_no_kernels
+from outrider.kernels.border import as_array
+from outrider.models import matrix as arrays
 from outrider.models.dtypes import DTYPES, dtype_name
-from outrider.models.matrix import Matrix, float_rows, matrices_in, matrix_of, packed
+from outrider.models.hf.matrices import Matrix, float_rows, matrices_in, matrix_of
+from outrider.models.matrix import packed
 
 _WIDE = 64  # elements; a multiple of what one pass of any vector loop takes
 _EASY_POWERS = (-2, -1, -0.5, 0.5, 1, 2, 3)  # made of products, quotients and roots, which round alike everywhere
@@ -45,7 +48,9 @@ class PackedLinear(nn.Module):
         if isinstance(weight, Tensor) and why_no_kernels(weight.device):
             self._run, self.matrix = _onednn(weight.detach(), bias, self.kind), None
         else:
-            self.matrix: native.Packed | None = packed([weight], self.kind, [bias])
+            self.matrix: native.Packed | None = packed(
+                [_array(weight)], self.kind, [None if bias is None else as_array(bias)]
+            )
             self._run: Callable[[Tensor], Tensor] = self.matrix.linear
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,6 +140,10 @@ def pack_linears_(model: nn.Module, weights: str = "auto") -> None:
     _pack_embeddings_(model, weights, blocks)
 
 
+def _array(matrix: Matrix) -> arrays.Matrix:
+    return as_array(matrix) if isinstance(matrix, Tensor) else matrix
+
+
 def _matrix(module: nn.Module) -> Matrix:
     """[out, in]. module: a linear, or transformers' Conv1D."""
     matrix = matrix_of(module)
@@ -149,7 +158,7 @@ def _pack_embeddings_(model: nn.Module, weights: str, packed_blocks: dict[int, n
     for name, module, matrix in [*matrices_in(model)]:
         if isinstance(module, nn.Embedding):
             tied = packed_blocks.get(id(matrix)) if weights != "int4" else None
-            table = tied or packed([matrix], weights.replace("int4", "int8"), [None])
+            table = tied or packed([_array(matrix)], weights.replace("int4", "int8"), [None])
             model.set_submodule(name, PackedEmbedding(table, getattr(module, "scalar_embed_scale", 1.0)))
 
 

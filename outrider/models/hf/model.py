@@ -34,8 +34,8 @@ from outrider.models.checkpoint import UnsupportedModel
 from outrider.models.hf.experts import pack_experts_, weight_bytes
 from outrider.models.hf.hooks import NAME, SURVEY, ForwardState, LayerStack
 from outrider.models.hf.linear import BatchInvariantOps, pack_linears_
+from outrider.models.hf.matrices import float_rows, give_matrix_, matrix_of, rows_of
 from outrider.models.hf.recurrent import Recurrences, StateView, attends, stores_state
-from outrider.models.matrix import float_rows, give_matrix_, matrix_of, rows_of
 from outrider.models.nodes import Nodes
 from outrider.models.states import LayerStates
 

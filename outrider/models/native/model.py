@@ -7,15 +7,17 @@ runs the modelling code of transformers. The two agree up to rounding, not to th
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from outrider.kernels import cpu as native
+from outrider.kernels.border import as_array, as_tensor
 from outrider.models.base import (
     EMBEDDING,
     Chain,
@@ -29,13 +31,14 @@ from outrider.models.base import (
     over_vocabulary,
 )
 from outrider.models.cache import SlotCache
+from outrider.models.config import Config, config_of
 from outrider.models.matrix import float_rows
 from outrider.models.native.builder import Builder
 from outrider.models.native.families import family_of
-from outrider.models.native.mtp import BEFORE_NORM, MTP, MtpBuilder, OneLayer
+from outrider.models.native.mtp import BEFORE_NORM, JOIN, MTP, MtpBuilder, OneLayer
 from outrider.models.native.program import NotNative, Program
 from outrider.models.native.step import NativeStep
-from outrider.models.native.weights import Facts, ModuleSource, ShapeSource, StoredSource
+from outrider.models.native.weights import Facts, ShapeSource, StoredSource, Tensors, TensorSource
 from outrider.models.nodes import Nodes
 
 if TYPE_CHECKING:
@@ -53,7 +56,7 @@ _WITHOUT_EFFECT = (
 )
 
 
-def build(kind: str, config: Any, source: ModuleSource | StoredSource) -> Program:
+def build(kind: str, config: Any, source: TensorSource | StoredSource) -> Program:
     """The program of a model of this class of transformers. Raises NotNative or ValueError if there is none.
 
     config: all that is read of it is in `Program.facts`. Its `mtp` is there if the source has such a layer."""
@@ -82,24 +85,45 @@ def stored(facts: Mapping[str, Any], named: Mapping[str, Any]) -> Program:
 
 def supports(model: PreTrainedModel) -> str | None:
     """None if the native step can run this model, else the reason why not."""
-    if not native.available():
-        return f"the native kernels are not available: {native.why()}"
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
-            return f"its linears are {type(module).__name__}, not plain matrices"
-    for p in model.parameters():
-        if p.device.type not in ("cpu", "meta") or p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"a weight is {p.dtype} on {p.device}"
+    from outrider.models.hf.tensors import ModuleTensors, config_for
+
     try:
-        program = build(type(model).__name__, model.config, ShapeSource(model, "auto", False, None))
-    except (ValueError, KeyError, AttributeError) as error:
+        outlined(config_for(model), ModuleTensors(model))
+    except ValueError as error:
         return str(error)
-    settings, usual = model.config.to_dict(), type(model.config)().to_dict()
+    return None
+
+
+def outlined(config: Config, tensors: Tensors) -> Program:
+    """The program of these tensors, with the sizes of matrices in their place.
+
+    Raises ValueError with the reason if there is none. Warns if there is an MTP layer that cannot draft; it is left out.
+    """
+    if not native.available():
+        raise NotNative(f"the native kernels are not available: {native.why()}")
+    try:
+        program = _outlined(config, tensors, True)
+    except ValueError as error:
+        if not tensors.has(f"{MTP}.{JOIN[-1]}.weight"):
+            raise
+        program = _outlined(config, tensors, False)
+        text = f"the MTP layer of {config._name_or_path} cannot draft: {error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+    settings, usual = config.to_dict(), config_of({"model_type": config.model_type}).to_dict()
     read = {*program.facts["config"], *_WITHOUT_EFFECT.split()}
     for name in usual:
         if name not in read and name[0] != "_" and "dropout" not in name and settings.get(name) != usual[name]:
-            return f"it does not know the setting {name} = {settings.get(name)}"
-    return None
+            raise NotNative(f"it does not know the setting {name} = {settings.get(name)}")
+    return program
+
+
+def _outlined(config: Config, tensors: Tensors, further: bool) -> Program:
+    try:
+        program = build(config.kind, config, ShapeSource(tensors, config, further=further))
+    except (KeyError, AttributeError) as error:
+        raise NotNative(str(error)) from error
+    tensors.check(further)
+    return program
 
 
 class NativeModel(LanguageModel):
@@ -108,11 +132,10 @@ class NativeModel(LanguageModel):
     `program` is what it computes.
 
     Args:
-        model: of transformers, or its `Program`; then weights, own and head_ids are those that it was made with.
+        model: of transformers, or its `Program`; then weights and head_ids are those that it was made with.
         weights: the precision of the packed weights: float32, bfloat16, float16, int8, int4, or gguf for the blocks of a GGUF
             file. "auto" keeps the checkpoint's own. With int4 weights the output head is int8, and so is an embedding that is
             tied to it. A separate embedding of floats is not packed, because a forward reads only a few of its rows.
-        own: free the weights of `model` as they are packed. `model` cannot be used afterwards.
         head_ids: int64 [n], ascending: the tokens that the output head keeps. All other logits are -inf, and their weights are
             not read. None keeps all. A tied embedding is then kept as a table of its own, with every token.
         kv_cache_dtype: how the caches of `new_cache` keep keys and values. A forward takes a cache of any dtype.
@@ -124,15 +147,17 @@ class NativeModel(LanguageModel):
         self,
         model: PreTrainedModel | Program,
         weights: str = "auto",
-        own: bool = False,
         head_ids: Tensor | None = None,
         kv_cache_dtype: str = "auto",
     ) -> None:
         if not isinstance(model, Program):
+            from outrider.models.hf.tensors import ModuleTensors, config_for
+
             reason = supports(model)
             if reason is not None:
                 raise ValueError(f"the native step cannot run this model: {reason}; HFModel can")
-            model = build(type(model).__name__, model.config, ModuleSource(model, weights, own, head_ids))
+            config = config_for(model)
+            model = build(config.kind, config, TensorSource(ModuleTensors(model), config, weights, head_ids))
         self.vocab_size, self.max_length, self.kv_cache_dtype = model.vocab_size, model.max_length, kv_cache_dtype
         self.device = torch.device("cpu")
         self.batch_invariant = self.skips_padding = True
@@ -173,7 +198,8 @@ class NativeModel(LanguageModel):
         return self.program.table
 
     def embedding_rows(self, tokens: Tensor) -> Tensor:
-        return float_rows(self.program.table, tokens)
+        table = self.program.table
+        return as_tensor(float_rows(table if isinstance(table, native.Packed) else as_array(table), as_array(tokens)))
 
     def head_rows(self, tokens: Tensor) -> Tensor:
         ids = self.program.head_ids
@@ -182,7 +208,7 @@ class NativeModel(LanguageModel):
             raise ValueError(
                 "the output head of this model does not keep some of these tokens; load it without head_ids"
             )
-        return float_rows(self.program.head, places)
+        return as_tensor(float_rows(self.program.head, as_array(places)))
 
     def output_head(self, hidden: Tensor) -> Tensor:
         check_whole_head(self.program.head_ids)

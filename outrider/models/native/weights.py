@@ -1,35 +1,56 @@
-"""Where the weights of a program come from: modules of transformers, a pack, or plain tensors, by the names of their modules."""
+"""Where the weights of a program come from: the tensors of a checkpoint, or a pack, by the names of their modules."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
-from outrider.kernels.border import as_tensor
+from outrider.kernels.border import as_array, as_tensor
 from outrider.kernels.cpu import Packed
 from outrider.kernels.cpu.packed import rounded
+from outrider.models import rotary
 from outrider.models.base import check_head_ids
-from outrider.models.matrix import (
-    EXPERTS,
-    LATENT,
-    STORED,
-    Matrix,
-    free_matrix_,
-    latent_matrices,
-    matrix_of,
-    packed,
-    precision,
-    rows_of,
-    share_matrix,
-)
+from outrider.models.matrix import Matrix, dense, packed, rows_of
+from outrider.models.tensors import Experts
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+LATENT = ("latent_keys", "latent_values")
+"""The parts of a linear over a latent (MLA), where a checkpoint has it in two."""
+_ROUTERS = ("gate", "router")  # the last part of their names; they keep their precision
+_HEAD = "lm_head"
+
+
+class Tensors(Protocol):
+    """The tensors of a checkpoint, by the names that transformers' modules have for them. None is read before it is asked for.
+
+    precision: of the matrices: "gguf" if some are blocks, else the dtype of the output head.
+    """
+
+    @property
+    def precision(self) -> str: ...
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor. A tied output head is not there, and so are experts."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that is not read. Raises KeyError."""
+        ...
+
+    def get(self, name: str) -> np.ndarray | Any:
+        """A tensor as stored, floats or `Blocks`. It may be a view of a mapped file. Raises KeyError."""
+        ...
+
+    def experts(self, name: str) -> Experts:
+        """Of the module of this name. Raises KeyError."""
+        ...
+
+    def check(self, further: bool = True) -> None:
+        """Raise ValueError unless all tensors were asked for. further: also those of the layer that predicts one token
+        further."""
+        ...
 
 
 class WeightSource(Protocol):
@@ -42,14 +63,14 @@ class WeightSource(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
-    def head_ids(self) -> Tensor | None: ...
+    def head_ids(self) -> np.ndarray | None: ...
 
     def matrix(self, *names: str, paired: bool = False) -> Packed:
         """The linears of these names side by side, with their biases. paired: gate and up, see `Packed`; one
         name is of a linear that has both."""
         ...
 
-    def table(self, name: str) -> Packed | Tensor:
+    def table(self, name: str) -> Packed | np.ndarray:
         """An embedding: packed, or floats [vocab, hidden]."""
         ...
 
@@ -62,12 +83,12 @@ class WeightSource(Protocol):
         head to the latent, and [heads * values, latent]. keys: numbers of a key."""
         ...
 
-    def tensor(self, name: str) -> Tensor | None:
+    def tensor(self, name: str) -> np.ndarray | None:
         """A parameter or buffer as contiguous float32; None if there is none."""
         ...
 
     def number(self, name: str, default: Any = None) -> Any:
-        """A setting: an attribute of a module, such as `model.rotary_emb.attention_scaling`."""
+        """A number that goes with a tensor, such as `model.rotary_emb.attention_scaling`."""
         ...
 
 
@@ -94,117 +115,137 @@ class Facts:
         return value
 
 
-class ModuleSource:
-    """The modules of a transformers model. Its matrices are packed when they are asked for.
+class TensorSource:
+    """The tensors of a checkpoint. Its matrices are packed when they are asked for.
 
     Args:
-        model: of transformers.
-        packing: the precision.
-        own: free the weights of the model as they are packed.
+        tensors: of the checkpoint.
+        config: its configuration.
+        packing: the precision; "auto" is that of the tensors.
         head_ids: as for `NativeModel`.
+        further: with the layer that predicts one token further, if there is one.
 
-    `facts` is what was read of the modules' attributes. `named` is what was given, by the names that a `StoredSource` has for it.
+    `facts` is what was read beside tensors. `named` is what was given, by the names that a `StoredSource` has for it.
     """
 
-    def __init__(self, model: PreTrainedModel, packing: str, own: bool, head_ids: Tensor | None) -> None:
-        self.packing = precision(model) if packing == "auto" else packing
-        self.facts, self.named, self._own, self._prefix = dict[str, Any](), dict[str, Any](), own, ""
-        self._modules: dict[str, Any] = dict(model.named_modules())
-        self._tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-        inputs, outputs = cast("Any", model.get_input_embeddings()), cast("Any", model.get_output_embeddings())
-        self.vocab_size = int(outputs.out_features)
+    def __init__(
+        self,
+        tensors: Tensors,
+        config: Any,
+        packing: str = "auto",
+        head_ids: np.ndarray | None = None,
+        further: bool = True,
+    ) -> None:
+        self.tensors, self.config, self._prefix, self._further = tensors, config, "", further
+        self.packing = tensors.precision if packing == "auto" else packing
+        self.facts, self.named = dict[str, Any](), dict[str, Any]()
+        head = f"{_HEAD}.weight"
+        self.vocab_size = tensors.shape(head)[0] if tensors.has(head) else int(config.vocab_size)
         self.head_ids = None if head_ids is None else check_head_ids(head_ids, self.vocab_size)
-        # The largest first: while a matrix is packed, it is in memory twice.
-        self._head, self._table = self._embeddings(inputs, outputs)
-        self._outputs, self._inputs = outputs, inputs
 
-    def matrix(self, *names: str, paired: bool = False) -> Packed:
-        linears = [self._modules[name] for name in names]
-        if linears == [self._outputs]:
-            self.named[names[0]] = self._head
-            return self._head
-        plain = all(isinstance(m, nn.Linear) for m in linears)  # a router is none: it keeps its precision
-        matrices, biases = [matrix_of(m) for m in linears], [getattr(m, "bias", None) for m in linears]
-        if paired and len(linears) == 1:
-            halves = torch.arange(matrices[0].shape[0]).chunk(2)
-            matrices = [rows_of(matrices[0], half) for half in halves]
-            biases = [None if linears[0].bias is None else linears[0].bias[half] for half in halves]
-        matrix = packed(matrices, self.packing if plain else "gguf", biases, paired=paired)
-        if self._own:
-            free_matrix_(*linears)
-        self.named[self._prefix + names[0]] = matrix
-        return matrix
-
-    def part(self, name: str) -> ModuleSource | None:
-        """A model that is a module of this one, with the same embedding and output head unless it has its own."""
-        if name not in self._modules:
+    def part(self, name: str) -> TensorSource | None:
+        """The model of one layer below this name, with the same embedding and output head unless it has its own."""
+        if not (self._further and self.tensors.has(f"{name}.fc.weight")):
             return None
-        part, inner = copy.copy(self), self._modules[name]
-        shared = {n: m for n, m in self._modules.items() if m in (self._inputs, self._outputs)}
-        part._modules, part._prefix = shared | dict(inner.named_modules()), f"{name}."
-        part._tensors = dict(inner.named_parameters()) | dict(inner.named_buffers())
+        part = copy.copy(self)
+        part._prefix = f"{name}."
         return part
 
+    def matrix(self, *names: str, paired: bool = False) -> Packed:
+        if names == (_HEAD,) and not (self._prefix and self._has(_HEAD)):
+            return self.named[_HEAD]  # packed with the embedding
+        matrices = [self._get(f"{name}.weight") for name in names]
+        biases = [self._bias(name, matrix.shape[0]) for name, matrix in zip(names, matrices, strict=True)]
+        if paired and len(names) == 1:
+            half = matrices[0].shape[0] // 2
+            parts = slice(half), slice(half, None)
+            matrices = [rows_of(matrices[0], part) for part in parts]
+            biases = [None if biases[0] is None else biases[0][part] for part in parts]
+        kind = "gguf" if names[0].rpartition(".")[2] in _ROUTERS else self.packing
+        return self._keep(names[0], packed(matrices, kind, biases, paired=paired))
+
+    def table(self, name: str) -> Packed | np.ndarray:
+        if self._prefix and not self._has(name):
+            table = self.named[name]
+        elif _HEAD not in self.named:
+            table = self._embedding(name)
+        else:
+            table = self._keep(name, _table(self._get(f"{name}.weight")))
+        return as_tensor(table) if isinstance(table, np.ndarray) else table
+
     def experts(self, name: str) -> Sequence[Packed]:
-        module, experts = self._modules[name], list[Packed]()
-        if self.packing == "gguf" and STORED in module.__dict__:
-            self.named[self._prefix + name] = module.__dict__[STORED]
-            experts = module.__dict__[STORED].packed()
-        for i in range(0 if experts else len(module.down_proj)):
-            gate_up, biases = _expert(module, "gate_up_proj" if module.has_gate else "up_proj", i)
-            if module.has_gate and len(gate_up) == 1:
-                gate_up, biases = _halves(module, gate_up[0]), _halves(module, biases[0])
-            experts.append(packed(gate_up, self.packing, biases, paired=module.has_gate))
-            down, biases = _expert(module, "down_proj", i)
-            experts.append(packed(down, self.packing, biases))
-        if self._own:
-            module.__dict__.pop(EXPERTS, None)
-            for parameter in [*module._parameters]:
-                module._parameters[parameter] = None
-        self.named |= expert_names(self._prefix + name, experts)
-        return experts
+        mixture = self.tensors.experts(self._prefix + name)
+        if self.packing == "gguf" and mixture.stored is not None:
+            self.named[self._prefix + name] = mixture.stored
+            matrices = mixture.stored.packed()
+        else:
+            matrices = list[Packed]()
+            for expert in mixture:
+                biases = expert.up_biases or [None] * len(expert.up)
+                matrices.append(packed(expert.up, self.packing, biases, paired=mixture.gated))
+                matrices.append(packed([expert.down], self.packing, [expert.down_bias]))
+        self.named |= expert_names(self._prefix + name, matrices)
+        return matrices
 
     def latent(self, name: str, heads: int, keys: int) -> Sequence[Packed]:
-        module = self._modules[name]
-        parts = [packed([matrix], self.packing, [None]) for matrix in latent_matrices(module, heads, keys)]
-        if self._own:
-            free_matrix_(module)
-            for part in LATENT:
-                module._modules.pop(part, None)
-        self.named |= {f"{self._prefix}{name}.{part}": matrix for part, matrix in zip(LATENT, parts, strict=True)}
-        return parts
-
-    def table(self, name: str) -> Packed | Tensor:
-        if self._modules[name] is self._inputs:
-            table = self.named[name] = self._table
+        if self._has(f"{name}.{LATENT[0]}"):
+            matrices = [self._get(f"{name}.{part}.weight") for part in LATENT]
         else:
-            table = self.named[self._prefix + name] = _table(matrix_of(self._modules[name]))
-        return table
+            both = self._get(f"{name}.weight")
+            both = both if isinstance(both, np.ndarray) else both.dense()
+            both = both.reshape(heads, -1, both.shape[1])
+            first, last = both[:, :keys].swapaxes(1, 2), both[:, keys:]
+            matrices = [part.reshape(-1, part.shape[2]) for part in (first, last)]
+        return [
+            self._keep(f"{name}.{part}", packed([matrix], self.packing, [None]))
+            for part, matrix in zip(LATENT, matrices, strict=True)
+        ]
 
-    def tensor(self, name: str) -> Tensor | None:
-        if (weight := self._tensors.get(name)) is None:
-            return None
-        values = self.named[self._prefix + name] = _floats(weight)
-        return values
+    def tensor(self, name: str) -> np.ndarray | None:
+        if self.tensors.has(self._prefix + name):
+            values = np.array(dense(self._get(name)), order="C")  # a copy, so that no file stays mapped
+            return as_tensor(self._keep(name, values))
+        kind, is_angles, _ = name.rpartition(".")[2].rpartition("inv_freq")
+        return as_tensor(self._keep(name, rotary.of_config(self.config, kind.rstrip("_"))[0])) if is_angles else None
 
     def number(self, name: str, default: Any = None) -> Any:
-        owner, _, leaf = name.rpartition(".")
-        self.facts[name] = value = getattr(self._modules[owner], leaf, default)
-        return value
+        kind, is_scale, _ = name.rpartition(".")[2].rpartition("attention_scaling")
+        self.facts[name] = rotary.of_config(self.config, kind.rstrip("_"))[1] if is_scale else default
+        return self.facts[name]
 
-    def _embeddings(self, inputs: Any, outputs: Any) -> tuple[Packed, Packed | Tensor]:
-        """The output head, and the embedding. A forward reads only a few rows of a table, so floats are not packed."""
-        matrix, bias, ids = matrix_of(outputs), outputs.bias, self.head_ids
-        tied, embedding = ids is None and share_matrix(inputs, outputs), matrix_of(inputs)
-        if ids is not None:
+    def _embedding(self, name: str) -> Packed | np.ndarray:
+        """The first table, and the output head, which may be tied to it.
+
+        A forward reads only a few rows of a table, so floats are not packed."""
+        ids, tied = None if self.head_ids is None else as_array(self.head_ids), not self._has(_HEAD)
+        matrix = self._get(f"{name if tied else _HEAD}.weight")
+        bias = self._bias(_HEAD, matrix.shape[0])
+        if ids is not None:  # the largest first: while a matrix is packed, it is in memory twice
             matrix, bias = rows_of(matrix, ids), None if bias is None else bias[ids]
         head = packed([matrix], "int8" if self.packing == "int4" else self.packing, [bias])
-        table = _table(head if tied else embedding)
-        if self._own:
-            free_matrix_(outputs)
-            if not isinstance(table, Tensor):
-                free_matrix_(inputs)
-        return head, table
+        del matrix
+        self.named[_HEAD] = head
+        return self._keep(name, head if tied and ids is None else _table(self._get(f"{name}.weight")))
+
+    def _has(self, name: str) -> bool:
+        return self.tensors.has(f"{self._prefix}{name}.weight")
+
+    def _get(self, name: str) -> Any:
+        return self.tensors.get(self._prefix + name)
+
+    def _bias(self, name: str, rows: int) -> np.ndarray | None:
+        return dense(self._get(f"{name}.bias")) if self._has_bias(name, rows) else None
+
+    def _has_bias(self, name: str, rows: int) -> bool:
+        if not self.tensors.has(full := f"{self._prefix}{name}.bias"):
+            return False
+        if (shape := self.tensors.shape(full)) != (rows,):
+            raise ValueError(f"{full} has shape {[*shape]} for {rows} outputs")
+        return True
+
+    def _keep(self, name: str, part: Any) -> Any:
+        self.named[self._prefix + name] = part
+        return part
 
 
 def expert_names(name: str, matrices: Sequence[Packed]) -> dict[str, Packed]:
@@ -213,32 +254,9 @@ def expert_names(name: str, matrices: Sequence[Packed]) -> dict[str, Packed]:
     return {f"{name}.{part}.{i}": matrix for part, each in parts for i, matrix in enumerate(each)}
 
 
-def _expert(module: Any, name: str, index: int) -> tuple[list[Matrix], list[Tensor | None]]:
-    """The matrices [out, in] and the bias of an expert: one, or gate and up."""
-    blocks = module.__dict__.get(EXPERTS, {}).get(name)
-    bias = getattr(module, f"{name}_bias")[index] if module.has_bias else None
-    if blocks is None:
-        matrix = getattr(module, name)[index]
-        return [matrix.T if module.is_transposed else matrix], [bias]
-    matrices = [*blocks[index]]
-    return matrices, [*_halves(module, bias)] if len(matrices) == 2 else [bias]
-
-
-def _halves(module: Any, rows: Any) -> list[Any]:
-    """Rows of gate and up. They alternate where the matrices of a mixture are transposed."""
-    if rows is None:
-        return [None, None]
-    order = torch.arange(rows.shape[0])
-    orders = (order[::2], order[1::2]) if module.is_transposed else order.chunk(2)
-    return [rows_of(rows, part) for part in orders]
-
-
-def _table(matrix: Matrix) -> Packed | Tensor:
-    return matrix.contiguous() if isinstance(matrix, Tensor) else packed([matrix], "gguf", [None])
-
-
-def _floats(weight: Tensor) -> Tensor:
-    return weight.detach().float().clone(memory_format=torch.contiguous_format)
+def _table(matrix: Matrix) -> Packed | np.ndarray:
+    """A copy, so that no file stays mapped."""
+    return np.array(matrix) if isinstance(matrix, np.ndarray) else packed([matrix], "gguf", [None])
 
 
 class StoredSource:
@@ -250,7 +268,7 @@ class StoredSource:
         self.facts, self.named, self.vocab_size = facts, named, vocab_size
 
     def part(self, name: str) -> StoredSource | None:
-        """As in `ModuleSource`."""
+        """As in `TensorSource`."""
         start, named = f"{name}.", self.named
         if not any(n.startswith(start) for n in named):
             return None
@@ -268,13 +286,13 @@ class StoredSource:
     def latent(self, name: str, heads: int, keys: int) -> Sequence[Packed]:
         return [self.named[f"{name}.{part}"] for part in LATENT]
 
-    def table(self, name: str) -> Packed | Tensor:
+    def table(self, name: str) -> Packed | np.ndarray:
         table = self.named[name]
         return as_tensor(table) if isinstance(table, np.ndarray) else table
 
-    def tensor(self, name: str) -> Tensor | None:
+    def tensor(self, name: str) -> np.ndarray | None:
         weight = self.named.get(name)
-        return None if weight is None else _floats(as_tensor(weight) if isinstance(weight, np.ndarray) else weight)
+        return None if weight is None else as_tensor(np.array(as_array(weight), np.float32, order="C"))
 
     def number(self, name: str, default: Any = None) -> Any:
         return self.facts.get(name, default)
@@ -288,35 +306,43 @@ class _MatrixSize(NamedTuple):
     formats: tuple[str, ...] = ("",)
 
 
-class ShapeSource(ModuleSource):
-    """The sizes of the modules alone: a program over it shows whether the native step can run a model."""
+class ShapeSource(TensorSource):
+    """The sizes of the tensors alone: a program over it shows whether the native step can run a model."""
 
     def matrix(self, *names: str, paired: bool = False) -> Packed:
-        shapes = [matrix_of(self._modules[name]).shape for name in names]
+        if names == (_HEAD,) and not self._has(_HEAD):
+            return self._size(_HEAD) if self.tensors.has(f"{_HEAD}.weight") else self.named[_HEAD]
+        shapes = [self.tensors.shape(f"{self._prefix}{name}.weight") for name in names]
+        if any(len(shape) != 2 or shape[1] != shapes[0][1] for shape in shapes):
+            raise ValueError(f"{names[0]} and what is beside it have shapes {shapes}")
+        for name, shape in zip(names, shapes, strict=True):
+            self._has_bias(name, shape[0])
         n = 2 * rounded(shapes[0][0] // (3 - len(shapes))) if paired else sum(shape[0] for shape in shapes)
         return cast("Packed", _MatrixSize(n, shapes[0][1]))
 
+    def tensor(self, name: str) -> np.ndarray | None:
+        if name.endswith("inv_freq") or not self.tensors.has(self._prefix + name):
+            return super().tensor(name)
+        return as_tensor(np.zeros(self.tensors.shape(self._prefix + name), np.float32))
+
     def experts(self, name: str) -> Sequence[Packed]:
-        module = self._modules[name]
-        count, hidden, middle = module.down_proj.shape
-        if module.is_transposed:
-            hidden, middle = middle, hidden
-        both = _MatrixSize(2 * rounded(middle) if module.has_gate else middle, hidden), _MatrixSize(hidden, middle)
-        return cast("list[Packed]", both * count)
+        mixture = self.tensors.experts(self._prefix + name)
+        count, width, hidden = mixture.shape
+        up = 2 * rounded(width) if mixture.gated else width
+        return cast("list[Packed]", [_MatrixSize(up, hidden), _MatrixSize(hidden, width)] * count)
 
     def latent(self, name: str, heads: int, keys: int) -> Sequence[Packed]:
-        module = self._modules[name]
-        if hasattr(module, LATENT[0]):
-            sizes = [tuple(matrix_of(module.get_submodule(part)).shape) for part in LATENT]
+        if self._has(f"{name}.{LATENT[0]}"):
+            sizes = [self.tensors.shape(f"{self._prefix}{name}.{part}.weight") for part in LATENT]
         else:
-            n, k = matrix_of(module).shape
+            n, k = self.tensors.shape(f"{self._prefix}{name}.weight")
             sizes = [(heads * k, keys), (n - heads * keys, k)]
-        return cast("list[Packed]", [_MatrixSize(size[0], size[1]) for size in sizes])
+        return cast("list[Packed]", [_MatrixSize(*size) for size in sizes])
 
-    def table(self, name: str) -> Packed | Tensor:
-        rows, width = matrix_of(self._modules[name]).shape
-        return cast("Packed", _MatrixSize(rows, width))
+    def table(self, name: str) -> Packed | np.ndarray:
+        table = self._size(self._prefix + name if self._has(name) else name)
+        self.named.setdefault(_HEAD, table)  # for one that is tied to it
+        return table
 
-    def _embeddings(self, inputs: Any, outputs: Any) -> tuple[Packed, Packed | Tensor]:
-        empty = torch.empty(0)
-        return cast("Packed", empty), empty
+    def _size(self, name: str) -> Packed:
+        return cast("Packed", _MatrixSize(*self.tensors.shape(f"{name}.weight")))

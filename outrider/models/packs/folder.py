@@ -9,7 +9,6 @@ Only models that the native step runs have packs. A pack is read as a `Program`,
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -21,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -31,16 +30,14 @@ from outrider.kernels import cpu as native
 from outrider.kernels.border import as_array
 from outrider.models import checkpoint
 from outrider.models.checkpoint import LoadRequest, ReadModel
+from outrider.models.config import config_of
 from outrider.models.files import gguf_files
 from outrider.models.gguf import reader
 from outrider.models.native import families
 from outrider.models.native.model import stored
 from outrider.models.native.program import Program
 from outrider.models.native.weights import expert_names
-from outrider.models.tokenizer import FILE, FastTokenizer, Lazy, tokenizer_of
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from outrider.models.tokenizer import FILE, FastTokenizer, tokenizer_of
 
 MANIFEST, WEIGHTS, CONFIG = "outrider_pack.json", "packed.safetensors", "config.json"
 LAYOUT = 5  # of the folder; a pack of another layout is made again
@@ -139,10 +136,10 @@ def contents(loaded: ReadModel, program: Program, weights: str, source: str, bes
             matrices[name], parts = part.state()
             tensors |= {f"{name}{_PART}{buffer}": t for buffer, t in parts.items()}
     with TemporaryDirectory() as temporary:
-        loaded.config.save_pretrained(temporary)
         if loaded.tokenizer is not None:
             loaded.tokenizer.save_pretrained(temporary)
         small = {f.name: f.read_bytes() for f in Path(temporary).iterdir() if f.is_file()}
+    small[CONFIG] = json.dumps(loaded.config.to_dict(), indent=1, default=str).encode()
     places = {name: [*stored.tensors] for name, stored in experts.items()}
     summary = Manifest(source, weights, loaded.end_ids, made_by(), matrices, {}, program.facts, places)
     return PackContents(summary, tensors, small)
@@ -191,7 +188,7 @@ def read(folder: Path, request: LoadRequest) -> ReadModel:
     checkpoint.fits(request.name, checkpoint.Sizes("gguf", 0, disk_bytes(folder)), None, request.device)
     try:
         settings = read_settings(folder / CONFIG)
-        config: Any = Lazy(functools.partial(_config, folder / CONFIG, settings))
+        config = config_of(settings)
         matrices, tensors, tokenizer = _read_parts(folder, pack, request.tokenizer)
         checkpoint.check_numbers(folder / CONFIG, settings, {n: part.shape for n, part in (matrices | tensors).items()})
         model = stored(pack.native, matrices | tensors | _experts_of(pack, request))
@@ -204,18 +201,7 @@ def read(folder: Path, request: LoadRequest) -> ReadModel:
         raise
     except Exception as error:  # transformers, and files that are not what they were, raise many kinds of errors
         raise BadPack(f"{folder} cannot be read ({error!r})") from error
-    return ReadModel(model, tokenizer, pack.weights, pack.end_ids, config, packed=True)
-
-
-def _config(file: Path, given: dict[str, Any]) -> PretrainedConfig:
-    from transformers import CONFIG_MAPPING
-
-    try:
-        config = CONFIG_MAPPING[given["model_type"]].from_dict(given)
-    except Exception as error:  # each architecture checks its settings in its own way
-        raise BadPack(f"{file} makes no configuration ({error!r})") from error
-    config._attn_implementation = None  # see `pretrained.read_config`
-    return config
+    return ReadModel(model, tokenizer, pack.weights, pack.end_ids, config)
 
 
 def _read_parts(

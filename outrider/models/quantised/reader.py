@@ -26,9 +26,9 @@ from outrider.kernels.blocks import Blocks
 from outrider.models import checkpoint
 from outrider.models.checkpoint import Sizes, StoredTensor, UnsupportedModel
 from outrider.models.dtypes import dtype_name
-from outrider.models.hf.experts import give_expert_blocks_, is_mixture
+from outrider.models.hf.experts import is_mixture
+from outrider.models.hf.matrices import EXPERTS, give_matrix_
 from outrider.models.hf.powers import ExactPowers
-from outrider.models.matrix import give_matrix_
 from outrider.models.quantised.formats import FORMATS, Format, QuantisedWeight, joined, mxfp4
 
 # Scales of the cache of keys and values, and of activations: our own cache and kernels do not use them.
@@ -283,7 +283,7 @@ def _build(
             give_matrix_(module, held.pop(module.weight.data_ptr())[2])
     for name, blocks in experts.items():
         path, _, parameter = name.rpartition(".")
-        give_expert_blocks_(raw.get_submodule(path), parameter, [(b,) for b in blocks])
+        raw.get_submodule(path).__dict__.setdefault(EXPERTS, {})[parameter] = blocks
     with suppress(OSError):  # without one, the class's own stays
         raw.generation_config = GenerationConfig.from_pretrained(stored.folder)
     if grown and keep and not held:

@@ -12,7 +12,9 @@ from architectures import tiny
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 from outrider.kernels import cpu as native
-from outrider.models import checked
+from outrider.models.config import config_of
+from outrider.models.hf import checked
+from outrider.models.hf import model as hf
 from outrider.models.load import load
 from outrider.models.native.families import family, family_of
 from outrider.models.native.model import NativeModel, supports
@@ -45,6 +47,10 @@ def wrong(request: pytest.FixtureRequest) -> Iterator[str]:
     family(GRANITE)(right)
 
 
+def differs(model: Any) -> str | None:
+    return checked.differs(config_of(model.config.to_dict()))
+
+
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -55,18 +61,23 @@ def test_a_family_that_misreads_a_setting_does_not_serve(wrong: str, tmp_path: P
     tiny("granite", num_hidden_layers=3).save_pretrained(folder)
     with warnings.catch_warnings(record=True):  # it is said once in a process
         assert not isinstance(load(str(folder), device="cpu").model, NativeModel)
-    assert "does not compute what transformers does" in str(checked.differs(tiny("granite", num_hidden_layers=3)))
+    assert "does not compute what transformers does" in str(differs(tiny("granite", num_hidden_layers=3)))
 
 
 def test_it_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = tiny("gemma2"), list[Any]()
-    monkeypatch.setattr(checked, "HFModel", lambda *given, **more: asked.append(given) or HF(*given, **more))
-    assert checked.differs(model) is None
-    assert checked.differs(model) is None
+    monkeypatch.setattr(hf, "HFModel", lambda *given, **more: asked.append(given) or HF(*given, **more))
+    assert differs(model) is None
+    assert differs(model) is None
     assert len(asked) == 1
 
 
-HF = checked.HFModel
+HF = hf.HFModel
+
+
+def test_it_is_left_out_where_transformers_is_not_installed(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    monkeypatch.setattr(checked, "find_spec", lambda name: None)
+    assert differs(tiny("granite", num_hidden_layers=3)) is None
 
 
 _THREE = ["sliding_attention", "sliding_attention", "full_attention"]
@@ -82,20 +93,20 @@ _THREE = ["sliding_attention", "sliding_attention", "full_attention"]
     ],
 )
 def test_the_small_model_has_a_layer_of_each_kind(kind: str, changes: dict[str, Any], layers: int) -> None:
-    small = checked.smaller(tiny(kind, **changes).config)
+    small = checked.smaller(config_of(tiny(kind, **changes).config.to_dict()))
     assert small.num_hidden_layers == layers
     assert small.vocab_size <= 64
     assert small.intermediate_size <= 64
     assert small.hidden_size == 32
     if kind == "gemma4_text":
         assert small.num_kv_shared_layers == layers // 2
-        assert checked.differs(tiny(kind, global_head_dim=16, **changes)) is None
+        assert differs(tiny(kind, global_head_dim=16, **changes)) is None
 
 
 @pytest.mark.parametrize("config", [DeepseekV3Config(), Qwen3MoeConfig(num_experts=128)])
 def test_the_small_model_of_a_mixture_is_small(config: Any) -> None:
     """DeepSeek-V3 has 671 billion weights. Its groups of experts stay."""
-    model = skeleton(checked.smaller(config))
+    model = skeleton(type(config).from_dict(checked.smaller(config_of(config.to_dict())).to_dict()))
     assert sum(p.numel() for p in model.parameters()) < 1e8
     assert supports(model) is None
 
@@ -106,6 +117,6 @@ def test_a_small_model_of_groups_agrees() -> None:
         num_attention_heads=16, num_key_value_heads=16, n_routed_experts=64, kv_lora_rank=16, q_lora_rank=16,
         qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
     )  # fmt: skip
-    small = checked.smaller(config)
+    small = checked.smaller(config_of(config.to_dict()))
     assert (small.n_routed_experts, small.num_hidden_layers, small.num_attention_heads) == (32, 2, 8)
-    assert checked.differs(AutoModelForCausalLM.from_config(config)) is None
+    assert differs(AutoModelForCausalLM.from_config(config)) is None

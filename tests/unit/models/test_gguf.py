@@ -158,7 +158,7 @@ def test_int8_and_bfloat16_of_a_file_are_those_of_its_values(kind: str, tmp_path
     raw, file = tiny(kind, **_SHAPE), tmp_path / "model.gguf"
     write_gguf(raw, file, "Q5_1")
     models = load(file).model, load(file, dtype="float32").model
-    assert [getattr(model, "tolerance", None) for model in models] == ([0.25, 5e-4] if kind == "olmo" else [None] * 2)
+    assert [getattr(model, "tolerance", None) for model in models] == [5e-4 if kind == "olmo" else None] * 2
     raw.save_pretrained(tmp_path / "folder")
     [ids] = prompts(9)
     for options in ({"quantization": "int8"}, {"quantization": "int4"}, {"dtype": "bfloat16"}):
@@ -211,8 +211,6 @@ def test_a_tied_embedding_is_packed_once_and_nothing_of_the_file_stays_mapped(tm
         assert str(file) not in Path("/proc/self/maps").read_text()
         if kind == "llama":
             assert (model.program.table is model.program.head) == tied
-        else:
-            assert model.model.model.embed_tokens.matrix is model.model.lm_head.matrix
 
 
 def test_a_draft_model_in_a_file_keeps_the_text(tmp_path: Path) -> None:

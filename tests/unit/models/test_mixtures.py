@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from outrider.kernels import cpu as native
-from outrider.models import pretrained
+from outrider.models import load as loading
 from outrider.models.hf.experts import NAME, mixtures
 from outrider.models.hf.linear import BatchInvariantOps
 from outrider.models.hf.model import HFModel
 from outrider.models.load import load
+from outrider.models.native.program import NotNative
 
 CHOSEN = 2  # experts of a token
 
@@ -68,7 +69,10 @@ def test_any_routing_company(name: str, weights: str) -> None:
 @pytest.mark.skipif(not native.available(), reason=str(native.why()))
 @pytest.mark.parametrize("kind", ["gptq", "mxfp4"])
 def test_any_routing_company_of_quantised_experts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretrained, "supports", lambda model: "a test")
+    def refuse(*_: object) -> None:
+        raise NotNative("a test")
+
+    monkeypatch.setattr(loading, "outlined", refuse)
     sizes = {"moe_intermediate_size": made.SIZE, "head_dim": 16}
     stored = made.mxfp4(tmp_path) if kind == "mxfp4" else made.gptq(tmp_path, name="qwen3_moe", **sizes)
     model: Any = load(stored.save()).model

@@ -112,15 +112,6 @@ def test_rounded_keys_and_values_are_close_and_the_same_as_on_the_general_path(n
     assert torch.equal(mixed, got)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_own_frees_the_originals(tied: bool) -> None:
-    theirs = build("llama" if tied else "qwen3")
-    kept = NativeModel(theirs).forward(Nodes(TEXT, NativeModel(theirs).new_cache(1, 512), [0])).logits
-    ours = NativeModel(theirs, own=True)
-    assert sum(m.weight.numel() for m in theirs.modules() if isinstance(m, torch.nn.Linear)) == 0
-    assert torch.equal(ours.forward(Nodes(TEXT, ours.new_cache(1, 512), [0])).logits, kept)
-
-
 @pytest.mark.parametrize(
     ("weights", "kv_cache_dtype", "ids"),
     [*(("auto", kept, None) for kept in KV_CACHE_DTYPES), *((w, "auto", SOME) for w in ("float32", "int8", "int4"))],

@@ -16,12 +16,13 @@ from torch import nn
 
 from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
-from outrider.models import pretrained
+from outrider.models import load as loading
 from outrider.models.checkpoint import UnsupportedModel
+from outrider.models.hf.matrices import matrix_of
 from outrider.models.hf.model import HFModel
 from outrider.models.load import load, modules
-from outrider.models.matrix import matrix_of
 from outrider.models.native.model import NativeModel
+from outrider.models.native.program import NotNative
 from outrider.models.nodes import Nodes
 from outrider.models.quantised.formats import QuantisedWeight
 
@@ -200,20 +201,25 @@ def test_scales_that_no_block_format_has_are_not_rounded() -> None:
     assert QuantisedWeight(values[:, :31], torch.tensor([[0.125], [0.25]]), group[:31]).blocks() is None
 
 
+def refuse(*_: object) -> None:
+    """Nothing runs natively."""
+    raise NotNative("a test")
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 def test_experts_that_are_stored_one_by_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits are those of the same values in float32, up to the rounding of activations."""
     sizes = {"moe_intermediate_size": made.SIZE, "head_dim": 16} if name == "qwen3_moe" else {}
     stored = made.gptq(tmp_path, name=name, **sizes)
     _assert_the_same_function(stored)
-    monkeypatch.setattr(pretrained, "supports", lambda model: "a test")
+    monkeypatch.setattr(loading, "outlined", refuse)
     _assert_the_same_function(stored)
 
 
 def test_experts_of_gpt_oss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = made.mxfp4(tmp_path)
     _assert_the_same_function(stored)
-    monkeypatch.setattr(pretrained, "supports", lambda model: "a test")
+    monkeypatch.setattr(loading, "outlined", refuse)
     _assert_the_same_function(stored)
     if native.available():
         model: Any = load(stored.folder).model

@@ -17,9 +17,7 @@ from outrider.kernels import cpu as native
 from outrider.kernels.cpu import Packed
 from outrider.models import load as loading
 from outrider.models.gguf.reader import read
-from outrider.models.hf.model import HFModel
 from outrider.models.load import load, pack
-from outrider.models.matrix import STORED
 from outrider.models.native.model import NativeModel
 from outrider.models.nodes import Nodes
 from outrider.models.packs import store
@@ -135,12 +133,6 @@ def test_other_precisions_are_packed_at_once_and_kept(tmp_path: Path) -> None:
         found.append(logits(model, IDS))
         store.wait()
     assert torch.equal(*found)
-
-
-def test_transformers_code_packs_them_at_once(tmp_path: Path) -> None:
-    raw = loading.modules(load(written(tmp_path)))
-    HFModel(raw, weights="gguf", own=True)
-    assert not [m for m in raw.modules() if STORED in m.__dict__], "a pack would leave them out"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

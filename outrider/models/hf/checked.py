@@ -1,27 +1,31 @@
 """Whether a family's program means what a configuration says: a small model of the same settings gives the same logits both ways.
 
 The small model has the first layers of the real one, random weights, and fewer tokens and experts. So the check depends on the
-settings alone. It is made once for a configuration and is then remembered in the user's cache.
+settings alone. It is made once for a configuration and is then remembered in the user's cache. Where torch and transformers are
+not installed it is not made. They are imported only to make it.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import json
 from contextlib import suppress
-from typing import Any
-
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from outrider.core.files import cache_folder, write_whole
 from outrider.core.tree import tree
+from outrider.models import precision_gate
 from outrider.models.base import FINAL_NORM, LanguageModel
-from outrider.models.hf.model import HFModel
-from outrider.models.hf.powers import ExactPowers
+from outrider.models.config import Config
 from outrider.models.native.families import digest
 from outrider.models.native.model import NativeModel, supports
 from outrider.models.nodes import Nodes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
 
 _CLOSE = 1e-3  # of the largest number; rounding is a thousand times smaller, and a wrong setting larger
 # Sizes that are made smaller: they say how much there is, not what is done with it.
@@ -35,20 +39,22 @@ _HEADS = 8  # of a model whose heads share a latent
 _TEXT = 12  # tokens before the tree
 
 
-def differs(model: PreTrainedModel) -> str | None:
+def differs(config: Config) -> str | None:
     """Why the native step must not run a model that it could run; None if it gives what transformers gives."""
-    config = smaller(model.config.get_text_config())
-    key = hashlib.sha256(f"{digest()}{type(model).__name__}{config.to_json_string()}".encode()).hexdigest()[:24]
+    small = smaller(config)
+    key = hashlib.sha256(f"{digest()}{config.kind}{json.dumps(small.to_dict())}".encode()).hexdigest()[:24]
     file = cache_folder() / "checked" / key
     with suppress(OSError):
         return file.read_text(encoding="utf-8") or None
-    reason = _difference(config)
+    if find_spec("torch") is None or find_spec("transformers") is None:
+        return None
+    reason = _difference(small)
     with suppress(OSError):
         write_whole(file, reason or "")
     return reason
 
 
-def smaller(config: Any) -> Any:
+def smaller(config: Config) -> Config:
     """The configuration of the small model: as many layers as it takes to have one of each kind, and two at least."""
     small, layers = copy.deepcopy(config), config.num_hidden_layers
     if getattr(small, "first_k_dense_replace", 0) > 1:
@@ -80,7 +86,10 @@ def _count(config: Any, name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _difference(config: Any) -> str | None:
+@precision_gate.making()
+def _difference(config: Config) -> str | None:
+    from outrider.models.hf.model import HFModel
+
     if (model := _random(config)) is None or supports(model) is not None:
         return None
     ours, theirs = _shown(NativeModel(model, "float32")), _shown(HFModel(model, weights="float32", own=True))
@@ -93,13 +102,19 @@ def _difference(config: Any) -> str | None:
     )
 
 
-def _random(config: Any) -> PreTrainedModel | None:
+def _random(config: Config) -> PreTrainedModel | None:
     """A model with random weights; None if transformers makes none of these settings."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    from outrider.models.hf.powers import ExactPowers
+
     state = torch.random.get_rng_state()
     torch.manual_seed(0)
     try:
         with ExactPowers():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            settings = CONFIG_MAPPING[config.model_type].from_dict(config.to_dict())
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(settings, dtype=torch.float32).eval()
     except Exception:  # each architecture checks its settings in its own way
         return None
     else:
@@ -110,8 +125,10 @@ def _random(config: Any) -> PreTrainedModel | None:
         torch.random.set_rng_state(state)
 
 
-def _shown(model: LanguageModel) -> torch.Tensor:
+def _shown(model: LanguageModel) -> Tensor:
     """Logits and states of a text, and of two trees of four nodes after it."""
+    import torch
+
     cache, parts = model.new_cache(2, 64), []
     text = torch.arange(2 * _TEXT).view(2, _TEXT) * 7 % model.vocab_size
     trees = tree([[(5, -1), (9, 0), (11, 0), (3, 2)], [(2, -1), (13, 0), (8, 1), (1, 2)]])

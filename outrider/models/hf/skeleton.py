@@ -1,0 +1,101 @@
+"""Makes modules of transformers of the tensors of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from outrider.kernels.blocks import Blocks
+from outrider.kernels.border import as_tensor
+from outrider.models.config import Config
+from outrider.models.hf.experts import is_mixture
+from outrider.models.hf.powers import ExactPowers
+from outrider.models.matrix import dense
+from outrider.models.native.weights import Tensors
+
+
+def module_of(tensors: Tensors, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """The model. Blocks become values of this dtype, and floats stay as they are stored.
+
+    config: of transformers, or of a model that runs natively. Raises what `Tensors` raise, and ValueError for other shapes.
+    """
+    if isinstance(config, Config):
+        config = CONFIG_MAPPING[config.model_type].from_dict(config.to_dict())
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _compute_buffers_(model)
+    inputs: Any = model.get_input_embeddings()
+    outputs: Any = model.get_output_embeddings()
+    tied = outputs if config.tie_word_embeddings else None
+    for path, module in model.named_modules():
+        if is_mixture(module):
+            _give_experts_(module, tensors, path, dtype)
+            continue
+        for kind, wanted in [*module._parameters.items(), *module._buffers.items()]:
+            name = f"{path}.{kind}"
+            if wanted is None or (module is tied and kind == "weight"):
+                continue
+            if tensors.has(name):
+                _give_(module, kind, _shaped(name, _values(tensors.get(name), dtype), wanted.shape))
+            elif kind == "bias":
+                module.register_parameter(kind, None)
+            elif wanted.is_meta:
+                tensors.get(name)  # raises the error that says what is missing
+    if tied is not None:
+        tied.weight = inputs.weight
+    tensors.check(False)
+    return model.eval()
+
+
+def _values(matrix: Any, dtype: torch.dtype) -> Tensor:
+    return as_tensor(dense(matrix)).to(dtype) if isinstance(matrix, Blocks) else as_tensor(np.ascontiguousarray(matrix))
+
+
+def _shaped(name: str, values: Tensor, wanted: torch.Size) -> Tensor:
+    if [n for n in values.shape if n > 1] != [n for n in wanted if n > 1]:
+        raise ValueError(
+            f"tensor {name} has shape {[*values.shape]}, and the configuration asks for {[*wanted]}; the model is not consistent"
+        )
+    return values.reshape(wanted)
+
+
+def _give_(module: nn.Module, kind: str, values: Tensor) -> None:
+    if kind in module._buffers:
+        module._buffers[kind] = values
+    else:
+        setattr(module, kind, nn.Parameter(values, requires_grad=False))
+
+
+def _compute_buffers_(model: PreTrainedModel) -> None:
+    """Compute what no checkpoint has: rotary frequencies and factors of embeddings."""
+    for module in model.modules():
+        if any(b is not None and b.is_meta for b in module._buffers.values()):
+            module._buffers = {
+                n: None if b is None else torch.empty_like(b, device="cpu") for n, b in module._buffers.items()
+            }
+            with ExactPowers():
+                model._init_weights(module)
+    model._init_weights(model.base_model)  # of Falcon-H1, which fills buffers of its layers
+
+
+def _give_experts_(module: Any, tensors: Tensors, path: str, dtype: torch.dtype) -> None:
+    """The rows of gate and up follow one another, or alternate where the matrices are transposed."""
+    names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+    parts: dict[str, list[Tensor]] = {name: [] for name in (*names, *(f"{n}_bias" for n in names if module.has_bias))}
+    for expert in tensors.experts(path):
+        both = zip(names, (expert.up, (expert.down,)), (expert.up_biases, (expert.down_bias,)), strict=True)
+        for name, matrices, biases in both:
+            whole = _joined(module, [_values(matrix, dtype) for matrix in matrices])
+            parts[name].append(whole.mT if module.is_transposed else whole)
+            if module.has_bias:
+                parts[f"{name}_bias"].append(_joined(module, [as_tensor(bias) for bias in biases or ()]))
+    for name, each in parts.items():
+        _give_(module, name, _shaped(f"{path}.{name}", torch.stack(each), getattr(module, name).shape))
+
+
+def _joined(module: Any, parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts, 1).flatten(0, 1) if module.is_transposed else torch.cat(parts)
