@@ -93,7 +93,7 @@ class EngineSubject(Subject):
         promise = VERIFIERS[self.config.verifier].guarantee if target.batch_invariant else Guarantee.EXACT_DISTRIBUTION
         self.exact_tokens = promise is Guarantee.EXACT_TOKENS
         about = machine()
-        self.versions = {name: about[name] for name in ("torch", "transformers", "outrider")}
+        self.versions = {name: about[name] for name in ("torch", "transformers", "outrider") if name in about}
         name = public_name(self.loaded.name)
         self.name = f"outrider, {name} ({self.loaded.weights}), {self.config.method}, {self.config.verifier}"
         self.properties = {

@@ -124,7 +124,9 @@ def _rewrite(file: Path, model: str | None) -> int:
         llm = LLM(name, max_model_len=recorded.max_length, max_num_seqs=1, **_precision(recorded))
     here = {key: str(fact) for key, fact in machine().items()}
     moved = [
-        f"{key} {recorded.machine[key]}, here {here[key]}" for key in here if here[key] != recorded.machine.get(key)
+        f"{key} {recorded.machine[key]}, here {here[key]}"
+        for key in here
+        if here[key] != recorded.machine.get(key, here[key])
     ]
     if moved:
         say(f"recorded on another machine: {'; '.join(moved)}")

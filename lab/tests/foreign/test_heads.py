@@ -22,7 +22,7 @@ from transformers import LlamaForCausalLM
 
 from outrider.drafters.heads.block import BlockConfig
 from outrider.drafters.heads.eagle import EagleConfig
-from outrider_lab.heads.modules import BlockModule, Eagle, config_for
+from outrider_lab.heads.modules import BlockModule, Eagle, config_for, floats
 from outrider_lab.heads.writers import write_block, write_eagle
 from outrider_lab.train.methods import unrolled
 
@@ -106,7 +106,7 @@ def test_speculators_reads_an_eagle_head_and_gives_its_logits(
 ) -> None:
     speculators = pytest.importorskip("speculators")
     head, (tokens, features) = eagle(target, **VARIANTS[name]), text
-    write_eagle(tmp_path, head.weights(embedding=True), dtype=torch.float32)
+    write_eagle(tmp_path, head.weights(embedding=True), dtype="float32")
     config = speculators.SpeculatorModelConfig.from_pretrained(tmp_path)
     config.transformer_layer_config._attn_implementation = "eager"
     theirs, logits = speculators.SpeculatorModel.from_pretrained(tmp_path, config=config).eval(), list[Tensor]()
@@ -131,7 +131,7 @@ def test_speculators_reads_a_block_drafter_and_gives_its_numbers(
 ) -> None:
     speculators = pytest.importorskip("speculators")
     made, (tokens, features) = block(target, rank, ids), text
-    write_block(tmp_path, made.weights(), dtype=torch.float32)
+    write_block(tmp_path, made.weights(), dtype="float32")
     config = speculators.SpeculatorModelConfig.from_pretrained(tmp_path)
     config.transformer_layer_config._attn_implementation = "eager"
     theirs = speculators.SpeculatorModel.from_pretrained(tmp_path, config=config).eval()
@@ -174,7 +174,9 @@ def test_transformers_runs_a_dflash_drafter(target: LlamaForCausalLM, text: tupl
     )  # fmt: skip
     theirs = transformers.MuseGlimmerAssistantModel(config).eval()
     names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
-    found = theirs.load_state_dict({names.get(n, n): t for n, t in made.weights().tensors.items()}, strict=False)
+    found = theirs.load_state_dict(
+        {names.get(n, n): floats(t) for n, t in made.weights().tensors.items()}, strict=False
+    )
     assert not found.missing_keys
     assert not found.unexpected_keys
     got = theirs(
@@ -210,7 +212,7 @@ def test_z_labs_code_runs_a_dflash_drafter(target: LlamaForCausalLM, text: tuple
     made, (tokens, features), p = block(target, 0, torch.arange(VOCAB)), text, 13
     ids = {"target_layer_ids": [i - 1 for i in IDS], "mask_token_id": VOCAB - 1}
     theirs = module["DFlashDraftModel"](qwen(made, num_target_layers=8, dflash_config=ids)).eval()
-    found = theirs.load_state_dict(made.weights().tensors, strict=False)
+    found = theirs.load_state_dict({n: floats(t) for n, t in made.weights().tensors.items()}, strict=False)
     assert not found.missing_keys
     assert not found.unexpected_keys
     got = theirs(
@@ -233,7 +235,7 @@ def test_deepspecs_code_runs_a_dspark_drafter(target: LlamaForCausalLM, text: tu
     )  # fmt: skip
     theirs = Qwen3DSparkModel(config).eval()
     tables = {"embed_tokens.weight": made.embed_tokens.weight, "lm_head.weight": made.lm_head.weight}
-    found = theirs.load_state_dict(made.weights().tensors | tables, strict=False)
+    found = theirs.load_state_dict({n: floats(t) for n, t in made.weights().tensors.items()} | tables, strict=False)
     assert not found.missing_keys
     hidden = theirs._forward_backbone(
         position_ids=torch.arange(p + 5)[None],

@@ -18,13 +18,13 @@ from outrider.core.types import Array, Commit
 from outrider.drafters.base import DraftContext
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.config import Field, HeadShape, default_taps
-from outrider.drafters.heads.features import HELD, FeatureCache, NativePairs, PairModel, padded
+from outrider.drafters.heads.features import HELD, FeatureCache, NativePairs, PairModel
 from outrider.drafters.heads.files import EAGLE1, EAGLE3, PEAGLE, HeadFolder, settings_named
 from outrider.drafters.heads.lattice import Lattice
 from outrider.drafters.heads.layers import precision_of
 from outrider.drafters.heads.reading import OUTPUT, HeadReader, HeadWeights, layer_shapes, log
 from outrider.drafters.heads.selftest import DEPTH, DraftHits, head_drafter, parallel_survival
-from outrider.drafters.model.cached import CachedLevels, Feed
+from outrider.drafters.model.cached import CachedLevels, Feed, padded
 from outrider.drafters.model.confidence import FOR_HEADS
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.kernels import cpu as native
@@ -289,16 +289,16 @@ class Pairs(CachedLevels):
 
     def forward(self, nodes: Nodes, features: Array | None, want: Want) -> Array:
         if features is not None:
-            logits, g = self.model.forward(nodes, as_array(features), want=want)
+            logits, g = self.model.forward(nodes, features, want=want)
             self._fed_back |= zip(nodes.slots, g, strict=True)
-            return as_tensor(logits)
+            return logits
         assert nodes.parents is not None
         above = np.maximum(as_array(nodes.parents)[:, nodes.held :], 0)
         fed_back = [self._fed_back[slot] for slot in nodes.slots]
         logits, g = self.model.forward(nodes, g=np.stack([k[up] for k, up in zip(fed_back, above, strict=True)]))
         for slot, before, new in zip(nodes.slots, fed_back, g, strict=True):
             self._fed_back[slot] = np.concatenate([before, new])
-        return as_tensor(logits)
+        return logits
 
     def update(self, context: DraftContext, commits: Sequence[Commit]) -> None:
         """Of a draft the root's pair alone is kept: it was read from the target's features."""
@@ -386,10 +386,10 @@ def survival(drafter: TreeDrafter[Pairs], text: Sequence[int], features: Array, 
         tokens = np.array([text[1 + depth : 1 + depth + count]])
         if depth:
             parents = np.concatenate([parents, np.arange(count) + (depth - 1) * count])
-        nodes = Nodes(as_tensor(tokens), cache, [0], as_tensor(parents[None]))
-        logits, g = model.forward(nodes, g=g) if depth else model.forward(nodes, as_array(features)[None, :count])
+        nodes = Nodes(tokens, cache, [0], parents[None])
+        logits, g = model.forward(nodes, g=g) if depth else model.forward(nodes, features[None, :count])
         best = logits[0].argmax(-1)
-        best = best if model.subset is None else as_array(model.subset.ids)[best]
+        best = best if model.subset is None else model.subset.ids[best]
         alive &= best == right[1 + depth : 1 + depth + count]
         hits.append(float(alive.mean()))
     return tuple(hits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,7 +35,6 @@ class PairModel:
     """What reads pairs of a token and a state: a head of the EAGLE family, or an MTP layer. Write `forward`."""
 
     taps: tuple[int, ...]  # layers of the target whose states are read
-    device: Any = "cpu"
     vocab_size: int  # tokens of the target
     max_length: int  # tokens of the longest text
     weight_bytes: int  # bytes of weights that a forward of one pair reads
@@ -99,14 +98,6 @@ class NativePairs(PairModel):
 def last_nodes(nodes: Nodes, count: int) -> tuple[Array, Array]:
     """(sequence, node) of the last `count` nodes of each sequence, for indexing [batch, node, ...]."""
     return np.arange(len(nodes.slots))[:, None], np.array(nodes.last)[:, None] + np.arange(1 - count, 1)
-
-
-def padded(rows: Sequence[Array]) -> Array:
-    """float32 [row, position, feature]: rows [position, feature], with zeros after the shorter ones."""
-    out = np.zeros((len(rows), max(map(len, rows)), rows[0].shape[1]), np.float32)
-    for to, row in zip(out, rows, strict=True):
-        to[: len(row)] = row
-    return out
 
 
 class Features:

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from outrider.core.sampling import TokenSubset
+from outrider.core.sampling import TokenSubset, largest
 from outrider.core.types import Array
 from outrider.drafters.base import DraftContext, Resources
 from outrider.drafters.heads.features import FeatureCache
 from outrider.drafters.model.confidence import FOR_HEADS
 from outrider.drafters.model.grower import Growth, Level, Levels, Node
-from outrider.kernels.border import as_array, as_tensor
 
 _SHORTLIST = 64  # tokens of a depth whose bias is computed
 
@@ -37,7 +36,6 @@ class Lattice(Levels):
 
     first_order = False
     scale = FOR_HEADS
-    device: Any = "cpu"
     model: Any
     features: FeatureCache
 
@@ -119,11 +117,7 @@ class Lattice(Levels):
         sharing = {nodes[0]: nodes for nodes in alike.values()}
         if self.first_order:
             return [self._after(context, grown, b, sharing, level) for b in dict.fromkeys(b for b, _ in sharing)]
-        return [
-            Level(
-                [*sharing], as_tensor(self._levels[[self._lines[b] for b, _ in sharing], level]), self.subset, sharing
-            )
-        ]
+        return [Level([*sharing], self._levels[[self._lines[b] for b, _ in sharing], level], self.subset, sharing)]
 
     def _after(
         self, context: DraftContext, grown: Mapping[int, Growth], b: int, sharing: Mapping[Node, list[Node]], level: int
@@ -137,7 +131,7 @@ class Lattice(Levels):
         tokens = [grown[b].tokens[n] for _, n in nodes]
         after = [self.given_token(line, level, token, logits, places) for token in tokens]
         sure = {node: self.log_confidence(line, level, token) for node, token in zip(nodes, tokens, strict=True)}
-        return Level(nodes, as_tensor(np.stack([row for row, _ in after])), after[0][1], sharing, sure)
+        return Level(nodes, np.stack([row for row, _ in after]), after[0][1], sharing, sure)
 
     def given_token(
         self, line: int, level: int, token: int, logits: Array, places: Array | None
@@ -145,7 +139,7 @@ class Lattice(Levels):
         """The logits of a level after a token, and their tokens. places: the columns to look at; None for all."""
         subset = self.subset
         if places is not None:
-            subset = TokenSubset(as_tensor(places) if subset is None else subset.ids[places], self.vocab_size)
+            subset = TokenSubset(places if subset is None else subset.ids[places], self.vocab_size)
             logits = logits[places]
         return self.after_token(line, level, token, logits, places), subset
 
@@ -158,10 +152,10 @@ class Lattice(Levels):
             noise = context.noise.select([b]).gumbel(
                 context.stream, context.positions[[b]] + level, self.vocab_size, ids
             )
-            keys = logits / params.temperature + as_array(noise)[0]
+            keys = logits / params.temperature + noise[0]
         return largest_places(keys, _SHORTLIST)
 
 
 def largest_places(row: Array, count: int) -> Array:
     """int64, ascending: the places of the largest numbers of float32 [n], at most `count`."""
-    return np.sort((-row).argsort(kind="stable")[:count])
+    return np.sort(largest(row[None], min(count, len(row)))[0][0])

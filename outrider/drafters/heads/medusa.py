@@ -112,7 +112,7 @@ class MedusaLattice(Lattice):
     taps = (FINAL_NORM,)
 
     def __init__(self, head: MedusaWeights, target: LanguageModel, quantization: str = "auto") -> None:
-        subset = None if head.token_ids is None else TokenSubset(as_tensor(head.token_ids), head.vocab_size)
+        subset = None if head.token_ids is None else TokenSubset(head.token_ids, head.vocab_size)
         super().__init__(head.vocab_size, len(head.blocks), subset)
         self.model = MedusaModel(head, target, quantization)
         self._states: dict[int, tuple[int, Array]] = {}  # slot -> (position, hidden [hidden])

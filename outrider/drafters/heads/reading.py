@@ -53,7 +53,7 @@ class HeadWeights(Generic[Config]):
     def subset(self) -> TokenSubset | None:
         """The draft vocabulary; None if it is the whole one."""
         whole = self.config.vocab_size
-        return None if len(self.token_ids) == whole else TokenSubset(as_tensor(self.token_ids), whole)
+        return None if len(self.token_ids) == whole else TokenSubset(self.token_ids, whole)
 
 
 class HeadReader:

@@ -22,7 +22,7 @@ from outrider.drafters.heads.files import TARGET_DIGEST, HeadFolder, head_of, ta
 from outrider.drafters.heads.lattice import Lattice
 from outrider.drafters.heads.reading import Config, HeadWeights, log
 from outrider.drafters.model.grower import Levels, TreeDrafter
-from outrider.kernels.border import as_array, as_tensor
+from outrider.kernels.border import as_array
 from outrider.models.base import FINAL_NORM, LanguageModel
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
@@ -138,7 +138,7 @@ def examine(
     ids = ids[: min(POSITIONS + DEPTH + 1, longest, target.model.max_length)]
     taps = tuple(dict.fromkeys(t for some in (own.taps, *(taps for _, taps, _ in others)) for t in some))
     cache = target.model.new_cache(1, len(ids))
-    out = target.model.forward(Nodes(as_tensor(np.array([ids])), cache, [0]), taps=taps)
+    out = target.model.forward(Nodes(np.array([ids]), cache, [0]), taps=taps)
     assert out.features is not None
     columns = as_array(out.features)[0].reshape(len(ids), len(taps), -1)
     right = as_array(out.logits)[0].argmax(-1).tolist()

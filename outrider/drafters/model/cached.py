@@ -62,10 +62,9 @@ class CachedLevels(Levels):
         each root. feeds: of `unread`. forward: `self.forward`, or one with other logits."""
         tokens, parents = chain([ids for ids, _ in feeds])
         features = [np.asarray(some) for _, some in feeds if some is not None]
-        padded = np.zeros((len(feeds), tokens.shape[1], features[0].shape[1]), np.float32) if features else None
-        for line, some in enumerate(features):
-            padded[line, : len(some)] = some
-        logits = forward(Nodes(tokens, self.cache, slots, parents), padded, "last")[:, 0]
+        logits = forward(Nodes(tokens, self.cache, slots, parents), padded(features) if features else None, "last")[
+            :, 0
+        ]
         for slot, (ids, _) in zip(slots, feeds, strict=True):
             self.ingested(slot, len(ids))
         return logits
@@ -126,3 +125,11 @@ class CachedLevels(Levels):
 
     def resources(self) -> Resources:
         return Resources(self.model, self.cache)
+
+
+def padded(rows: Sequence[Array]) -> Array:
+    """float32 [row, position, feature]: rows [position, feature], with zeros after the shorter ones."""
+    out = np.zeros((len(rows), max(map(len, rows)), rows[0].shape[1]), np.float32)
+    for to, row in zip(out, rows, strict=True):
+        to[: len(row)] = row
+    return out

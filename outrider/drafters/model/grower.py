@@ -334,8 +334,6 @@ class TreeDrafter(Generic[Source_co]):
     ) -> Iterator[Offspring]:
         """The children of each node of a part of a level."""
         at, logits, subset = part.nodes, np.asarray(part.logits), part.subset
-        if subset is not None:
-            subset = TokenSubset(np.asarray(subset.ids), subset.vocab_size)
         entries, extra = [b for b, _ in at], [grown[b].path(n) for b, n in at]
         warp, noise = context.warp.select(entries), context.noise.select(entries)
         position = context.positions[entries] + level
