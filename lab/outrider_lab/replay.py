@@ -287,7 +287,7 @@ def explain(verifier: Verifier, target: LogitsDistribution, step: Step, seed: in
         number: Of the step, which the noise is keyed by.
     """
     judged = _Judged(target, step.draft, Noise(np.array([seed]), np.array([number])), np.array(step.positions))
-    path = [n for n in step.verdict.path[0].tolist() if n >= 0]
+    path = step.verdict.host[0][0]
     drawn = dict(zip(path, [*(judged.tokens[n] for n in path[1:]), int(step.verdict.token[0])], strict=True))
     evidence = _by_coin(verifier, judged, path) if verifier.explains_by else _by_sample(judged, drawn)
     return [

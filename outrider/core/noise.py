@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 
 import numpy as np
 
@@ -45,23 +44,23 @@ def philox4x32(counter: Sequence[Array], key: Sequence[Array]) -> tuple[Array, .
 
 @dataclass(frozen=True, eq=False)
 class Noise:
-    """The noise of a batch. seed, step: int64 [batch]; the seed is read as 64 unsigned bits."""
+    """The noise of a batch. seed, step: int64 [batch], or lists; the seed is read as 64 unsigned bits."""
 
-    seed: Array
-    step: Array
+    seed: Array | Sequence[int]
+    step: Array | Sequence[int]
 
     def select(self, rows: Sequence[int]) -> Noise:
         """The noise of some of the rows."""
-        return Noise(self.seed[[*rows]], self.step[[*rows]])
+        return Noise(*([each[row] for row in rows] for each in map(_listed, (self.seed, self.step))))
 
     def words(self, stream: Stream, position: Array, n: int) -> Array:
         """int64 [batch, n] of 32-bit words at `position` (int64 [batch])."""
         if 0 < len(self.seed) <= FEW and cpu.available():
             return np.stack([cpu.words(*key, n) for key in self.keys(stream, position)])
-        step = np.zeros_like(self.step) if stream is Stream.TOKEN else self.step
+        seed, step = (np.array(each, np.int64)[:, None] for each in (self.seed, self.step))
         index, at = np.arange((n + 3) // 4)[None], position[:, None] & _MASK
-        counter = np.broadcast_arrays(index, at, np.array(stream.value), step[:, None] & _MASK)
-        key = ((self.seed & _MASK)[:, None], ((self.seed >> 32) & _MASK)[:, None])
+        now = 0 * step if stream is Stream.TOKEN else step & _MASK
+        counter, key = np.broadcast_arrays(index, at, np.array(stream.value), now), (seed & _MASK, (seed >> 32) & _MASK)
         return np.stack(philox4x32(counter, key), -1).reshape(len(self.seed), 4 * index.size)[:, :n].astype(np.int64)
 
     def uniform(self, stream: Stream, position: Array, n: int) -> Array:
@@ -78,13 +77,11 @@ class Noise:
         every = -np.log(-np.log1p(-self.uniform(stream, position, n)))
         return every if ids is None else every[:, ids]
 
-    @cached_property
-    def host(self) -> list[tuple[int, int]]:
-        """(seed, step) of each row, as Python's integers."""
-        return [*zip(self.seed.tolist(), self.step.tolist(), strict=True)]
-
     def keys(self, stream: Stream, position: Array | Sequence[int]) -> list[tuple[int, int, int, int]]:
         """(seed, stream, step, position) of each row, as the native kernels take them."""
-        places: Sequence[int] = position.tolist() if isinstance(position, np.ndarray) else position
-        rows = zip(self.host, places, strict=True)
-        return [(seed, stream.value, 0 if stream is Stream.TOKEN else step, at) for (seed, step), at in rows]
+        rows = zip(*map(_listed, (self.seed, self.step, position)), strict=True)
+        return [(seed, stream.value, 0 if stream is Stream.TOKEN else step, at) for seed, step, at in rows]
+
+
+def _listed(numbers: Array | Sequence[int]) -> Sequence[int]:
+    return numbers.tolist() if isinstance(numbers, np.ndarray) else numbers

@@ -126,6 +126,12 @@ class Verdict:
     accepted: Array
     token: Array
 
+    @cached_property
+    def host(self) -> list[tuple[list[int], int]]:
+        """(accepted nodes from the root down, next token) of each sequence, as lists."""
+        both = zip(self.path.tolist(), self.token.tolist(), strict=True)
+        return [([n for n in path if n >= 0], token) for path, token in both]
+
 
 @dataclass(frozen=True, eq=False)
 class Commit:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
-import torch
+import numpy as np
 
 from outrider.control import Controller, CostModel, Costs, DraftCost, Fixed, Planner
 from outrider.control.costs import assumed, tokens_read
@@ -54,10 +54,9 @@ def conditions() -> dict[str, str]:
     facts = machine()
     return {
         "calibration": REVISION,
-        "threads": str(torch.get_num_threads()),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "threads": str(native.num_threads() if native.available() else "all"),
         "kernels": native.build(),
-        **{name: str(facts[name]) for name in ("outrider", "torch", "cpu", "cores")},
+        **{name: str(facts[name]) for name in ("outrider", "cpu", "cores")},
     }
 
 
@@ -69,6 +68,7 @@ def costs_of(config: SpeculativeConfig, target: Loaded) -> dict[str, str]:
     free = {"controller", "verifier", "prediction", "num_speculative_tokens", "tree_width", "tree_nodes"}
     draft = config.model_dump_json(exclude=free, fallback=str)
     cells = "" if target.kv_cache_dtype == "auto" else f" {target.kv_cache_dtype} keys and values"
+    cells += "" if str(target.model.device) == "cpu" else f" on {target.model.device}"
     return {
         "target": f"{target.source} {target.weights} {fingerprint(target.source)}{cells}",
         "draft": f"{draft} {fingerprint(config.model)} {fingerprint(config.layers)}",
@@ -170,24 +170,23 @@ def measure(
     return CostModel(dict(key), seconds, drafters, _attention(target), dict(Counter(target.windows)))
 
 
-@torch.inference_mode()
 def _attention(target: LanguageModel) -> float:
     """Seconds that each node of a step adds for each token behind it that a layer reads. What these are does not matter."""
-    nodes, taken = torch.tensor([[_token(n, target.vocab_size) for n in range(4)]]), list[float]()
+    nodes, taken = np.array([[_token(n, target.vocab_size) for n in range(4)]]), list[float]()
     length = min(_BEHIND, target.max_length // 2)
-    cache = target.new_cache(1, length + nodes.numel())
+    cache = target.new_cache(1, length + nodes.size)
     for behind in (0, length):
-        cache.reserve([0], behind + nodes.numel())
+        cache.reserve([0], behind + nodes.size)
         for part in (part for layer in cache.layers for part in layer):
-            part.fill_(1)
+            part[...] = 1
         cache.restore(0, behind, cache.snapshot(0))
         times = list[float]()
         for _ in range(3):
             began = perf_counter()
-            target.forward(Nodes(nodes, cache, [0])).logits.sum().item()
+            target.forward(Nodes(nodes, cache, [0]))
             times.append(perf_counter() - began)
         taken.append(min(times))
-    read = tokens_read(Counter(target.windows), length) * nodes.numel()
+    read = tokens_read(Counter(target.windows), length) * nodes.size
     return max(taken[1] - taken[0], 0.0) / read if read else 0.0
 
 

@@ -96,7 +96,7 @@ class Decoder:
         self.sequences: dict[int, Sequence] = {}
         self.waiting: list[Sequence] = []
         self.stepping = threading.RLock()  # two schedulers may share a decoder, but not a step
-        self._batch: tuple[tuple[int, ...], LogitsWarper, list[int], Array] | None = None
+        self._batch: tuple[tuple[int, ...], LogitsWarper, list[int]] | None = None
 
     def limit(self, max_length: int, prefixes: PrefixCache | None) -> None:
         """Before the first sequence: shorten the longest one, and take another prefix cache.
@@ -322,12 +322,8 @@ class Decoder:
         key = tuple(id(sequence.state) for sequence in live)  # the warper keeps them alive: no id is used twice
         if self._batch is None or self._batch[0] != key:
             warp = LogitsWarper([sequence.state for sequence in live])
-            seeds = [signed(sequence.request.seed) for sequence in live]
-            self._batch = key, warp, seeds, np.array(seeds, np.int64)
-        _, warp, seeds, held = self._batch
-        steps = [sequence.steps for sequence in live]
-        noise = Noise(held, np.array(steps, np.int64))
-        noise.__dict__["host"] = [*zip(seeds, steps, strict=True)]  # not read back from the arrays
+            self._batch = key, warp, [signed(sequence.request.seed) for sequence in live]
+        _, warp, seeds = self._batch
         slots, left = [sequence.slot for sequence in live], [sequence.left for sequence in live]
         budgets = zip(self.controller.budgets(slots), left, strict=True)
         return DraftContext(
@@ -335,7 +331,7 @@ class Decoder:
             tokens=[sequence.tokens for sequence in live],
             budgets=[budget.clipped(most - 1) for budget, most in budgets],
             warp=warp,
-            noise=noise,
+            noise=Noise(seeds, [sequence.steps for sequence in live]),
             stream=self.verifier.draft_stream,
             needs_probs=self.verifier.needs_probs,
             prompt_lengths=[len(sequence.prompt) for sequence in live],
@@ -348,10 +344,8 @@ class Decoder:
 
     def _commit(self, live: list[Sequence], draft: Draft, verdict: Verdict, out: Output) -> list[Commit]:
         """Move what was accepted into cache and text, cut at the first thing that ends it."""
-        trees, paths = draft.host, verdict.path.tolist()
-        commits: list[Commit] = []
-        for b, (sequence, path, last) in enumerate(zip(live, paths, verdict.token.tolist(), strict=True)):
-            nodes = [n for n in path if n >= 0]
+        trees, commits = draft.host, list[Commit]()
+        for b, (sequence, (nodes, last)) in enumerate(zip(live, verdict.host, strict=True)):
             new = [*(trees[b][n][0] for n in nodes[1:]), last]
             end = None
             for count, token in enumerate(new, 1):

@@ -204,6 +204,8 @@ class Scheduler:
 
     def _end_what_is_over(self, now: float) -> None:
         """End the sequences that are late or cancelled; all of them where the scheduler has stopped."""
+        if not (self._cancelled or self._deadlines or self.stop_at <= now):
+            return
         over = list[Sequence]()
         with self.lock:
             if self.stop_at <= now:
@@ -264,7 +266,7 @@ class Scheduler:
 
     def _seat(self) -> None:
         """Give free slots to the sequences whose turn it is, while they fit."""
-        while self.decoder.free:
+        while self.decoder.free and len(self.queue):
             with self.lock:
                 first = next(iter(self.queue), None)
                 if first is None:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
@@ -35,6 +34,7 @@ from outrider.drafters.method import NONE
 from outrider.drafters.planned import PlannedDrafter
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request, Sequence
+from outrider.kernels import cpu as native
 from outrider.kernels.machine import machine
 from outrider.models.load import Loaded
 
@@ -216,7 +216,6 @@ class Recorder:
             return
         try:
             lines = list[TraceLine]()
-            read = [t.tolist() for t in (step.draft.tokens, step.draft.parents, step.verdict.path, step.verdict.token)]
             for b, sequence in enumerate(sequences):
                 at = step.positions[b]
                 if sequence.id not in self._due and at == len(sequence.prompt) + len(sequence.request.continued):
@@ -227,7 +226,7 @@ class Recorder:
                     if sequence.id in self._due:
                         lines.append(self._end(sequence, "abort"))
                     continue
-                lines.append(self._step(step, b, sequence, *(rows_of[b] for rows_of in read)))
+                lines.append(self._step(step, b, sequence))
                 self._due[sequence.id] = at + len(step.commits[b].tokens)
                 if sequence.finish is not None:
                     lines.append(self._end(sequence, sequence.finish.finish))
@@ -257,11 +256,9 @@ class Recorder:
 
     # -- lines ------------------------------------------------------------------------------------------------------
 
-    def _step(
-        self, step: Step, b: int, sequence: Sequence, tokens: list[int], parents: list[int], path: list[int], token: int
-    ) -> TraceLine:
-        commit, draft, nodes = step.commits[b], step.draft, sum(up >= -1 for up in parents)
-        parents, path = parents[:nodes], [n for n in path if n >= 0]
+    def _step(self, step: Step, b: int, sequence: Sequence) -> TraceLine:
+        commit, draft, (path, token) = step.commits[b], step.draft, step.verdict.host[b]
+        parents, nodes = [parent for _, parent in draft.host[b]], len(draft.host[b])
         counts: dict[str, Any] = {
             "request": sequence.id,
             "round": self._round,
@@ -278,7 +275,7 @@ class Recorder:
         if self.detail is Detail.COUNTS:
             return StepRecord(**counts)
         more: dict[str, Any] = {
-            "tokens": tokens[:nodes],
+            "tokens": [token for token, _ in draft.host[b]],
             "parents": parents,
             "siblings": draft.siblings.name,
             "path": path,
@@ -349,6 +346,7 @@ def describe(loaded: Loaded, config: SpeculativeConfig, decoder: Decoder) -> Run
     drafter, drafters = decoder.drafter, list(decoder.drafter.inner())
     other = drafter.default if isinstance(drafter, PlannedDrafter) else type(drafter).__name__
     chosen = config.model_dump(mode="json", exclude_defaults=True, exclude=texts, fallback=lambda x: type(x).__name__)
+    threads = native.num_threads() if native.available() else "all"
     return RunRecord(
         outrider=__version__,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -366,7 +364,7 @@ def describe(loaded: Loaded, config: SpeculativeConfig, decoder: Decoder) -> Run
         verifier=decoder.verifier.name,
         guarantee=decoder.guarantee.value,
         speculative_config=chosen,
-        machine={name: str(fact) for name, fact in {**machine(), "threads": torch.get_num_threads()}.items()},
+        machine={name: str(fact) for name, fact in (machine() | {"threads": threads}).items()},
     )
 
 

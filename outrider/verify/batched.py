@@ -13,6 +13,7 @@ rounding of its own. So the batched form and its reference make the same decisio
 from __future__ import annotations
 
 from collections import Counter
+from functools import cached_property
 from typing import Protocol, cast
 
 import numpy as np
@@ -95,8 +96,7 @@ def match(target: TargetDistribution, draft: Draft, noise: Noise, position: Arra
 def _match_row_by_row(target: RowTargetDistribution, draft: Draft, noise: Noise, position: Array) -> Verdict:
     """`match` on lists. One operation on an array of five numbers costs more than the whole walk."""
     trees = zip(draft.host, noise.keys(Stream.TOKEN, position), strict=True)
-    paths: list[list[int]] = []
-    last: list[int] = []
+    found: list[tuple[list[int], int]] = []
     for row, (nodes, (seed, stream, step, at)) in enumerate(trees):
         path = [0]
         while True:
@@ -106,11 +106,27 @@ def _match_row_by_row(target: RowTargetDistribution, draft: Draft, noise: Noise,
             if not child:
                 break
             path.append(child)
-        paths.append(path)
-        last.append(token)
-    levels = max(map(len, paths), default=1)
-    padded = np.array([p + [-1] * (levels - len(p)) for p in paths], np.int64).reshape(-1, levels)
-    return Verdict(padded, np.array([len(p) - 1 for p in paths], np.int64), np.array(last, np.int64))
+        found.append((path, token))
+    verdict = ListedVerdict.__new__(ListedVerdict)
+    verdict.__dict__["host"] = found
+    return verdict
+
+
+class ListedVerdict(Verdict):
+    """A verdict as lists. Its arrays are made when they are asked for."""
+
+    @cached_property
+    def path(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
+        levels = max((len(path) for path, _ in self.host), default=1)
+        return np.array([p + [-1] * (levels - len(p)) for p, _ in self.host], np.int64).reshape(-1, levels)
+
+    @cached_property
+    def accepted(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return np.array([len(path) - 1 for path, _ in self.host], np.int64)
+
+    @cached_property
+    def token(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return np.array([token for _, token in self.host], np.int64)
 
 
 @_QUIET

@@ -84,7 +84,7 @@ def children(
     if width < 1:
         raise ValueError(f"a node that is expanded has at least one child, got width={width}; leave it out instead")
     if node is not None and stream is not Stream.TOKEN:
-        noise = replace(noise, step=noise.step + node * _STEPS)
+        noise = replace(noise, step=np.asarray(noise.step) + node * _STEPS)
     if kind is Siblings.POINT:
         return _chosen(scores, width, noise, stream, position, greedy, subset)
     probs = np.where(scores.max(1, keepdims=True) == _NO, 0.0, softmax(scores))

@@ -9,10 +9,9 @@ import torch
 from crossed import crossed
 from helpers import VOCAB, RandomTree, TargetTree, counts, decoder, plain_texts, request, toy_drafters
 
-from outrider.core.noise import Noise
 from outrider.core.params import SamplingParams
 from outrider.core.types import Budget, Draft, Guarantee
-from outrider.drafters.base import DraftContext, NoDraft
+from outrider.drafters.base import DraftContext
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.kernels import cpu as native
 from outrider.models.base import Output, Want
@@ -55,21 +54,6 @@ def test_text_is_plain_decodings_for_every_drafter_and_parameter(name: str, draf
         made = toy_drafters(TARGET)[drafter]()
         rows = decoder(TARGET, made, budget=budget).generate(requests)
         assert [r.output for r in rows] == expected, budget
-
-
-def test_a_steps_noise_on_the_host_is_that_of_its_tensors() -> None:
-    seen = list[Noise]()
-
-    class Watching(NoDraft):
-        def propose(self, context: DraftContext) -> Draft:
-            seen.append(context.noise)
-            return super().propose(context)
-
-    decoder(TARGET, Watching(), 2).generate(
-        [request(p, PARAMETERS["hot"], 2**63 + 5 + s) for s, p in enumerate(prompts(2))]
-    )
-    assert len({step for noise in seen for _, step in noise.host}) > 5
-    assert all(noise.host == Noise(noise.seed, noise.step).host for noise in seen)
 
 
 @pytest.mark.parametrize("trial", range(12))
