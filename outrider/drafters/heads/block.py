@@ -167,8 +167,8 @@ class PackedLayer:
         self.q_norm, self.k_norm = linears.norm(f"{attention}.q_norm"), linears.norm(f"{attention}.k_norm")
         self.input_layernorm = linears.norm(f"{layer}.input_layernorm")
         self.post_attention_layernorm = linears.norm(f"{layer}.post_attention_layernorm")
-        self.wrap_attention: Wrap = _bare
-        self.wrap_mlp: Wrap = _bare
+        self.wrap_attention: Wrap = lambda x, part: part(x)
+        self.wrap_mlp = self.wrap_attention
         if config.conv_kernel_size:
             self.wrap_attention, self.wrap_mlp = (_around(linears, f"{layer}.{p}_conv") for p in ("attention", "mlp"))
 
@@ -191,15 +191,15 @@ class BlockModel:
         self.config = config
         self.max_length = min(max_length, config.max_position_embeddings, HELD)
         self._wide = len(config.taps) * config.target_hidden_size
-        precision = precision_of(quantization, [t for t in tensors.values() if t.ndim == 2])
-        linears = Linears(precision, tensors, config.rms_norm_eps)
+        linears = Linears(precision_of(quantization, tensors.values()), tensors, config.rms_norm_eps)
         self._fc = linears.named("fc")
         self._context_norm, self._norm = linears.norm("hidden_norm"), linears.norm("norm")
         read_once = linears.bytes
         self._layers = [PackedLayer(linears, i, config) for i in range(config.num_layers)]
-        self._lm_head = (
-            linears.named("lm_head") if OUTPUT in tensors else lambda z: as_array(target.output_head(as_tensor(z)))
-        )
+        # float32 [..., kept] of states [..., hidden]
+        self.logits: Part = lambda z: as_array(target.output_head(as_tensor(z)))
+        if OUTPUT in tensors:
+            self.logits = linears.named("lm_head")
         own = head.own_embedding
         self._embedded: Part = lambda ids: as_array(target.embedding_rows(as_tensor(ids)))
         if own is not None:
@@ -280,10 +280,6 @@ class BlockModel:
         out = native.attention(plan, one_node, *map(as_array, cache.layers[i]), native.Scoring(c.head_dim**-0.5))
         return layer.out(out.reshape(grouped.shape).swapaxes(1, 2).reshape(batch, size, -1))
 
-    def logits(self, z: Array) -> Array:
-        """float32 [..., kept]."""
-        return self._lm_head(z)
-
     def bias(self, z: Array, token: int, places: Array | None) -> Array:
         """float32 [kept]: of a slot's logits after a token. z: float32 [hidden], of the slot. places: some of the columns."""
         if self._selector is not None:
@@ -331,10 +327,6 @@ def convolved(x: Array, base: Array, delta: Array) -> Array:
     for tap in range(len(base)):
         out[..., tap:, :] += x[..., : x.shape[-2] - tap, :] * kernel[..., tap:, tap, :]
     return out
-
-
-def _bare(x: Array, part: Part) -> Array:
-    return part(x)
 
 
 def _around(linears: Linears, name: str) -> Wrap:

@@ -178,7 +178,7 @@ def eagle_model(
         quantization: "auto", "none", "int8" or "int4".
     """
     config, length = head.config, min(max_length, head.config.max_position_embeddings, HELD)
-    precision = precision_of(quantization, [t for n, t in head.tensors.items() if "norm" not in n])
+    precision = precision_of(quantization, head.tensors.values())
     table = head.own_embedding
     if table is None:
         table = target.embedding_table

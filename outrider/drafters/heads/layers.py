@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -44,14 +44,15 @@ def silu(x: Array) -> Array:
     return x / (1 + np.exp(np.minimum(-x, 80)))
 
 
-def precision_of(quantization: str, tensors: Sequence[Array]) -> str:
+def precision_of(quantization: str, tensors: Iterable[Array]) -> str:
     """The precision of a head's linears. quantization: that of the configuration; "auto" rounds large heads to 8 bit.
 
     Raises ValueError without the native kernels: they run all heads."""
     if not native.available():
         raise ValueError(f"trained heads draft with the native kernels alone, which are not here: {native.why()}")
-    stored = tensors[0].dtype.name
+    matrices = [t for t in tensors if t.ndim == 2]
+    stored = matrices[0].dtype.name
     if quantization == "auto":
-        large = sum(t.size for t in tensors if t.ndim == 2) >= SMALL
+        large = sum(t.size for t in matrices) >= SMALL
         return "int8" if large else stored if stored in DTYPES else "float32"
     return stored if quantization == "none" else quantization

@@ -140,25 +140,22 @@ class MedusaModel:
     def __init__(self, head: MedusaWeights, target: LanguageModel, quantization: str) -> None:
         matrices = [a for blocks in head.blocks for a, _ in blocks] + head.outputs
         linears = Linears(precision_of(quantization, matrices))
-        self.heads = [[linears([a], [b]) for a, b in blocks] for blocks in head.blocks]
+        self._heads = [[linears([a], [b]) for a, b in blocks] for blocks in head.blocks]
         self._outputs: list[Linear] = [linears([m]) for m in head.outputs]
         self._target, self._scale = target, head.logit_scale
-        self.weight_bytes = linears.bytes // len(self.heads)
+        self.weight_bytes = linears.bytes // len(self._heads)
 
     def logits(self, hidden: Array, depth: int) -> Array:
         """float32 [batch, depth, kept] of states [batch, hidden]."""
-        states = [read_by(blocks, hidden) for blocks in self.heads[:depth]]
+        states = list[Array]()
+        for blocks in self._heads[:depth]:
+            states.append(hidden)
+            for block in blocks:
+                states[-1] = states[-1] + silu(block(states[-1]))
         if len(self._outputs) > 1:
             return np.stack([out(z) for out, z in zip(self._outputs, states, strict=False)], 1) * self._scale
         read = self._outputs[0] if self._outputs else lambda z: as_array(self._target.output_head(as_tensor(z)))
         return read(np.stack(states, 1)) * self._scale
-
-
-def read_by(blocks: Sequence[Linear], hidden: Array) -> Array:
-    """What the output matrix of a head reads, of states [..., hidden]."""
-    for block in blocks:
-        hidden = hidden + silu(block(hidden))
-    return hidden
 
 
 def from_setup(setup: DrafterSetup) -> TreeDrafter[MedusaLattice]:
