@@ -88,9 +88,9 @@ class Loaded:
             return self.program.mtp is not None
         if self.config is None or self.is_packed:
             return False
-        from outrider.models.mtp import tensors_of
+        from outrider.models.hf.mtp import tensors_with_layer
 
-        return bool(tensors_of(self.checkpoint, self.config))
+        return tensors_with_layer(self.checkpoint, self.config) is not None
 
     @property
     def kv_cache_dtype(self) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,14 +25,16 @@ from transformers.utils.logging import set_tqdm_hook
 from outrider.core.files import read_settings
 from outrider.core.suggest import did_you_mean
 from outrider.kernels import why_no_kernels
-from outrider.models import checkpoint, mtp, precision_gate
+from outrider.models import checkpoint, precision_gate
 from outrider.models.base import LanguageModel
 from outrider.models.checkpoint import LoadRequest, ReadModel, token_ids
 from outrider.models.dtypes import DTYPES, dtype_name
 from outrider.models.hf.experts import mixtures
 from outrider.models.hf.model import HFModel, UnsupportedModel, refuse, shared_copy, vocabulary
+from outrider.models.hf.mtp import layer_of
 from outrider.models.hf.powers import ExactPowers
 from outrider.models.hf.skeleton import module_of
+from outrider.models.mtp import MTP
 from outrider.models.native.weights import Tensors
 from outrider.models.quantised import formats, reader
 from outrider.models.tokenizer import tokenizer_of
@@ -93,7 +96,12 @@ def read_folder(request: LoadRequest, path: str) -> ReadModel:
         raw, info = _from_floats(request, path, config)
     check_whole(request.name, raw, info)
     if not why_no_kernels(request.device):
-        mtp.add_(raw, lambda: mtp.of_folder(path, config))
+        try:
+            if (layer := layer_of(path, config)) is not None:
+                raw.add_module(MTP, layer)
+        except ValueError as error:
+            text = f"the MTP layer of {request.name} cannot draft: {error}"
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
     _unmap_(raw)
     return ReadModel(raw, tokenizer, request.quantization, end_ids(raw), raw.config)
 

@@ -15,6 +15,7 @@ from outrider.models import checkpoint
 from outrider.models.checkpoint import StoredTensor
 from outrider.models.config import Config, exact_tensors, optional_tensors
 from outrider.models.dtypes import STORED_DTYPES
+from outrider.models.mtp import layer_in
 
 Matrix = np.ndarray | Blocks
 # Names of older checkpoints -> those of the modules, by model type.
@@ -91,6 +92,7 @@ class FolderTensors:
             self.parts = {f"model.{short}": part for short, part in self.parts.items()}
         if config.tie_word_embeddings:
             self.parts.pop("lm_head.weight", None)
+        self.parts |= layer_in(parts, config)
         if dtype == "auto":
             floats = (STORED_DTYPES[p.format].name for p in self.parts.values() if p.format in STORED_DTYPES)
             dtype = str(config.dtype or next((kind for kind in floats if kind in _DTYPES), ""))

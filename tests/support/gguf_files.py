@@ -56,7 +56,7 @@ def write_gguf(
     """Write a model, and change its own weights to the values that are in the file: the reference.
 
     kind: of the matrices whose rows are whole blocks, or a function from a tensor's name to it; the others are F16.
-    metadata: more keys, or None to leave one out. mtp: its MTP layer, as `outrider.models.mtp.of_folder` reads it.
+    metadata: more keys, or None to leave one out. mtp: its MTP layer, as `outrider.models.hf.mtp.layer_of` reads it.
     """
     metadata = metadata or {}
     architecture = ARCHITECTURE.get(model.config.model_type, model.config.model_type)

@@ -36,11 +36,10 @@ class ModulePairs(PairModel):
     """By the target's modelling code. Cell t of a slot holds the keys and values of the pair (x_{t+1}, h_t)."""
 
     def __init__(self, target: Loaded, max_length: int, quantization: str = "auto") -> None:
-        from outrider.models.hf.mtp import HFMtp
-        from outrider.models.mtp import of_folder
+        from outrider.models.hf.mtp import HFMtp, layer_of
 
         try:
-            raw = of_folder(target.checkpoint, target.config)
+            raw = layer_of(target.checkpoint, target.config)
         except ValueError as error:
             raise ValueError(f"the MTP layer of {target.name} cannot draft: {error}") from error
         if raw is None:

@@ -24,7 +24,8 @@ from outrider.models.gguf.architectures import architecture_of, config_of, tenso
 from outrider.models.gguf.reader import FLOATS, PACKED_FORMATS, GGUFFile, StoredExperts, expert_parts, read
 from outrider.models.gguf.tokenizer import end_ids, tokenizer_of
 from outrider.models.matrix import dense, joined
-from outrider.models.native.mtp import MTP, OneLayer
+from outrider.models.mtp import MTP
+from outrider.models.native.mtp import OneLayer
 from outrider.models.native.weights import LATENT
 from outrider.models.tensors import Expert, Experts
 

@@ -2,25 +2,63 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.core.types import Array
 from outrider.kernels.border import as_array, as_tensor
 from outrider.models.base import FINAL_NORM, LanguageModel, Want
+from outrider.models.config import config_of, native_kind
 from outrider.models.hf.model import HFModel
-from outrider.models.native.mtp import BEFORE_NORM
+from outrider.models.hf.skeleton import filled, skeleton_of
+from outrider.models.mtp import JOIN, MTP
+from outrider.models.native.mtp import BEFORE_NORM, changes
 from outrider.models.nodes import Nodes
+from outrider.models.tensors import FolderTensors
+
+
+def tensors_with_layer(name: str, config: Any) -> FolderTensors | None:
+    """The tensors of a checkpoint, if it is here and has an MTP layer. name: the folder, or its name on the hub."""
+    path = Path(name).expanduser()
+    if name and not path.exists() and name.count("/") == 1:
+        cached = try_to_load_from_cache(name, "config.json")
+        path = Path(cached).parent if isinstance(cached, str) else path
+    if not (name and path.is_dir() and any(path.glob("*.safetensors")) and native_kind(config.to_dict())):
+        return None
+    tensors = FolderTensors(name, path, config_of(config.to_dict()))
+    return tensors if tensors.has(f"{MTP}.{JOIN[-1]}.weight") else None
+
+
+def layer_of(name: str, config: Any) -> PreTrainedModel | None:
+    """The layer as a model of one layer, with the modules of `JOIN`. None for a checkpoint without one. Its embedding is that of
+    the whole model, and so is its output head unless it has its own.
+
+    name: as for `tensors_with_layer`. Raises ValueError for a layer that is not whole."""
+    if (tensors := tensors_with_layer(name, config)) is None:
+        return None
+    small: Any = copy.deepcopy(tensors.config)
+    small.update(changes(small) | {"tie_word_embeddings": False, "pad_token_id": None})
+    model: Any = skeleton_of(small)
+    for norm in JOIN[:2]:
+        model.add_module(norm, copy.deepcopy(model.base_model.norm))
+    model.add_module(JOIN[2], nn.Linear(2 * small.hidden_size, small.hidden_size, bias=False, device="meta"))
+    model.base_model.embed_tokens = None
+    if not tensors.has(f"{MTP}.lm_head.weight"):
+        model.lm_head = None
+    return filled(model, tensors, torch.float32, f"{MTP}.")
 
 
 class HFMtp:
     """model: of the layer. weight_bytes: that a forward of one pair reads."""
 
     def __init__(self, raw: PreTrainedModel, target: LanguageModel, weights: str) -> None:
-        """raw: of `of_folder`. weights: the precision."""
+        """raw: of `layer_of`. weights: the precision."""
         layer, head = cast("Any", raw), raw.lm_head
         self._join = _Join(layer, target)
         layer.set_input_embeddings(self._join)

@@ -19,24 +19,33 @@ from outrider.models.native.weights import Tensors
 
 
 def module_of(tensors: Tensors, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """The model. Blocks become values of this dtype, and floats stay as they are stored.
+    """The model of these tensors, see `filled`. config: of transformers, or of a model that runs natively."""
+    return filled(skeleton_of(config), tensors, dtype)
 
-    config: of transformers, or of a model that runs natively. Raises what `Tensors` raise, and ValueError for other shapes.
-    """
+
+def skeleton_of(config: Any) -> PreTrainedModel:
+    """Modules without memory for their weights."""
     if isinstance(config, Config):
         config = CONFIG_MAPPING[config.model_type].from_dict(config.to_dict())
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def filled(model: PreTrainedModel, tensors: Tensors, dtype: torch.dtype, prefix: str = "") -> PreTrainedModel:
+    """A model with its weights. Blocks become values of this dtype, and floats stay as they are stored.
+
+    prefix: of the names of the tensors. Raises what `Tensors` raise, and ValueError for other shapes.
+    """
     _compute_buffers_(model)
     inputs: Any = model.get_input_embeddings()
     outputs: Any = model.get_output_embeddings()
-    tied = outputs if config.tie_word_embeddings else None
+    tied = outputs if model.config.tie_word_embeddings else None
     for path, module in model.named_modules():
         if is_mixture(module):
-            _give_experts_(module, tensors, path, dtype)
+            _give_experts_(module, tensors, prefix + path, dtype)
             continue
         for kind, wanted in [*module._parameters.items(), *module._buffers.items()]:
-            name = f"{path}.{kind}"
+            name = f"{prefix}{path}.{kind}"
             if wanted is None or (module is tied and kind == "weight"):
                 continue
             if tensors.has(name):

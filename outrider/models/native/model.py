@@ -33,9 +33,10 @@ from outrider.models.base import (
 from outrider.models.cache import SlotCache
 from outrider.models.config import Config, config_of
 from outrider.models.matrix import float_rows
+from outrider.models.mtp import JOIN, MTP
 from outrider.models.native.builder import Builder
 from outrider.models.native.families import family_of
-from outrider.models.native.mtp import BEFORE_NORM, JOIN, MTP, MtpBuilder, OneLayer
+from outrider.models.native.mtp import BEFORE_NORM, MtpBuilder, OneLayer
 from outrider.models.native.program import NotNative, Program
 from outrider.models.native.step import NativeStep
 from outrider.models.native.weights import Facts, ShapeSource, StoredSource, Tensors, TensorSource

@@ -9,13 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.models.mtp import JOIN
 from outrider.models.native.builder import Builder
 from outrider.models.native.program import Value
 
-MTP = "mtp"
-"""The module of a model that has its MTP layer, as a model of one layer with `JOIN` beside it."""
-JOIN = ("enorm", "hnorm", "fc")
-"""The norms of the embedding and of the state, and W."""
 # Settings that differ from those of the whole model, where it has them.
 _CHANGED: dict[str, Any] = {
     "num_hidden_layers": 1,
