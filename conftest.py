@@ -10,13 +10,13 @@ import ssl
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import certifi
 import hypothesis
 import pytest
-import torch
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
 ROOT = Path(__file__).parent
@@ -24,9 +24,20 @@ sys.path.insert(0, str(ROOT / "ray" / "tests" / "support"))
 sys.path.insert(0, str(ROOT / "lab" / "tests" / "support"))
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
+from light import absent  # noqa: E402
 from patience import PATIENCE  # noqa: E402
 
-torch.set_num_threads(1)
+LIGHT = find_spec("torch") is None
+"""Whether this is `make light`: without torch, and without the packages of tests that need it or check others."""
+
+if LIGHT:
+    from outrider.kernels import cpu
+
+    cpu.set_num_threads(1)
+else:
+    import torch
+
+    torch.set_num_threads(1)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a hundred processes of the tests would compile the same files
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # as `outrider` does; before transformers is imported
 
@@ -44,6 +55,24 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()  # later collections leave them out, too: 0.7 s each
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """A file of tests that asks for a package that is not installed is left out, in `make light` only."""
+    report: Any = yield
+    if LIGHT and report.failed and (name := absent(report.call.excinfo.value)):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"Skipped: needs {name}")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """So is a test."""
+    report: Any = yield
+    if LIGHT and report.failed and call.excinfo and (name := absent(call.excinfo.value)):
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: needs {name}")
+    return report
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -8,6 +8,7 @@ Such a wheel must have its library. `make dist` sets both.
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,11 @@ class BuildLibrary(build_ext):
         folder, library = Path(self.build_temp), Path(self.get_ext_fullpath(ext.name))
         folder.mkdir(parents=True, exist_ok=True)
         library.parent.mkdir(parents=True, exist_ok=True)
+        built, sources = Path(self.get_ext_filename(ext.name)), [Path("setup.py"), *SOURCE.rglob("*.*")]
+        changed = max(file.stat().st_mtime for file in sources)
+        if self.editable_mode and "CXX" not in os.environ and built.is_file() and built.stat().st_mtime > changed:
+            shutil.copy2(built, library)  # another environment of this checkout has made it
+            return
         windows = (PLATFORM or sys.platform).startswith("win")
         pic, threads = ([], []) if windows else (["-fPIC"], ["-pthread"])
 

@@ -1,0 +1,44 @@
+"""What needs torch and transformers, and what must not: `make light` runs the suite where neither is installed."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from traceback import extract_tb
+
+ROOT = Path(__file__).parents[2]
+TORCH = (
+    "outrider/models/hf/",
+    "outrider/models/pretrained.py",
+    "outrider/integrations/transformers.py",
+    "lab/outrider_lab/heads/",
+    "lab/outrider_lab/train/",
+)
+"""Files and folders whose modules import torch or transformers when they are imported. It only gets shorter."""
+_TESTS = ("tests/", "lab/tests/", "ray/tests/", "certify/tests/")
+
+
+def imports_torch(file: str | Path) -> bool:
+    """Whether a file of this checkout may import torch when it is imported."""
+    return Path(file).relative_to(ROOT).as_posix().startswith(TORCH)
+
+
+def absent(error: BaseException | None) -> str | None:
+    """The package that a test needs and that is not installed; None for other errors. A module of `TORCH` may need one, too."""
+    while error is not None:
+        name = (getattr(error, "name", None) or "").partition(".")[0]
+        if (
+            isinstance(error, ModuleNotFoundError)
+            and name
+            and not name.startswith("outrider")
+            and find_spec(name) is None
+        ):
+            files = [
+                Path(frame.filename) for frame in extract_tb(error.__traceback__) if not frame.filename.startswith("<")
+            ]
+            asks = files[-1] if files else ROOT
+            if not asks.is_relative_to(ROOT) or ".venv" in asks.relative_to(ROOT).parts[0]:
+                return name  # a package that was imported asks for another
+            return name if asks.relative_to(ROOT).as_posix().startswith((*_TESTS, *TORCH)) else None
+        error = error.__cause__
+    return None
