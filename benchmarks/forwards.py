@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.ruler import turns
-from outrider.kernels.vectors import pack_vectors
+from outrider.kernels.vectors import pack_vectors, vector_dim
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
@@ -39,7 +39,7 @@ def random_context(model: LanguageModel, length: int) -> SlotCache:
     model.forward(Nodes(some_tokens(1, model.vocab_size), cache, [0]), want="none")
     cache.reserve([0], length + 64)
     for t in (t for pair in cache.layers for t in pair if t.shape[1]):
-        t[:, :, :length] = pack_vectors(torch.randn(1, t.shape[1], length, t.shape[3]), t.dtype)
+        t[:, :, :length] = pack_vectors(torch.randn(1, t.shape[1], length, vector_dim(t)).numpy(), t.dtype)
     cache.restore(0, length, cache.snapshot(0))
     return cache
 

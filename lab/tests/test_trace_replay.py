@@ -156,7 +156,7 @@ def test_a_token_below_a_rejected_one_was_never_judged(tmp_path: Path) -> None:
     below = ended = 0
     for drafter in ("draft_model", "self"):
         run = loop(drafter)
-        record(tmp_path / drafter, run, three(SAMPLED.with_(stop_token_ids=[4])))
+        record(tmp_path / drafter, run, three(SAMPLED.with_(stop_token_ids=[2])))
         for step in replays(read(tmp_path / drafter), run):
             cut = len(step.written) < len(step.path)
             for node in step.nodes[1:]:

@@ -97,8 +97,7 @@ class PrefixCache:
         total = sum(block.bytes for block in path)
         for start in range(sum(len(block.key) for block in path), stop, BLOCK):
             end = min(start + BLOCK, stop)
-            layers = [(k[slot, :, start:end].clone(), v[slot, :, start:end].clone()) for k, v in cache.layers]
-            block = _Block(at, tuple(tokens[start:end]), layers)
+            block = _Block(at, tuple(tokens[start:end]), cache.block(slot, start, end))
             if (total := total + block.bytes) > self.limit:
                 break  # its own end would be dropped at once
             at.children[block.key] = block

@@ -18,7 +18,6 @@ from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from outrider.core.store import Store
@@ -202,7 +201,7 @@ class PrefixFiles:
 
 def _cells(cache: SlotCache, slot: int) -> list[np.ndarray]:
     """The bytes of a slot: of each layer the keys, then the values, uint8 [kv_head, cell, byte] each."""
-    return [t[slot].view(torch.uint8).numpy() for pair in cache.layers for t in pair if t.shape[1]]
+    return [t[slot].view(np.uint8) for pair in cache.layers for t in pair if t.shape[1]]
 
 
 def _parts(
@@ -220,6 +219,6 @@ def _state_bytes(cache: SlotCache, slot: int) -> list[memoryview]:
     return [_bytes(t) for part in cache.snapshot(slot) for t in part]
 
 
-def _bytes(t: Tensor) -> memoryview:
-    """The memory of a tensor in one piece."""
-    return t.view(-1).view(torch.uint8).numpy().data
+def _bytes(t: np.ndarray) -> memoryview:
+    """The memory of an array in one piece."""
+    return t.reshape(-1).view(np.uint8).data

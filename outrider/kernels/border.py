@@ -21,6 +21,8 @@ def as_array(x: Any) -> np.ndarray:
         return np.asarray(x)
     torch = sys.modules["torch"]
     x = x.detach()
+    if x.is_meta:
+        return np.zeros(x.shape, as_dtype(x.dtype))
     return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
 
 

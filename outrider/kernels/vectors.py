@@ -6,54 +6,53 @@ scales of all blocks, then a byte for each number. A vector is rounded on its ow
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
-
-from outrider.kernels.border import as_array, as_dtype, like
 
 BLOCK = 32
 
 
 def packed_width(dim: int, dtype: DTypeLike) -> int:
     """Elements of `dtype` that a vector of `dim` numbers takes."""
-    return dim + 4 * -(-dim // BLOCK) if as_dtype(dtype) == np.int8 else dim
+    return dim + 4 * -(-dim // BLOCK) if np.dtype(dtype) == np.int8 else dim
 
 
 def vector_dim(packed: Any) -> int:
     """How many numbers each packed vector holds. The inverse of `packed_width`."""
     width = packed.shape[-1]
-    return width - 4 * -(-width // (BLOCK + 4)) if as_dtype(packed.dtype) == np.int8 else width
+    return width - 4 * -(-width // (BLOCK + 4)) if packed.itemsize == 1 else width
 
 
-def pack_vectors(x: Any, dtype: DTypeLike) -> Any:
+def pack_vectors(x: Any, dtype: Any, on: Any = np) -> Any:
     """x [..., dim] as `dtype` keeps it, [..., packed_width(dim)]. The twin of the native kernel, with the same bits.
 
     int8: the scale of a block is its largest magnitude / 127. That number is then exact, which the outliers of keys need. A
     block that holds NaN or infinity gets the scale NaN, so a damaged model still shows. Another dtype only rounds.
+
+    on: the module that x is of, numpy or torch.
     """
-    given, x, dtype = x, as_array(x), as_dtype(dtype)
-    if dtype != np.int8:
-        return like(given, x.astype(dtype))
-    dim, zero = x.shape[-1], np.float32(0)
-    padded = np.pad(x.astype(np.float32), [(0, 0)] * (x.ndim - 1) + [(0, -dim % BLOCK)])
+    if dtype != on.int8:
+        return on.asarray(x, dtype=dtype)
+    x, dim = on.asarray(x, dtype=on.float32), x.shape[-1]
+    padded = on.concatenate([x, on.zeros_like(x[..., [0] * (-dim % BLOCK)])], -1)
     blocks = padded.reshape(*x.shape[:-1], -1, BLOCK)
-    finite = np.isfinite(blocks).all(-1)
-    blocks = np.where(finite[..., None], blocks, zero)
-    scale = np.abs(blocks).max(-1, initial=0) / np.float32(127)
-    scale = np.where(scale >= 2.0**-110, scale, zero)
-    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
-    numbers = np.rint(blocks * inverse[..., None]).astype(np.int8).reshape(padded.shape)[..., :dim]
-    stored = np.where(finite, scale, np.float32(np.nan))
-    return like(given, np.concatenate([stored.view(np.int8), numbers], -1))
+    finite = on.isfinite(blocks).all(-1)
+    blocks = on.where(finite[..., None], blocks, 0.0)
+    scale = on.amax(on.abs(blocks), -1) / 127
+    scale = on.where(scale >= 2.0**-110, scale, 0.0)
+    inverse = 1 / on.where(scale > 0, scale, 1.0)
+    numbers = on.asarray(on.round(blocks * inverse[..., None]), dtype=on.int8).reshape(padded.shape)
+    stored = on.where(finite, scale, math.nan).view(on.int8)
+    return on.concatenate([stored, numbers[..., :dim]], -1)
 
 
-def unpack_vectors(packed: Any, dtype: DTypeLike = np.float32) -> Any:
-    """[..., dim] in `dtype`: the numbers that packed vectors stand for. In float32 they are exact."""
-    given, packed, dtype = packed, as_array(packed), as_dtype(dtype)
-    if packed.dtype != np.int8:
-        return like(given, packed.astype(dtype))
+def unpack_vectors(packed: Any, on: Any = np) -> Any:
+    """float32 [..., dim]: the numbers that packed vectors stand for. They are exact. on: as for `pack_vectors`."""
+    if packed.dtype != on.int8:
+        return on.asarray(packed, dtype=on.float32)
     dim = vector_dim(packed)
-    scales = np.ascontiguousarray(packed[..., : packed.shape[-1] - dim]).view(np.float32)
-    return like(given, (packed[..., -dim:] * scales.repeat(BLOCK, -1)[..., :dim]).astype(dtype))
+    scales = on.concatenate([packed[..., : packed.shape[-1] - dim]], -1).view(on.float32)
+    return packed[..., -dim:] * scales[..., [i // BLOCK for i in range(dim)]]

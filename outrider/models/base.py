@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from outrider.kernels.border import as_array
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
 
@@ -28,11 +28,11 @@ class Output(NamedTuple):
 
     logits: float32 [batch, node, vocab]. Of all new nodes ("all"), of the last one of each tree ("last": node = 1), or
     of no node ("none": node = 0).
-    features: [batch, node, len(taps) * hidden], the tapped hidden states side by side, or None without taps.
+    features: float32 [batch, node, len(taps) * hidden], the tapped hidden states side by side, or None without taps.
     """
 
-    logits: Tensor
-    features: Tensor | None
+    logits: np.ndarray
+    features: np.ndarray | None
 
 
 class Chain(NamedTuple):
@@ -48,7 +48,7 @@ class Chain(NamedTuple):
     # none.
     error: float = 0.0
     min_probability: float = 0.0  # the chain ends after a token whose chance, times those before it, is lower
-    features: Tensor | None = None  # float32 [token, feature], contiguous, of the target; for trained heads
+    features: np.ndarray | None = None  # float32 [token, feature], of the target; for trained heads
     # tokens of a level, 8 at most; nothing follows those beside the drafted one. More than 1 need `error`.
     width: int = 1
 
@@ -72,7 +72,7 @@ class LanguageModel(ABC):
     vocab_size: int
     # Tokens of the longest sequence that the model can read.
     max_length: int
-    device: torch.device
+    device: Any  # "cpu", or torch's
     # True if the logits of a tree are, bit for bit, those of decoding it alone. Then `match` gives plain decoding's tokens.
     batch_invariant: bool
     # 0 if the model is not made of layers.
@@ -107,9 +107,7 @@ class LanguageModel(ABC):
 
         taps: layer numbers, FINAL_NORM or EMBEDDING. want: the nodes whose logits are needed. "last" is the last node of
         each tree that is not padding. Raises ValueError for a tap that the model does not have.
-
-        On the CPU torch has one thread during a step (`kernels.cpu.one_torch_thread`). A forward that does its own work
-        in torch, and wants more threads, sets them for the duration of the forward."""
+        """
 
     def layer_subset(self, layers: Sequence[int]) -> LanguageModel:
         """The same model with these layers only, over the same weights.
@@ -122,22 +120,22 @@ class LanguageModel(ABC):
         )
 
     @property
-    def embedding_table(self) -> Packed | Tensor | None:
+    def embedding_table(self) -> Packed | np.ndarray | None:
         """What `embedding_rows` reads, for native code: packed, or floats [vocab, hidden]. None if it is neither."""
         return None
 
-    def embedding_rows(self, tokens: Tensor) -> Tensor:
+    def embedding_rows(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [*tokens.shape, hidden]: the rows of the embedding, as the checkpoint has them, without a factor."""
         raise self._lacks("embedding")
 
-    def head_rows(self, tokens: Tensor) -> Tensor:
+    def head_rows(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [n, hidden]: the rows of the output head for int64 [n] tokens, with the rounding of its precision.
 
         Raises ValueError if the head does not keep one of them, or if it is not a plain matrix.
         """
         raise self._lacks("output head")
 
-    def output_head(self, hidden: Tensor) -> Tensor:
+    def output_head(self, hidden: np.ndarray) -> np.ndarray:
         """float32 [..., vocab]: the product of the output head with float32 [..., hidden], without a factor or a cap.
 
         Raises ValueError if the head keeps some tokens only."""
@@ -180,25 +178,26 @@ def check_layers(layers: Sequence[int], num_layers: int) -> list[int]:
     return chosen
 
 
-def check_head_ids(ids: Tensor, vocab_size: int) -> Tensor:
+def check_head_ids(given: Any, vocab_size: int) -> np.ndarray:
     """The tokens that an output head keeps, int64 [n]. Raises ValueError unless they are ascending tokens, at least one."""
-    if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids) or not bool((ids.diff() > 0).all()):
-        raise ValueError(
-            f"head_ids are ascending token ids, int64 [n], at least one; got {ids.dtype} {tuple(ids.shape)}"
-        )
+    ids = np.ascontiguousarray(as_array(given))
+    if ids.dtype != np.int64 or ids.ndim != 1 or not len(ids) or not (np.diff(ids) > 0).all():
+        raise ValueError(f"head_ids are ascending token ids, int64 [n], at least one; got {ids.dtype} {[*ids.shape]}")
     if not 0 <= int(ids[0]) <= int(ids[-1]) < vocab_size:
         raise ValueError(
             f"head_ids are tokens of the model, 0 to {vocab_size - 1}, got {int(ids[0])} to {int(ids[-1])}"
         )
-    return ids.contiguous()
+    return ids
 
 
-def check_whole_head(head_ids: Tensor | None) -> None:
+def check_whole_head(head_ids: np.ndarray | None) -> None:
     """Raise ValueError for an output head that keeps some tokens only."""
     if head_ids is not None:
         raise ValueError("the output head of this model keeps some of its tokens only; load it without head_ids")
 
 
-def over_vocabulary(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+def over_vocabulary(logits: np.ndarray, ids: np.ndarray, vocab_size: int) -> np.ndarray:
     """float32 [..., len(ids)] -> [..., vocab_size]: the logits of tokens that the head does not keep are -inf."""
-    return logits.new_full((*logits.shape[:-1], vocab_size), float("-inf")).index_copy_(-1, ids, logits)
+    out = np.full((*logits.shape[:-1], vocab_size), -np.inf, np.float32)
+    out[..., ids] = logits
+    return out

@@ -1,6 +1,6 @@
 """The slot cache. A slot holds the keys and values of one sequence: its committed tokens, then the scratch of one step.
 
-Recurrent layers have a state in place of them (`outrider.models.states`).
+Recurrent layers have a state in place of them (`outrider.models.hf.states`).
 
 cells of a slot:  [0, length) committed | [length, length + nodes) scratch of this step | rest free
 
@@ -11,28 +11,60 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from itertools import accumulate
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike
 
 from outrider.core.suggest import did_you_mean
 from outrider.kernels import cpu as native
 from outrider.kernels.vectors import packed_width
-from outrider.models.states import SlotStates
 
 # How keys and values may be kept. None: as the model computes them, which is float32 on the CPU.
-KV_CACHE_DTYPES: dict[str, torch.dtype | None] = {
+KV_CACHE_DTYPES: dict[str, np.dtype | None] = {
     "auto": None,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "int8": torch.int8,
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "int8": np.dtype(np.int8),
 }
 # Cells of a slot at first. The capacity then doubles as needed.
 _BLOCK = 256
 # Cells past `max_length` that the doubling may add. A larger tree takes what it needs.
 SCRATCH = 64
 _LINE = 64  # bytes: a tensor begins at a multiple
+
+
+class SlotStates(Protocol):
+    """The committed states of each slot in recurrent layers, and the scratch of a step."""
+
+    def commit(self, slot: int, path: Sequence[int]) -> None:
+        """Keep the state after the last node of a path from the root. Raises ValueError for nodes that are no such path."""
+        ...
+
+    def reset(self, slot: int) -> None:
+        """Forget the tokens of a slot."""
+        ...
+
+    def snapshot(self, slot: int) -> list[np.ndarray]:
+        """A copy of the committed state of a slot."""
+        ...
+
+    def restore(self, slot: int, state: Sequence[np.ndarray]) -> None:
+        """Give a slot the committed state that `snapshot` returned."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """Of the committed states of all slots, and of the others that are in memory now."""
+        ...
+
+    @property
+    def most_bytes(self) -> int:
+        """The most that one slot takes: the committed state, and those of a step."""
+        ...
 
 
 class SlotCache:
@@ -62,32 +94,32 @@ class SlotCache:
         self.num_slots, self.max_length, self.dtype = num_slots, max_length, dtype
         self.length = [0] * num_slots
         self.capacity = min(max_length, _BLOCK)
-        self.layers: list[tuple[Tensor, Tensor]] = []
-        self._cells: list[Any] = []  # the same tensors, as what moves a cell with the least overhead
+        self.layers: list[tuple[Any, Any]] = []  # arrays, or tensors on a device
         self.states = dict(states or {})
 
-    def layer(self, index: int, key: tuple[int, int], value: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor]:
-        """The tensors of a layer; made on first use, see `make`."""
-        self.make({index: (key, value)}, like)
+    def layer(
+        self, index: int, key: tuple[int, int], value: tuple[int, int], dtype: DTypeLike = np.float32
+    ) -> tuple[Any, Any]:
+        """The keys and values of a layer; made on first use, see `make`."""
+        self.make({index: (key, value)}, dtype)
         return self.layers[index]
 
-    def make(self, shapes: Mapping[int, tuple[tuple[int, int], tuple[int, int]]], like: Tensor) -> None:
+    def make(
+        self, shapes: Mapping[int, tuple[tuple[int, int], tuple[int, int]]], dtype: DTypeLike = np.float32
+    ) -> None:
         """Make the layers that are missing, all of them in one piece of memory.
 
-        shapes: (kv_heads, head_dim) of the keys and of the values of each layer. like: a tensor on the device, and of the dtype
-        if the cache's is "auto".
+        shapes: (kv_heads, head_dim) of the keys and of the values of each layer. dtype: if the cache's is "auto".
         """
-        dtype = KV_CACHE_DTYPES[self.dtype] or like.dtype
+        kept = np.dtype(KV_CACHE_DTYPES[self.dtype] or dtype)
         while len(self.layers) <= max(shapes, default=-1):
-            nothing = like.new_zeros(self.num_slots, 0, self.capacity, 0, dtype=dtype)
-            self.layers.append((nothing, nothing))
+            nothing = self._zeros([(self.num_slots, 0, self.capacity, 0)] * 2, kept)
+            self.layers.append((nothing[0], nothing[1]))
         new = [i for i in shapes if not self.layers[i][0].shape[1]]
-        wanted = [(self.num_slots, h, self.capacity, packed_width(d, dtype)) for i in new for h, d in shapes[i]]
-        tensors = _zeros(wanted, dtype, like.device)
-        for i, keys, values in zip(new, tensors[::2], tensors[1::2], strict=True):
+        wanted = [(self.num_slots, h, self.capacity, packed_width(d, kept)) for i in new for h, d in shapes[i]]
+        arrays = self._zeros(wanted, kept)
+        for i, keys, values in zip(new, arrays[::2], arrays[1::2], strict=True):
             self.layers[i] = keys, values
-        if new:
-            self._cells.clear()
 
     def shorten(self, max_length: int) -> None:
         """Let a slot commit so many tokens at most."""
@@ -104,11 +136,10 @@ class SlotCache:
         capacity = max(min(capacity, self.max_length + SCRATCH), need)
         old = [t for pair in self.layers for t in pair]
         if old:
-            new = _zeros([(*t.shape[:2], capacity, t.shape[3]) for t in old], old[0].dtype, old[0].device)
+            new = self._zeros([(*t.shape[:2], capacity, t.shape[3]) for t in old], old[0].dtype)
             for to, t in zip(new, old, strict=True):
                 to[:, :, : self.capacity] = t
             self.layers = list(zip(new[::2], new[1::2], strict=True))
-            self._cells.clear()
         self.capacity = capacity
 
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
@@ -132,11 +163,9 @@ class SlotCache:
 
     def _move(self, slot: int, cell: int, to: int) -> None:
         """Copy a cell of every layer to an earlier one."""
-        if not self._cells:
-            every = [t for pair in self.layers for t in pair]
-            self._cells = [t.view(torch.uint8).numpy() if t.device.type == "cpu" else t for t in every]
-        for cells in self._cells:
-            cells[slot, :, to] = cells[slot, :, cell]
+        for keys, values in self.layers:
+            keys[slot, :, to] = keys[slot, :, cell]
+            values[slot, :, to] = values[slot, :, cell]
 
     def keep(self, slot: int, length: int) -> int:
         """Truncate a slot to its first `length` tokens. Only drafters call this, for their own cache.
@@ -158,7 +187,11 @@ class SlotCache:
         for states in self.states.values():
             states.reset(slot)
 
-    def snapshot(self, slot: int) -> list[list[Tensor]]:
+    def block(self, slot: int, start: int, end: int) -> list[tuple[Any, Any]]:
+        """A copy of some committed cells of a slot: of each layer the keys and the values, [kv_head, token, head_dim]."""
+        return [(keys[slot, :, start:end].copy(), values[slot, :, start:end].copy()) for keys, values in self.layers]
+
+    def snapshot(self, slot: int) -> list[list[np.ndarray]]:
         """A copy of the states after the committed tokens of a slot."""
         return [states.snapshot(slot) for states in self.states.values()]
 
@@ -166,36 +199,44 @@ class SlotCache:
         self,
         slot: int,
         length: int,
-        snapshot: Sequence[Sequence[Tensor]],
-        blocks: Sequence[Sequence[tuple[Tensor, Tensor]]] = (),
+        snapshot: Sequence[Sequence[np.ndarray]],
+        blocks: Sequence[Sequence[tuple[Any, Any]]] = (),
     ) -> None:
         """Commit `length` tokens to an empty slot.
 
-        snapshot: the states after them. blocks: of each block of tokens the keys and values of all layers, [kv_head, token,
-        head_dim] each; none if they are in place.
+        snapshot: the states after them. blocks: what `block` gave of its tokens, in order; none if they are in place.
         """
         if blocks:
             self.reserve([slot], length)
-            for layer, (keys, values) in enumerate(self.layers):
-                keys[slot, :, :length] = torch.cat([block[layer][0] for block in blocks], 1)
-                values[slot, :, :length] = torch.cat([block[layer][1] for block in blocks], 1)
+        for layer, pair in enumerate(self.layers):
+            for part, cells in enumerate(pair):
+                end = 0
+                for block in blocks:
+                    start, end = end, end + block[layer][part].shape[1]
+                    cells[slot, :, start:end] = block[layer][part]
         for states, old in zip(self.states.values(), snapshot, strict=True):
             states.restore(slot, old)
         self.length[slot] = length
+
+    def _zeros(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[Any]:
+        """Arrays of zeros, one after another in memory. That lies in large pages, where the system has them: short texts keep
+        little for a layer, and attention reads as fast as it finds the addresses."""
+        sizes = [-(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE for shape in shapes]
+        memory = (native.zeros_in_large_pages if native.available() else partial(np.zeros, dtype=np.uint8))(sum(sizes))
+        starts = accumulate(sizes, initial=0)
+        return [np.ndarray(shape, dtype, memory, start) for shape, start in zip(shapes, starts, strict=False)]
 
     @property
     def bytes(self) -> int:
         """Taken now: keys, values and states."""
         return sum(states.bytes for states in self.states.values()) + sum(
-            t.numel() * t.element_size() for pair in self.layers for t in pair
+            t.nbytes for pair in self.layers for t in pair
         )
 
     @property
     def bytes_per_token(self) -> int:
         """Keys and values of one token in one slot."""
-        return sum(t.numel() * t.element_size() for pair in self.layers for t in pair) // (
-            self.num_slots * self.capacity
-        )
+        return sum(t.nbytes for pair in self.layers for t in pair) // (self.num_slots * self.capacity)
 
     @property
     def bytes_per_slot(self) -> int:
@@ -209,15 +250,3 @@ def check_kv_cache_dtype(given: str) -> None:
         raise ValueError(
             f"kv_cache_dtype must be {', '.join(KV_CACHE_DTYPES)}; got {given!r}{did_you_mean(str(given), KV_CACHE_DTYPES)}"
         )
-
-
-def _zeros(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Tensors of zeros, one after another in memory. On the CPU that lies in large pages, where the system has them: short
-    texts keep little for a layer, and attention reads as fast as it finds the addresses."""
-    sizes = [-(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE for shape in shapes]
-    if device.type == "cpu" and native.available():
-        memory = torch.from_numpy(native.zeros_in_large_pages(sum(sizes)))
-    else:
-        memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-    parts = (part[: math.prod(shape) * dtype.itemsize] for part, shape in zip(memory.split(sizes), shapes, strict=True))
-    return [part.view(dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]

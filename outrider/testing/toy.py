@@ -6,8 +6,9 @@ rejected node left in the cache changes its output. For tests, docs and explaini
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 
+from outrider.kernels.border import as_tensor
 from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
@@ -31,34 +32,32 @@ class ToyModel(LanguageModel):
         max_length: int = 512,
     ) -> None:
         self.vocab_size, self.order, self.max_length = vocab_size, order, max_length
-        self.device = torch.device("cpu")
+        self.device = "cpu"
         self.batch_invariant = True
-        draw = torch.Generator().manual_seed(seed)
-        self.table = scale * torch.randn(997, vocab_size, generator=draw, dtype=torch.float64)
+        self.table = scale * np.random.default_rng(seed).standard_normal((997, vocab_size))
         if error:
-            draw = torch.Generator().manual_seed(seed + 1)
-            self.table = self.table + error * torch.randn(997, vocab_size, generator=draw, dtype=torch.float64)
+            self.table += error * np.random.default_rng(seed + 1).standard_normal((997, vocab_size))
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         return SlotCache(num_slots, max_length)
 
     def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
-        """See `LanguageModel.forward`. Every tap is the same feature: the index of the table's line, float64."""
+        """See `LanguageModel.forward`. Every tap is the same feature: the index of the table's line."""
         nodes.cache.reserve(nodes.slots, nodes.total)
-        stored, _ = nodes.cache.layer(0, (1, 1), (1, 1), self.table)
+        stored, _ = nodes.cache.layer(0, (1, 1), (1, 1), np.float64)
         for b, (slot, length) in enumerate(zip(nodes.slots, nodes.lengths, strict=True)):
-            stored[slot, 0, length + nodes.held : length + nodes.total, 0] = nodes.tokens[b].to(stored.dtype)
-        lines = torch.zeros(nodes.tokens.shape, dtype=torch.long)
+            stored[slot, 0, length + nodes.held : length + nodes.total, 0] = nodes.tokens[b]
+        lines = np.zeros(nodes.tokens.shape, np.int64)
         for b, slot in enumerate(nodes.slots):
             for n, cells in enumerate(nodes.visible_cells[b]):
                 line = 0
                 for token in stored[slot, 0, cells[-self.order :], 0].tolist():
                     line = (line * 31 + int(token) + 1) % len(self.table)
                 lines[b, n] = line
-        logits = self.table[lines].float()
+        logits = self.table[lines].astype(np.float32)
         if want == "none":
             logits = logits[:, :0]
         elif want == "last":
-            logits = logits[torch.arange(len(nodes.slots)), nodes.last][:, None]
-        features = lines[..., None].double().repeat(1, 1, len(taps)) if taps else None
-        return Output(logits, features)
+            logits = logits[range(len(nodes.slots)), nodes.last][:, None]
+        features = np.tile(lines[..., None].astype(np.float32), len(taps)) if taps else None
+        return Output(as_tensor(logits), None if features is None else as_tensor(features))

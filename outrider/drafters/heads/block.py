@@ -277,7 +277,7 @@ class BlockModel:
         # the query heads of a key head are neighbours
         grouped = query.reshape(batch, size, c.num_key_value_heads, -1, c.head_dim).swapaxes(1, 2)
         one_node = grouped.reshape(batch, 1, -1, c.head_dim)
-        out = native.attention(plan, one_node, *map(as_array, cache.layers[i]), native.Scoring(c.head_dim**-0.5))
+        out = native.attention(plan, one_node, *cache.layers[i], native.Scoring(c.head_dim**-0.5))
         return layer.out(out.reshape(grouped.shape).swapaxes(1, 2).reshape(batch, size, -1))
 
     def bias(self, z: Array, token: int, places: Array | None) -> Array:
@@ -313,8 +313,8 @@ class BlockModel:
     def _write(self, cache: SlotCache, i: int, slot: int, start: int, key: Array, value: Array) -> None:
         """key, value: [position, kv_head, head_dim]."""
         shape = key.shape[1], key.shape[2]
-        for stored, new in zip(cache.layer(i, shape, shape, as_tensor(key)), (key, value), strict=True):
-            as_array(stored)[slot, :, start : start + len(new)] = new.swapaxes(0, 1)
+        for stored, new in zip(cache.layer(i, shape, shape), (key, value), strict=True):
+            stored[slot, :, start : start + len(new)] = new.swapaxes(0, 1)
 
 
 def convolved(x: Array, base: Array, delta: Array) -> Array:

@@ -236,7 +236,7 @@ def _program(head: HeadWeights[EagleConfig], source: _EagleSource) -> Program:
         b.norm(x, "layers.0.hidden_norm", eps=eps, out=state)
         x = state if c.norm_before_residual else x
     frequencies, factor = c.rotary()
-    table = b.angles(as_tensor(frequencies), factor)
+    table = b.angles(frequencies, factor)
     for b.layer in range(c.num_layers):
         layer = f"layers.{b.layer}"
         if b.layer:

@@ -14,6 +14,8 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from outrider.core.files import cache_folder, write_whole
 from outrider.core.tree import tree
 from outrider.models import precision_gate
@@ -24,7 +26,6 @@ from outrider.models.native.model import NativeModel, supports
 from outrider.models.nodes import Nodes
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
 _CLOSE = 1e-3  # of the largest number; rounding is a thousand times smaller, and a wrong setting larger
@@ -93,7 +94,7 @@ def _difference(config: Config) -> str | None:
     if (model := _random(config)) is None or supports(model) is not None:
         return None
     ours, theirs = _shown(NativeModel(model, "float32")), _shown(HFModel(model, weights="float32", own=True))
-    far = float((ours - theirs).abs().max() / theirs.abs().max())
+    far = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
     if far <= _CLOSE:
         return None
     return (
@@ -125,16 +126,14 @@ def _random(config: Config) -> PreTrainedModel | None:
         torch.random.set_rng_state(state)
 
 
-def _shown(model: LanguageModel) -> Tensor:
+def _shown(model: LanguageModel) -> np.ndarray:
     """Logits and states of a text, and of two trees of four nodes after it."""
-    import torch
-
     cache, parts = model.new_cache(2, 64), []
-    text = torch.arange(2 * _TEXT).view(2, _TEXT) * 7 % model.vocab_size
+    text = np.arange(2 * _TEXT).reshape(2, _TEXT) * 7 % model.vocab_size
     trees = tree([[(5, -1), (9, 0), (11, 0), (3, 2)], [(2, -1), (13, 0), (8, 1), (1, 2)]])
     for tokens, parents in ((text, None), trees):
         out = model.forward(Nodes(tokens, cache, [0, 1], parents), taps=(0, model.num_layers - 1, FINAL_NORM))
         assert out.features is not None
-        parts += [out.logits.flatten(), out.features.flatten()]
+        parts += [np.asarray(out.logits).ravel(), np.asarray(out.features).ravel()]
         cache.commit([0, 1], [range(_TEXT)] * 2 if parents is None else [[0]] * 2)
-    return torch.cat(parts)
+    return np.concatenate(parts)

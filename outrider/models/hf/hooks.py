@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from outrider.kernels.cpu import Scoring
-from outrider.models.attention import attend, write
+from outrider.models import attention
 from outrider.models.base import EMBEDDING, check_taps
 from outrider.models.checkpoint import UnsupportedModel
+from outrider.models.hf import device
 from outrider.models.nodes import Nodes
 
 NAME = "outrider"
@@ -77,12 +79,16 @@ def _attention(
         raise RuntimeError(f"{type(module).__name__} has its own mask")
     if attention_mask is not None:  # the mask carries the window that the model's own attention uses
         call.windows[layer] = attention_mask.outrider_window  # pyright: ignore[reportAttributeAccessIssue]
-    write(call.nodes, layer, key, value)
     call.attended.add(layer)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(
-        call.nodes, layer, query, Scoring(scale, call.windows.get(layer, sliding_window), softcap, s_aux)
-    ), None
+    scoring = Scoring(scale, call.windows.get(layer, sliding_window), softcap, s_aux)
+    if isinstance(call.nodes.cache, device.DeviceCache):
+        device.write(call.nodes, layer, key, value)
+        return device.attend(call.nodes, layer, query, scoring), None
+    attention.write(call.nodes, layer, *(t.float().numpy() for t in (key, value)))
+    scoring = scoring if s_aux is None else replace(scoring, sinks=s_aux.detach().float().numpy())
+    out = attention.attend(call.nodes, layer, query.float().numpy(), scoring)
+    return torch.from_numpy(out).to(query.dtype), None
 
 
 def _survey_mask(*, local_size: int | None = None, device: Any = None, **_: Any) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class PackedLinear(nn.Module):
             self.matrix: native.Packed | None = packed(
                 [_array(weight)], self.kind, [None if bias is None else as_array(bias)]
             )
-            self._run: Callable[[Tensor], Tensor] = self.matrix.linear
+            self._run: Callable[[Tensor], Tensor] = partial(_product, self.matrix)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float32:
@@ -74,6 +75,10 @@ class PackedLinear(nn.Module):
         if self.matrix is None:
             raise AttributeError("the weights are in oneDNN's own layout")
         return _OnRequest(self.matrix)
+
+
+def _product(matrix: native.Packed, x: Tensor) -> Tensor:
+    return torch.from_numpy(matrix.linear(x.detach().numpy()))
 
 
 class _OnRequest(Tensor):

@@ -14,11 +14,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.kernels import cpu as native
+from outrider.kernels.border import as_array, as_tensor, like
 from outrider.models.base import (
     FINAL_NORM,
     LanguageModel,
@@ -31,16 +33,17 @@ from outrider.models.base import (
 )
 from outrider.models.cache import SlotCache
 from outrider.models.checkpoint import UnsupportedModel
+from outrider.models.hf.device import DeviceCache
 from outrider.models.hf.experts import pack_experts_, weight_bytes
 from outrider.models.hf.hooks import NAME, SURVEY, ForwardState, LayerStack
 from outrider.models.hf.linear import BatchInvariantOps, pack_linears_
 from outrider.models.hf.matrices import float_rows, give_matrix_, matrix_of, rows_of
 from outrider.models.hf.recurrent import Recurrences, StateView, attends, stores_state
+from outrider.models.hf.states import LayerStates
 from outrider.models.nodes import Nodes
-from outrider.models.states import LayerStates
 
 _OWN = "outrider's attention cannot take the place of its own"
-# Kinds of attention layers that the forms of `outrider.models.attention` have.
+# Kinds of attention layers that `outrider.models.attention` has.
 _ATTENTION = {"full_attention", "sliding_attention"}
 
 
@@ -67,16 +70,17 @@ class HFModel(LanguageModel):
         *,
         weights: str = "auto",
         own: bool = False,
-        head_ids: Tensor | None = None,
+        head_ids: np.ndarray | None = None,
         kv_cache_dtype: str = "auto",
     ) -> None:
         refuse(model)
         self.model = model if own else shared_copy(model)
         self.model.eval()
         self.vocab_size: int = vocabulary(self.model)
-        self._head_ids: Tensor | None = None
-        if head_ids is not None:
-            _keep_head_(self.model, check_head_ids(head_ids, self.vocab_size))
+        self._head_ids: np.ndarray | None = None
+        ids = None if head_ids is None else check_head_ids(head_ids, self.vocab_size)
+        if ids is not None:
+            _keep_head_(self.model, torch.from_numpy(ids))
         self.device = next(self.model.parameters()).device
         if self.device.type == "cpu":
             routers = {n: m for n, m in self.model.named_modules() if _more_than_linear(m) or n.endswith(".dt_proj")}
@@ -110,16 +114,17 @@ class HFModel(LanguageModel):
         self.kv_cache_dtype = kv_cache_dtype  # it was tried without rounding
         self._careful &= self._stable.needed > 0
         # only now: the check above compared the head's own
-        self._head_ids = None if head_ids is None else head_ids.to(self.device)
+        self._head_ids = ids
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         states = {key: LayerStates(start, num_slots) for key, start in self.recurrences.starts.items()}
-        return SlotCache(num_slots, max_length, self.kv_cache_dtype, states)
+        if self.device.type == "cpu":
+            return SlotCache(num_slots, max_length, self.kv_cache_dtype, states)
+        return DeviceCache(num_slots, max_length, self.kv_cache_dtype, states, self.device)
 
     @torch.no_grad()  # not inference_mode: the cache is written to outside of it, too
     def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
         """See `LanguageModel.forward`."""
-        nodes = nodes.to(self.device)
         nodes.cache.reserve(nodes.slots, nodes.total)
         arguments: dict[str, Any] = {}
         wanted = sorted(set(nodes.last)) if want == "last" else [0]
@@ -128,18 +133,22 @@ class HFModel(LanguageModel):
         self._scale_ropes(nodes.cache.max_length)
         if self.recurrences.layers:
             arguments[self._cache_name] = StateView(nodes, self.recurrences)
+        arguments |= {"input_ids": self._put(nodes.tokens), "position_ids": self._put(nodes.positions)}
         with self._call.running(nodes):
-            logits, features = self._run(
-                taps, input_ids=nodes.tokens, position_ids=nodes.positions, use_cache=False, **arguments
-            )
+            logits, features = self._run(taps, use_cache=False, **arguments)
         if want == "none":
             logits = logits[:, :0]
         elif want == "last":
             at = [wanted.index(n) for n in nodes.last] if self._keeps else nodes.last
-            logits = (
-                logits[torch.arange(len(nodes.slots)), at][:, None] if len(wanted) > 1 or not self._keeps else logits
-            )
-        return Output(logits, features)
+            if len(wanted) > 1 or not self._keeps:
+                logits = logits[range(len(nodes.slots)), at][:, None]
+        out = logits.cpu().numpy()
+        if self._head_ids is not None:
+            out = over_vocabulary(out, self._head_ids, self.vocab_size)
+        return Output(as_tensor(out), None if features is None else features.float().cpu())
+
+    def _put(self, numbers: np.ndarray) -> Tensor:
+        return torch.tensor(numbers, device=self.device)
 
     def _run(self, taps: tuple[int, ...], **arguments: Any) -> tuple[Tensor, Tensor | None]:
         """The logits of the model's forward, and the tapped hidden states side by side."""
@@ -147,11 +156,8 @@ class HFModel(LanguageModel):
             arguments["output_hidden_states"] = True
         with self._context(), self.stack.run(taps) as hidden:
             out = self.model(**arguments)
-        logits = out.logits.float()
-        if self._head_ids is not None:
-            logits = over_vocabulary(logits, self._head_ids, self.vocab_size)
         states = [out.hidden_states[-1] if t == FINAL_NORM else hidden[t] for t in taps]
-        return logits, torch.cat(states, dim=-1) if taps else None
+        return out.logits.float(), torch.cat(states, dim=-1) if taps else None
 
     @contextmanager
     def _context(self) -> Iterator[None]:
@@ -166,7 +172,7 @@ class HFModel(LanguageModel):
         part.stack, part.num_layers = LayerStack(self.model, self.num_layers, chosen), len(chosen)
         part.weight_bytes = part.head_bytes = 0
         try:
-            part.forward(Nodes(torch.zeros(1, 2, dtype=torch.long), part.new_cache(1, 2), [0]), want="none")
+            part.forward(Nodes(np.zeros((1, 2), np.int64), part.new_cache(1, 2), [0]), want="none")
         except Exception as error:  # a model's code may raise anything
             raise ValueError(
                 f"{type(self.model).__name__} does not run with layers {chosen} alone ({error}); methods that need all layers "
@@ -175,26 +181,32 @@ class HFModel(LanguageModel):
         return part
 
     @property
-    def embedding_table(self) -> native.Packed | Tensor | None:
+    def embedding_table(self) -> native.Packed | np.ndarray | None:
         matrix = matrix_of(self.model.get_input_embeddings())
-        usable = matrix.is_contiguous() if isinstance(matrix, Tensor) else isinstance(matrix, native.Packed)
-        return matrix if usable else None  # pyright: ignore[reportReturnType]
+        if isinstance(matrix, Tensor):
+            return as_array(matrix) if matrix.is_contiguous() and matrix.device.type == "cpu" else None
+        return matrix if isinstance(matrix, native.Packed) else None
 
-    def embedding_rows(self, tokens: Tensor) -> Tensor:
-        return float_rows(matrix_of(self.model.get_input_embeddings()), tokens)
+    def embedding_rows(self, tokens: np.ndarray) -> np.ndarray:
+        return self._rows(self.model.get_input_embeddings(), tokens)
 
-    def head_rows(self, tokens: Tensor) -> Tensor:
+    def head_rows(self, tokens: np.ndarray) -> np.ndarray:
         check_whole_head(self._head_ids)
         head: Any = self.model.get_output_embeddings()
         if getattr(head, "matrix", head) is None:
             raise ValueError("a matrix of this model is in oneDNN's own layout; the native kernels could share it")
-        return float_rows(matrix_of(head), tokens)
+        return self._rows(head, tokens)
+
+    def _rows(self, module: Any, tokens: Any) -> Any:
+        rows = float_rows(matrix_of(module), torch.as_tensor(tokens)).cpu().numpy()
+        return like(tokens, rows)
 
     @torch.no_grad()
-    def output_head(self, hidden: Tensor) -> Tensor:
+    def output_head(self, hidden: np.ndarray) -> np.ndarray:
         check_whole_head(self._head_ids)
         head: Any = self.model.get_output_embeddings()
-        return head(hidden.to(self._dtype)).float()
+        out = head(torch.as_tensor(hidden, dtype=self._dtype, device=self.device)).float().cpu().numpy()
+        return like(hidden, out)
 
     def _scale_ropes(self, length: int) -> None:
         """Choose the rotary factors from the longest text that the cache may hold, as vLLM does.
@@ -228,7 +240,7 @@ class HFModel(LanguageModel):
             self._attend_by("eager")
             with torch.inference_mode():
                 out = self.model(input_ids=torch.tensor([[*ids[:3], ids[4]]], device=self.device), **options)
-            expected, cache = out.logits[0].float(), getattr(out, self._cache_name, None)
+            expected, cache = out.logits[0].float().cpu().numpy(), getattr(out, self._cache_name, None)
         except Exception as error:
             raise UnsupportedModel(f"{type(self.model).__name__} does not run by itself: {error!r}") from error
         self.recurrences.learn(cache)
@@ -256,24 +268,23 @@ class HFModel(LanguageModel):
         keys = {i for i, layer in layers if getattr(layer, "keys", None) is not None and layer.keys.numel()}
         return keys | set(self.recurrences.layers)
 
-    def compare(self, ids: list[int], own: Tensor) -> bool:
+    def compare(self, ids: list[int], own: np.ndarray) -> bool:
         """Compare a ragged batch of trees with `own`, float32 [4, vocab], the logits of the model's own attention.
 
         ids 0, 1, 2 and 4 are the paths of the trees; the others are side branches. Returns whether a node of a tree has the
         same bits as alone. Raises ValueError if the logits differ by more than rounding.
         """
         a, b, c, x, d, y = ids
-        tokens, parents = torch.tensor([[c, x, d, y], [a, b, 0, 0]]), torch.tensor([[-1, 0, 0, 2], [-1, 0, -2, -2]])
+        tokens, parents = np.array([[c, x, d, y], [a, b, 0, 0]]), np.array([[-1, 0, 0, 2], [-1, 0, -2, -2]])
         cache = self.new_cache(2, 16)
-        self.forward(Nodes(torch.tensor([[a, b]]), cache, [0]), want="none")
+        self.forward(Nodes(np.array([[a, b]]), cache, [0]), want="none")
         cache.commit([0], [[0, 1]])
-        tree = self.forward(Nodes(tokens, cache, [0, 1], parents)).logits
-        alone = self.forward(Nodes(torch.tensor([[c]]), cache, [0])).logits[0, 0]
-        ours = torch.stack([tree[1, 0], tree[1, 1], tree[0, 0], tree[0, 2]])
-        gap = float((ours - own).abs().max() / own.abs().max().clamp_min(1e-6))
-        if bool(own.isfinite().all()) and not gap < self.tolerance:
+        tree = np.asarray(self.forward(Nodes(tokens, cache, [0, 1], parents)).logits)
+        alone = self.forward(Nodes(np.array([[c]]), cache, [0])).logits[0, 0]
+        gap = float(np.abs(tree[[1, 1, 0, 0], [0, 1, 0, 2]] - own).max() / max(np.abs(own).max(), 1e-6))
+        if np.isfinite(own).all() and not gap < self.tolerance:
             raise ValueError(f"it gives other logits than by itself, by {gap:.2g} of the largest")
-        return torch.equal(tree[0, 0], alone)
+        return np.array_equal(tree[0, 0], alone)
 
     @property
     def tolerance(self) -> float:

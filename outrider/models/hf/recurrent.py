@@ -26,8 +26,8 @@ from transformers import Cache, PreTrainedModel
 
 from outrider.kernels import cpu as native
 from outrider.models.hf.hooks import ForwardState
+from outrider.models.hf.states import Advance, LayerStates, NodeChain, State, one_by_one
 from outrider.models.nodes import Nodes
-from outrider.models.states import Advance, LayerStates, NodeChain, State, one_by_one
 
 _TINY = 1e-6  # transformers' l2norm
 

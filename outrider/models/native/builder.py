@@ -13,10 +13,9 @@ from decimal import Decimal
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from outrider.kernels import cpu as native
+from outrider.kernels.border import as_array, is_tensor
 from outrider.kernels.cpu.library import (
     Activation,
     Finish,
@@ -27,7 +26,6 @@ from outrider.kernels.cpu.library import (
 )
 from outrider.kernels.cpu.packed import LANES, MOST, rounded
 from outrider.models.base import FINAL_NORM
-from outrider.models.dtypes import dtype_name
 from outrider.models.native.program import AngleTable, NotNative, Op, Program, Value
 from outrider.models.native.weights import WeightSource
 from outrider.models.rotary import power
@@ -50,7 +48,7 @@ _EXPERT_GATES["scaled_swish"] = Activation.SWISH
 _WHEN = {"always": (), "features": ("fresh",), "fed": ("fed",)}
 # Rotary types whose frequencies do not depend on the length of the text.
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn", "proportional")
-_TABLES = (torch.float32, torch.bfloat16, torch.float16)
+_TABLES = ("float32", "bfloat16", "float16")
 
 
 @dataclass
@@ -95,14 +93,16 @@ class Builder:
     def embed(self, name: str = "model.embed_tokens", factor: float = 1.0, out: Value | None = None) -> Value:
         """The row of a node's token, times a factor."""
         table = self.source.table(name)
-        rows, width = table.shape if isinstance(table, Tensor) else (table.n, table.k)
+        table = as_array(table) if is_tensor(table) else table
+        floats = isinstance(table, np.ndarray)
+        rows, width = table.shape if floats else (table.n, table.k)
         if rows < self.source.vocab_size:
             raise ValueError(f"{name} has {rows} rows for {self.source.vocab_size} tokens")
-        if isinstance(table, Tensor) and not (table.is_contiguous() and table.dtype in _TABLES):
-            raise ValueError(f"{name} is {table.dtype}, and a table is one of {', '.join(map(str, _TABLES))}")
+        if floats and not (table.flags.c_contiguous and table.dtype.name in _TABLES):
+            raise ValueError(f"{name} is {table.dtype}, and a table is one of {', '.join(_TABLES)}")
         place = self._place(out, None, width)
-        if isinstance(table, Tensor):
-            return self._add("embed", out=place, p=table, i=(native.FORMATS[dtype_name(table.dtype)],), f=(factor,))
+        if floats:
+            return self._add("embed", out=place, p=table, i=(native.FORMATS[table.dtype.name],), f=(factor,))
         return self._add("embed", out=place, matrices=(table,), f=(factor,))
 
     def given(self, width: int, *, when: str = "always", out: Value | None = None) -> Value:
@@ -136,8 +136,8 @@ class Builder:
         """
         size = x.width if per_group else group or x.width
         weight = None if name is None else self.vector(f"{name}.weight", size)
-        bias = None if self.source.tensor(f"{name}.bias") is None else self.vector(f"{name}.bias", size)
-        weight = weight + 1 if weight is not None and one_added else weight
+        bias = None if self._array(f"{name}.bias") is None else self.vector(f"{name}.bias", size)
+        weight = weight + np.float32(1) if weight is not None and one_added else weight
         place = self._place(out, add_to, x.width)
         flags = (*_WHEN[when], *(("per_group",) if per_group else ()), *(("add",) if add_to else ()))
         numbers = (Norm[f"{kind.upper()}_NORM"], group)
@@ -145,7 +145,7 @@ class Builder:
 
     def l2_norm(self, x: Value, *, group: int, eps: float) -> None:
         """Each group of numbers of x over the root of its sum of squares and eps, in place."""
-        weight = torch.full((group,), group**-0.5)  # a root mean square has the number of them in it
+        weight = np.full(group, group**-0.5, np.float32)  # a root mean square has the number of them in it
         self._add("norm", in_=x, out=x, p=weight, i=(Norm.RMS_NORM, group), f=(eps / group,))
 
     def linear(
@@ -184,7 +184,7 @@ class Builder:
 
     def has(self, name: str) -> bool:
         """Whether there is a module with a weight of this name."""
-        return self.source.tensor(f"{name}.weight") is not None
+        return self._array(f"{name}.weight") is not None
 
     def rotary(self, settings: Mapping[str, Any] | None, layer_type: str = "", module: str = "model.rotary_emb") -> int:
         """The number of a table of angles, for `rope`. settings: `rope_parameters` of the configuration. layer_type: of models
@@ -193,8 +193,8 @@ class Builder:
         if kind not in (*_FIXED_ROTARY, "longrope"):
             raise NotNative(f"its rotary embedding ({kind}) changes with the length of the text")
         name = f"{module}.{layer_type}_" if layer_type else f"{module}."
-        frequencies = self.source.tensor(f"{name}inv_freq")
-        if frequencies is None or frequencies.dim() != 1:
+        frequencies = self._array(f"{name}inv_freq")
+        if frequencies is None or frequencies.ndim != 1:
             raise NotNative(f"it has no frequencies {name}inv_freq")
         factor = float(self.source.number(f"{name}attention_scaling", 1.0))
         return self._long_angles(settings or {}, factor) if kind == "longrope" else self.angles(frequencies, factor)
@@ -202,11 +202,11 @@ class Builder:
     def _long_angles(self, settings: Mapping[str, Any], factor: float) -> int:
         """LongRoPE: the longest text that a cache may hold chooses the frequencies, as in vLLM and `HFModel`. If a text chose,
         its earlier keys would have other frequencies, and a node would depend on how its prompt was cut."""
-        parts = [torch.tensor(settings[f"{n}_factor"], dtype=torch.float32) for n in ("short", "long")]
-        if parts[0].dim() != 1 or parts[0].shape != parts[1].shape:
+        parts = [np.array(settings[f"{n}_factor"], np.float32) for n in ("short", "long")]
+        if parts[0].ndim != 1 or parts[0].shape != parts[1].shape:
             raise ValueError("LongRoPE has two lists of factors of one length")
         dim = 2 * len(parts[0])
-        powers = torch.from_numpy(power(float(settings["rope_theta"]), np.arange(0, dim, 2, dtype=np.float32) / dim))
+        powers = power(float(settings["rope_theta"]), np.arange(0, dim, 2, dtype=np.float32) / dim)
         short, long = (1.0 / (part * powers) for part in parts)
         number = self.angles(short, factor)
         first = int(settings["original_max_position_embeddings"])
@@ -216,15 +216,15 @@ class Builder:
     def grown(self, table: int, beta: float, every: int, length: int) -> int:
         """The number of a table like another one, with a factor of 1 + beta * ln(1 + position // every) up to a length."""
         logarithms = [float(Decimal(1 + n).ln()) for n in range(-(-length // every))]
-        factors = self._angles[table].factors * (1 + beta * torch.tensor(logarithms))
+        factors = self._angles[table].factors * (1 + beta * np.array(logarithms, np.float32))
         self._angles.append(replace(self._angles[table], factors=factors, every=every))
         return len(self._angles) - 1
 
-    def angles(self, frequencies: Tensor, factor: float) -> int:
+    def angles(self, frequencies: np.ndarray, factor: float) -> int:
         """The number of a table of angles. frequencies: float32 [n]. factor: of cosines and sines."""
-        if frequencies.dtype != torch.float32 or not math.isfinite(factor):
+        if frequencies.dtype != np.float32 or not math.isfinite(factor):
             raise ValueError(f"rotary frequencies are {frequencies.dtype} times {factor}, and they must be float32")
-        self._angles.append(AngleTable(frequencies.contiguous(), torch.tensor([factor])))
+        self._angles.append(AngleTable(np.ascontiguousarray(frequencies), np.array([factor], np.float32)))
         return len(self._angles) - 1
 
     def rope(self, x: Value, table: int, dim: int, *, offset: int = 0, interleaved: bool = False) -> None:
@@ -382,14 +382,14 @@ class Builder:
         x: Value,
         function: str,
         *,
-        scale: Tensor | None = None,
-        shift: Tensor | None = None,
+        scale: np.ndarray | None = None,
+        shift: np.ndarray | None = None,
         factor: float = 1.0,
         out: Value | None = None,
     ) -> Value:
         """function(x * scale + shift) * factor. function: "linear", "softplus", "exp" or "sigmoid"."""
         for t in (scale, shift):
-            if t is not None and (t.shape != (x.width,) or t.dtype != torch.float32 or not t.is_contiguous()):
+            if t is not None and (t.shape != (x.width,) or t.dtype != np.float32 or not t.flags.c_contiguous):
                 raise ValueError(f"a scale or shift is {t.dtype} {list(t.shape)} for {x.width} numbers")
         numbers = (_MAPS[function], 1, 0, 0)
         return self._add("map", in_=x, out=self._place(out, None, x.width), p=scale, q=shift, i=numbers, f=(factor,))
@@ -408,14 +408,14 @@ class Builder:
 
     def conv(self, x: Value, name: str, *, activation: str | None = None) -> Value:
         """The causal convolution over the node's path, with its bias if there is one. activation: None or "silu"."""
-        weight = self.source.tensor(f"{name}.weight")
-        if weight is None or weight.dim() != 3 or weight.shape[:2] != (x.width, 1) or not 1 < weight.shape[2] <= 8:
+        weight = self._array(f"{name}.weight")
+        if weight is None or weight.ndim != 3 or weight.shape[:2] != (x.width, 1) or not 1 < weight.shape[2] <= 8:
             raise ValueError(f"{name} has no weights [{x.width}, 1, taps] of 2 to 8 taps")
         if activation not in (None, "silu", "swish"):
             raise NotNative(f"its convolution has the activation {activation}")
-        bias = self.vector(f"{name}.bias", x.width) if self.source.tensor(f"{name}.bias") is not None else None
+        bias = self.vector(f"{name}.bias", x.width) if self._array(f"{name}.bias") is not None else None
         numbers = (self._state(), weight.shape[2], _ACTIVATIONS["silu" if activation else "identity"])
-        taps = weight[:, 0].T.contiguous()
+        taps = np.ascontiguousarray(weight[:, 0].T)
         return self._add("conv", in_=x, out=self.value(x.width), p=taps, q=bias, i=numbers)
 
     def delta_rule(
@@ -433,7 +433,16 @@ class Builder:
         return self._add("scan", in_=x, other=more, out=self.value(heads * width), i=numbers, f=(factor,))
 
     def selective(
-        self, x: Value, step: Value, *, a: Tensor, through: Tensor, heads: int, channels: int, width: int, groups: int
+        self,
+        x: Value,
+        step: Value,
+        *,
+        a: np.ndarray,
+        through: np.ndarray,
+        heads: int,
+        channels: int,
+        width: int,
+        groups: int,
     ) -> Value:
         """The selective state space of Mamba 2.
 
@@ -492,7 +501,7 @@ class Builder:
             tuple(self._angles),
             dict(self._cells),
             head.matrices[0],
-            self.source.head_ids,
+            None if self.source.head_ids is None else as_array(self.source.head_ids),
             embed.matrices[0] if embed.matrices else embed.p,  # pyright: ignore[reportArgumentType]
             embed.f[0],
             self.source.vocab_size,
@@ -512,14 +521,22 @@ class Builder:
             raise ValueError(f"{width} numbers do not fit a value of {place.width}")
         return place
 
-    def vector(self, name: str, size: int = 0) -> Tensor:
-        """A parameter of one dimension. size: its numbers; 0: as the weights have it. Raises ValueError if it is not there."""
+    def _array(self, name: str) -> np.ndarray | None:
         tensor = self.source.tensor(name)
-        if tensor is None:
+        return None if tensor is None else as_array(tensor)
+
+    def vector(self, name: str, size: int = 0) -> np.ndarray:
+        """A parameter of one dimension. size: its numbers; 0: as the weights have it. Raises ValueError if it is not there."""
+        numbers = self._array(name)
+        if numbers is None:
             raise ValueError(f"{name} is not there")
-        if tensor.numel() != (size or tensor.numel()) or tensor.dtype != torch.float32:
-            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, and the settings say float32 [{size}]")
-        return tensor.flatten()
+        if numbers.size != (size or numbers.size) or numbers.dtype != np.float32:
+            raise ValueError(f"{name} is {numbers.dtype} {[*numbers.shape]}, and the settings say float32 [{size}]")
+        return numbers.reshape(-1)
+
+    def decay(self, name: str, size: int) -> np.ndarray:
+        """-exp of a parameter of one dimension."""
+        return -np.exp(self.vector(name, size).astype(np.float64)).astype(np.float32)
 
     def _check_matrix(self, name: str, given: native.Packed, n: int, k: int) -> None:
         if (given.n, given.k) != (n, k):

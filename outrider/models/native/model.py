@@ -13,11 +13,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from outrider.kernels import cpu as native
-from outrider.kernels.border import as_array, as_tensor
+from outrider.kernels.border import as_array, as_tensor, like
 from outrider.models.base import (
     EMBEDDING,
     Chain,
@@ -148,7 +148,7 @@ class NativeModel(LanguageModel):
         self,
         model: PreTrainedModel | Program,
         weights: str = "auto",
-        head_ids: Tensor | None = None,
+        head_ids: np.ndarray | None = None,
         kv_cache_dtype: str = "auto",
     ) -> None:
         if not isinstance(model, Program):
@@ -192,32 +192,31 @@ class NativeModel(LanguageModel):
         for i, t in enumerate(taps):
             if features is not None and t == EMBEDDING:
                 features[..., i * self.program.hidden : (i + 1) * self.program.hidden] = self._embedded(nodes.tokens)
-        return Output(logits, features)
+        return Output(as_tensor(logits), None if features is None else as_tensor(features))
 
     @property
-    def embedding_table(self) -> native.Packed | Tensor:
+    def embedding_table(self) -> native.Packed | np.ndarray:
         return self.program.table
 
-    def embedding_rows(self, tokens: Tensor) -> Tensor:
-        table = self.program.table
-        return as_tensor(float_rows(table if isinstance(table, native.Packed) else as_array(table), as_array(tokens)))
+    def embedding_rows(self, tokens: np.ndarray) -> np.ndarray:
+        return like(tokens, float_rows(self.program.table, as_array(tokens)))
 
-    def head_rows(self, tokens: Tensor) -> Tensor:
-        ids = self.program.head_ids
-        places = tokens if ids is None else torch.searchsorted(ids, tokens)
-        if ids is not None and not torch.equal(ids[places.clamp_max(len(ids) - 1)], tokens):
+    def head_rows(self, tokens: np.ndarray) -> np.ndarray:
+        ids, wanted = self.program.head_ids, as_array(tokens)
+        places = wanted if ids is None else np.searchsorted(ids, wanted)
+        if ids is not None and not np.array_equal(ids[np.minimum(places, len(ids) - 1)], wanted):
             raise ValueError(
                 "the output head of this model does not keep some of these tokens; load it without head_ids"
             )
-        return as_tensor(float_rows(self.program.head, as_array(places)))
+        return like(tokens, float_rows(self.program.head, places))
 
-    def output_head(self, hidden: Tensor) -> Tensor:
+    def output_head(self, hidden: np.ndarray) -> np.ndarray:
         check_whole_head(self.program.head_ids)
         return self.program.head.linear(hidden)
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
+    def _embedded(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [batch, node, hidden]: the input of layer 0."""
-        return self.embedding_rows(tokens) * self.program.embedding_factor
+        return self.embedding_rows(tokens) * np.float32(self.program.embedding_factor)
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
         return self._step.draft_chains(cache, chains)

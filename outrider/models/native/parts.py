@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import numpy as np
 
 from outrider.models.native.builder import Builder
 from outrider.models.native.program import NotNative, Value
@@ -212,7 +212,7 @@ def mamba2(
     eps: float,
     norm_group: int = 0,
     norm_first: bool = False,
-    scale: Tensor | None = None,
+    scale: np.ndarray | None = None,
     factor: float = 1.0,
 ) -> Part:
     """x += factor * the mixer of Mamba 2 (Dao and Gu 2024).
@@ -237,7 +237,7 @@ def mamba2(
         gate, mixed, step = joint.split(inner, inner + 2 * shared, heads)
         convolved = b.conv(mixed, f"{module}.conv1d", activation=activation)
         step = b.map(step, "softplus", shift=b.vector(f"{module}.dt_bias", heads))
-        decay, through = -b.vector(f"{module}.A_log", heads).exp(), b.vector(f"{module}.D", heads)
+        decay, through = b.decay(f"{module}.A_log", heads), b.vector(f"{module}.D", heads)
         y = b.selective(
             convolved, step, a=decay, through=through, heads=heads, channels=channels, width=width, groups=groups
         )

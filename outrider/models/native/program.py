@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+import numpy as np
 
 from outrider.kernels import cpu as native
 from outrider.kernels.cpu.library import AnglesStruct, OpFlag, OpKind, OpStruct, ProgramStruct
@@ -50,8 +50,8 @@ class Op:
     other: Value | None = None
     out: Value | None = None
     matrices: tuple[native.Packed, ...] = ()
-    p: Tensor | None = None
-    q: Tensor | None = None
+    p: np.ndarray | None = None
+    q: np.ndarray | None = None
     i: tuple[int, ...] = ()
     f: tuple[float, ...] = ()
 
@@ -70,10 +70,10 @@ class AngleTable:
     """factors: of cosines and sines, float32 [n], each for `every` positions, and the last one from there on. long: the
     frequencies of caches that may hold longer texts than `first` tokens; None: they have the same ones."""
 
-    inv_freq: Tensor
-    factors: Tensor
+    inv_freq: np.ndarray
+    factors: np.ndarray
     every: int = 1
-    long: Tensor | None = None
+    long: np.ndarray | None = None
     first: int = 0
 
 
@@ -86,8 +86,8 @@ class Program:
     angles: tuple[AngleTable, ...]  # tables of rotary embeddings
     cells: dict[int, tuple[int, int, int]]  # (heads, numbers of a key, numbers of a value) of each layer of the cache
     head: native.Packed  # the output matrix
-    head_ids: Tensor | None  # its tokens, int64 [n], ascending; None for all
-    table: native.Packed | Tensor  # the embedding
+    head_ids: np.ndarray | None  # its tokens, int64 [n], ascending; None for all
+    table: native.Packed | np.ndarray  # the embedding
     embedding_factor: float  # of its rows
     vocab_size: int  # tokens of the model
     num_layers: int  # of the model
@@ -157,13 +157,13 @@ class Program:
         structs = (OpStruct * len(ops))(*(_struct(op, places, keep) for op in ops))
         tables = (AnglesStruct * len(self.angles))(
             *(
-                (a.inv_freq.data_ptr(), a.factors.data_ptr(), len(a.inv_freq), a.every, len(a.factors))
+                (a.inv_freq.ctypes.data, a.factors.ctypes.data, len(a.inv_freq), a.every, len(a.factors))
                 for a in self.angles
             )
         )
         width = (ctypes.c_int32 * len(widths))(*widths)
         arrays = (ctypes.addressof(array) for array in (structs, width, tables))
-        program = ProgramStruct(*arrays, _address(self.head_ids), len(ops), len(widths), len(tables), self.vocab_size)
+        program = ProgramStruct(*arrays, address(self.head_ids), len(ops), len(widths), len(tables), self.vocab_size)
         return program, (structs, keep, tables, width)
 
 
@@ -178,8 +178,8 @@ def _struct(op: Op, places: Mapping[int, int], keep: list[Any]) -> ctypes.Struct
         *views,
         len(pointers),
         ctypes.addressof(pointers) if op.matrices else None,
-        _address(op.p),
-        _address(op.q),
+        address(op.p),
+        address(op.q),
         op.i,
         op.f,
     )
@@ -189,8 +189,9 @@ def _is_whole(n: object) -> bool:
     return isinstance(n, int) and not isinstance(n, bool)
 
 
-def _address(t: Tensor | None) -> int | None:
-    return None if t is None else t.data_ptr()
+def address(t: np.ndarray | None) -> int | None:
+    """Of its first number. The array must be contiguous, and stay."""
+    return None if t is None else t.ctypes.data
 
 
 def _places(ops: Sequence[Op], widths: Sequence[int]) -> tuple[dict[int, int], list[int]]:

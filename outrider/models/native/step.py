@@ -7,17 +7,16 @@ import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, cast
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from outrider.kernels import cpu as native
-from outrider.kernels.border import as_dtype
+from outrider.kernels.border import as_array
 from outrider.kernels.cpu.library import ChainsStruct, ChainStruct, ForwardStruct
 from outrider.kernels.cpu.packed import MOST
 from outrider.kernels.vectors import packed_width
 from outrider.models.base import Chain, DrawnChain, Want
 from outrider.models.cache import KV_CACHE_DTYPES, SlotCache
-from outrider.models.native.program import Program
+from outrider.models.native.program import Program, address
 from outrider.models.nodes import Nodes
 
 # States of a slot that are kept during a step, besides the committed one.
@@ -62,15 +61,15 @@ class NativeStates:
         """Forget the tokens of a slot."""
         self._library.states_reset(self.handle, slot)
 
-    def snapshot(self, slot: int) -> list[Tensor]:
+    def snapshot(self, slot: int) -> list[np.ndarray]:
         """A copy of the committed state of a slot, of all layers."""
-        state = torch.empty(self._size)
-        self._library.states_read(self.handle, slot, state.data_ptr())
+        state = np.empty(self._size, np.float32)
+        self._library.states_read(self.handle, slot, state.ctypes.data)
         return [state]
 
-    def restore(self, slot: int, state: Sequence[Tensor]) -> None:
+    def restore(self, slot: int, state: Sequence[np.ndarray]) -> None:
         """Give a slot the committed state that `snapshot` returned."""
-        self._library.states_write(self.handle, slot, state[0].contiguous().data_ptr())
+        self._library.states_write(self.handle, slot, np.ascontiguousarray(state[0], np.float32).ctypes.data)
 
     @property
     def bytes(self) -> int:
@@ -94,9 +93,9 @@ class Forwarded(NamedTuple):
     from a program that is given something; else None.
     """
 
-    logits: Tensor
-    features: Tensor | None
-    fed_back: Tensor | None
+    logits: np.ndarray
+    features: np.ndarray | None
+    fed_back: np.ndarray | None
 
 
 class _ChainBuffers:
@@ -104,6 +103,8 @@ class _ChainBuffers:
 
     def __init__(self, chain: Chain) -> None:
         self.chain, depth, width = chain, chain.depth, chain.width
+        features = None if chain.features is None else as_array(chain.features)
+        self._features = None if features is None else np.ascontiguousarray(features, np.float32)
         self._tokens = (ctypes.c_int64 * (len(chain.tokens) + depth))(*chain.tokens)
         self._chances, self._siblings = (ctypes.c_float * (depth * width))(), (ctypes.c_int64 * (depth * (width - 1)))()
 
@@ -113,7 +114,7 @@ class _ChainBuffers:
         seed, stream, step, position = chain.noise  # ctypes keeps the lower bits
         return ChainStruct(
             tokens=tokens,
-            features=None if chain.features is None else chain.features.data_ptr(),
+            features=address(self._features),
             drafted=tokens + 8 * count,
             count=count,
             depth=chain.depth,
@@ -170,44 +171,43 @@ class NativeStep:
         return {_STATES: NativeStates(self._ops, (self._keep, self.program), self._recurrent, num_slots)}
 
     def forward(
-        self, nodes: Nodes, taps: tuple[int, ...], want: Want, given: Tensor | None = None, fused: bool = False
+        self, nodes: Nodes, taps: tuple[int, ...], want: Want, given: np.ndarray | None = None, fused: bool = False
     ) -> Forwarded:
         """given: float32 [batch, node, width], what the program is given: features, or if fused what was fed back.
 
         Raises ValueError for tokens, parents or a cache that do not fit, IndexError for slots."""
-        tokens, parents, slots, cache = nodes.tokens, nodes.parents, nodes.slots, nodes.cache
+        parents, slots, cache, held = nodes.parents, nodes.slots, nodes.cache, nodes.held
+        tokens = np.ascontiguousarray(nodes.tokens, np.int64)
         batch, count = tokens.shape
-        if len(slots) != batch or not tokens.numel():
+        if len(slots) != batch or not tokens.size:
             raise ValueError(
                 f"tokens are {batch} x {count} for the cache slots {slots}: give each slot a line of one token at least"
             )
-        if tokens.dtype != torch.int64 or not tokens.is_contiguous():
-            tokens = tokens.long().contiguous()
-        held = nodes.held
         if parents is not None:
             if parents.shape != (batch, held + count) or held < 0:
                 raise ValueError(
-                    f"tokens are {tuple(tokens.shape)}, parents {tuple(parents.shape)}; one parent per node, "
+                    f"tokens are {tokens.shape}, parents {parents.shape}; one parent per node, "
                     "first those of the nodes in the scratch"
                 )
-            parents = parents.long().contiguous()
+            parents = np.ascontiguousarray(parents, np.int64)
         table = self._cache_table(cache, slots, held + count)
         shown = count if want == "all" else 1 if want == "last" else 0
-        empty = torch.empty if parents is None else torch.zeros  # padding is not written
+        empty = np.empty if parents is None else np.zeros  # padding is not written
         program = self.program
-        logits = torch.empty(batch, shown, self._head_size)
-        features = empty(batch, count, len(taps) * program.hidden) if taps else None
-        fed_back = None if given is None else empty(batch, shown, program.fed_back)
+        logits = np.empty((batch, shown, self._head_size), np.float32)
+        features = empty((batch, count, len(taps) * program.hidden), np.float32) if taps else None
+        given = None if given is None else np.ascontiguousarray(given, np.float32)
+        fed_back = None if given is None else empty((batch, shown, program.fed_back), np.float32)
         ints = ctypes.c_int32 * batch
         slot, length, tap = ints(*slots), ints(*nodes.lengths), (ctypes.c_int32 * len(taps))(*taps)
         job = ForwardStruct(
-            tokens.data_ptr(),
-            None if parents is None else parents.data_ptr(),
+            tokens.ctypes.data,
+            address(parents),
             ctypes.addressof(slot),
             ctypes.addressof(length),
             ctypes.addressof(table),
-            logits.data_ptr(),
-            None if features is None else features.data_ptr(),
+            logits.ctypes.data,
+            address(features),
             ctypes.addressof(tap),
             batch,
             held,
@@ -216,8 +216,8 @@ class NativeStep:
             len(taps),
             _WANT[want],
             _cell_format(cache),
-            None if given is None else given.data_ptr(),
-            None if fed_back is None else fed_back.data_ptr(),
+            address(given),
+            address(fed_back),
             int(fused),
             self._states_of(cache),
         )
@@ -244,7 +244,7 @@ class NativeStep:
         error = self._chains(self._handle(cache), job)
         if error:
             width = max(len(chains[i].tokens) for i in asked)
-            tokens = torch.tensor([[*chains[i].tokens, *[0] * width][:width] for i in asked])
+            tokens = np.array([[*chains[i].tokens, *[0] * width][:width] for i in asked])
             raise _explained(error, tokens, None, self.program.vocab_size)
         for i, b, struct in zip(asked, buffers, structs, strict=True):
             drawn[i] = b.drawn(struct.made)
@@ -260,34 +260,34 @@ class NativeStep:
         return states.handle
 
     def _cache_table(self, cache: SlotCache, slots: list[int], count: int) -> Any:
-        """Addresses of the cache's tensors. Made again when the cache has grown."""
+        """Addresses of the cache's arrays. Made again when the cache has grown."""
         if not all(0 <= s < cache.num_slots for s in slots):
             raise IndexError(f"slots are 0 to {cache.num_slots - 1} of this cache, got {slots}")
         cache.reserve(slots, count)
         entry = self._addresses.get(cache)
         if entry is not None and entry[0] is cache.layers:
             return entry[1]
-        like, dtype, table = torch.empty(0), _cell_dtype(cache), (ctypes.c_void_p * (2 * self._numbers))()
+        dtype, table = _cell_dtype(cache), (ctypes.c_void_p * (2 * self._numbers))()
         cells = self.program.cells
-        cache.make({i: ((heads, dim), (heads, value_dim)) for i, (heads, dim, value_dim) in cells.items()}, like)
+        cache.make({i: ((heads, dim), (heads, value_dim)) for i, (heads, dim, value_dim) in cells.items()})
         for i, (heads, dim, value_dim) in cells.items():
             for part, (t, size) in enumerate(zip(cache.layers[i], (dim, value_dim), strict=True)):
-                if t.shape[1:] != (heads, cache.capacity, packed_width(size, dtype)) or not t.is_contiguous():
+                if t.shape[1:] != (heads, cache.capacity, packed_width(size, dtype)) or not t.flags.c_contiguous:
                     raise ValueError("this cache belongs to another model; use one made by new_cache of this one")
-                table[2 * i + part] = t.data_ptr()
+                table[2 * i + part] = t.ctypes.data
         self._addresses[cache] = (cache.layers, table)
         return table
 
 
-def _cell_dtype(cache: SlotCache) -> torch.dtype:
-    return KV_CACHE_DTYPES[cache.dtype] or torch.float32
+def _cell_dtype(cache: SlotCache) -> np.dtype:
+    return KV_CACHE_DTYPES[cache.dtype] or np.dtype(np.float32)
 
 
 def _cell_format(cache: SlotCache) -> int:
-    return native.VECTOR_FORMATS[as_dtype(_cell_dtype(cache))]
+    return native.VECTOR_FORMATS[_cell_dtype(cache)]
 
 
-def _explained(error: int, tokens: Tensor, parents: Tensor | None, vocab: int) -> ValueError:
+def _explained(error: int, tokens: np.ndarray, parents: np.ndarray | None, vocab: int) -> ValueError:
     nodes = tokens.shape[1]
     if error <= -(2**40):
         entry, node = divmod(-(2**40) - error, nodes)

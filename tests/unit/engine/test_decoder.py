@@ -95,7 +95,7 @@ def test_accepted_paths_through_trees_leave_the_cache_as_if_decoded_one_by_one()
             for row in rows:
                 if row in engine.waiting:
                     continue
-                held = engine.cache.layers[0][0][row.slot, 0, : engine.cache.length[row.slot], 0].long().tolist()
+                held = engine.cache.layers[0][0][row.slot, 0, : engine.cache.length[row.slot], 0].tolist()
                 assert held == row.tokens[:-1]
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from engines import LONG, TARGET, Gated, engine, mixed, read, run, settled, submit
 from helpers import VOCAB, RandomTree, decoder, plain_texts, request, toy_drafters
 
@@ -79,7 +79,7 @@ def test_a_prompt_that_starts_like_an_earlier_one_is_not_computed_again() -> Non
         read = 0
 
         def forward(self, nodes, **options):
-            self.read += nodes.tokens.numel() if options.get("want") == "none" else 0
+            self.read += nodes.tokens.size if options.get("want") == "none" else 0
             return super().forward(nodes, **options)
 
     target = Counting(VOCAB, seed=0, max_length=400)
@@ -105,7 +105,7 @@ def test_a_prompt_that_starts_like_an_earlier_one_is_not_computed_again() -> Non
 def test_the_prefix_store_gives_back_what_was_kept_within_its_limit(trial: int) -> None:
     draw = random.Random(trial)
     cache, texts, size = SlotCache(2, 300), list[list[int]](), 3 * BLOCK * 8
-    keys, values = cache.layer(0, (1, 1), (1, 1), torch.zeros(1, dtype=torch.float64))
+    keys, values = cache.layer(0, (1, 1), (1, 1), np.float64)
     store = PrefixCache(size * 12)
     for _ in range(60):
         start = draw.choice(texts)[: draw.randrange(0, 130)] if texts else []
@@ -116,7 +116,7 @@ def test_the_prefix_store_gives_back_what_was_kept_within_its_limit(trial: int) 
         assert keys[0, 0, :found, 0].tolist() == text[:found] == values[0, 0, :found, 0].tolist()
         cache.reserve([0], len(text))
         keys, values = cache.layers[0]
-        keys[0, 0, : len(text), 0] = values[0, 0, : len(text), 0] = torch.tensor(text, dtype=torch.float64)
+        keys[0, 0, : len(text), 0] = values[0, 0, : len(text), 0] = text
         store.keep(cache, 0, text)
         cache.release(0)
         assert store.bytes <= store.limit

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from architectures import ARCHITECTURES, VOCAB, prompts, tiny
@@ -20,12 +22,15 @@ from outrider.core.params import SamplingParams
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.kernels import cpu as native
 from outrider.kernels.vectors import pack_vectors, unpack_vectors
-from outrider.models.attention import attend, attend_masked, attend_reference, write
+from outrider.models import attention
+from outrider.models.attention import attend_native, attend_reference
 from outrider.models.base import EMBEDDING, FINAL_NORM
 from outrider.models.cache import KV_CACHE_DTYPES
-from outrider.models.hf import hooks
+from outrider.models.hf import device
+from outrider.models.hf.device import DeviceCache
 from outrider.models.hf.hooks import LayerStack
 from outrider.models.hf.model import HFModel, UnsupportedModel
+from outrider.models.hf.states import LayerStates
 from outrider.models.nodes import Nodes
 
 # Plain, with windows and caps, with Conv1D, with positions of their own, with a router that is no linear, with sinks and biases.
@@ -62,6 +67,12 @@ def greedy(raw: PreTrainedModel, prompt: list[int]) -> list[int]:
     best = torch.stack(out.logits)[:, 0].float().topk(2).values
     assert float((best[:, 0] - best[:, 1]).min()) > 1e-3, "a near-tie: choose another seed for this architecture"
     return out.sequences[0].tolist()
+
+
+def masked_cache(model: HFModel, num_slots: int, max_length: int) -> DeviceCache:
+    """As devices have it."""
+    states = {key: LayerStates(start, num_slots) for key, start in model.recurrences.starts.items()}
+    return DeviceCache(num_slots, max_length, model.kv_cache_dtype, states, model.device)
 
 
 def logits(model: HFModel, ids: torch.Tensor, length: int = 64) -> torch.Tensor:
@@ -104,27 +115,32 @@ def test_without_the_native_kernels_and_in_the_masked_form(name: str, monkeypatc
         model = HFModel(raw)
         assert_rows_do_not_depend_on_their_neighbours(model)
         assert outputs(model, texts, Guided(texts)) == texts
-    monkeypatch.setattr(hooks, "attend", attend_masked)
+    monkeypatch.setattr(HFModel, "new_cache", masked_cache)
     assert outputs(HFModel(raw), texts, Guided(texts)) == texts
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("form", [attend, attend_masked, attend_reference])
+@pytest.mark.parametrize("form", [attend_native, None, attend_reference], ids=["native", "masked", "reference"])
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_a_packed_cache_is_a_float_cache_of_rounded_vectors(
-    name: str, form: Callable[..., torch.Tensor], kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch
+    name: str, form: Callable[..., np.ndarray] | None, kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every form of attention, bit for bit."""
     raw, ids, dtype = tiny(name), torch.tensor(prompts(20)), KV_CACHE_DTYPES[kv_cache_dtype]
+    if form is None:
+        monkeypatch.setattr(HFModel, "new_cache", masked_cache)
     model, exact = HFModel(raw, kv_cache_dtype=kv_cache_dtype), HFModel(raw)
-    monkeypatch.setattr(hooks, "attend", form)
+    monkeypatch.setattr(attention, "attend", form)
     found, exactly = logits(model, ids), logits(exact, ids)
     assert dtype is not None
 
-    def rounded(nodes: Nodes, layer: int, *vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return write(nodes, layer, *(unpack_vectors(pack_vectors(v, dtype)) for v in vectors))
+    where, write = (device, device.write) if form is None else (attention, attention.write)
 
-    monkeypatch.setattr(hooks, "write", rounded)
+    def rounded(nodes: Nodes, layer: int, *vectors: Any) -> None:
+        numbers = (unpack_vectors(pack_vectors(np.asarray(v), dtype)) for v in vectors)
+        write(nodes, layer, *(torch.from_numpy(v) if form is None else v for v in numbers))
+
+    monkeypatch.setattr(where, "write", rounded)
     assert torch.equal(found, logits(exact, ids))
     assert not torch.equal(found, exactly)
 

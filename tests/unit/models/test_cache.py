@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import hypothesis.strategies as st
-import torch
+import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from torch import Tensor
 
 from outrider.kernels.vectors import packed_width
 from outrider.models.cache import KV_CACHE_DTYPES, SCRATCH, SlotCache
@@ -33,10 +32,10 @@ class ListedStates:
     def reset(self, slot: int) -> None:
         self.read[slot] = []
 
-    def snapshot(self, slot: int) -> list[Tensor]:
-        return [torch.tensor(self.read[slot])]
+    def snapshot(self, slot: int) -> list[np.ndarray]:
+        return [np.array(self.read[slot])]
 
-    def restore(self, slot: int, state: Sequence[Tensor]) -> None:
+    def restore(self, slot: int, state: Sequence[np.ndarray]) -> None:
         self.read[slot] = state[0].tolist()
 
 
@@ -51,18 +50,18 @@ class Cached(RuleBasedStateMachine):
         self.kept: list[tuple[list[int], Any, Any]] = []  # tokens, states, cells
         self.add_layer(0)
 
-    def cells(self) -> list[Tensor]:
+    def cells(self) -> list[np.ndarray]:
         return [t for pair in self.cache.layers for t in pair]
 
     @rule(layer=st.integers(0, 3))
     def add_layer(self, layer: int) -> None:
         """Layers may be made out of order, also when slots hold tokens."""
         new = layer >= len(self.cache.layers) or not self.cache.layers[layer][0].shape[1]
-        pair = self.cache.layer(layer, (HEADS, DIM), (1, VALUE_DIM), torch.zeros(1))
+        pair = self.cache.layer(layer, (HEADS, DIM), (1, VALUE_DIM))
         for t, heads, dim in zip(pair, (HEADS, 1), (DIM, VALUE_DIM), strict=True):
             assert t.shape == (SLOTS, heads, self.cache.capacity, packed_width(dim, t.dtype))
             for slot, text in enumerate(self.texts if new else ()):
-                t[slot, :, : len(text)] = torch.tensor(text)[:, None]
+                t[slot, :, : len(text)] = np.array(text)[:, None]
 
     @rule(slot=slots, count=st.integers(1, 60), data=st.data())
     def step(self, slot: int, count: int, data: st.DataObject) -> None:
@@ -102,7 +101,7 @@ class Cached(RuleBasedStateMachine):
 
     @rule(slot=slots)
     def snapshot(self, slot: int) -> None:
-        cells = [tuple(t[slot, :, : len(self.texts[slot])].clone() for t in pair) for pair in self.cache.layers]
+        cells = [tuple(t[slot, :, : len(self.texts[slot])].copy() for t in pair) for pair in self.cache.layers]
         self.kept.append((list(self.texts[slot]), self.cache.snapshot(slot), cells))
 
     @precondition(lambda self: self.kept)
@@ -122,10 +121,10 @@ class Cached(RuleBasedStateMachine):
         assert self.cache.length == [len(text) for text in self.texts]
         for slot, text in enumerate(self.texts):
             for t in self.cells():
-                assert bool((t[slot, :, : len(text)] == torch.tensor(text).to(t.dtype)[:, None]).all())
+                assert (t[slot, :, : len(text)] == np.array(text).astype(t.dtype)[:, None]).all()
             assert not self.recurrent or self.states.read[slot] == text
-        assert len({t.untyped_storage().data_ptr() for t in self.cells() if t.numel()}) <= len(self.cache.layers)
-        each = sum(t.numel() * t.element_size() for t in self.cells())
+        assert len({id(t.base) for t in self.cells() if t.size}) <= len(self.cache.layers)
+        each = sum(t.nbytes for t in self.cells())
         assert self.cache.bytes == each
         assert self.cache.bytes_per_token == each // (SLOTS * self.cache.capacity)
         assert self.cache.bytes_per_slot == 7 * self.recurrent

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from transformers import AutoConfig
 
-from outrider.models.hf import hooks
+from outrider.models import attention
 from outrider.models.hf.model import HFModel
 from outrider.models.nodes import Nodes
 from tests.support import coverage
@@ -36,33 +36,33 @@ def test_a_class_runs_or_is_refused_or_is_no_model() -> None:
 
 @pytest.mark.long  # the next one is of the same kind
 def test_a_window_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = hooks.attend
+    attend = attention.attend
 
-    def short(nodes: Nodes, layer: int, query: torch.Tensor, scoring: Any) -> torch.Tensor:
+    def short(nodes: Nodes, layer: int, query: np.ndarray, scoring: Any) -> np.ndarray:
         return attend(nodes, layer, query, replace(scoring, window=scoring.window and scoring.window - 1))
 
-    monkeypatch.setattr(hooks, "attend", short)
+    monkeypatch.setattr(attention, "attend", short)
     assert report_of("cwm", whole_config("cwm")).status == WRONG
 
 
 def test_a_node_that_sees_its_siblings_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chains are right, trees are not."""
-    attend = hooks.attend
+    attend = attention.attend
 
-    def leaky(nodes: Nodes, layer: int, query: torch.Tensor, scoring: Any) -> torch.Tensor:
-        if nodes.parents is None or not bool((nodes.tree[:, 1:] != torch.arange(nodes.tree.shape[1] - 1)).any()):
+    def leaky(nodes: Nodes, layer: int, query: np.ndarray, scoring: Any) -> np.ndarray:
+        if nodes.parents is None or not bool((nodes.tree[:, 1:] != np.arange(nodes.tree.shape[1] - 1)).any()):
             return attend(nodes, layer, query, scoring)
-        return attend(nodes, layer, query.roll(1, dims=2), scoring)
+        return attend(nodes, layer, np.roll(query, 1, 2), scoring)
 
     own_check = HFModel.compare
 
-    def blind(model: HFModel, ids: list[int], own: torch.Tensor) -> bool:
+    def blind(model: HFModel, ids: list[int], own: np.ndarray) -> bool:
         with suppress(ValueError):
             own_check(model, ids, own)
         return True
 
     monkeypatch.setattr(HFModel, "compare", blind)
-    monkeypatch.setattr(hooks, "attend", leaky)
+    monkeypatch.setattr(attention, "attend", leaky)
     report = report_of("cwm", whole_config("cwm"))
     assert report.status == WRONG
     assert report.checks["plain"]

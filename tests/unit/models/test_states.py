@@ -22,12 +22,11 @@ from outrider.drafters.model.self_speculation import TargetCache
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.scheduler import HEADROOM, Scheduler
 from outrider.kernels import cpu as native
-from outrider.models import states
-from outrider.models.hf import recurrent
+from outrider.models.hf import recurrent, states
 from outrider.models.hf.model import HFModel, UnsupportedModel
+from outrider.models.hf.states import KEPT, NodeChain
 from outrider.models.native.model import NativeModel
 from outrider.models.nodes import Nodes
-from outrider.models.states import KEPT, NodeChain
 from outrider.testing.stubs import Noisy, Wrong
 from tests.support.tiny_models import tiny_config, tiny_model, whole_config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+import numpy as np
 
 from outrider.models.native import parts
 from outrider.models.native.builder import Builder
@@ -92,15 +92,15 @@ def falcon_h1(b: Builder, c: Any) -> None:
     if c.attention_bias or c.mlp_bias or c.projectors_bias or c.mamba_proj_bias:
         raise NotNative("its factors and biases would not commute")
     inner, shared = c.mamba_n_heads * c.mamba_d_head, c.mamba_n_groups * c.mamba_d_state
-    sizes = torch.tensor([inner, inner, shared, shared, c.mamba_n_heads])
-    scale = (torch.tensor(c.ssm_multipliers) * c.ssm_in_multiplier).repeat_interleave(sizes).float()
+    sizes = [inner, inner, shared, shared, c.mamba_n_heads]
+    scale = (np.array(c.ssm_multipliers, np.float32) * np.float32(c.ssm_in_multiplier)).repeat(sizes)
     into, through = c.attention_in_multiplier, float(c.attention_out_multiplier * c.attention_in_multiplier)
     mixer = _mixer(
         b,
         c,
         norm_group=inner // c.mamba_n_groups,
         norm_first=bool(c.mamba_norm_before_gate),
-        scale=None if bool((scale == 1).all()) else scale,
+        scale=None if (scale == 1).all() else scale,
         factor=float(c.ssm_out_multiplier),
     )
     scores = float(parts.head_dim(c) ** -0.5 * c.key_multiplier * into**2)

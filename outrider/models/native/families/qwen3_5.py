@@ -63,7 +63,7 @@ def _delta_net(b: Builder, c: Any, h: Value, x: Value, name: str) -> None:
     beta, decay = more.split(heads, heads)
     b.map(beta, "sigmoid", out=beta)
     b.map(decay, "softplus", shift=b.vector(f"{name}.dt_bias", heads), out=decay)
-    b.map(decay, "exp", scale=-b.vector(f"{name}.A_log", heads).exp(), out=decay)
+    b.map(decay, "exp", scale=b.decay(f"{name}.A_log", heads), out=decay)
     y = b.delta_rule(mixed, more, heads=heads, keys=keys, width=width, groups=groups, factor=keys**-0.5)
     b.norm(y, f"{name}.norm", eps=float(c.rms_norm_eps), group=width, out=y)
     b.gate(gate, y, "silu", out=y)

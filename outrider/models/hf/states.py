@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,24 +26,6 @@ State = tuple[Tensor, ...]
 
 # States of each slot and layer that stay in memory during a step, besides the committed one.
 KEPT = 16
-
-
-class SlotStates(Protocol):
-    """What a cache keeps of recurrent layers. `LayerStates` says what each does."""
-
-    def commit(self, slot: int, path: Sequence[int]) -> None: ...
-
-    def reset(self, slot: int) -> None: ...
-
-    def snapshot(self, slot: int) -> list[Tensor]: ...
-
-    def restore(self, slot: int, state: Sequence[Tensor]) -> None: ...
-
-    @property
-    def bytes(self) -> int: ...
-
-    @property
-    def most_bytes(self) -> int: ...
 
 
 class NodeChain(NamedTuple):
@@ -224,15 +207,15 @@ class LayerStates:
         for old, start in zip(self.committed, self._start, strict=True):
             old[slot] = start[0]
 
-    def snapshot(self, slot: int) -> list[Tensor]:
-        """A copy of the committed state of a slot."""
-        return [t[slot].clone() for t in self.committed]
+    def snapshot(self, slot: int) -> list[np.ndarray]:
+        """A copy of the committed state of a slot, in float32."""
+        return [t[slot].to("cpu", torch.float32, copy=True).numpy() for t in self.committed]
 
-    def restore(self, slot: int, state: Sequence[Tensor]) -> None:
+    def restore(self, slot: int, state: Sequence[np.ndarray]) -> None:
         """Give a slot the committed state that `snapshot` returned."""
         self._scratch.pop(slot, None)
         for old, new in zip(self.committed, state, strict=True):
-            old[slot] = new
+            old[slot] = torch.tensor(new)
 
     @property
     def bytes(self) -> int:
@@ -246,7 +229,7 @@ class LayerStates:
 
     @property
     def _each(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self._start)
+        return sum(t.nbytes for t in self._start)
 
     def _expect(self, scratch: _Scratch, new: Iterable[int]) -> None:
         """Make room for the states after new nodes, and forget those of the earliest."""
