@@ -228,6 +228,8 @@ def _made(
 
         if raw is None:
             weights = weights.replace("gguf", "float32" if why_no_kernels("cpu") and where == "cpu" else "bfloat16")
+            if tensors.sizes is not None:
+                checkpoint.fits(request.name, tensors.sizes, request.quantization or weights, where)
             with needs("torch", f"{request.name} ({why})"):
                 raw = pretrained.modules_of(tensors, config, weights)
     head_ids: Any = None

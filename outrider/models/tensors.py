@@ -12,7 +12,7 @@ import numpy as np
 
 from outrider.kernels.blocks import Blocks
 from outrider.models import checkpoint
-from outrider.models.checkpoint import StoredTensor
+from outrider.models.checkpoint import Sizes, StoredTensor
 from outrider.models.config import Config, exact_tensors, optional_tensors
 from outrider.models.dtypes import STORED_DTYPES
 from outrider.models.mtp import layer_in
@@ -104,6 +104,11 @@ class FolderTensors:
     def precision(self) -> str:
         """How the weights are kept where nothing else is wanted."""
         return self.dtype.name
+
+    @property
+    def sizes(self) -> Sizes | None:
+        """What the model needs of memory."""
+        return checkpoint.sizes(self.name, self.folder)
 
     def has(self, name: str) -> bool:
         """Whether the model has this tensor. transformers reads no bias that the configuration does not ask for.

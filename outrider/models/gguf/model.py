@@ -74,6 +74,7 @@ def read_model(request: LoadRequest, files: Sequence[Path]) -> ReadModel:
         weights = "float32" if request.device == "cpu" else "bfloat16"
     checkpoint.fits(request.name, sizes(file), weights, request.device)
     config = config_of(file)
+    config._name_or_path = request.name
     tensors, tokenizer = GGUFTensors(file, config), tokenizer_of(file) if request.tokenizer else None
     ends = end_ids(file) or token_ids(config.eos_token_id)
     return ReadModel(tensors, tokenizer, request.quantization, ends, config)
@@ -101,6 +102,7 @@ class GGUFTensors:
         formats = {t.format for t in file.tensors.values() if len(t.shape) > 1}
         head = file.tensors.get("output.weight", file.tensors.get("token_embd.weight"))
         floats = FLOATS.get(head.format, _BFLOAT16) if head else _BFLOAT16
+        self.sizes = sizes(file)
         self.precision = "gguf" if formats & {*PACKED_FORMATS} else floats.name
 
     def has(self, name: str) -> bool:

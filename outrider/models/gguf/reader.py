@@ -18,7 +18,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
 from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
@@ -61,6 +60,8 @@ class GGUFFile:
     @cached_property
     def quantization_level(self) -> str:
         """What its maker calls its precision, such as Q4_K_M; the format of most of its weights if the file does not say it."""
+        from gguf import LlamaFileType
+
         with suppress(ValueError):
             named = LlamaFileType(self.metadata.get("general.file_type")).name  # such as MOSTLY_Q4_K_M, ALL_F32
             return named.removeprefix("MOSTLY_").removeprefix("ALL_")
@@ -261,6 +262,8 @@ class _Header:
     def _stored(
         self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int, alignment: int
     ) -> StoredTensor:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # a start from a pack needs none of it
+
         try:
             form = GGMLQuantizationType(kind)
         except ValueError as error:

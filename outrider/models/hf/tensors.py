@@ -36,6 +36,8 @@ def config_for(model: PreTrainedModel) -> Config:
 class ModuleTensors:
     """`Tensors` of modules. They are views."""
 
+    sizes = None  # they are in memory already
+
     def __init__(self, model: PreTrainedModel) -> None:
         self._modules: dict[str, Any] = dict(model.named_modules())
         inputs: Any = model.get_input_embeddings()

@@ -13,6 +13,7 @@ from outrider.kernels.cpu import Packed
 from outrider.kernels.cpu.packed import rounded
 from outrider.models import rotary
 from outrider.models.base import check_head_ids
+from outrider.models.checkpoint import Sizes
 from outrider.models.matrix import Matrix, dense, packed, rows_of
 from outrider.models.tensors import Experts
 
@@ -25,11 +26,14 @@ _HEAD = "lm_head"
 class Tensors(Protocol):
     """The tensors of a checkpoint, by the names that transformers' modules have for them. None is read before it is asked for.
 
-    precision: of the matrices: "gguf" if some are blocks, else the dtype of the output head.
+    precision: of the matrices: "gguf" if some are blocks, else the dtype of the output head. sizes: that it needs of memory.
     """
 
     @property
     def precision(self) -> str: ...
+
+    @property
+    def sizes(self) -> Sizes | None: ...
 
     def has(self, name: str) -> bool:
         """Whether there is such a tensor. A tied output head is not there, and so are experts."""

@@ -22,7 +22,6 @@ from tempfile import TemporaryDirectory
 from threading import Event
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from outrider.core.files import disk_bytes, read_settings, written_whole
@@ -31,6 +30,7 @@ from outrider.kernels.border import as_array
 from outrider.models import checkpoint
 from outrider.models.checkpoint import LoadRequest, ReadModel
 from outrider.models.config import config_of
+from outrider.models.dtypes import STORED_DTYPES
 from outrider.models.files import gguf_files
 from outrider.models.gguf import reader
 from outrider.models.native import families
@@ -45,11 +45,6 @@ _PART = ".packed."  # between the name of a module and that of a buffer of its m
 _SAME = "same"  # the settings of a matrix that two modules share: the name of the first
 _LINE = 64  # bytes of the caches' lines: where tensors begin in memory
 _TOGETHER = 64  # tensors that one thread reads by one call of the system; Linux takes 1024 at most
-# By the code in a safetensors header.
-_DTYPES = {
-    "F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "U8": np.dtype(np.uint8),
-    "I64": np.dtype(np.int64),
-}  # fmt: skip
 
 
 class BadPack(ValueError):
@@ -238,7 +233,7 @@ def _experts_of(pack: Manifest, request: LoadRequest) -> dict[str, Any]:
 
 def save(arrays: Mapping[str, np.ndarray], file: Path) -> None:
     """Write a safetensors file, the widest numbers first, so that each begins at a multiple of its size."""
-    codes, table, end = {dtype: code for code, dtype in _DTYPES.items()}, dict[str, Any](), 0
+    codes, table, end = {dtype: code for code, dtype in STORED_DTYPES.items()}, dict[str, Any](), 0
     ordered = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
     for name, array in ordered:
         place = [end, end := end + array.nbytes]
@@ -303,7 +298,7 @@ def _memory(table: Mapping[str, checkpoint.StoredTensor]) -> dict[str, np.ndarra
         places[name] = end
         end += (t.bytes + _LINE - 1) // _LINE * _LINE
     block = native.zeros_in_large_pages(end)
-    return {name: block[places[name] :][: t.bytes].view(_DTYPES[t.format]) for name, t in table.items()}
+    return {name: block[places[name] :][: t.bytes].view(STORED_DTYPES[t.format]) for name, t in table.items()}
 
 
 def _raw(array: np.ndarray) -> np.ndarray:

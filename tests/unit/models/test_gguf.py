@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from outrider import LLM, SamplingParams
 from outrider.kernels import cpu as native
+from outrider.models import checkpoint
 from outrider.models.builtin.shipped import builtin_folder
+from outrider.models.gguf.model import sizes
 from outrider.models.gguf.reader import PACKED_FORMATS, read
 from outrider.models.hf.model import HFModel
 from outrider.models.load import Loaded
@@ -270,4 +272,14 @@ def test_numbers_beyond_the_tensors_are_refused_before_anything_is_made_of_them(
     with pytest.raises(
         ValueError, match=rf"llama.{key} is 2147483648, and the file has 21 tensors of at most \d+ rows"
     ):
+        load(file)
+
+
+def test_a_model_that_transformers_runs_needs_memory_for_floats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(tiny("olmo", **_SHAPE), file, "Q4_0")
+    monkeypatch.setattr(checkpoint, "free_memory", lambda _: 1.2 * sizes(read([file])).bytes("gguf"))
+    with pytest.raises(MemoryError, match="GiB as bfloat16"):
         load(file)
