@@ -78,8 +78,8 @@ def check(draft: Draft, context: DraftContext, vocab_size: int) -> None:
                     f"{got} {what} where the sequence's budget allows {most}; cut the draft to context.budgets"
                 )
     if context.needs_probs and draft.siblings is not Siblings.POINT:
-        good = draft.probs is not None and draft.probs.shape == (*draft.tokens.shape, vocab_size)
-        if not good or not np.isfinite(draft.probs).all():  # pyright: ignore[reportArgumentType]
+        shape = (*draft.tokens.shape, vocab_size)
+        if draft.probs is None or draft.probs.shape != shape or not np.isfinite(draft.probs).all():
             raise Broken(
                 "probs, which the draft tokens were drawn from, is missing, has the wrong shape or is not finite"
             )

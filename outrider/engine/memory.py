@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from outrider.drafters.base import Drafter
 from outrider.models.base import LanguageModel
@@ -111,11 +110,11 @@ def per_token(model: LanguageModel) -> int:
     return cache.bytes_per_token
 
 
-def spare(device: torch.device) -> int:
+def spare(device: str) -> int:
     """Bytes that caches can take beside the weights; 0 if unknown. Files that this process has mapped count as free for the
     system, and weights are among them."""
     free = free_memory(device)
-    if device.type != "cpu" or not free:
+    if device != "cpu" or not free:
         return free
     mapped = int(Path("/proc/self/statm").read_text().split()[2]) * os.sysconf("SC_PAGE_SIZE")
     return max(free - mapped, 1)

@@ -193,7 +193,7 @@ def _request(
         raise ValueError(
             f"quantization must be None, 'int8' or 'int4', got {quantization!r}{did_you_mean(str(quantization), QUANTIZATIONS)}"
         )
-    where = _device(device, model)
+    where = device_of(device, model)
     if quantization and (missing := why_no_kernels(where)):
         raise ValueError(f"quantization={quantization!r} needs the native CPU kernels: {missing}; leave it out")
     config = getattr(model, "config", None)
@@ -442,7 +442,7 @@ def _is_module(model: object) -> bool:
     return isinstance(model, getattr(sys.modules.get("torch.nn"), "Module", ()))
 
 
-def _device(given: str, model: Any) -> str:
+def device_of(given: str, model: Any = None) -> str:
     """Where a model runs, as torch names it: cpu, or cuda with or without a number."""
     if given == "auto" and _is_module(model):
         return str(next(model.parameters()).device)

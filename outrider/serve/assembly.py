@@ -67,7 +67,7 @@ def assemble(
     Raises what `LLM` and `Engine` raise for options that are wrong and models that cannot be had.
     """
     llm, note = load_llm(options, recorder)
-    most = min(room, spare(llm.loaded.model.device) or math.inf)
+    most = min(room, spare(str(llm.loaded.model.device)) or math.inf)
     fit = fit and options.max_model_len is None and options.kv_cache_memory_bytes is None and most < math.inf
     prefix_bytes, longest = int(min(options.prefix_cache << 20, room / 2)), llm.decoder.max_length
     engine = Engine(
@@ -84,7 +84,7 @@ def assemble(
     chats = note is None and bool(getattr(llm.tokenizer, "chat_template", None))
     service = Service(engine, options)
     notes = [*llm.notes, *([note] if note else [])]
-    most, free = engine.memory.most, spare(llm.loaded.model.device)
+    most, free = engine.memory.most, spare(str(llm.loaded.model.device))
     if engine.decoder.max_length < min(longest, engine.kv_limit):
         notes.append(
             f"not {longest} tokens: so much in each sequence would not fit in the memory that is free. For longer texts give a "

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, perf_counter, time
 
-import torch
 from fastapi import Request
 
 from outrider.core.files import byte_count
 from outrider.engine.memory import gib, spare
 from outrider.engine.trace import Recorder
-from outrider.models.load import stored_bytes
+from outrider.models.load import device_of, stored_bytes
 from outrider.serve.assembly import Assembly, assemble
 from outrider.serve.connection import unless_gone
 from outrider.serve.dashboard.viewers import Dashboard
@@ -105,9 +104,7 @@ class ModelPool:
         if first.memory is not None:
             memory = byte_count(first.memory)
         elif many:
-            memory = (
-                spare(torch.device("cuda" if torch.cuda.is_available() and first.device != "cpu" else "cpu")) or memory
-            )
+            memory = spare(device_of(first.device)) or memory
         metrics = Metrics(first.metrics_prefix, "" if many else first.model_name)
         pooled = [PooledModel(one, weights_of(one) if memory < math.inf else 0) for one in models]
         return ModelPool(pooled, metrics, lambda one, room: assemble(one, room, metrics, recorder, fit), memory)

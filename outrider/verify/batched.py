@@ -77,8 +77,8 @@ def match(target: TargetDistribution, draft: Draft, noise: Noise, position: Arra
     if hasattr(target, "sample_row"):
         return _match_row_by_row(cast(RowTargetDistribution, target), draft, noise, position)
     levels = int(depth(parents).max()) if batch else 0
-    index, here, accepted = np.arange(nodes), np.zeros(batch, np.int64), np.zeros(batch, np.int64)
-    path = _only_roots(batch, levels)
+    index: Array = np.arange(nodes)
+    path, here, accepted = _only_roots(batch, levels), np.zeros(batch, np.int64), np.zeros(batch, np.int64)
     token = target.sample(here, noise, position)
     # A row that has stopped stays at its node, so its token does not change any more.
     for level in range(1, levels + 1):

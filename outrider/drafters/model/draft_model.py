@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
-import torch
 
 from outrider.core.types import Array
 from outrider.drafters.base import Resources
@@ -186,7 +185,7 @@ class DraftReduction:
         parts = [f"{quantization} weights"] if quantization else []
         parts += [f"its head has {len(ids)} of {contents.vocab_size} tokens"] if ids is not None else []
         self.note = f"draft model: {', '.join(parts)}" if parts else None
-        return quantization, None if ids is None else torch.as_tensor(ids)
+        return quantization, ids
 
     def _head_ids(self, contents: Contents) -> Array | None:
         size = (0 if self.corpus is None else KEPT) if self.vocab is None else self.vocab
