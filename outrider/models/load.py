@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from outrider.core.extras import needs
 from outrider.core.suggest import did_you_mean
 from outrider.kernels import why_no_kernels
-from outrider.models import checkpoint, precision_gate
+from outrider.models import checkpoint
 from outrider.models.base import LanguageModel
 from outrider.models.builtin.download import DOWNLOADS
 from outrider.models.cache import check_kv_cache_dtype
@@ -201,7 +201,6 @@ def _request(
     return LoadRequest(name, kind, where, quantization, tokenizer is None, **more)
 
 
-@precision_gate.making()  # while the builder's arrays are torch's
 def _made(
     source: str | Path | PreTrainedModel,
     read: ReadModel,

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from outrider.kernels.border import as_array, as_tensor
 from outrider.kernels.cpu import Packed
 from outrider.kernels.cpu.packed import rounded
 from outrider.models import rotary
@@ -170,12 +169,10 @@ class TensorSource:
 
     def table(self, name: str) -> Packed | np.ndarray:
         if self._prefix and not self._has(name):
-            table = self.named[name]
-        elif _HEAD not in self.named:
-            table = self._embedding(name)
-        else:
-            table = self._keep(name, _table(self._get(f"{name}.weight")))
-        return as_tensor(table) if isinstance(table, np.ndarray) else table
+            return self.named[name]
+        if _HEAD not in self.named:
+            return self._embedding(name)
+        return self._keep(name, _table(self._get(f"{name}.weight")))
 
     def experts(self, name: str) -> Sequence[Packed]:
         mixture = self.tensors.experts(self._prefix + name)
@@ -208,9 +205,9 @@ class TensorSource:
     def tensor(self, name: str) -> np.ndarray | None:
         if self.tensors.has(self._prefix + name):
             values = np.array(dense(self._get(name)), order="C")  # a copy, so that no file stays mapped
-            return as_tensor(self._keep(name, values))
+            return self._keep(name, values)
         kind, is_angles, _ = name.rpartition(".")[2].rpartition("inv_freq")
-        return as_tensor(self._keep(name, rotary.of_config(self.config, kind.rstrip("_"))[0])) if is_angles else None
+        return self._keep(name, rotary.of_config(self.config, kind.rstrip("_"))[0]) if is_angles else None
 
     def number(self, name: str, default: Any = None) -> Any:
         kind, is_scale, _ = name.rpartition(".")[2].rpartition("attention_scaling")
@@ -221,7 +218,7 @@ class TensorSource:
         """The first table, and the output head, which may be tied to it.
 
         A forward reads only a few rows of a table, so floats are not packed."""
-        ids, tied = None if self.head_ids is None else as_array(self.head_ids), not self._has(_HEAD)
+        ids, tied = self.head_ids, not self._has(_HEAD)
         matrix = self._get(f"{name if tied else _HEAD}.weight")
         bias = self._bias(_HEAD, matrix.shape[0])
         if ids is not None:  # the largest first: while a matrix is packed, it is in memory twice
@@ -291,12 +288,11 @@ class StoredSource:
         return [self.named[f"{name}.{part}"] for part in LATENT]
 
     def table(self, name: str) -> Packed | np.ndarray:
-        table = self.named[name]
-        return as_tensor(table) if isinstance(table, np.ndarray) else table
+        return self.named[name]
 
     def tensor(self, name: str) -> np.ndarray | None:
         weight = self.named.get(name)
-        return None if weight is None else as_tensor(np.array(as_array(weight), np.float32, order="C"))
+        return None if weight is None else np.array(weight, np.float32, order="C")
 
     def number(self, name: str, default: Any = None) -> Any:
         return self.facts.get(name, default)
@@ -327,7 +323,7 @@ class ShapeSource(TensorSource):
     def tensor(self, name: str) -> np.ndarray | None:
         if name.endswith("inv_freq") or not self.tensors.has(self._prefix + name):
             return super().tensor(name)
-        return as_tensor(np.zeros(self.tensors.shape(self._prefix + name), np.float32))
+        return np.zeros(self.tensors.shape(self._prefix + name), np.float32)
 
     def experts(self, name: str) -> Sequence[Packed]:
         mixture = self.tensors.experts(self._prefix + name)

@@ -26,7 +26,6 @@ import numpy as np
 
 from outrider.core.files import disk_bytes, read_settings, written_whole
 from outrider.kernels import cpu as native
-from outrider.kernels.border import as_array
 from outrider.models import checkpoint
 from outrider.models.checkpoint import LoadRequest, ReadModel
 from outrider.models.config import config_of
@@ -124,7 +123,7 @@ def contents(loaded: ReadModel, program: Program, weights: str, source: str, bes
     tensors, matrices, names = dict[str, np.ndarray](), dict[str, Any](), dict[int, str]()
     for name, part in _kept(program, experts):
         if not isinstance(part, native.Packed):
-            tensors[name] = as_array(part)
+            tensors[name] = part
         elif (first := names.setdefault(id(part), name)) != name:
             matrices[name] = {_SAME: first}
         else:
