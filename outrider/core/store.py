@@ -16,12 +16,14 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from filelock import FileLock
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider.core.files import PARTIAL, discard, disk_bytes, written_whole
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 log = logging.getLogger("outrider.engine")
 Seconds = float
@@ -83,7 +85,7 @@ class Store:
     def __init__(self, path: str | os.PathLike[str], limit: float, kind: Kind, age: Seconds = float("inf")) -> None:
         self.path, self.limit, self.age, self.bytes = Path(path).expanduser().absolute(), limit, age, 0
         self._kind, self._told, self._waiting = kind, set[str](), dict[Path, int]()
-        self._writes, self._lock = 0, FileLock(self.path / ".lock")
+        self._writes = 0
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], limit: int, kind: Kind, age: Seconds = float("inf")) -> Store:
@@ -149,9 +151,15 @@ class Store:
         self.later(int).result()
 
     def turn(self, timeout: Seconds = -1) -> AbstractContextManager[Any]:
-        """The right to make entries of a kind that one process makes alone. Raises filelock.Timeout; -1 waits for ever."""
+        """The right to make entries of a kind that one process makes alone. Raises TimeoutError; -1 waits for ever."""
         self._make_folder()
         return self._lock.acquire(timeout)
+
+    @cached_property
+    def _lock(self) -> FileLock:
+        from filelock import FileLock  # it imports asyncio
+
+        return FileLock(self.path / ".lock")
 
     def make(self, path: Path, write: Callable[[Path], object], size: int) -> None:
         """Make an entry now, unless there can be no room for it. Raises what `write` raises, and OSError.

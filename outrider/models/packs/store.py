@@ -17,8 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import Timeout
-
 from outrider.core.files import cache_folder, discard
 from outrider.core.store import PACKS, Store
 from outrider.models.checkpoint import LoadRequest, ReadModel, fingerprint
@@ -114,7 +112,7 @@ def _write(store: Store, name: str, need: int, contents: PackContents) -> None:
         with store.turn(0):
             if not is_pack(store.path / name):
                 store.make(store.path / name, contents.write_to, need)
-    except Timeout:
+    except TimeoutError:
         pass
     except OSError as error:
         warnings.warn(
