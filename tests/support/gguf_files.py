@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +15,12 @@ from gguf import (
     GGML_QUANT_SIZES,
     MODEL_ARCH_NAMES,
     GGMLQuantizationType,
-    GGUFWriter,
     TensorNameMap,
     get_tensor_name_map,
     quants,
 )
+from gguf_writer import tokenizer_metadata as tokenizer_metadata
+from gguf_writer import write_file as write_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -75,53 +75,6 @@ def write_gguf(
         split = {"split.no": i, "split.count": parts, "split.tensors.count": len(tensors)} if parts > 1 else {}
         own = values if i == 0 else {"general.architecture": architecture}
         write_file(file, own | split, dict([*tensors.items()][i * each : (i + 1) * each]))
-
-
-def write_file(path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[np.ndarray, str]]) -> None:
-    """tensors: the bytes or floats of each, and the name of its format. A value of None leaves its key out."""
-    writer = GGUFWriter(path, metadata["general.architecture"])
-    for key, value in metadata.items():
-        if key != "general.architecture" and value is not None:
-            _add(writer, key, value)
-    for name, (data, kind) in tensors.items():
-        writer.add_tensor(name, data, raw_dtype=None if kind in ("F32", "F16") else GGMLQuantizationType[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def tokenizer_metadata(tokenizer: Any, pieces: str) -> dict[str, Any]:
-    """The keys of a byte-level tokenizer. pieces: llama.cpp's name of how it cuts text."""
-    backend = tokenizer.backend_tokenizer
-    stored = json.loads(backend.to_str())
-    added = {t["id"]: t for t in stored["added_tokens"]}
-    by_id = {i: t for t, i in tokenizer.get_vocab().items()}
-    merges = [m if isinstance(m, str) else " ".join(m) for m in stored["model"]["merges"]]
-    kinds = [1 if i not in added else 3 if added[i]["special"] else 4 for i in range(len(by_id))]
-    named = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "padding": tokenizer.pad_token_id}
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pieces,
-        "tokenizer.ggml.tokens": [by_id[i] for i in range(len(by_id))],
-        "tokenizer.ggml.token_type": kinds,
-        "tokenizer.ggml.merges": merges,
-        "tokenizer.chat_template": tokenizer.chat_template,
-        **{f"tokenizer.ggml.{name}_token_id": i for name, i in named.items()},
-    }
-
-
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
 
 
 def _tensors(
