@@ -6,7 +6,6 @@ import math
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,6 @@ from outrider.models.gguf.reader import FLOATS, PACKED_FORMATS, GGUFFile, Stored
 from outrider.models.gguf.tokenizer import end_ids, tokenizer_of
 from outrider.models.matrix import dense, joined
 from outrider.models.mtp import MTP
-from outrider.models.native.mtp import OneLayer
 from outrider.models.native.weights import LATENT
 from outrider.models.tensors import Expert, Experts
 
@@ -43,14 +41,13 @@ _IN_LAYER = {
 }
 # Names that a family's table in the gguf package lacks.
 _OTHER_NAMES = {"lm_head": "output"}
-# Names of a layer that predicts one token further -> those in a model of one layer. None: its embedding is the model's own.
+# Names in a model of one layer, the MTP layer -> those below `nextn` in the layer behind the last one.
 _MTP_NAMES = {
-    "nextn.enorm.weight": "enorm.weight",
-    "nextn.hnorm.weight": "hnorm.weight",
-    "nextn.eh_proj.weight": "fc.weight",
-    "nextn.shared_head_norm.weight": "output_norm.weight",
-    "nextn.shared_head_head.weight": "output.weight",
-    "nextn.embed_tokens.weight": None,
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "fc": "eh_proj",
+    "model.norm": "shared_head_norm",
+    "lm_head": "shared_head_head",
 }
 # Tensors of two dimensions that are no matrices, and those whose numbers have another shape in transformers.
 _CONVOLUTIONS = ("conv1d.weight", "conv.weight")
@@ -98,7 +95,6 @@ class GGUFTensors:
         self._family, self._names = architecture_of(file), tensor_names(file)
         self._places, self._asked = dict[str, _Place | None](), set[str]()
         self._optional = optional_tensors(config) if isinstance(config, Config) else {}
-        self._further = _mtp_of(file, config)
         formats = {t.format for t in file.tensors.values() if len(t.shape) > 1}
         head = file.tensors.get("output.weight", file.tensors.get("token_embd.weight"))
         floats = FLOATS.get(head.format, _BFLOAT16) if head else _BFLOAT16
@@ -106,8 +102,6 @@ class GGUFTensors:
         self.precision = "gguf" if formats & {*PACKED_FORMATS} else floats.name
 
     def has(self, name: str) -> bool:
-        if name.startswith(f"{MTP}."):
-            return self._further is not None and self._further.has(name.removeprefix(f"{MTP}."))
         if name.endswith(".inv_freq"):
             return "rope_freqs.weight" in self.file.tensors
         place, short = self._place(name), re.sub(r".*layers\.\d+\.", "", name)
@@ -118,8 +112,6 @@ class GGUFTensors:
         return self._optional[short]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        if name.startswith(f"{MTP}.") and self._further is not None:
-            return self._further.shape(name.removeprefix(f"{MTP}."))
         names, row = self._there(name)
         shapes = [_form(n, self.file.tensors[n].shape[row is not None :]) for n in names]
         if _are_latent(names):  # [heads * latent, keys], [heads * values, latent]
@@ -127,8 +119,6 @@ class GGUFTensors:
         return shapes[0] if len(shapes) == 1 else (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def get(self, name: str) -> np.ndarray | Blocks:
-        if name.startswith(f"{MTP}.") and self._further is not None:
-            return self._further.get(name.removeprefix(f"{MTP}."))
         if name.endswith(".inv_freq"):
             return self._frequencies()
         names, row = self._there(name)
@@ -148,9 +138,7 @@ class GGUFTensors:
         return matrix.reshape(_form(first, matrix.shape)) if isinstance(matrix, np.ndarray) else matrix
 
     def experts(self, name: str) -> Experts:
-        if name.startswith(f"{MTP}.") and self._further is not None:
-            return self._further.experts(name.removeprefix(f"{MTP}."))
-        start, tensors = f"blk.{_layer_of(name)}.ffn_", self.file.tensors
+        start, tensors = f"blk.{self._layer_of(name)}.ffn_", self.file.tensors
         ups = ["gate_up"] if f"{start}gate_up_exps.weight" in tensors else ["gate", "up"]
         ups = ups if f"{start}{ups[0]}_exps.weight" in tensors else ["up"]
         kinds = [f"{start}{kind}_exps" for kind in (*ups, "down")]
@@ -190,16 +178,16 @@ class GGUFTensors:
         """Raise UnsupportedModel if the file has tensors that were not asked for."""
         tensors, layers = self.file.tensors, self.config.num_hidden_layers
         # Layers behind the last one draft. Layers that share have keys and values in the file that nothing reads.
+        drafting = layers + (further and self.has(f"{MTP}.fc.weight"))
         sharing = layers - getattr(self.config, "num_kv_shared_layers", 0)
         where = {n: m for n in tensors if (m := re.match(r"blk\.(\d+)\.(attn_[kv])?", n))}
-        unread = {n for n, m in where.items() if int(m[1]) >= (sharing if m[2] else layers)}
-        if unknown := sorted(tensors.keys() - self._asked - unread - {*_ROTARY}):
+        unread = {n for n, m in where.items() if int(m[1]) >= (sharing if m[2] and sharing < layers else drafting)}
+        unread |= {f"blk.{layers}.nextn.embed_tokens.weight", *_ROTARY}
+        if unknown := sorted(tensors.keys() - self._asked - unread):
             raise UnsupportedModel(
                 f"{self.file.paths[0]} has {unknown[0]} and {len(unknown) - 1} other tensors that a {self._family.model_type} "
                 "does not have, so outrider cannot run it as it was trained"
             )
-        if further and self._further is not None:
-            self._further.check()
 
     def _lacks(self, *names: str) -> ValueError:
         missing = next((name for name in names if name not in self.file.tensors), names[0])
@@ -237,8 +225,14 @@ class GGUFTensors:
 
     def _names_of(self, path: str, kind: str) -> tuple[str, ...]:
         """The names in the file of the tensors that make a parameter."""
+        layer = self._layer_of(path)
         if kind in _IN_LAYER:
-            return (f"blk.{_layer_of(path)}.{_IN_LAYER[kind]}",)
+            return (f"blk.{layer}.{_IN_LAYER[kind]}",)
+        if path.startswith(f"{MTP}."):
+            path = path.removeprefix(f"{MTP}.")
+            if layer is None:
+                return (f"blk.{self.config.num_hidden_layers}.nextn.{_MTP_NAMES.get(path)}.{kind}",)
+            path = re.sub(r"\.\d+\.", f".{layer}.", path, count=1)
         for ending, others in self._family.joined.items():
             if path.endswith(ending):
                 stem = path.removesuffix(ending)
@@ -252,6 +246,10 @@ class GGUFTensors:
             if base := names.get_name(f"{prefix}.{kind}"):
                 return (base if kind in ("A_log", "D") else f"{base}.{'weight' if kind == 'sinks' else kind}",)
         return (f"{_OTHER_NAMES.get(path, path)}.{kind}",)
+
+    def _layer_of(self, path: str) -> int | None:
+        number = next((int(part) for part in path.split(".") if part.isdecimal()), None)
+        return number if number is None or not path.startswith(f"{MTP}.") else self.config.num_hidden_layers + number
 
     def _order(self, name: str) -> np.ndarray | None:
         """int64: row i of a tensor in transformers is row order[i] of the file's; None for the same order.
@@ -290,10 +288,6 @@ def _are_latent(names: Sequence[str]) -> bool:
     return len(names) > 1 and names[0].endswith("attn_k_b.weight")
 
 
-def _layer_of(path: str) -> str:
-    return next(part for part in path.split(".") if part.isdecimal())
-
-
 def _form(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a tensor in transformers."""
     if name.endswith(_CONVOLUTIONS):
@@ -303,19 +297,6 @@ def _form(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if name.endswith("ffn_gate_inp_shexp.weight"):
         return 1, math.prod(shape)
     return shape if len(shape) < 3 else (shape[0] * shape[1], *shape[2:])
-
-
-def _mtp_of(file: GGUFFile, config: Any) -> GGUFTensors | None:
-    """The tensors of the layer that predicts one token further, as a model of one layer."""
-    if not file.get("nextn_predict_layers"):
-        return None
-    block = f"blk.{config.num_hidden_layers}."
-    tensors = {name: t for name, t in file.tensors.items() if name in _ROTARY}
-    for name, tensor in file.tensors.items():
-        if name.startswith(block) and (target := _MTP_NAMES.get(short := name.removeprefix(block), f"blk.0.{short}")):
-            tensors[target] = tensor
-    one = file.metadata | {f"{file.architecture}.block_count": 1, f"{file.architecture}.nextn_predict_layers": 0}
-    return GGUFTensors(replace(file, tensors=tensors, metadata=one), OneLayer(config))
 
 
 def _check_formats(file: GGUFFile) -> None:
