@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 from outrider.core.files import read_settings
-from outrider.models.dtypes import DTYPES, QUANTIZATIONS, STORED_DTYPES, WEIGHT_FORMATS
+from outrider.models.dtypes import DTYPES, QUANTIZATIONS, STORED_DTYPES, WEIGHT_BYTES
 from outrider.models.files import part_names
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Sizes(NamedTuple):
     blocks: int = 0  # bytes of the matrices as blocks
 
     def bytes(self, weights: str) -> float:
-        return self.rest + (self.blocks if weights == "gguf" else self.matrices * WEIGHT_FORMATS[weights].bytes)
+        return self.rest + (self.blocks if weights == "gguf" else self.matrices * WEIGHT_BYTES[weights])
 
 
 class LoadRequest(NamedTuple):
@@ -166,7 +166,7 @@ def sizes(name: str, folder: Path) -> Sizes | None:
         return Sizes("float32", matrices, rest)
     said = str(settings(folder).get("dtype") or settings(folder).get("torch_dtype"))
     if said in DTYPES and said != most:
-        return Sizes(said, matrices, others * int(WEIGHT_FORMATS[said].bytes))
+        return Sizes(said, matrices, others * int(WEIGHT_BYTES[said]))
     return Sizes(most, matrices, rest)
 
 
@@ -238,7 +238,7 @@ def check_numbers(file: Path, given: Mapping[str, Any], shapes: Mapping[str, Seq
 
 
 def fits(
-    name: str, need: Sizes, weights: str | None, where: str, formats: Collection[str] = tuple(WEIGHT_FORMATS)
+    name: str, need: Sizes, weights: str | None, where: str, formats: Collection[str] = tuple(WEIGHT_BYTES)
 ) -> None:
     """Raise MemoryError if the weights, kept as `weights` (None: as stored), need more memory than is free.
 

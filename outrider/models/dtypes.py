@@ -1,32 +1,17 @@
-"""The precisions of weights: their names, their torch dtypes, and the bytes of one weight."""
+"""The precisions of weights: their names, and the bytes of one weight."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
-import torch
 
 from outrider.core.suggest import did_you_mean
 
-
-class WeightFormat(NamedTuple):
-    """A precision. dtype: None for formats that only the kernels know. bytes: of one weight, scales included."""
-
-    dtype: torch.dtype | None
-    bytes: float
-
-
-WEIGHT_FORMATS = {
-    "float32": WeightFormat(torch.float32, 4.0),
-    "bfloat16": WeightFormat(torch.bfloat16, 2.0),
-    "float16": WeightFormat(torch.float16, 2.0),
-    "int8": WeightFormat(None, 1.0),
-    "int4": WeightFormat(None, 0.625),
-}
-DTYPES: dict[str, torch.dtype] = {name: f.dtype for name, f in WEIGHT_FORMATS.items() if f.dtype is not None}
-QUANTIZATIONS = tuple(name for name, f in WEIGHT_FORMATS.items() if f.dtype is None)
+DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8", "int4")  # formats that only the kernels know
+WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 0.625}  # of one, scales included
 # By the code in a safetensors header.
 STORED_DTYPES = {
     code: np.dtype(kind)
@@ -39,15 +24,14 @@ STORED_DTYPES = {
 _ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: Any) -> str:
     """torch.bfloat16 -> "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
-def parse_dtype(given: str | torch.dtype) -> str:
-    """ "auto", or the name of a dtype to compute in. Raises ValueError with a hint for anything else."""
-    name = given if isinstance(given, str) else dtype_name(given)
-    name = name.removeprefix("torch.")
+def parse_dtype(given: Any) -> str:
+    """ "auto", or the name of a dtype to compute in; it may be torch's own. Raises ValueError with a hint for anything else."""
+    name = dtype_name(given)
     if name in ("auto", *DTYPES):
         return name
     if name in QUANTIZATIONS:

@@ -57,7 +57,7 @@ def runnable(
     if where == "cpu":
         raw.to(where)  # pyright: ignore[reportArgumentType]
     else:
-        raw.to(where, DTYPES[weights])  # pyright: ignore[reportArgumentType, reportCallIssue]
+        raw.to(where, getattr(torch, weights))  # pyright: ignore[reportArgumentType, reportCallIssue]
         weights = "auto"
     return HFModel(raw, weights=weights, own=True, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
 
@@ -65,7 +65,7 @@ def runnable(
 @precision_gate.making()
 def modules_of(tensors: Tensors, config: Any, weights: str) -> PreTrainedModel:
     """A model of transformers of these tensors. weights: the precision of its matrices; quantised ones begin as float32."""
-    raw = module_of(tensors, config, DTYPES.get(weights, torch.float32))
+    raw = module_of(tensors, config, getattr(torch, weights if weights in DTYPES else "float32"))
     refuse(raw)
     return raw
 
@@ -118,7 +118,7 @@ def _from_floats(request: LoadRequest, path: str, config: Any) -> tuple[PreTrain
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,
-                dtype=DTYPES.get(request.dtype, "auto"),
+                dtype=request.dtype,
                 output_loading_info=True,
                 trust_remote_code=False,
                 key_mapping=checkpoint.TEXT_NAMES,
@@ -143,7 +143,7 @@ def _from_quantised(
     checkpoint.fits(name, stored.sizes(), request.weights or (floats if missing else None), request.device)
     _check_sizes(name, shell, stored.sizes(), {})
     try:
-        return reader.build(stored, config, DTYPES[floats], keep=not missing)
+        return reader.build(stored, config, getattr(torch, floats), keep=not missing)
     except UnsupportedModel:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:

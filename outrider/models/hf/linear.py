@@ -115,7 +115,7 @@ def _onednn(weight: Tensor, bias: Tensor | None, kind: str) -> Callable[[Tensor]
         raise ValueError(f"{kind} weights need the native kernels: {why_no_kernels(weight.device)}")
     # The prepacked weight of a 16-bit model is the float32 copy: exact, and twice the memory.
     b = None if bias is None else bias.detach().float()
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(DTYPES[kind]).float().contiguous(), 8)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(getattr(torch, kind)).float().contiguous(), 8)
 
     def run(x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, packed, b, "none", [], "")
