@@ -11,8 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks import ROOT
 
 FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16")
@@ -49,7 +47,7 @@ def facts() -> dict[str, Any]:
         "memory_gib": round(int(kib) / 2**20, 1) if kib.isdigit() else None,
         "system": f"{platform.system()} {platform.release().split('-')[0]}",
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": version("torch"),
         "transformers": version("transformers"),
         "outrider": version("outrider"),
         "commit": _commit(),

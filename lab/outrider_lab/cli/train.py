@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from outrider.cli.command import as_command
 from outrider.cli.options import LoadOptions
 from outrider.cli.terminal import loading
+from outrider.core.extras import needs
 from outrider_lab.train.settings import TRAINED, TrainingSettings
 
 
@@ -42,7 +43,7 @@ def train(
             f"outrider trains heads of the kinds {', '.join(TRAINED)}, not {method!r}; write: outrider train {TRAINED[0]} "
             "-m MODEL -o HEAD"
         )
-    with loading(model):
+    with loading(model), needs("torch", "outrider train"):
         from outrider.engine.llm import LLM
         from outrider_lab.train.trainer import SLOTS, TrainingBudget
         from outrider_lab.train.trainer import train as run

@@ -23,6 +23,7 @@ from outrider.drafters.heads.config import FIELDS, HeadShape, default_taps, fiel
 from outrider.drafters.heads.eagle import EagleConfig
 from outrider.drafters.heads.medusa import MedusaWeights
 from outrider.drafters.heads.reading import EMBED, OUTPUT, Config, HeadWeights
+from outrider_lab.heads.writers import check_trainable
 
 START = 0.02  # standard deviation of the weights that training begins with
 
@@ -282,12 +283,6 @@ class Eagle(HeadModule):
             self.embed_tokens.weight.copy_(embedding)
             self.lm_head.weight.copy_(output[self.token_ids.to(output.device)])
         return self
-
-
-def check_trainable(config: EagleConfig) -> None:
-    """Raise ValueError unless a head is a single layer of Llama's kind. Only such heads are trained and written."""
-    if config.num_layers != 1 or config.qk_norm or config.mask_token_id is not None:
-        raise ValueError("heads of P-EAGLE, and of Qwen3's layers, draft here and cannot be trained or written")
 
 
 class BlockAttention(HeadAttention):

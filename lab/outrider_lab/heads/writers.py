@@ -19,11 +19,16 @@ from outrider.drafters.heads.eagle import LAYER_IDS, EagleConfig
 from outrider.drafters.heads.files import DFLASH, DSPARK, EAGLE3, MEDUSA, TARGET_DIGEST
 from outrider.drafters.heads.medusa import MedusaWeights
 from outrider.drafters.heads.reading import EMBED, OUTPUT, HeadWeights
-from outrider_lab.heads.modules import check_trainable
 
 DRAFTS = 4  # draft tokens per step that other engines start with
 _LAYOUTS = ("speculators", "flat")
 _MEDUSA_LAYOUTS = ("vllm", "tgi")
+
+
+def check_trainable(config: EagleConfig) -> None:
+    """Raise ValueError unless a head is a single layer of Llama's kind. Only such heads are trained and written."""
+    if config.num_layers != 1 or config.qk_norm or config.mask_token_id is not None:
+        raise ValueError("heads of P-EAGLE, and of Qwen3's layers, draft here and cannot be trained or written")
 
 
 def write_eagle(
