@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
-import torch
+import numpy as np
 
 from benchmarks.ruler import turns
+from outrider.core.types import Array
 from outrider.kernels.vectors import pack_vectors, vector_dim
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SlotCache
@@ -20,9 +21,9 @@ CONTEXT = 256
 Times = dict[int, list[float]]  # seconds of each round, by nodes
 
 
-def some_tokens(count: int, vocab_size: int) -> torch.Tensor:
+def some_tokens(count: int, vocab_size: int) -> Array:
     """int64 [1, count], always the same."""
-    return torch.randint(vocab_size, (1, count), generator=torch.Generator().manual_seed(count))
+    return np.random.default_rng(count).integers(vocab_size, size=(1, count))
 
 
 def read_context(model: LanguageModel, length: int) -> SlotCache:
@@ -38,8 +39,9 @@ def random_context(model: LanguageModel, length: int) -> SlotCache:
     cache = model.new_cache(1, length + 64)
     model.forward(Nodes(some_tokens(1, model.vocab_size), cache, [0]), want="none")
     cache.reserve([0], length + 64)
+    draw = np.random.default_rng(0).standard_normal
     for t in (t for pair in cache.layers for t in pair if t.shape[1]):
-        t[:, :, :length] = pack_vectors(torch.randn(1, t.shape[1], length, vector_dim(t)).numpy(), t.dtype)
+        t[:, :, :length] = pack_vectors(draw((1, t.shape[1], length, vector_dim(t)), np.float32), t.dtype)
     cache.restore(0, length, cache.snapshot(0))
     return cache
 

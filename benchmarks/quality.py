@@ -28,12 +28,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from benchmarks.real.journal import identity
 from benchmarks.ruler import markdown, parser, save
 from benchmarks.texts import lines, spec_bench
+from outrider.core.sampling import largest
+from outrider.core.types import Array
 from outrider.models.base import LanguageModel
 from outrider.models.cache import KV_CACHE_DTYPES, SlotCache
 from outrider.models.dtypes import DTYPES, QUANTIZATIONS
@@ -56,10 +57,10 @@ class Reading(NamedTuple):
         ids: the tokens that are kept.
     """
 
-    loss: Tensor
-    best: Tensor
-    top: Tensor
-    ids: Tensor
+    loss: Array
+    best: Array
+    top: Array
+    ids: Array
 
 
 def code(count: int) -> list[str]:
@@ -78,7 +79,7 @@ def texts(names: Sequence[str], count: int) -> list[str]:
     return [t for n in names for t in (kinds[n](count) if n in kinds else [Path(n).read_text(encoding="utf-8")])]
 
 
-def read(model: LanguageModel, ids: Sequence[int], kv_cache_dtype: str, top: Tensor | None = None) -> Reading:
+def read(model: LanguageModel, ids: Sequence[int], kv_cache_dtype: str, top: Array | None = None) -> Reading:
     """Read a text.
 
     Args:
@@ -90,13 +91,15 @@ def read(model: LanguageModel, ids: Sequence[int], kv_cache_dtype: str, top: Ten
     cache, parts = SlotCache(1, len(ids), kv_cache_dtype), list[Reading]()
     for start in range(0, len(ids) - 1, CHUNK):
         end = min(start + CHUNK, len(ids) - 1)
-        logits = model.forward(Nodes(torch.tensor([ids[start:end]]), cache, [0])).logits[0]
+        logits = np.asarray(model.forward(Nodes(np.array([ids[start:end]]), cache, [0])).logits)[0].astype(np.float64)
         cache.commit([0], [range(end - start)])
-        logp = logits.double().log_softmax(-1)
-        wanted = torch.tensor(ids[start + 1 : end + 1])[:, None]
-        best = logp.topk(min(KEPT, logp.shape[1])).indices if top is None else top[start:end]
-        parts.append(Reading(-logp.gather(1, wanted)[:, 0], logp.argmax(-1), logp.gather(1, best), best))
-    return Reading(*(torch.cat(some) for some in zip(*parts, strict=True)))
+        logp = logits - logits.max(-1, keepdims=True)
+        logp -= np.log(np.exp(logp).sum(-1, keepdims=True))
+        wanted = np.array(ids[start + 1 : end + 1])
+        best = largest(logp, min(KEPT, logp.shape[1]))[0] if top is None else top[start:end]
+        loss, kept = -logp[np.arange(end - start), wanted], np.take_along_axis(logp, best, 1)
+        parts.append(Reading(loss, logp.argmax(-1), kept, best))
+    return Reading(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def needles(model: LanguageModel, tokenizer: Any, kv_cache_dtype: str, length: int) -> int:
@@ -110,9 +113,9 @@ def needles(model: LanguageModel, tokenizer: Any, kv_cache_dtype: str, length: i
         ids, cache = [*text[:at], *told, *text[at:]], SlotCache(1, 2 * length, kv_cache_dtype)
         for start in range(0, len(ids), 256):
             part = ids[start : start + 256]
-            model.forward(Nodes(torch.tensor([part]), cache, [0]), want="none")
+            model.forward(Nodes(np.array([part]), cache, [0]), want="none")
             cache.commit([0], [range(len(part))])
-        best = model.forward(Nodes(torch.tensor([told]), cache, [0])).logits[0].argmax(-1).tolist()
+        best = np.asarray(model.forward(Nodes(np.array([told]), cache, [0])).logits)[0].argmax(-1).tolist()
         hits += best[len(asked) - 1 : -1] == told[len(asked) :]
     return hits
 
@@ -143,25 +146,25 @@ def llama_perplexity(program: Path, model: str, text: str, length: int) -> dict[
     return {"perplexity": perplexity, "error": error / perplexity}
 
 
-def divergence(reference: Tensor, other: Tensor) -> Tensor:
+def divergence(reference: Array, other: Array) -> Array:
     """KL(reference || other) of each position, from log-probabilities [token, KEPT] of the same tokens, the rest as one."""
-    rest = [(1 - logp.exp().sum(-1)).clamp_min(1e-12).log() for logp in (reference, other)]
-    return (reference.exp() * (reference - other)).sum(-1) + rest[0].exp() * (rest[0] - rest[1])
+    rest = [np.log(np.maximum(1 - np.exp(logp).sum(-1), 1e-12)) for logp in (reference, other)]
+    return (np.exp(reference) * (reference - other)).sum(-1) + np.exp(rest[0]) * (rest[0] - rest[1])
 
 
 def compared(readings: Sequence[Reading], references: Sequence[Reading]) -> dict[str, Any]:
     """The figures of a precision, over all texts."""
-    loss = torch.cat([r.loss for r in readings])
-    over = loss - torch.cat([r.loss for r in references])
-    moved = torch.cat([divergence(a.top, b.top) for a, b in zip(references, readings, strict=True)])
-    same = torch.cat([a.best == b.best for a, b in zip(references, readings, strict=True)])
+    loss = np.concatenate([r.loss for r in readings])
+    over = loss - np.concatenate([r.loss for r in references])
+    moved = np.concatenate([divergence(a.top, b.top) for a, b in zip(references, readings, strict=True)])
+    same = np.concatenate([a.best == b.best for a, b in zip(references, readings, strict=True)])
     return {
         "tokens": len(loss),
         "perplexity": math.exp(float(loss.mean())),
         "nats": float(over.mean()),
-        "error": float(over.std()) / math.sqrt(len(loss)),
+        "error": float(over.std(ddof=1)) / math.sqrt(len(loss)),
         "divergence": float(moved.mean()),
-        "same": float(same.double().mean()),
+        "same": float(same.mean()),
     }
 
 

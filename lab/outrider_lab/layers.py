@@ -11,7 +11,6 @@ from time import perf_counter
 import numpy as np
 
 from outrider.core.types import Array
-from outrider.kernels.border import as_array, as_tensor
 from outrider.models.base import LanguageModel
 from outrider.models.nodes import Nodes
 from outrider_lab.gain import geometric, speedup
@@ -90,12 +89,12 @@ def search_layers(
 def _choices(model: LanguageModel, tokens: list[int]) -> Array:
     """int64 [token]: the likeliest next token after each."""
     cache = model.new_cache(1, len(tokens))
-    return as_array(model.forward(Nodes(as_tensor(np.array([tokens])), cache, [0])).logits)[0].argmax(-1)
+    return np.asarray(model.forward(Nodes(np.array([tokens]), cache, [0])).logits)[0].argmax(-1)
 
 
 def _seconds(model: LanguageModel, tokens: int, repeats: int = 5) -> float:
     cache, times = model.new_cache(1, 64), []
-    ids = as_tensor(np.zeros((1, tokens), np.int64))
+    ids = np.zeros((1, tokens), np.int64)
     for _ in range(repeats):
         start = perf_counter()
         model.forward(Nodes(ids, cache, [0]))

@@ -24,7 +24,6 @@ from outrider.drafters.heads.files import head_kind
 from outrider.drafters.heads.medusa import MedusaLattice, read_medusa
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.drafters.model.grower import TreeDrafter
-from outrider.kernels.border import as_array
 from outrider.kernels.cpu import Scoring
 from outrider.models.attention import attend, write
 from outrider.models.base import Want
@@ -78,7 +77,7 @@ def features(target: Loaded, tokens: list[int], taps: tuple[int, ...]) -> Array:
     nodes = Nodes(torch.tensor([tokens]), target.model.new_cache(1, len(tokens)), [0])
     out = target.model.forward(nodes, taps=taps, want="none").features
     assert out is not None
-    return as_array(out)[0]
+    return np.asarray(out)[0]
 
 
 def head_folder(kind: str, into: Path) -> Path:
@@ -104,14 +103,14 @@ def drafter_of(folder: Path, target: Loaded, slots: int = 4, **settings: Any) ->
     return TreeDrafter((MaskedPairs if kind == "peagle" else BlockLattice)(head, model, slots, 256, "none"))
 
 
-def reduced(name: str, rows: int) -> dict[str, Tensor]:
+def reduced(name: str, rows: int) -> dict[str, Array]:
     """The tensors of a golden block head with a draft vocabulary."""
-    ids, has = torch.arange(128)[3::5][:rows], torch.zeros(128, dtype=torch.bool)
+    ids, has = np.arange(128)[3::5][:rows], np.zeros(128, bool)
     has[ids] = True
-    second = load_file(GOLDEN / name / "model.safetensors")["markov_head.markov_w2.weight"][ids]
-    output = load_file(GOLDEN / "target.safetensors")["lm_head"].float()[ids]
+    second = arrays.load_file(GOLDEN / name / "model.safetensors")["markov_head.markov_w2.weight"][ids]
+    output = arrays.load_file(GOLDEN / "target.safetensors")["lm_head"].astype(np.float32)[ids]
     return {
-        "d2t": ids - torch.arange(rows),
+        "d2t": ids - np.arange(rows),
         "t2d": has,
         "lm_head__weight": output,
         "markov_head__markov_w2__weight": second,
@@ -137,7 +136,7 @@ def copied(
         inner.pop(key, None) if value is None else inner.__setitem__(key, value)
     (out / "config.json").write_text(json.dumps(config))
     weights = arrays.load_file(out / "model.safetensors") | {
-        n.replace("__", "."): as_array(t) for n, t in tensors.items() if t is not None
+        n.replace("__", "."): np.asarray(t) for n, t in tensors.items() if t is not None
     }
     weights = {
         n: t for n, t in weights.items() if n not in {n.replace("__", ".") for n, t in tensors.items() if t is None}

@@ -26,7 +26,6 @@ from outrider.engine.request import Request
 from outrider.engine.request import Sequence as Text
 from outrider.engine.runtime import build
 from outrider.engine.scheduler import Scheduler
-from outrider.kernels.border import as_array, as_tensor
 from outrider.kernels.machine import machine
 from outrider.models import checkpoint
 from outrider.models.base import LanguageModel
@@ -254,7 +253,7 @@ def forward(model: LanguageModel, tokens: Sequence[int], chunk: int = CHUNK) -> 
     cache, parts = model.new_cache(1, len(tokens)), list[Array]()
     for start in range(0, len(tokens), chunk):
         part = list(tokens[start : start + chunk])
-        parts.append(as_array(model.forward(Nodes(as_tensor(np.array([part])), cache, [0])).logits)[0])
+        parts.append(np.asarray(model.forward(Nodes(np.array([part]), cache, [0])).logits)[0])
         cache.commit([0], [range(len(part))])
     return np.concatenate(parts)
 

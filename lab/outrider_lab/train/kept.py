@@ -16,7 +16,6 @@ import torch
 from outrider.core.jsonl import JsonLines
 from outrider.core.types import Array, Commit
 from outrider.drafters.base import DraftContext, NoDraft, TargetPass
-from outrider.kernels.border import as_array
 from outrider.models.base import FINAL_NORM
 from outrider_lab.train.answers import TrainingText
 from outrider_lab.train.batches import batch_of
@@ -123,11 +122,11 @@ class FeatureRecorder(NoDraft):
         self._ended = dict[tuple[int, ...], list[EightBits]]()
 
     def start(self, slot: int, tokens: Sequence[int], first: int, features: Array) -> None:
-        self._running.setdefault(slot, ([], []))[1].append(eight_bits(as_array(features), self._features.block))
+        self._running.setdefault(slot, ([], []))[1].append(eight_bits(np.asarray(features), self._features.block))
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
         said = [c.features for c in commits if c.features is not None]  # a long prompt's first step has none
-        states = eight_bits(np.concatenate([*map(as_array, said)]), self._features.block) if said else None
+        states = eight_bits(np.concatenate(said), self._features.block) if said else None
         at = 0
         for slot, tokens, commit in zip(context.slots, context.tokens, commits, strict=True):
             blocks = self._running.get(slot, ([], []))[1]

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from outrider.core.types import Array
-from outrider.kernels.border import as_array, as_tensor
 from outrider.models.base import FINAL_NORM, LanguageModel, Want
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
@@ -48,12 +47,12 @@ class Teacher:
 
     def embedding(self) -> Tensor:
         """float32 [vocab, hidden]. It is as large as it looks, so it is not kept."""
-        return self._here(self.model.embedding_rows(as_tensor(np.arange(self.vocab_size))))
+        return self._here(self.model.embedding_rows(np.arange(self.vocab_size)))
 
     def output(self, ids: Tensor | None = None) -> Tensor:
         """float32 [n, hidden]: rows of the output head, all without ids."""
         rows = np.arange(self.vocab_size) if ids is None else ids.cpu().numpy()
-        return self._here(self.model.head_rows(as_tensor(rows)))
+        return self._here(self.model.head_rows(rows))
 
     def read(self, tokens: Tensor) -> Taught:
         """tokens: int64 [batch, n], each a text from its start."""
@@ -63,12 +62,12 @@ class Teacher:
     def _forward(self, tokens: Array, taps: tuple[int, ...], want: Want) -> tuple[Tensor, Tensor]:
         """(logits, features) of texts from their start."""
         cache = self.model.new_cache(*tokens.shape)
-        out = self.model.forward(Nodes(as_tensor(tokens), cache, [*range(len(tokens))]), taps=taps, want=want)
+        out = self.model.forward(Nodes(tokens, cache, [*range(len(tokens))]), taps=taps, want=want)
         return self._here(out.logits), self._here(out.features)
 
     def _here(self, given: Any) -> Tensor:
         """What the engine gives, for torch."""
-        return torch.from_numpy(as_array(given)).to(self.device)
+        return torch.as_tensor(given, device=self.device)
 
     def logits(self, last: Tensor, rows: Tensor) -> Tensor:
         """[..., n] of states [..., hidden], for rows [n, hidden] of the output head; in the precision of autocast."""

@@ -26,7 +26,6 @@ from outrider.drafters.heads.reading import OUTPUT, HeadReader, HeadWeights, lay
 from outrider.drafters.heads.selftest import head_drafter, parallel_survival
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.kernels import cpu as native
-from outrider.kernels.border import as_array, as_tensor
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SCRATCH, SlotCache
 from outrider.models.load import Loaded
@@ -197,13 +196,9 @@ class BlockModel:
         read_once = linears.bytes
         self._layers = [PackedLayer(linears, i, config) for i in range(config.num_layers)]
         # float32 [..., kept] of states [..., hidden]
-        self.logits: Part = lambda z: as_array(target.output_head(as_tensor(z)))
-        if OUTPUT in tensors:
-            self.logits = linears.named("lm_head")
+        self.logits = linears.named("lm_head") if OUTPUT in tensors else target.output_head
         own = head.own_embedding
-        self._embedded: Part = lambda ids: as_array(target.embedding_rows(as_tensor(ids)))
-        if own is not None:
-            self._embedded = lambda ids: own[ids].astype(np.float32)
+        self._embedded: Part = target.embedding_rows if own is None else lambda ids: own[ids].astype(np.float32)
         self.weight_bytes = (linears.bytes - read_once) // config.drafts
         self._markov = self._confidence = self._selector = None
         if config.markov_rank:

@@ -28,7 +28,6 @@ from outrider.drafters.model.cached import CachedLevels, Feed, padded
 from outrider.drafters.model.confidence import FOR_HEADS
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.kernels import cpu as native
-from outrider.kernels.border import as_array, as_tensor
 from outrider.models.base import FINAL_NORM, LanguageModel, Want
 from outrider.models.load import Loaded
 from outrider.models.native.builder import Builder
@@ -183,7 +182,7 @@ def eagle_model(
     if table is None:
         table = target.embedding_table
     if table is None:  # in memory of another device, or in no plain order
-        table = target.embedding_rows(as_tensor(np.arange(config.vocab_size)))
+        table = target.embedding_rows(np.arange(config.vocab_size))
     pairs = NativePairs(_program(head, _EagleSource(head, precision, table)), config.taps, length, head.subset)
     pairs.weight_bytes //= max(config.parallel_drafts, 1)
     return pairs
@@ -193,17 +192,17 @@ class _EagleSource(StoredSource):
     """The tensors of a head, by their names in its file. A matrix is packed when it is asked for."""
 
     def __init__(self, head: HeadWeights[EagleConfig], precision: str, table: native.Packed | Array) -> None:
-        tensors, ids = dict(head.tensors), as_tensor(head.token_ids)
+        tensors, ids = dict(head.tensors), head.token_ids
         names = [f"{n}.weight" for n in ("input_norm", *(f"fc_norm.{i}" for i in range(len(head.config.taps))))]
         if norms := [tensors[n] for n in names if n in tensors]:
             tensors[f"{_FEATURE_NORM}.weight"] = np.concatenate(norms)
         super().__init__({}, tensors, head.config.vocab_size)
         self.head_ids = ids if len(ids) < self.vocab_size else None
-        self._precision, self._embedding = precision, as_tensor(table) if isinstance(table, np.ndarray) else table
+        self._precision, self._embedding = precision, table
 
     def tensor(self, name: str) -> Any:
         weight = self.named.get(name)
-        return None if weight is None else as_tensor(weight.astype(np.float32))
+        return None if weight is None else weight.astype(np.float32)
 
     def matrix(self, *names: str, paired: bool = False) -> native.Packed:
         biases = [self.named.get(f"{n}.bias") for n in names]
@@ -282,7 +281,7 @@ class Pairs(CachedLevels):
         self.features.add(slot, features, first)
 
     def unread(self, slot: int, tokens: list[int]) -> Feed:
-        return self.features.pair_tokens(slot, tokens), as_tensor(self.features.joined(slot))
+        return self.features.pair_tokens(slot, tokens), self.features.joined(slot)
 
     def ingested(self, slot: int, count: int) -> None:
         self.features.ingested(slot, count)
@@ -293,7 +292,7 @@ class Pairs(CachedLevels):
             self._fed_back |= zip(nodes.slots, g, strict=True)
             return logits
         assert nodes.parents is not None
-        above = np.maximum(as_array(nodes.parents)[:, nodes.held :], 0)
+        above = np.maximum(nodes.parents[:, nodes.held :], 0)
         fed_back = [self._fed_back[slot] for slot in nodes.slots]
         logits, g = self.model.forward(nodes, g=np.stack([k[up] for k, up in zip(fed_back, above, strict=True)]))
         for slot, before, new in zip(nodes.slots, fed_back, g, strict=True):

@@ -9,7 +9,6 @@ import numpy as np
 
 from outrider.core.sampling import TokenSubset
 from outrider.core.types import Array
-from outrider.kernels.border import as_array, as_tensor
 from outrider.models.base import Chain, DrawnChain, Want
 from outrider.models.cache import SlotCache
 from outrider.models.native.program import Program
@@ -84,7 +83,8 @@ class NativePairs(PairModel):
         states = features if features is not None else g
         states = np.zeros((*nodes.tokens.shape, self._width), np.float32) if states is None else states
         shown: Want = "all" if isinstance(want, int) else want
-        logits, _, fed_back = map(as_array, self._step.forward(nodes, (), shown, as_tensor(states), features is None))
+        logits, _, fed_back = self._step.forward(nodes, (), shown, states, features is None)
+        assert fed_back is not None
         if isinstance(want, int):
             last = last_nodes(nodes, want)
             return HeadOutput(logits[last], fed_back[last])
@@ -153,7 +153,7 @@ class FeatureCache:
         if first != self._next(slot):
             self.release(slot)
         held, most = self.waiting.setdefault(slot, Features(first)), self.cache.max_length
-        held.add(as_array(features))
+        held.add(np.asarray(features))
         few = min(NEWEST, most // 2)
         if len(held) > few or self.cache.length[slot] + len(held) > most - most // 8:
             self.cache.release(slot)

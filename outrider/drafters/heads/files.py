@@ -14,13 +14,13 @@ from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from ml_dtypes import bfloat16
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from outrider.core.extras import needs
 from outrider.core.files import read_settings
 from outrider.core.types import Array
-from outrider.kernels.border import as_array
 from outrider.models.checkpoint import header, indexed
 from outrider.models.files import content
 from outrider.models.load import Loaded
@@ -198,7 +198,8 @@ def _read(file: Path) -> dict[str, Array]:
         raise ValueError(f"{file} cannot be read as weights ({error}); download it again") from error
     if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
         raise ValueError(f"{file} holds no tensors by name; a head's weights are a state_dict")
-    return {name: as_array(t) for name, t in tensors.items()}
+    halves = {n: t.view(torch.int16).numpy().view(bfloat16) for n, t in tensors.items() if t.dtype == torch.bfloat16}
+    return {n: halves[n] if n in halves else t.numpy() for n, t in tensors.items()}
 
 
 def own_head(target: str) -> Path | None:

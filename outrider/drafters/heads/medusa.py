@@ -23,7 +23,6 @@ from outrider.drafters.heads.layers import Linear, Linears, precision_of, silu
 from outrider.drafters.heads.reading import OUTPUT, HeadReader, log
 from outrider.drafters.heads.selftest import Misreading, examine, parallel_survival
 from outrider.drafters.model.grower import TreeDrafter
-from outrider.kernels.border import as_array, as_tensor
 from outrider.models.base import FINAL_NORM, LanguageModel
 from outrider.models.load import Loaded
 
@@ -122,7 +121,7 @@ class MedusaLattice(Lattice):
         return self.drafts if position == len(tokens) - 2 >= 0 else 0
 
     def add(self, slot: int, features: Array, first: int) -> None:
-        self._states[slot] = first + len(features) - 1, as_array(features)[-1].astype(np.float32)
+        self._states[slot] = first + len(features) - 1, np.asarray(features)[-1].astype(np.float32)
 
     def release(self, slot: int) -> None:
         self._states.pop(slot, None)
@@ -154,7 +153,7 @@ class MedusaModel:
                 states[-1] = states[-1] + silu(block(states[-1]))
         if len(self._outputs) > 1:
             return np.stack([out(z) for out, z in zip(self._outputs, states, strict=False)], 1) * self._scale
-        read = self._outputs[0] if self._outputs else lambda z: as_array(self._target.output_head(as_tensor(z)))
+        read = self._outputs[0] if self._outputs else self._target.output_head
         return read(np.stack(states, 1)) * self._scale
 
 

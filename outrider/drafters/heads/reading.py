@@ -14,7 +14,6 @@ from outrider.core.sampling import TokenSubset
 from outrider.core.types import Array
 from outrider.drafters.heads.config import FIELDS, Field, HeadShape, fields_of, plain_rope, tap_of
 from outrider.drafters.heads.files import HeadFolder, open_head
-from outrider.kernels.border import as_array, as_tensor
 from outrider.models.load import Loaded
 
 log = logging.getLogger("outrider.heads")
@@ -198,8 +197,7 @@ class HeadReader:
                     f"{self.path} has no lm_head.weight, and the target's is {self.target_width} wide where the head is "
                     f"{hidden}; the file is not whole"
                 )
-            rows = model.embedding_rows if self.given.get("tie_word_embeddings") else model.head_rows
-            return as_array(rows(as_tensor(ids)))
+            return model.embedding_rows(ids) if self.given.get("tie_word_embeddings") else model.head_rows(ids)
         if tuple(stored.shape) == (model.vocab_size, hidden) and len(ids) < model.vocab_size:
             raise ValueError(
                 f"{self.path}: lm_head.weight has a row for all {model.vocab_size} tokens, and config.json says "
@@ -218,7 +216,7 @@ class HeadReader:
         self._check_table(EMBED, (target.model.vocab_size, hidden))
         if not trained and hidden == self.target_width:
             some = np.linspace(0, len(table) - 1, min(_COMPARED, len(table))).astype(np.int64)
-            theirs = as_array(target.model.embedding_rows(as_tensor(some)))
+            theirs = target.model.embedding_rows(some)
             gap = np.abs(table[some] - theirs).max(1) / np.maximum(np.abs(theirs).max(1), 1e-6)
             if np.median(gap) < 0.1:
                 return {}
@@ -229,7 +227,7 @@ class HeadReader:
     @property
     def target_width(self) -> int:
         """Numbers in a hidden state of the target."""
-        return self.target.model.embedding_rows(as_tensor(np.zeros(1, np.int64))).shape[1]
+        return self.target.model.embedding_rows(np.zeros(1, np.int64)).shape[1]
 
     def tensor(self, name: str) -> Array:
         """A tensor by its name. Raises ValueError if it is missing."""

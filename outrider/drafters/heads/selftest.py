@@ -22,7 +22,6 @@ from outrider.drafters.heads.files import TARGET_DIGEST, HeadFolder, head_of, ta
 from outrider.drafters.heads.lattice import Lattice
 from outrider.drafters.heads.reading import Config, HeadWeights, log
 from outrider.drafters.model.grower import Levels, TreeDrafter
-from outrider.kernels.border import as_array
 from outrider.models.base import FINAL_NORM, LanguageModel
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
@@ -140,8 +139,8 @@ def examine(
     cache = target.model.new_cache(1, len(ids))
     out = target.model.forward(Nodes(np.array([ids]), cache, [0]), taps=taps)
     assert out.features is not None
-    columns = as_array(out.features)[0].reshape(len(ids), len(taps), -1)
-    right = as_array(out.logits)[0].argmax(-1).tolist()
+    columns = np.asarray(out.features)[0].reshape(len(ids), len(taps), -1)
+    right = np.asarray(out.logits)[0].argmax(-1).tolist()
 
     def tried(drafter: TreeDrafter[_Source], read: tuple[int, ...]) -> DraftHits:
         return hits(drafter, ids, columns[:, [taps.index(t) for t in read]].reshape(len(ids), -1), right)

@@ -35,7 +35,6 @@ from outrider.drafters.heads.mtp import mtp_model
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.drafters.registry import level_cost
 from outrider.engine.request import Request
-from outrider.kernels.border import as_array
 from outrider.models.base import FINAL_NORM
 from outrider.models.hf.model import HFModel
 from outrider.models.hf.mtp import layer_of
@@ -140,7 +139,7 @@ def pairs(loaded: Loaded) -> tuple[Tensor, Array]:
     cache = loaded.model.new_cache(1, 64)
     features = loaded.model.forward(Nodes(ids, cache, [0]), taps=(FINAL_NORM,)).features
     assert features is not None
-    return ids[:, 1:], as_array(features)[:, :-1]
+    return ids[:, 1:], np.asarray(features)[:, :-1]
 
 
 @torch.no_grad()
@@ -193,7 +192,7 @@ def test_numbers_are_those_of_transformers(kind: str, folders: dict[str, Path]) 
     assert np.allclose(last.logits[0, 0], want[-1], atol=1e-4)
     assert np.array_equal(last.g[:, 0], got.g[:, -1])
     # GLM feeds back the state before the last norm, the others the one after it, which their output head reads
-    from_state = as_array(loaded.model.output_head(torch.as_tensor(got.g)))[0]
+    from_state = loaded.model.output_head(got.g)[0]
     assert np.allclose(from_state, want, atol=1e-4) == (kind != "glm4_moe")
 
 

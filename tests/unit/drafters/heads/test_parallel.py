@@ -34,15 +34,12 @@ from outrider.drafters.heads.lattice import Lattice
 from outrider.drafters.heads.layers import silu
 from outrider.drafters.heads.medusa import MedusaLattice, MedusaWeights, read_medusa
 from outrider.drafters.model.grower import TreeDrafter
-from outrider.kernels.border import as_array
 from outrider.models.nodes import Nodes
 from outrider.testing.contract import GREEDY, HOT, context
 from outrider_lab.heads.modules import BlockModule, MedusaModule
 
 TARGET = small_target()
-EMBEDDING, OUTPUT = (
-    as_array(rows(torch.arange(128))) for rows in (TARGET.model.embedding_rows, TARGET.model.head_rows)
-)
+EMBEDDING, OUTPUT = (rows(np.arange(128)) for rows in (TARGET.model.embedding_rows, TARGET.model.head_rows))
 
 
 # -- numbers --------------------------------------------------------------------------------------------------------------
@@ -298,7 +295,7 @@ def test_noise_is_that_of_the_target() -> None:
     made.start(0, PROMPT, 0, features(TARGET, PROMPT[:-1], made.taps))
     cache = TARGET.model.new_cache(1, 64)
     logits = TARGET.model.forward(Nodes(torch.tensor([PROMPT]), cache, [0]), want="last").logits[:, 0]
-    made.levels.logits = lambda c, some, depth: np.repeat(as_array(logits)[:, None], depth, 1)  # type: ignore[method-assign]
+    made.levels.logits = lambda c, some, depth: np.repeat(np.asarray(logits)[:, None], depth, 1)  # type: ignore[method-assign]
     for width in (1, 3):
         ask = context([0], [PROMPT], [Budget(1, width)], HOT)
         right = int(ask.warp.draw(logits, [[]], ask.noise, ask.stream, ask.positions)[0])
