@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -200,15 +199,11 @@ class _EagleSource(StoredSource):
         self.head_ids = ids if len(ids) < self.vocab_size else None
         self._precision, self._embedding = precision, table
 
-    def tensor(self, name: str) -> Any:
-        weight = self.named.get(name)
-        return None if weight is None else weight.astype(np.float32)
-
     def matrix(self, *names: str, paired: bool = False) -> native.Packed:
         biases = [self.named.get(f"{n}.bias") for n in names]
         return native.Packed([self.named[f"{n}.weight"] for n in names], self._precision, biases, paired=paired)
 
-    def table(self, name: str) -> Any:
+    def table(self, name: str) -> native.Packed | Array:
         return self._embedding
 
 
@@ -234,8 +229,7 @@ def _program(head: HeadWeights[EagleConfig], source: _EagleSource) -> Program:
         b.norm(token, "layers.0.input_layernorm", eps=eps, out=token)
         b.norm(x, "layers.0.hidden_norm", eps=eps, out=state)
         x = state if c.norm_before_residual else x
-    frequencies, factor = c.rotary()
-    table = b.angles(frequencies, factor)
+    table = b.angles(*c.rotary())
     for b.layer in range(c.num_layers):
         layer = f"layers.{b.layer}"
         if b.layer:
