@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -238,7 +239,7 @@ class _Header:
             raise self._broken(f"its key {key!r} has {count} entries")
         if kind == _STRING:
             self._room(count, 8, f"entries of {key!r}")
-            return [self._string() for _ in range(count)]
+            return self._strings(count)
         if kind not in _SCALARS:
             raise self._broken(f"its key {key!r} is an array of type {kind}, which outrider does not read")
         return self._numbers(_SCALARS[kind], count, f"entries of {key!r}")
@@ -289,19 +290,24 @@ class _Header:
         return numbers
 
     def _string(self, errors: str = "replace") -> str:
+        return self._strings(1, errors)[0]
+
+    def _strings(self, count: int, errors: str = "replace") -> list[str]:
         """errors: what to do with bytes that are not UTF-8. Texts may have some; names may not."""
-        end = self.at + 8
-        if end > self.size:
-            raise self._broken("its header ends in the middle")
-        length = int.from_bytes(self.data[self.at : end], "little")
-        if length > self.size - end:
-            raise self._broken(f"a text of its header has {length} bytes, and {self.size - end} are left")
+        texts, data, size, at, length = list[str](), self.data, self.size, self.at, struct.Struct("<Q").unpack_from
         try:
-            text = self.data[end : end + length].decode("utf-8", errors)
+            for _ in range(count):
+                start = at + 8
+                at = start + length(data, at)[0]
+                if at > size:
+                    raise self._broken(f"a text of its header has {at - start} bytes, and {size - start} are left")
+                texts.append(str(data[start:at], "utf-8", errors))
+        except struct.error as error:
+            raise self._broken("its header ends in the middle") from error
         except UnicodeDecodeError as error:
             raise self._broken("a name of its header is no text") from error
-        self.at = end + length
-        return text
+        self.at = at
+        return texts
 
     def _room(self, count: int, each: int, what: str) -> None:
         if count * each > self.size - self.at:
