@@ -59,6 +59,16 @@ _OLD_NAMES: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
+_FORGOTTEN = (
+    "model_type",
+    "transformers_version",
+    "id2label",
+    "label2id",
+    "attn_implementation",
+    "experts_implementation",
+)
+
+
 class Config:
     """The settings of a model as attributes, also by their other names.
 
@@ -151,16 +161,19 @@ def config_of(settings: Mapping[str, Any]) -> Config:
     return config
 
 
-def optional_tensors(config: Config) -> dict[str, bool]:
-    """The tensors of a model that its program can do without -> whether it has them. Those of a layer have names below it."""
-    optional = _table()["kinds"][config.model_type]["optional"]
-    return {name: not flag or bool(getattr(config, flag)) for flag, names in optional.items() for name in names}
+def optional_tensors(config: Any) -> dict[str, bool] | None:
+    """The tensors of a model that its program can do without -> whether it has them. Those of a layer have names below it.
+
+    None for a model that has no program."""
+    if (row := _table()["kinds"].get(config.model_type)) is None:
+        return None
+    return {n: not flag or bool(getattr(config, flag)) for flag, names in row["optional"].items() for n in names}
 
 
-def exact_tensors(config: Config, dtype: str) -> re.Pattern[str]:
+def exact_tensors(config: Any, dtype: str) -> re.Pattern[str]:
     """The names of the tensors that stay float32 in a model of this dtype."""
-    row = _table()["kinds"][config.model_type]
-    names = row["float32"] + (row["float32_if_float16"] if dtype == "float16" else [])
+    row = _table()["kinds"].get(config.model_type, {"float32": []})
+    names = row["float32"] + (row.get("float32_if_float16", []) if dtype == "float16" else [])
     return re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in names) or "(?!)")
 
 
@@ -168,9 +181,9 @@ def _made(kind: str, given: Mapping[str, Any]) -> Config:
     row = _table()["kinds"][kind]
     names, defaults = row["names"], _table()["common"] | row["settings"]
     given = {_OLD_NAMES.get(kind, {}).get(n, n): _number(value) for n, value in given.items()}
-    given["dtype"] = given.get("dtype") or given.pop("torch_dtype", None)
-    for name in ("model_type", "transformers_version", "_name_or_path", "id2label", "label2id"):
-        given.pop(name, None)
+    older = given.pop("torch_dtype", None)
+    given["dtype"] = given.get("dtype") or older
+    given = {n: value for n, value in given.items() if n not in _FORGOTTEN and n[0] != "_"}
     c = copy.deepcopy(defaults)
     for name, value in given.items():
         own = names.get(name, name)

@@ -6,7 +6,7 @@ import ctypes
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -226,7 +226,7 @@ def _made(
         from outrider.models import pretrained
 
         if raw is None:
-            weights = weights.replace("gguf", "float32" if why_no_kernels("cpu") and where == "cpu" else "bfloat16")
+            weights = weights.replace("gguf", "float32" if why_no_kernels("cpu") and where == "cpu" else tensors.floats)
             if tensors.sizes is not None:
                 checkpoint.fits(request.name, tensors.sizes, request.quantization or weights, where)
             with needs("torch", f"{request.name} ({why})"):
@@ -305,15 +305,26 @@ def _read(request: LoadRequest) -> tuple[ReadModel, str | None]:
         pack_name = store.name_of(files[0] if files else path, request)
         if restored := store.restored(pack_name, request):
             return restored, None
-    if files:
-        from outrider.models.gguf.model import read_model
-
-        read = read_model(request, files)
-    else:
-        from outrider.models.pretrained import read_folder
-
-        read = read_folder(request, path)
+    read = _opened_files(request, files) if files else _opened_folder(request, path)
     return read, pack_name if request.tokenizer else None  # a pack has the model's own tokenizer
+
+
+def _opened_files(request: LoadRequest, files: Sequence[Path]) -> ReadModel:
+    from outrider.models.gguf.model import read_model
+
+    return read_model(request, files)
+
+
+def _opened_folder(request: LoadRequest, path: str) -> ReadModel:
+    """By its tensors where a native program can run it, else as transformers reads it."""
+    if not (request.modules or why_no_kernels(request.device)):
+        from outrider.models.safetensors import read_model
+
+        if (read := read_model(request, path)) is not None:
+            return read
+    with needs("torch", f"{request.name}, whose class has no native program,"):
+        from outrider.models.pretrained import read_folder
+    return read_folder(request, path)
 
 
 def _read_pack(request: LoadRequest, folder: Path) -> ReadModel:

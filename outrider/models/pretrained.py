@@ -5,11 +5,11 @@ A start from a pack of the native step needs nothing of this, and so it does not
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +17,24 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.logging import set_tqdm_hook
 
 from outrider.core.files import read_settings
 from outrider.core.suggest import did_you_mean
-from outrider.kernels import why_no_kernels
 from outrider.models import checkpoint, precision_gate
 from outrider.models.base import LanguageModel
 from outrider.models.checkpoint import LoadRequest, ReadModel, token_ids
-from outrider.models.dtypes import DTYPES, dtype_name
+from outrider.models.dtypes import DTYPES
 from outrider.models.hf.experts import mixtures
 from outrider.models.hf.model import HFModel, UnsupportedModel, refuse, shared_copy, vocabulary
-from outrider.models.hf.mtp import layer_of
 from outrider.models.hf.powers import ExactPowers
 from outrider.models.hf.skeleton import module_of
-from outrider.models.mtp import MTP
 from outrider.models.native.weights import Tensors
-from outrider.models.quantised import formats, reader
+from outrider.models.quantised.reader import QuantisedTensors
+from outrider.models.safetensors import FolderTensors
 from outrider.models.tokenizer import tokenizer_of
 
 # Text models that have no class of their own: without images, these compute the same.
@@ -65,6 +63,9 @@ def runnable(
 @precision_gate.making()
 def modules_of(tensors: Tensors, config: Any, weights: str) -> PreTrainedModel:
     """A model of transformers of these tensors. weights: the precision of its matrices; quantised ones begin as float32."""
+    if type(tensors) is FolderTensors:  # transformers reads it, and says what is wrong
+        request = LoadRequest(tensors.name, tensors.floats, tokenizer=False)
+        return read_folder(request, str(tensors.folder)).model  # pyright: ignore[reportReturnType]
     raw = module_of(tensors, config, getattr(torch, weights if weights in DTYPES else "float32"))
     refuse(raw)
     return raw
@@ -90,18 +91,11 @@ def read_folder(request: LoadRequest, path: str) -> ReadModel:
     """A folder, or a name on the hub. Raises ValueError, MemoryError or UnsupportedModel."""
     config = read_config(request.name, path)
     tokenizer = tokenizer_of(path) if request.tokenizer else None  # before the weights: it may be refused
-    if settings := getattr(config, "quantization_config", None):
-        raw, info = _from_quantised(request, path, config, settings)
+    if getattr(config, "quantization_config", None):
+        raw = _from_quantised(request, path, config)
     else:
         raw, info = _from_floats(request, path, config)
-    check_whole(request.name, raw, info)
-    if not why_no_kernels(request.device):
-        try:
-            if (layer := layer_of(path, config)) is not None:
-                raw.add_module(MTP, layer)
-        except ValueError as error:
-            text = f"the MTP layer of {request.name} cannot draft: {error}"
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+        check_whole(request.name, raw, info)
     _unmap_(raw)
     return ReadModel(raw, tokenizer, request.quantization, end_ids(raw), raw.config)
 
@@ -128,26 +122,23 @@ def _from_floats(request: LoadRequest, path: str, config: Any) -> tuple[PreTrain
         raise ValueError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def _from_quantised(
-    request: LoadRequest, path: str, config: Any, settings: Any
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A checkpoint with a `quantization_config`. dtype "auto" keeps blocks where the kernels can."""
-    name, settings = request.name, settings if isinstance(settings, dict) else settings.to_dict()
-    method = formats.check(name, settings)
-    shell = _shell(name, config)
+def _from_quantised(request: LoadRequest, path: str, config: Any) -> PreTrainedModel:
+    """A checkpoint with a `quantization_config`, in floats."""
+    name, shell = request.name, _shell(request.name, config)
     here = Path(path).is_dir()
     folder = Path(path if here else snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
-    stored = reader.Quantised(name, folder, method, settings)
-    missing = why_no_kernels(request.device)
-    floats = request.dtype if request.dtype != "auto" else dtype_name(getattr(config, "dtype", None) or torch.float16)
-    checkpoint.fits(name, stored.sizes(), request.weights or (floats if missing else None), request.device)
-    _check_sizes(name, shell, stored.sizes(), {})
+    stored = QuantisedTensors(name, folder, config, request.dtype)
+    checkpoint.fits(name, stored.sizes, request.weights or stored.floats, request.device)
+    _check_sizes(name, shell, stored.sizes, {})
+    plain = copy.deepcopy(config)
+    del plain.quantization_config
     try:
-        return reader.build(stored, config, getattr(torch, floats), keep=not missing)
-    except UnsupportedModel:
-        raise
+        raw = module_of(stored, plain, getattr(torch, stored.floats))
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         raise ValueError(f"{name} cannot be loaded: {error}") from error
+    with suppress(OSError):  # without one, the class's own stays
+        raw.generation_config = GenerationConfig.from_pretrained(folder)
+    return raw
 
 
 def _shell(name: str, config: Any) -> PreTrainedModel:

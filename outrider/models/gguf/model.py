@@ -88,6 +88,8 @@ def sizes(file: GGUFFile) -> Sizes:
 class GGUFTensors:
     """`Tensors` of a file."""
 
+    floats = "bfloat16"
+
     def __init__(self, file: GGUFFile, config: Any) -> None:
         """Raises UnsupportedModel for formats that the gguf package cannot read."""
         _check_formats(file)

@@ -20,7 +20,7 @@ from outrider.models.hf.skeleton import filled, skeleton_of
 from outrider.models.mtp import JOIN, MTP
 from outrider.models.native.mtp import BEFORE_NORM, changes
 from outrider.models.nodes import Nodes
-from outrider.models.tensors import FolderTensors
+from outrider.models.safetensors import FolderTensors
 
 
 def tensors_with_layer(name: str, config: Any) -> FolderTensors | None:

@@ -49,7 +49,8 @@ class ModuleTensors:
         self._tied = outputs if tied else None
         blocks = any(isinstance(m, Blocks) for _, _, m in matrices_in(model))
         blocks = blocks or any(EXPERTS in m.__dict__ for m in self._modules.values())
-        self.precision = "gguf" if blocks else dtype_name(outputs.weight.dtype)
+        self.floats = dtype_name(outputs.weight.dtype)
+        self.precision = "gguf" if blocks else self.floats
 
     def has(self, name: str) -> bool:
         return self._find(name) is not None

@@ -111,6 +111,11 @@ def outlined(config: Config, tensors: Tensors) -> Program:
         text = f"the MTP layer of {config._name_or_path} cannot draft: {error}"
         warnings.warn(text, RuntimeWarning, stacklevel=4)
     settings, usual = config.to_dict(), config_of({"model_type": config.model_type}).to_dict()
+    if (program.vocab_size, program.hidden) != (config.vocab_size, config.hidden_size):
+        raise NotNative(
+            f"its embedding has {program.vocab_size} tokens of {program.hidden} numbers, and its configuration says "
+            f"{config.vocab_size} of {config.hidden_size}; one of the two files is of another model"
+        )
     read = {*program.facts["config"], *_WITHOUT_EFFECT.split()}
     for name in usual:
         if name not in read and name[0] != "_" and "dropout" not in name and settings.get(name) != usual[name]:
@@ -121,7 +126,7 @@ def outlined(config: Config, tensors: Tensors) -> Program:
 def _outlined(config: Config, tensors: Tensors, further: bool) -> Program:
     try:
         program = build(config.kind, config, ShapeSource(tensors, config, further=further))
-    except (KeyError, AttributeError) as error:
+    except (LookupError, AttributeError, TypeError, ArithmeticError) as error:  # of a setting that is none
         raise NotNative(str(error)) from error
     tensors.check(further)
     return program

@@ -25,7 +25,8 @@ _HEAD = "lm_head"
 class Tensors(Protocol):
     """The tensors of a checkpoint, by the names that transformers' modules have for them. None is read before it is asked for.
 
-    precision: of the matrices: "gguf" if some are blocks, else the dtype of the output head. sizes: that it needs of memory.
+    precision: of the matrices: "gguf" if some are blocks, else the dtype of the output head. floats: what blocks become in
+    modules of transformers. sizes: that it needs of memory.
     """
 
     @property
@@ -33,6 +34,9 @@ class Tensors(Protocol):
 
     @property
     def sizes(self) -> Sizes | None: ...
+
+    @property
+    def floats(self) -> str: ...
 
     def has(self, name: str) -> bool:
         """Whether there is such a tensor. A tied output head is not there, and so are experts."""

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import ml_dtypes
+import numpy as np
+from numpy import ndarray
 
 from outrider.kernels.blocks import Blocks
 from outrider.models.checkpoint import UnsupportedModel
@@ -23,31 +24,31 @@ _ROWS = 256  # of which `dense` has float32 values at a time
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 # The values of four bits e2m1, doubled (OCP Microscaling Formats 1.0, table 6).
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12)
-_FLOATS4 = torch.tensor([*_FP4, *(-x for x in _FP4)])
+_FLOATS4 = np.array([*_FP4, *(-x for x in _FP4)], np.int8)
 
-Tensors = Mapping[str, Tensor]
+Tensors = Mapping[str, ndarray]
 
 
 @dataclass(frozen=True, eq=False)
 class QuantisedWeight:
     """A matrix [out, in]: value[i, j] = values[i, j] * scales[i // tile, group[j]]."""
 
-    values: Tensor  # [out, in], integers with the zero point subtracted, or small floats
-    scales: Tensor  # floats [tiles of rows, group]
-    group: Tensor  # int64 [in], the group of each column
+    values: ndarray  # [out, in], integers with the zero point subtracted, or small floats
+    scales: ndarray  # floats [tiles of rows, group]
+    group: ndarray  # int64 [in], the group of each column
     tile: int = 1  # rows that share a scale; the last tile may be cut
 
     @property
     def shape(self) -> tuple[int, int]:
         return (self.values.shape[0], self.values.shape[1])
 
-    def dense(self, dtype: torch.dtype) -> Tensor:
+    def dense(self, dtype: np.dtype[Any]) -> ndarray:
         """[out, in]: the values that the format's own library gives in this dtype."""
-        out = torch.empty(self.shape, dtype=dtype)
+        out = np.empty(self.shape, dtype)
         for start in range(0, len(out), _ROWS):
-            part = self.values[start : start + _ROWS].float()
-            tiles = torch.arange(start, start + len(part)) // self.tile
-            out[start : start + _ROWS] = (part * self.scales[tiles].float()[:, self.group]).to(dtype)
+            part = self.values[start : start + _ROWS].astype(np.float32)
+            tiles = np.arange(start, start + len(part)) // self.tile
+            out[start : start + _ROWS] = part * self.scales[tiles].astype(np.float32)[:, self.group]
         return out
 
     def blocks(self) -> Blocks | None:
@@ -57,61 +58,57 @@ class QuantisedWeight:
         point), Q8_0 for 8 bits. A zero point must not become a minimum in float16: it would be rounded.
         """
         rows, columns = self.shape
-        if self.values.is_floating_point() or columns % _BLOCK or self.tile != 1:
+        if self.values.dtype.kind != "i" or columns % _BLOCK or self.tile != 1:
             return None
-        group = self.group.view(-1, _BLOCK)
-        if not bool((group == group[:, :1]).all()):  # the order of activations mixes the groups
+        group = self.group.reshape(-1, _BLOCK)
+        if not (group == group[:, :1]).all():  # the order of activations mixes the groups
             return None
         scales = self.scales[:, group[:, 0]]
-        values = self.values.view(rows, -1, _BLOCK)
+        values = self.values.reshape(rows, -1, _BLOCK)
         if (packed := _mxfp4(values, scales)) is not None:
             return Blocks(packed, "MXFP4", columns)
-        halves = scales.half()
-        if not torch.equal(halves.float(), scales.float()):
+        with np.errstate(over="ignore"):
+            halves = np.ascontiguousarray(scales, np.float16)
+        if not np.array_equal(halves.astype(np.float32), scales.astype(np.float32)):
             return None
-        low, high = (int(x) for x in self.values.aminmax())
-        head = halves.contiguous().view(torch.uint8).view(rows, -1, 2)
+        low, high = int(values.min()), int(values.max())
+        head = halves.view(np.uint8).reshape(rows, -1, 2)
         if low >= -8 and high <= 7:
-            name, parts = "Q4_0", [head, _nibbles((values + 8).to(torch.uint8))]
+            name, parts = "Q4_0", [head, _nibbles((values + 8).astype(np.uint8))]
         elif low >= -16 and high <= 15:
-            shifted = (values + 16).to(torch.uint8)
-            name, parts = "Q5_0", [head, _fifth_bits(shifted), _nibbles(shifted & 15)]
+            shifted = (values + 16).astype(np.uint8)
+            name, parts = "Q5_0", [head, np.packbits(shifted >> 4, -1, "little"), _nibbles(shifted & 15)]
         elif low >= -128 and high <= 127:
-            name, parts = "Q8_0", [head, values.to(torch.int8).view(torch.uint8)]
+            name, parts = "Q8_0", [head, values.astype(np.int8).view(np.uint8)]
         else:
             return None
-        return Blocks(torch.cat(parts, dim=-1).view(rows, -1), name, columns)
+        return Blocks(np.concatenate(parts, -1).reshape(rows, -1), name, columns)
 
 
-def _mxfp4(values: Tensor, scales: Tensor) -> Tensor | None:
+def _mxfp4(values: ndarray, scales: ndarray) -> ndarray | None:
     """MXFP4's blocks uint8 [out, bytes] of integers [out, block, 32] and scales [out, block], or None if they are others."""
-    mantissa, exponent = scales.float().frexp()
-    if not bool(((mantissa == 0.5) & (exponent >= -127)).all()) or not bool(torch.isin(values, _FLOATS4).all()):
+    mantissa, exponent = np.frexp(scales.astype(np.float32))
+    if not ((mantissa == 0.5) & (exponent >= -127)).all() or not np.isin(values, _FLOATS4).all():
         return None
-    codes = (values[..., None].abs() == _FLOATS4[:8]).to(torch.uint8).argmax(-1) + 8 * (values < 0)
-    head = (exponent + 127).to(torch.uint8)[..., None]
-    return torch.cat([head, _nibbles(codes.to(torch.uint8))], dim=-1).view(len(values), -1)
+    codes = np.searchsorted(_FLOATS4[:8], np.abs(values)) + 8 * (values < 0)
+    head = (exponent + 127).astype(np.uint8)[..., None]
+    return np.concatenate([head, _nibbles(codes.astype(np.uint8))], -1).reshape(len(values), -1)
 
 
-def _nibbles(values: Tensor) -> Tensor:
+def _nibbles(values: ndarray) -> ndarray:
     """uint8 [..., 32] of 0 to 15 -> uint8 [..., 16]: the first half in the low bits, the second in the high ones."""
     return values[..., :16] | (values[..., 16:] << 4)
-
-
-def _fifth_bits(values: Tensor) -> Tensor:
-    """uint8 [..., 32] of 0 to 31 -> uint8 [..., 4]: bit i of the 32 is the fifth bit of value i."""
-    bits = (values >> 4).view(*values.shape[:-1], 4, 8)
-    return (bits << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
 
 
 def joined(weights: Sequence[QuantisedWeight]) -> QuantisedWeight:
     """Matrices of one format over the same inputs, one below the other."""
     first = weights[0]
-    if any(w.tile != 1 or not torch.equal(w.group, first.group) for w in weights):  # then each number has its scale
-        each = torch.arange(first.shape[1])
-        scales = [w.scales[torch.arange(w.shape[0]) // w.tile].float()[:, w.group] for w in weights]
-        return QuantisedWeight(torch.cat([w.values.float() for w in weights]), torch.cat(scales), each)
-    values, scales = torch.cat([w.values for w in weights]), torch.cat([w.scales for w in weights])
+    if any(w.tile != 1 or not np.array_equal(w.group, first.group) for w in weights):  # then each number has its scale
+        each = np.arange(first.shape[1])
+        scales = [w.scales[np.arange(w.shape[0]) // w.tile].astype(np.float32)[:, w.group] for w in weights]
+        values = np.concatenate([w.values.astype(np.float32) for w in weights])
+        return QuantisedWeight(values, np.concatenate(scales), each)
+    values, scales = np.concatenate([w.values for w in weights]), np.concatenate([w.scales for w in weights])
     return QuantisedWeight(values, scales, first.group)
 
 
@@ -120,6 +117,8 @@ class Format(NamedTuple):
 
     # the matrix, of the tensors by suffix, the settings, and the name for errors.
     read: Callable[[Tensors, Mapping[str, Any], str], QuantisedWeight]
+    # [out, in], of the shape of the first tensor, the settings, and what reads another one if it is there.
+    shape: Callable[[tuple[int, ...], Mapping[str, Any], Callable[[str], ndarray | None]], tuple[int, ...]]
     # suffixes; before them is the matrix's name without `weight`. The first one tells its size.
     needed: tuple[str, ...]
     optional: tuple[str, ...] = ()  # suffixes of tensors that may be there
@@ -131,19 +130,24 @@ class Format(NamedTuple):
         return next(suffix for suffix in self.needed if suffix != "weight")
 
 
-def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
+def unpacked(words: ndarray, bits: int, count: int) -> ndarray:
     """uint8 [..., count]: unsigned numbers of some bits from little-endian 32-bit words [..., word], without gaps."""
-    bytes_ = words.contiguous().view(torch.uint8)
+    bytes_ = np.ascontiguousarray(words).view(np.uint8)
     if bits == 4:
-        return torch.stack((bytes_ & 15, bytes_ >> 4), dim=-1).flatten(-2)[..., :count]
-    start = torch.arange(count) * bits
-    padded = torch.nn.functional.pad(bytes_, (0, 1)).int()
+        return _halves(bytes_)[..., :count]
+    start = np.arange(count) * bits
+    padded = np.pad(bytes_, [(0, 0)] * (bytes_.ndim - 1) + [(0, 1)]).astype(np.int32)
     window = padded[..., start // 8] | (padded[..., start // 8 + 1] << 8)
-    return ((window >> (start % 8)) & ((1 << bits) - 1)).to(torch.uint8)
+    return ((window >> (start % 8)) & ((1 << bits) - 1)).astype(np.uint8)
 
 
-def _shaped(name: str, tensor: Tensor, wanted: tuple[int, ...]) -> Tensor:
-    if tuple(tensor.shape) != wanted:
+def _halves(bytes_: ndarray) -> ndarray:
+    """uint8 [..., 2 n]: the low and the high four bits of bytes [..., n]."""
+    return np.stack((bytes_ & 15, bytes_ >> 4), -1).reshape(*bytes_.shape[:-1], -1)
+
+
+def _shaped(name: str, tensor: ndarray, wanted: tuple[int, ...]) -> ndarray:
+    if tensor.shape != wanted:
         raise ValueError(
             f"tensor {name} has shape {list(tensor.shape)}, and the others of its matrix and the quantization_config of "
             f"config.json ask for {list(wanted)}; one of them is of another checkpoint, so download all files again"
@@ -151,7 +155,7 @@ def _shaped(name: str, tensor: Tensor, wanted: tuple[int, ...]) -> Tensor:
     return tensor
 
 
-def _groups(name: str, columns: int, size: int, scales: int) -> Tensor:
+def _groups(name: str, columns: int, size: int, scales: int) -> ndarray:
     """int64 [in]: the group of each column. size: of a group; -1 for one group."""
     size = columns if size in (-1, 0, None) else size
     if -(-columns // size) != scales:
@@ -159,7 +163,7 @@ def _groups(name: str, columns: int, size: int, scales: int) -> Tensor:
             f"tensor {name} has {scales} groups, and {columns} inputs in groups of {size} have {-(-columns // size)}; the "
             "quantization_config of config.json is not that of the weights, so download all files again"
         )
-    return torch.arange(columns) // size
+    return np.arange(columns) // size
 
 
 def _number(settings: Mapping[str, Any], *names: str, otherwise: int) -> int:
@@ -179,19 +183,19 @@ def _gptq(tensors: Tensors, settings: Mapping[str, Any], name: str) -> Quantised
     zeros = _shaped(f"{name}qzeros", tensors["qzeros"], (len(scales), rows * bits // 32))
     order = tensors.get("g_idx")
     if order is not None and len(order):
-        group = _shaped(f"{name}g_idx", order, (columns,)).long()
+        group = _shaped(f"{name}g_idx", order, (columns,)).astype(np.int64)
         if not 0 <= int(group.min()) <= int(group.max()) < len(scales):
             raise ValueError(f"tensor {name}g_idx names group {int(group.max())} of {len(scales)}; download it again")
     else:
-        group = torch.arange(columns) // (size if size > 0 else columns)
+        group = np.arange(columns) // (size if size > 0 else columns)
     if first := _gptq_format(settings) != "gptq_v2":  # it stores zero points less one
         ones = sum(1 << shift for shift in range(0, 32, bits)) if bits != 3 else 0
         # GPTQModel adds it to whole words, so a zero point may carry into the next.
-        zeros = ((zeros.long() & 0xFFFFFFFF) + ones & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
-    zero = unpacked(zeros, bits, rows).T.to(torch.int16)  # [out, group]
+        zeros = zeros.view(np.uint32) + np.uint32(ones)
+    zero = unpacked(zeros, bits, rows).T.astype(np.int16)  # [out, group]
     if first and bits == 3:
         zero = zero + 1 & 7
-    values = unpacked(words.T, bits, columns).to(torch.int16) - zero[:, group]
+    values = unpacked(words.T, bits, columns).astype(np.int16) - zero[:, group]
     return QuantisedWeight(values, scales.T, group)
 
 
@@ -209,7 +213,7 @@ def _awq(tensors: Tensors, settings: Mapping[str, Any], name: str) -> QuantisedW
         f"{name}scales", columns, _number(settings, "group_size", "q_group_size", otherwise=128), len(scales)
     )
     values, zero = (
-        unpacked(t, 4, rows).view(len(t), -1, 8)[..., list(_AWQ_ORDER)].reshape(len(t), rows).T.to(torch.int16)
+        unpacked(t, 4, rows).reshape(len(t), -1, 8)[..., list(_AWQ_ORDER)].reshape(len(t), rows).T.astype(np.int16)
         for t in (words, zeros)
     )
     return QuantisedWeight(values - zero[:, group], scales.T, group)
@@ -218,7 +222,7 @@ def _awq(tensors: Tensors, settings: Mapping[str, Any], name: str) -> QuantisedW
 def _packed(tensors: Tensors, settings: Mapping[str, Any], name: str) -> QuantisedWeight:
     """compressed-tensors: pack-quantized, and the formats of 4-bit floats, whose words are bytes."""
     words, scales = tensors["weight_packed"], tensors["weight_scale"]
-    if words.dtype == torch.uint8:
+    if words.dtype == np.uint8:
         return _fp4(words, scales, tensors.get("weight_global_scale"), f"{name}weight_scale")
     weights = _scheme(settings, name)
     bits = int(weights["num_bits"])
@@ -228,13 +232,18 @@ def _packed(tensors: Tensors, settings: Mapping[str, Any], name: str) -> Quantis
         )
     rows, columns = (int(n) for n in tensors["weight_shape"])
     _shaped(f"{name}weight_packed", words, (rows, -(-columns * bits // 32)))
-    values = unpacked(words, bits, columns).to(torch.int16) - (1 << bits - 1)
+    values = unpacked(words, bits, columns).astype(np.int16) - (1 << bits - 1)
     zero = None
     if (stored := tensors.get("weight_zero_point")) is not None:
-        zero = unpacked(stored.T, bits, rows).T.to(torch.int16) - (1 << bits - 1)
-    if weights.get("strategy") == "group" and scales.dim() == 2:
+        zero = unpacked(stored.T, bits, rows).T.astype(np.int16) - (1 << bits - 1)
+    if weights.get("strategy") == "group" and scales.ndim == 2:
         _groups(f"{name}weight_scale", columns, _number(weights, "group_size", otherwise=-1), scales.shape[1])
     return _integers(values, scales, zero, tensors.get("weight_g_idx"), name)
+
+
+def _packed_shape(words: tuple[int, ...], _: object, read: Callable[[str], ndarray | None]) -> tuple[int, ...]:
+    shape = read("weight_shape")
+    return (words[0], 2 * words[1]) if shape is None else (int(shape[0]), int(shape[1]))
 
 
 def _scheme(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -248,22 +257,24 @@ def _scheme(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     )
 
 
-def _integers(values: Tensor, scales: Tensor, zero: Tensor | None, order: Tensor | None, name: str) -> QuantisedWeight:
+def _integers(
+    values: ndarray, scales: ndarray, zero: ndarray | None, order: ndarray | None, name: str
+) -> QuantisedWeight:
     """compressed-tensors' integers. scales: [1], [out, 1] or [out, group]. zero: as the scales."""
     rows, columns = values.shape
-    scales = scales.reshape(1, 1).expand(rows, 1) if scales.numel() == 1 else scales
+    scales = np.broadcast_to(scales.reshape(1, 1), (rows, 1)) if scales.size == 1 else scales
     scales = _shaped(f"{name}weight_scale", scales, (rows, scales.shape[-1]))
     count = scales.shape[1]
     if order is not None and int(order.max()) >= 0:
-        group = _shaped(f"{name}weight_g_idx", order, (columns,)).long()
+        group = _shaped(f"{name}weight_g_idx", order, (columns,)).astype(np.int64)
     else:
         if columns % count:
             raise ValueError(f"tensor {name}weight_scale has {count} groups for {columns} inputs; download it again")
-        group = torch.arange(columns) // (columns // count)
+        group = np.arange(columns) // (columns // count)
     if zero is not None:
-        zero = zero.reshape(1, 1).expand(rows, 1) if zero.numel() == 1 else zero
-        zero = _shaped(f"{name}weight_zero_point", zero, tuple(scales.shape))
-        values = values.to(torch.int16) - zero.to(torch.int16)[:, group]
+        zero = np.broadcast_to(zero.reshape(1, 1), (rows, 1)) if zero.size == 1 else zero
+        zero = _shaped(f"{name}weight_zero_point", zero, scales.shape)
+        values = values.astype(np.int16) - zero.astype(np.int16)[:, group]
     return QuantisedWeight(values, scales, group)
 
 
@@ -275,11 +286,11 @@ def _scaled(tensors: Tensors, settings: Mapping[str, Any], name: str) -> Quantis
     weight = tensors["weight"]
     which = "weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"
     scales = tensors[which]
-    if weight.dtype == torch.int8:
+    if weight.dtype == np.int8:
         return _integers(weight, scales, tensors.get("weight_zero_point"), None, name)
     rows, columns = weight.shape
-    scales = scales.reshape(1, 1) if scales.numel() == 1 else scales
-    scales = scales[:, None] if scales.dim() == 1 else scales
+    scales = scales.reshape(1, 1) if scales.size == 1 else scales
+    scales = scales[:, None] if scales.ndim == 1 else scales
     block = settings.get("weight_block_size") or _block_structure(settings)
     if block and not (
         isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
@@ -287,14 +298,14 @@ def _scaled(tensors: Tensors, settings: Mapping[str, Any], name: str) -> Quantis
         raise ValueError(
             f"a block of quantization_config in config.json must be two numbers as [128, 128], got {block!r}"
         )
-    if block and tuple(scales.shape) == tuple(-(-n // b) for n, b in zip((rows, columns), block, strict=True)):
-        return QuantisedWeight(weight, scales, torch.arange(columns) // int(block[1]), int(block[0]))
-    if tuple(scales.shape) not in ((1, 1), (rows, 1)):
+    if block and scales.shape == tuple(-(-n // b) for n, b in zip((rows, columns), block, strict=True)):
+        return QuantisedWeight(weight, scales, np.arange(columns) // int(block[1]), int(block[0]))
+    if scales.shape not in ((1, 1), (rows, 1)):
         raise ValueError(
             f"tensor {name}{which} has shape {list(scales.shape)}, which fits neither the {rows} x {columns} of "
             f"{name}weight nor blocks of {block}; the checkpoint is not consistent"
         )
-    return QuantisedWeight(weight, scales, torch.zeros(columns, dtype=torch.int64), 1 if len(scales) > 1 else rows)
+    return QuantisedWeight(weight, scales, np.zeros(columns, np.int64), 1 if len(scales) > 1 else rows)
 
 
 def _block_structure(settings: Mapping[str, Any]) -> Any:
@@ -302,42 +313,50 @@ def _block_structure(settings: Mapping[str, Any]) -> Any:
     return next((weights["block_structure"] for weights in schemes if weights.get("block_structure")), None)
 
 
-def _fp4(packed: Tensor, scales: Tensor, whole: Tensor | None, name: str) -> QuantisedWeight:
+def _fp4(packed: ndarray, scales: ndarray, whole: ndarray | None, name: str) -> QuantisedWeight:
     """4-bit floats, two in a byte. scales: uint8 powers of two (MXFP4), or float8 under one float32 (NVFP4)."""
-    nibbles = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-    values = _FLOATS4.to(torch.int8)[nibbles.long()]
+    values = _FLOATS4[_halves(packed)]
     rows, columns = values.shape
-    if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
-        scales = torch.ldexp(torch.ones(scales.shape), scales.view(torch.uint8).int() - 127)
+    if scales.dtype in (np.uint8, ml_dtypes.float8_e8m0fnu):
+        scales = np.ldexp(np.float32(1), scales.view(np.uint8).astype(np.int32) - 127)
     else:
-        scales = scales.float() if whole is None else scales.float() / whole.float()
+        scales = scales.astype(np.float32) / (1 if whole is None else whole.astype(np.float32))
     if scales.shape[0] != rows or columns % scales.shape[1]:
         raise ValueError(f"tensor {name} has shape {list(scales.shape)} for a matrix of {rows} x {columns}")
-    return QuantisedWeight(values, scales / 2, torch.arange(columns) // (columns // scales.shape[1]))
+    return QuantisedWeight(values, scales / 2, np.arange(columns) // (columns // scales.shape[1]))
 
 
-def mxfp4(packed: Tensor, scales: Tensor, name: str) -> QuantisedWeight:
+def mxfp4(packed: ndarray, scales: ndarray, name: str) -> QuantisedWeight:
     """One expert of gpt-oss. packed: uint8 [out, block, 16]. scales: uint8 [out, block]."""
-    return _fp4(packed.flatten(1), scales, None, name)
+    return _fp4(packed.reshape(len(packed), -1), scales, None, name)
+
+
+def _coded_shape(_: object, settings: object, read: Callable[[str], ndarray | None]) -> tuple[int, ...]:
+    state = next((t for t in map(read, _STATES) if t is not None), None)
+    return () if state is None else tuple(json.loads(state.tobytes())["shape"])
 
 
 def _coded(tensors: Tensors, settings: Mapping[str, Any], name: str) -> QuantisedWeight:
     state = next((t for n, t in tensors.items() if ".quant_state." in n), None)
     if state is None:
         raise ValueError(f"the checkpoint lacks tensor {name}weight.quant_state.bitsandbytes__nf4, which has the shape")
-    details = json.loads(bytes(state.tolist()))
-    packed, scales = tensors["weight"].flatten(), tensors["weight.absmax"]
-    index = torch.stack((packed >> 4, packed & 15), dim=-1).flatten()
+    details = json.loads(state.tobytes())
+    packed, scales = tensors["weight"].reshape(-1), tensors["weight.absmax"]
+    index = np.stack((packed >> 4, packed & 15), -1).reshape(-1)
     if "weight.nested_absmax" in tensors:
-        inner = tensors["weight.nested_quant_map"][scales.long()]
-        outer = tensors["weight.nested_absmax"].repeat_interleave(int(details["nested_blocksize"]))[: len(inner)]
-        scales = inner * outer + details["nested_offset"]
+        inner = tensors["weight.nested_quant_map"][scales]
+        outer = tensors["weight.nested_absmax"].repeat(int(details["nested_blocksize"]))[: len(inner)]
+        scales = inner * outer + np.float32(details["nested_offset"])
     rows, columns = details["shape"]
     if len(index) < rows * columns or len(scales) * details["blocksize"] < rows * columns:
         raise ValueError(f"tensor {name}weight is too short for {rows} x {columns} numbers; download it again")
-    values = tensors["weight.quant_map"][index[: rows * columns].long()].view(rows, columns)
-    scales = scales.float().repeat_interleave(int(details["blocksize"]))[: rows * columns].view(rows, columns)
-    return QuantisedWeight(values, scales, torch.arange(columns))
+    values = tensors["weight.quant_map"][index[: rows * columns]].reshape(rows, columns)
+    scales = scales.astype(np.float32).repeat(int(details["blocksize"]))[: rows * columns].reshape(rows, columns)
+    return QuantisedWeight(values, scales, np.arange(columns))
+
+
+def _same(shape: tuple[int, ...], *_: object) -> tuple[int, ...]:
+    return shape
 
 
 _ACTIVATIONS = (
@@ -346,19 +365,23 @@ _ACTIVATIONS = (
 _PACKED = ("weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
 _NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
 _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
+_AS_STORED = ("weight", "weight_scale")
+_WORDS = ("qweight", "qzeros", "scales")
 FORMATS: dict[str, tuple[Format, ...]] = {
-    "gptq": (Format(_gptq, ("qweight", "qzeros", "scales"), ("g_idx",)),),
-    "awq": (Format(_awq, ("qweight", "qzeros", "scales")),),
+    "gptq": (Format(_gptq, lambda n, given, _: (n[1], n[0] * 32 // int(given["bits"])), _WORDS, ("g_idx",)),),
+    "awq": (Format(_awq, lambda n, *_: (n[1] * 8, n[0]), _WORDS),),
     "compressed-tensors": (
-        Format(_packed, ("weight_packed", "weight_scale"), _PACKED, _ACTIVATIONS),
-        Format(_scaled, ("weight", "weight_scale"), ("weight_zero_point",), _ACTIVATIONS),
+        Format(_packed, _packed_shape, ("weight_packed", "weight_scale"), _PACKED, _ACTIVATIONS),
+        Format(_scaled, _same, _AS_STORED, ("weight_zero_point",), _ACTIVATIONS),
     ),
     "fp8": (
-        Format(_scaled, ("weight", "weight_scale_inv"), drop=_ACTIVATIONS),
-        Format(_scaled, ("weight", "weight_scale"), drop=_ACTIVATIONS),
+        Format(_scaled, _same, ("weight", "weight_scale_inv"), drop=_ACTIVATIONS),
+        Format(_scaled, _same, _AS_STORED, drop=_ACTIVATIONS),
     ),
-    "fbgemm_fp8": (Format(_scaled, ("weight", "weight_scale"), drop=_ACTIVATIONS),),
-    "bitsandbytes": (Format(_coded, ("weight", "weight.absmax", "weight.quant_map"), (*_NESTED, *_STATES)),),
+    "fbgemm_fp8": (Format(_scaled, _same, _AS_STORED, drop=_ACTIVATIONS),),
+    "bitsandbytes": (
+        Format(_coded, _coded_shape, ("weight", "weight.absmax", "weight.quant_map"), (*_NESTED, *_STATES)),
+    ),
 }
 """The formats that are read, by the `quant_method` of a configuration. gpt-oss's mxfp4 is read by `mxfp4`."""
 

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import quantised_files as made
 import torch
 from architectures import tiny
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from outrider.kernels import cpu as native
-from outrider.models import load as loading
 from outrider.models.hf.experts import NAME, mixtures
 from outrider.models.hf.linear import BatchInvariantOps
 from outrider.models.hf.model import HFModel
-from outrider.models.load import load
-from outrider.models.native.program import NotNative
 
 CHOSEN = 2  # experts of a token
 
@@ -64,19 +59,3 @@ def test_any_routing_company(name: str, weights: str) -> None:
     assert found
     up = found[0].packed_up  # pyright: ignore
     check_company(found[0], len(up), up[0].in_features)
-
-
-@pytest.mark.skipif(not native.available(), reason=str(native.why()))
-@pytest.mark.parametrize("kind", ["gptq", "mxfp4"])
-def test_any_routing_company_of_quantised_experts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise NotNative("a test")
-
-    monkeypatch.setattr(loading, "outlined", refuse)
-    sizes = {"moe_intermediate_size": made.SIZE, "head_dim": 16}
-    stored = made.mxfp4(tmp_path) if kind == "mxfp4" else made.gptq(tmp_path, name="qwen3_moe", **sizes)
-    model: Any = load(stored.save()).model
-    module: Any = next(mixtures(model.model))
-    up = module.packed_up
-    assert up[0].kind == "gguf"
-    check_company(module, len(up), up[0].in_features)

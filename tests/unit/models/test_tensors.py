@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from outrider.models.config import config_of
-from outrider.models.tensors import FolderTensors, MissingTensor
+from outrider.models.safetensors import FolderTensors
+from outrider.models.tensors import MissingTensor
 
 
 def opened(folder: Path, dtype: str = "auto") -> FolderTensors:
