@@ -150,6 +150,19 @@ struct ForwardJob {
     void* states;        // of the slots, for a program with recurrent layers
 };
 
+// How the token after a node is drawn, and which nodes of a draft equal the tokens that are.
+struct Law {
+    int64_t* path;           // [nodes] out: the nodes that are accepted, the root first
+    int64_t accepted, token;  // out: nodes below the root, and the token after the last of them; -1: there is none
+    int64_t top_k;            // 0: all
+    double top_p;
+    uint64_t seed;
+    uint32_t stream, step, position;  // of the noise after the root
+    float temperature;                // 0: greedy
+    float min_p;                      // its logarithm; -inf: none
+    int32_t by_host;                  // 1: other parameters count too; nothing is done here
+};
+
 struct ChainJob {  // draft `depth` tokens of a slot one after another, after the given ones
     const int64_t* tokens;  // [count] ingested first
     const float* features;  // [count, width] of a program that is given some

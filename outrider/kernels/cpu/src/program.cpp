@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "angle.hpp"
+#include "choose.hpp"
 #include "states.hpp"
 
 namespace outrider {
@@ -413,6 +414,16 @@ OUTRIDER_API int64_t outrider_forward(void* program, const ForwardJob* job) {
     Interpreter& d = *static_cast<Interpreter*>(program);
     std::lock_guard<std::mutex> guard(d.busy);
     return forward(d, *job);
+}
+
+// `forward` of all nodes, and then what the laws say of its logits. 0, or an error of `forward`.
+OUTRIDER_API int64_t outrider_step(void* program, const ForwardJob* job, Law* laws) {
+    Interpreter& d = *static_cast<Interpreter*>(program);
+    std::lock_guard<std::mutex> guard(d.busy);
+    Hot hot;
+    int64_t error = forward(d, *job);
+    if (!error) judge_all(*job, laws, d.head->n);
+    return error;
 }
 
 // 0, or an error of `forward` whose entry is the number of a chain. Every chain asks for at least one token.
