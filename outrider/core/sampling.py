@@ -297,13 +297,23 @@ def truncate(scores: Array, params: SamplingParams) -> Array:
 
     top-k and min-p keep all tokens that tie at the border. top-p keeps the shortest run of the sorted tokens that reaches
     its mass; among equals the lowest id comes first."""
+    if cpu.available():
+        return cpu.truncate(scores, params.top_k, params.top_p, log_min_p(params))
+    return _truncated(scores, params)
+
+
+def log_min_p(params: SamplingParams) -> float:
+    """The logarithm of min_p; -inf for 0. Decimal has its own arithmetic: the C library's is not the same everywhere."""
+    return float(_ARITHMETIC.ln(Decimal(params.min_p)))
+
+
+def _truncated(scores: Array, params: SamplingParams) -> Array:
     if 0 < params.top_k < len(scores):
         scores = _from(scores, largest(scores[None], params.top_k)[1][0, -1])
     if params.top_p < 1:
         scores = _top_p(scores, params.top_p)
     if params.min_p > 0:
-        # Decimal has its own arithmetic: the C library's logarithm is not the same everywhere
-        scores = _from(scores, scores.max() + float(_ARITHMETIC.ln(Decimal(params.min_p))))
+        scores = _from(scores, scores.max() + log_min_p(params))
     return scores
 
 

@@ -19,7 +19,7 @@ from outrider.control import Controller, Fixed
 from outrider.core.detokenizer import TokenBytes
 from outrider.core.noise import Noise
 from outrider.core.params import BadParameter, ContextOverflow
-from outrider.core.sampling import LogitsDistribution, LogitsWarper, largest
+from outrider.core.sampling import LogitsWarper, largest
 from outrider.core.stopping import FinishReason, StopChecker
 from outrider.core.tree import chain
 from outrider.core.types import PHASES, Array, Commit, Draft, Guarantee, Step, Verdict
@@ -30,7 +30,7 @@ from outrider.engine.prefix_cache import BLOCK, PrefixCache
 from outrider.engine.request import Request, Sequence
 from outrider.kernels import cpu as native
 from outrider.kernels.probabilities import log_softmax
-from outrider.models.base import LanguageModel, Output
+from outrider.models.base import LanguageModel, Law, Output
 from outrider.models.nodes import Nodes
 from outrider.verify import VERIFIERS
 
@@ -214,11 +214,10 @@ class Decoder:
             draft = (self.drafter if asked else _NO_DRAFT).propose(context)
             times.append(perf_counter())
             nodes = Nodes(draft.tokens, self.cache, context.slots, draft.parents)
-            out = self.target.forward(nodes, taps=self.drafter.taps)
-            out = out._replace(logits=np.asarray(out.logits))
+            law = Law(self.verifier, draft, context.warp, context.noise, context.positions)
+            out, _ = pending = self.target.step(nodes, law, taps=self.drafter.taps)
             times.append(perf_counter())
-            target = LogitsDistribution(out.logits, draft, context.warp)
-            verdict = self.verifier(target, draft, context.noise, context.positions)
+            verdict = pending.result()
             times.append(perf_counter())
             commits = self._commit(live, draft, verdict, out)
             if asked:

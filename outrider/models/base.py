@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from outrider.core.noise import Noise
+from outrider.core.sampling import LogitsDistribution, LogitsWarper
+from outrider.core.types import Array, Draft, Verdict
 from outrider.kernels.border import as_array
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
+from outrider.verify import Verifier
 
 if TYPE_CHECKING:
     from outrider.kernels.cpu import Packed
@@ -33,6 +38,35 @@ class Output(NamedTuple):
 
     logits: np.ndarray
     features: np.ndarray | None
+
+
+class Law(NamedTuple):
+    """How the drafts of a step are judged.
+
+    verifier: of `outrider.verify`. draft: the nodes of the step. warp, noise: of its sequences. positions: int64 [batch], of the
+    token after each root."""
+
+    verifier: Verifier
+    draft: Draft
+    warp: LogitsWarper
+    noise: Noise
+    positions: Array
+
+    def verdict(self, logits: Array) -> Verdict:
+        """logits: float32 [batch, node, vocab], of all nodes."""
+        target = LogitsDistribution(logits, self.draft, self.warp)
+        return self.verifier(target, self.draft, self.noise, self.positions)
+
+
+class Pending(NamedTuple):
+    """A step whose verdict may still be on its way. judge: waits for it."""
+
+    output: Output
+    judge: Callable[[], Verdict]
+
+    def result(self) -> Verdict:
+        """What was decided."""
+        return self.judge()
 
 
 class Chain(NamedTuple):
@@ -108,6 +142,13 @@ class LanguageModel(ABC):
         taps: layer numbers, FINAL_NORM or EMBEDDING. want: the nodes whose logits are needed. "last" is the last node of
         each tree that is not padding. Raises ValueError for a tap that the model does not have.
         """
+
+    def step(self, nodes: Nodes, law: Law, *, taps: tuple[int, ...] = ()) -> Pending:
+        """`forward` of a draft's nodes, and the verdict on it. A model may do both in one call; this is their twin.
+
+        nodes: those of `law.draft`. taps: as for `forward`, whose errors it raises."""
+        out = self.forward(nodes, taps=taps)
+        return Pending(out, partial(law.verdict, out.logits))
 
     def layer_subset(self, layers: Sequence[int]) -> LanguageModel:
         """The same model with these layers only, over the same weights.

@@ -96,24 +96,31 @@ def match(target: TargetDistribution, draft: Draft, noise: Noise, position: Arra
 def _match_row_by_row(target: RowTargetDistribution, draft: Draft, noise: Noise, position: Array) -> Verdict:
     """`match` on lists. One operation on an array of five numbers costs more than the whole walk."""
     trees = zip(draft.host, noise.keys(Stream.TOKEN, position), strict=True)
-    found: list[tuple[list[int], int]] = []
-    for row, (nodes, (seed, stream, step, at)) in enumerate(trees):
-        path = [0]
-        while True:
-            token = target.sample_row(row, path[-1], (seed, stream, step, at + len(path) - 1))
-            here = path[-1]
-            child = next((n for n in range(here + 1, len(nodes)) if nodes[n] == (token, here)), 0)
-            if not child:
-                break
-            path.append(child)
-        found.append((path, token))
-    verdict = ListedVerdict.__new__(ListedVerdict)
-    verdict.__dict__["host"] = found
-    return verdict
+    return ListedVerdict.of([walk(target, row, nodes, key) for row, (nodes, key) in enumerate(trees)])
+
+
+def walk(
+    target: RowTargetDistribution, row: int, nodes: list[tuple[int, int]], key: tuple[int, int, int, int]
+) -> tuple[list[int], int]:
+    """`match` for one row: its entry of `Verdict.host`. nodes: of `Draft.host`. key: of `Noise.keys`, after the root."""
+    path, (seed, stream, step, at) = [0], key
+    while True:
+        here, token = path[-1], target.sample_row(row, path[-1], (seed, stream, step, at + len(path) - 1))
+        child = next((n for n in range(here + 1, len(nodes)) if nodes[n] == (token, here)), 0)
+        if not child:
+            return path, token
+        path.append(child)
 
 
 class ListedVerdict(Verdict):
     """A verdict as lists. Its arrays are made when they are asked for."""
+
+    @classmethod
+    def of(cls, host: list[tuple[list[int], int]]) -> ListedVerdict:
+        """host: as in `Verdict`."""
+        verdict = cls.__new__(cls)
+        verdict.__dict__["host"] = host
+        return verdict
 
     @cached_property
     def path(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]

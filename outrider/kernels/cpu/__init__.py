@@ -17,6 +17,7 @@ from outrider.kernels.cpu.ops import (
     pack_vectors,
     softmax,
     total,
+    truncate,
     words,
 )
 from outrider.kernels.cpu.packed import FORMATS, KINDS, Packed, Reserve, zeros_in_large_pages
@@ -60,6 +61,7 @@ __all__ = [
     "set_num_threads",
     "softmax",
     "total",
+    "truncate",
     "use_isa",
     "why",
     "words",

@@ -207,6 +207,15 @@ def argmax_gumbel(
     return _index(library().argmax_gumbel(row.ctypes.data, place, row.size, temperature, *noise))
 
 
+def truncate(scores: np.ndarray, top_k: int, top_p: float, least: float) -> np.ndarray:
+    """float32 [n] -> the same with -inf outside of top-k, top-p and min-p; the twin of `outrider.core.sampling.truncate`.
+
+    top_k: 0 keeps all. least: the logarithm of min-p; -inf keeps all."""
+    out = np.array(scores, np.float32)
+    library().truncate(out.ctypes.data, out.size, top_k, top_p, least)
+    return out
+
+
 def softmax(scores: ArrayLike, *, logarithm: bool = False) -> np.ndarray:
     """float32 [..., n] -> its softmax over the last dimension, or the logarithm of that.
 

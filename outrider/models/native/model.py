@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from outrider.core.noise import Stream
+from outrider.core.sampling import LogitsDistribution
+from outrider.core.types import Verdict
 from outrider.kernels import cpu as native
 from outrider.kernels.border import as_array, as_tensor, like
 from outrider.models.base import (
@@ -23,7 +26,9 @@ from outrider.models.base import (
     Chain,
     DrawnChain,
     LanguageModel,
+    Law,
     Output,
+    Pending,
     Want,
     check_layers,
     check_taps,
@@ -41,6 +46,7 @@ from outrider.models.native.program import NotNative, Program
 from outrider.models.native.step import NativeStep
 from outrider.models.native.weights import Facts, ShapeSource, StoredSource, Tensors, TensorSource
 from outrider.models.nodes import Nodes
+from outrider.verify.batched import ListedVerdict, walk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -198,6 +204,23 @@ class NativeModel(LanguageModel):
             if features is not None and t == EMBEDDING:
                 features[..., i * self.program.hidden : (i + 1) * self.program.hidden] = self._embedded(nodes.tokens)
         return Output(as_tensor(logits), None if features is None else as_tensor(features))
+
+    def step(self, nodes: Nodes, law: Law, *, taps: tuple[int, ...] = ()) -> Pending:
+        """See `LanguageModel.step`. One native call, but for sequences whose parameters depend on their tokens."""
+        if law.verifier.name != "match" or self.program.head_ids is not None or EMBEDDING in taps:
+            return super().step(nodes, law, taps=taps)
+        check_taps(taps, self.num_layers)
+        (logits, features, _), drawn = self._step.step(nodes, taps, law)
+        target = LogitsDistribution(logits, law.draft, law.warp)
+
+        def judge() -> Verdict:
+            for row, by_host in enumerate(law.warp.active):
+                if by_host:
+                    key = law.noise.keys(Stream.TOKEN, law.positions)[row]
+                    drawn[row] = walk(target, row, law.draft.host[row], key)
+            return ListedVerdict.of(drawn)
+
+        return Pending(Output(logits, features), judge)
 
     @property
     def embedding_table(self) -> native.Packed | np.ndarray:

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from outrider.core.noise import Stream
+from outrider.core.sampling import LogitsWarper, log_min_p
 from outrider.kernels import cpu as native
 from outrider.kernels.border import as_array
-from outrider.kernels.cpu.library import ChainsStruct, ChainStruct, ForwardStruct
+from outrider.kernels.cpu.library import ChainsStruct, ChainStruct, ForwardStruct, LawStruct
 from outrider.kernels.cpu.packed import MOST
 from outrider.kernels.vectors import packed_width
-from outrider.models.base import Chain, DrawnChain, Want
+from outrider.models.base import Chain, DrawnChain, Law, Want
 from outrider.models.cache import KV_CACHE_DTYPES, SlotCache
 from outrider.models.native.program import Program, address
 from outrider.models.nodes import Nodes
@@ -155,7 +157,8 @@ class NativeStep:
         for struct, _ in programs:
             self._handles.append(library.program_new(struct))
             weakref.finalize(self, library.program_free, self._handles[-1])
-        self._forward, self._chains = library.forward, library.draft_chains
+        self._forward, self._judged, self._chains = library.forward, library.step, library.draft_chains
+        self._laws: weakref.WeakKeyDictionary[LogitsWarper, Any] = weakref.WeakKeyDictionary()
         self._head_size, self._numbers = program.head.n, max(program.cells, default=-1) + 1
         self._ops, self._recurrent = (programs[-1][0].ops, programs[-1][0].count), program.recurrent
         self._addresses: weakref.WeakKeyDictionary[SlotCache, tuple[list[Any], Any]] = weakref.WeakKeyDictionary()
@@ -171,7 +174,13 @@ class NativeStep:
         return {_STATES: NativeStates(self._ops, (self._keep, self.program), self._recurrent, num_slots)}
 
     def forward(
-        self, nodes: Nodes, taps: tuple[int, ...], want: Want, given: np.ndarray | None = None, fused: bool = False
+        self,
+        nodes: Nodes,
+        taps: tuple[int, ...],
+        want: Want,
+        given: np.ndarray | None = None,
+        fused: bool = False,
+        laws: Any = None,
     ) -> Forwarded:
         """given: float32 [batch, node, width], what the program is given: features, or if fused what was fed back.
 
@@ -221,12 +230,31 @@ class NativeStep:
             int(fused),
             self._states_of(cache),
         )
-        error = self._forward(self._handle(cache), job)
+        handle = self._handle(cache)
+        error = self._forward(handle, job) if laws is None else self._judged(handle, job, laws)
         if error <= -(2**50):
             raise RuntimeError(f"slot {slots[-(2**50) - error]} has fewer nodes in its recurrent layers than {held}")
         if error:
             raise _explained(error, tokens, parents, self.program.vocab_size)
         return Forwarded(logits, features, fed_back)
+
+    def step(self, nodes: Nodes, taps: tuple[int, ...], law: Law) -> tuple[Forwarded, list[tuple[list[int], int]]]:
+        """`forward` of all nodes, and what `match` decides: `Verdict.host`, but for rows whose parameters depend on tokens."""
+        laws = self._laws.get(law.warp)
+        if laws is None:
+            self._laws[law.warp] = laws = (LawStruct * len(law.warp.histories))()
+            for one, history, by_host in zip(laws, law.warp.histories, law.warp.active, strict=True):
+                p = history.params
+                one.temperature, one.top_k, one.top_p = p.temperature, p.top_k, p.top_p
+                one.min_p, one.by_host = log_min_p(p), by_host
+        paths = np.empty(nodes.tokens.shape, np.int64)
+        at, width = paths.ctypes.data, 8 * nodes.count
+        for b, (one, key) in enumerate(zip(laws, law.noise.keys(Stream.TOKEN, law.positions), strict=True)):
+            one.path = at + b * width
+            one.seed, one.stream, one.step, one.position = key
+        output = self.forward(nodes, taps, "all", laws=laws)
+        drawn = [(path[: one.accepted + 1], one.token) for path, one in zip(paths.tolist(), laws, strict=True)]
+        return output, drawn
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
         """See `LanguageModel.draft_chains`. One native forward a token, for all chains."""
