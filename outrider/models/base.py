@@ -148,6 +148,7 @@ class LanguageModel(ABC):
 
         nodes: those of `law.draft`. taps: as for `forward`, whose errors it raises."""
         out = self.forward(nodes, taps=taps)
+        out = out._replace(logits=np.asarray(out.logits))
         return Pending(out, partial(law.verdict, out.logits))
 
     def layer_subset(self, layers: Sequence[int]) -> LanguageModel:

@@ -1,0 +1,117 @@
+"""The step of a native model, which is one call, against its twin: a forward, and `match` in Python on its logits."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from architectures import FAMILIES, VOCAB, tiny
+from helpers import noise
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.core import sampling
+from outrider.core.params import SamplingParams
+from outrider.core.sampling import LogitsWarper, SequenceState
+from outrider.core.tree import tree
+from outrider.core.types import Draft
+from outrider.kernels import cpu
+from outrider.models.base import LanguageModel, Law
+from outrider.models.native.model import NativeModel
+from outrider.models.nodes import Nodes
+from outrider.verify import VERIFIERS
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why()))
+
+# What native code draws by, crossed with what only the host knows of.
+DRAWN = [
+    dict(zip(("temperature", "top_k", "top_p", "min_p"), values, strict=True))
+    for values in itertools.product((0.0, 0.7, 3.0), (0, 3), (1.0, 0.6), (0.0, 0.2))
+]
+BY_HOST = [
+    {},
+    {"repetition_penalty": 1.5},
+    {"logit_bias": {3: 4.0, 5: -100.0}},
+    {"allowed_token_ids": [2, 3, 5, 7, 11]},
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> NativeModel:
+    return NativeModel(
+        tiny(*FAMILIES["llama-odd"][:1], max_position_embeddings=512, **FAMILIES["llama-odd"][1]), "float32"
+    )
+
+
+def test_a_step_decides_what_its_twin_does(model: NativeModel) -> None:
+    """Chains, trees and padding. The drafts hold what the target draws up to some level: paths of all lengths are walked."""
+    random, lengths = np.random.default_rng(0), set[int]()
+    for case, (drawn, more) in enumerate(itertools.product(DRAWN, BY_HOST)):
+        params = [SamplingParams(**drawn, **more), SamplingParams(temperature=0.9), SamplingParams()]
+        texts = [random.integers(0, VOCAB, 6).tolist() for _ in params]
+        warp = LogitsWarper([SequenceState(p, (), (), text, 4) for p, text in zip(params, texts, strict=True)])
+        cache, slots, seeds = model.new_cache(3, 64), [0, 1, 2], noise([case, case + 1, 2**63 - 1 - case])
+        model.forward(Nodes(np.array([text[:-1] for text in texts]), cache, slots), want="none")
+        cache.commit(slots, [range(5)] * 3)
+        drafts = [[(text[-1], -1)] for text in texts]
+        for level in range(4):  # a child that is right, and one that is not
+            law = _law(drafts, warp, seeds)
+            paths = (
+                LanguageModel.step(model, Nodes(law.draft.tokens, cache, slots, law.draft.parents), law).result().host
+            )
+            for b, (path, token) in enumerate(paths):
+                if token >= 0 and random.random() < 0.6:
+                    drafts[b] += [((token + 1) % VOCAB, path[-1])] * (level % 2) + [(token, path[-1])]
+        law = _law(drafts, warp, seeds)
+        nodes = Nodes(law.draft.tokens, cache, slots, law.draft.parents)
+        ours, twin = model.step(nodes, law, taps=(0,)), LanguageModel.step(model, nodes, law, taps=(0,))
+        verdict, expected = ours.result(), twin.result()
+        assert verdict.host == expected.host, (drawn, more)
+        for name in ("path", "accepted", "token"):
+            np.testing.assert_array_equal(getattr(verdict, name), getattr(expected, name))
+        for one, other in zip(ours.output, twin.output, strict=True):
+            np.testing.assert_array_equal(one, other)
+        lengths |= {len(path) for path, _ in verdict.host}
+    assert lengths == {1, 2, 3, 4, 5}
+
+
+def _law(drafts: list[list[tuple[int, int]]], warp: LogitsWarper, seeds: sampling.Noise) -> Law:
+    tokens, parents = tree(drafts)
+    return Law(VERIFIERS["match"], Draft(tokens, parents), warp, seeds, np.array([6, 6, 6]))
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_a_damaged_row_draws_nothing(broken: float) -> None:
+    raw = tiny("llama", max_position_embeddings=64)
+    raw.get_input_embeddings().weight.data[1] = broken
+    damaged = NativeModel(raw, "float32")
+    for params in (SamplingParams(temperature=0.0), SamplingParams(top_p=0.5), SamplingParams(top_k=2, min_p=0.1)):
+        warp = LogitsWarper([SequenceState(params, (), (), [1], 1)])
+        law = Law(VERIFIERS["match"], Draft(*tree([[(1, -1)]])), warp, noise([3]), np.array([1]))
+        step = damaged.step(Nodes(law.draft.tokens, damaged.new_cache(1, 16), [0]), law)
+        assert not np.isfinite(step.output.logits).all()
+        assert step.result().host == [([0], -1)]
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> tuple[np.ndarray, SamplingParams]:
+    size = draw(st.sampled_from([1, 5, 33, 300, 5000]))
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    scores = random.standard_normal(size, np.float32) * np.float32(draw(st.sampled_from([0.01, 1.0, 5.0])))
+    if draw(st.booleans()):
+        scores = np.round(scores * 2) / 2  # ties
+    if draw(st.booleans()):
+        scores[random.random(size) < 0.5] = -np.inf
+        scores[random.integers(size)] = 0.0
+    kinds = {"top_k": [0, 1, 3, 50, 400], "top_p": [1.0, 0.999999, 0.9, 0.5, 0.1], "min_p": [0.0, 0.05, 0.5]}
+    return scores, SamplingParams(**{name: draw(st.sampled_from(values)) for name, values in kinds.items()})
+
+
+@given(rows())
+@settings(max_examples=400, deadline=None)
+def test_native_truncation_is_that_of_numpy(case: tuple[np.ndarray, SamplingParams]) -> None:
+    scores, params = case
+    before = scores.copy()
+    np.testing.assert_array_equal(sampling.truncate(scores, params), sampling._truncated(scores, params))
+    np.testing.assert_array_equal(scores, before)
