@@ -27,6 +27,7 @@ from outrider.core.suggest import did_you_mean
 from outrider.models import checkpoint, precision_gate
 from outrider.models.base import LanguageModel
 from outrider.models.checkpoint import LoadRequest, ReadModel, token_ids
+from outrider.models.config import TEXT_KINDS
 from outrider.models.dtypes import DTYPES
 from outrider.models.hf.experts import mixtures
 from outrider.models.hf.model import HFModel, UnsupportedModel, refuse, shared_copy, vocabulary
@@ -37,8 +38,6 @@ from outrider.models.quantised.reader import QuantisedTensors
 from outrider.models.safetensors import FolderTensors
 from outrider.models.tokenizer import tokenizer_of
 
-# Text models that have no class of their own: without images, these compute the same.
-_SAME_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 # A table of the tensors that are not read, such as those for images. `check_whole` says what is missing.
 logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
 SMALL = 2**24  # weights that a configuration may ask for beside those of its files, such as buffers
@@ -238,7 +237,7 @@ def read_config(name: str, path: str) -> Any:
 def _text(config: Any) -> Any:
     """The text model's configuration, if transformers has a class for it alone; else the one that is given."""
     text = config.get_text_config()
-    if kind := _SAME_AS.get(text.model_type):
+    if kind := TEXT_KINDS.get(text.model_type):
         values, names = text.to_dict() | {"model_type": kind}, CONFIG_MAPPING[kind]().to_dict()
         values["rope_parameters"] = {k: v for k, v in values["rope_parameters"].items() if not k.startswith("mrope")}
         text = CONFIG_MAPPING[kind].from_dict({k: values[k] for k in names if k in values})

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 _ARITHMETIC = Context(prec=40)
+_MOST = 2**16  # numbers of a head
 # Model types that turn a part of each head also without scaling.
 _PARTIAL = [
     "bamba",
@@ -51,6 +52,8 @@ def of_config(config: Any, layer_type: str = "") -> tuple[np.ndarray, float]:
     """
     rope = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
     kind, share, dim = rope["rope_type"], rope.get("partial_rotary_factor", 1.0), _head_dim(config, layer_type)
+    if not (type(dim) is int and 0 < dim <= _MOST and 0 < share <= 1):
+        raise ValueError(f"it rotates {share} of heads of {dim} numbers")
     if kind == "proportional":
         out, turned = np.zeros(dim // 2, np.float32), int(share * dim // 2)
         out[:turned] = 1.0 / power(float(rope["rope_theta"]), np.arange(0, 2 * turned, 2, dtype=np.float32) / dim)

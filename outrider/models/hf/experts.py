@@ -7,16 +7,14 @@ token are added up in the order in which the router named its experts. So they d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from outrider.kernels.blocks import Blocks
 from outrider.models.hf.linear import PackedLinear
-from outrider.models.hf.matrices import EXPERTS
 
 NAME = "outrider"
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")  # how many a token has, in transformers' configurations
@@ -73,14 +71,12 @@ def pack_experts_(model: nn.Module, weights: str = "auto") -> None:
 def _packed(module: nn.Module, name: str, weights: str) -> nn.ModuleList:
     """One packed linear per expert, from [expert, out, in], or [expert, in, out] if the module is transposed."""
     matrices, biases = getattr(module, name, None), getattr(module, f"{name}_bias", None)
-    blocks: Sequence[Blocks] | None = module.__dict__.get(EXPERTS, {}).pop(name, None)
     if not isinstance(matrices, Tensor) or matrices.dim() != 3:
         raise ValueError(f"{type(module).__name__} has no {name} of shape [expert, out, in]; its layout is unknown")
     out = nn.ModuleList()
     for i, values in enumerate(matrices.detach()):
         bias = biases[i].detach() if biases is not None and module.has_bias else None
-        matrix = blocks[i] if blocks else values.T if module.is_transposed else values
-        out.append(PackedLinear(matrix, bias, weights))
+        out.append(PackedLinear(values.T if module.is_transposed else values, bias, weights))
     for used in (name, f"{name}_bias"):
         if used in module._parameters:
             module._parameters[used] = None

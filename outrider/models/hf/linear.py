@@ -11,7 +11,6 @@ matrix product with a bare parameter (the router of a mixture) sums in another o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,9 +24,7 @@ from torch.utils._pytree import tree_map_only
 from outrider.kernels import cpu as native
 from outrider.kernels import why_no_kernels
 from outrider.kernels.border import as_array
-from outrider.models import matrix as arrays
 from outrider.models.dtypes import DTYPES, dtype_name
-from outrider.models.hf.matrices import Matrix, float_rows, matrices_in, matrix_of
 from outrider.models.matrix import packed
 
 _WIDE = 64  # elements; a multiple of what one pass of any vector loop takes
@@ -35,22 +32,20 @@ _EASY_POWERS = (-2, -1, -0.5, 0.5, 1, 2, 3)  # made of products, quotients and r
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b. weights: float32, bfloat16, float16, int8, int4 or gguf; "auto" is what `weight` has.
+    """y = x W^T + b. weights: float32, bfloat16, float16, int8 or int4; "auto" is what `weight` has.
 
-    weight: [out, in]; one that is packed already, with its bias, stays as it is. Takes and returns float32 (other dtypes are
-    converted on the way), any leading dimensions.
+    weight: [out, in]. Takes and returns float32 (other dtypes are converted on the way), any leading dimensions.
     """
 
-    def __init__(self, weight: Matrix, bias: Tensor | None = None, weights: str = "auto") -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, weights: str = "auto") -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        stored = dtype_name(weight.dtype) if isinstance(weight, Tensor) else "gguf"
-        self.kind = stored if weights == "auto" else weights
-        if isinstance(weight, Tensor) and why_no_kernels(weight.device):
+        self.kind = dtype_name(weight.dtype) if weights == "auto" else weights
+        if why_no_kernels(weight.device):
             self._run, self.matrix = _onednn(weight.detach(), bias, self.kind), None
         else:
             self.matrix: native.Packed | None = packed(
-                [_array(weight)], self.kind, [None if bias is None else as_array(bias)]
+                [as_array(weight)], self.kind, [None if bias is None else as_array(bias)]
             )
             self._run: Callable[[Tensor], Tensor] = partial(_product, self.matrix)
 
@@ -97,19 +92,6 @@ class _OnRequest(Tensor):
         return func(*args, **kwargs)
 
 
-class PackedEmbedding(nn.Module):
-    """The rows of a packed matrix, float32, times a factor. A head that is tied to it has the same packed matrix."""
-
-    def __init__(self, table: native.Packed, factor: float = 1.0) -> None:
-        super().__init__()
-        self.matrix, self.factor = table, factor
-        self.num_embeddings, self.embedding_dim = table.shape
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """int64 [...] -> float32 [..., hidden]."""
-        return float_rows(self.matrix, tokens) * self.factor
-
-
 def _onednn(weight: Tensor, bias: Tensor | None, kind: str) -> Callable[[Tensor], Tensor]:
     if kind not in DTYPES:
         raise ValueError(f"{kind} weights need the native kernels: {why_no_kernels(weight.device)}")
@@ -126,45 +108,21 @@ def _onednn(weight: Tensor, bias: Tensor | None, kind: str) -> Callable[[Tensor]
 def pack_linears_(model: nn.Module, weights: str = "auto") -> None:
     """Replace every nn.Linear and Conv1D in place.
 
-    A matrix shared with the embedding is packed as another copy, and the embedding stays. An embedding in blocks is packed, too,
-    and shares the packed matrix. The other matrices are freed one by one, so only one extra matrix is in memory at a time.
+    A matrix shared with the embedding is packed as another copy, and the embedding stays. The others are freed one by one, so
+    only one extra matrix is in memory at a time.
     """
     from transformers.pytorch_utils import Conv1D  # seconds of a start, and a head from a file does not need it
 
-    linears = [(name, m) for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))]
+    linears: list[tuple[str, Any]] = [
+        (name, m) for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))
+    ]
     # The largest first: while a matrix is packed, it is in memory twice.
-    linears.sort(key=lambda linear: -math.prod(_matrix(linear[1]).shape))
-    blocks: dict[int, native.Packed] = {}
+    linears.sort(key=lambda linear: -linear[1].weight.numel())
     while linears:
         name, module = linears.pop(0)
-        matrix = _matrix(module)
-        new = PackedLinear(matrix, module.bias, weights)
-        if new.matrix is not None and not isinstance(matrix, Tensor):
-            blocks[id(matrix)] = new.matrix
+        weight = module.weight.detach()
+        new = PackedLinear(weight.T if isinstance(module, Conv1D) else weight, module.bias, weights)
         model.set_submodule(name, new.train(module.training))
-    _pack_embeddings_(model, weights, blocks)
-
-
-def _array(matrix: Matrix) -> arrays.Matrix:
-    return as_array(matrix) if isinstance(matrix, Tensor) else matrix
-
-
-def _matrix(module: nn.Module) -> Matrix:
-    """[out, in]. module: a linear, or transformers' Conv1D."""
-    matrix = matrix_of(module)
-    return matrix if isinstance(module, nn.Linear) or not isinstance(matrix, Tensor) else matrix.T
-
-
-def _pack_embeddings_(model: nn.Module, weights: str, packed_blocks: dict[int, native.Packed]) -> None:
-    """Replace embeddings whose matrix is in blocks, or packed before. packed_blocks: by the id of the blocks of a linear.
-
-    int4 would cost more accuracy in an embedding than memory in a second copy, so it becomes int8.
-    """
-    for name, module, matrix in [*matrices_in(model)]:
-        if isinstance(module, nn.Embedding):
-            tied = packed_blocks.get(id(matrix)) if weights != "int4" else None
-            table = tied or packed([_array(matrix)], weights.replace("int4", "int8"), [None])
-            model.set_submodule(name, PackedEmbedding(table, getattr(module, "scalar_embed_scale", 1.0)))
 
 
 class BatchInvariantOps(TorchFunctionMode):

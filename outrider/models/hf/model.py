@@ -12,7 +12,7 @@ import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -36,10 +36,10 @@ from outrider.models.checkpoint import UnsupportedModel
 from outrider.models.hf.device import DeviceCache
 from outrider.models.hf.experts import pack_experts_, weight_bytes
 from outrider.models.hf.hooks import NAME, SURVEY, ForwardState, LayerStack
-from outrider.models.hf.linear import BatchInvariantOps, pack_linears_
-from outrider.models.hf.matrices import float_rows, give_matrix_, matrix_of, rows_of
+from outrider.models.hf.linear import BatchInvariantOps, PackedLinear, pack_linears_
 from outrider.models.hf.recurrent import Recurrences, StateView, attends, stores_state
 from outrider.models.hf.states import LayerStates
+from outrider.models.matrix import float_rows
 from outrider.models.nodes import Nodes
 
 _OWN = "outrider's attention cannot take the place of its own"
@@ -181,11 +181,9 @@ class HFModel(LanguageModel):
         return part
 
     @property
-    def embedding_table(self) -> native.Packed | np.ndarray | None:
-        matrix = matrix_of(self.model.get_input_embeddings())
-        if isinstance(matrix, Tensor):
-            return as_array(matrix) if matrix.is_contiguous() and matrix.device.type == "cpu" else None
-        return matrix if isinstance(matrix, native.Packed) else None
+    def embedding_table(self) -> np.ndarray | None:
+        weight = cast("Any", self.model.get_input_embeddings()).weight
+        return as_array(weight) if weight.is_contiguous() and weight.device.type == "cpu" else None
 
     def embedding_rows(self, tokens: np.ndarray) -> np.ndarray:
         return self._rows(self.model.get_input_embeddings(), tokens)
@@ -198,7 +196,10 @@ class HFModel(LanguageModel):
         return self._rows(head, tokens)
 
     def _rows(self, module: Any, tokens: Any) -> Any:
-        rows = float_rows(matrix_of(module), torch.as_tensor(tokens)).cpu().numpy()
+        if isinstance(module, PackedLinear) and module.matrix is not None:
+            rows = float_rows(module.matrix, as_array(tokens))
+        else:
+            rows = module.weight.detach()[torch.as_tensor(tokens)].float().cpu().numpy()
         return like(tokens, rows)
 
     @torch.no_grad()
@@ -355,7 +356,7 @@ def _keep_head_(model: PreTrainedModel, ids: Tensor) -> None:
     old: Any = model.get_output_embeddings()
     ids = ids.to(old.weight.device)
     new = nn.Linear(old.in_features, len(ids), bias=False, device="meta")
-    give_matrix_(new, rows_of(matrix_of(old), ids))
+    new.weight = nn.Parameter(old.weight.detach()[ids], requires_grad=False)
     if getattr(old, "bias", None) is not None:
         new.bias = nn.Parameter(old.bias.detach()[ids], requires_grad=False)
     model.set_output_embeddings(new)

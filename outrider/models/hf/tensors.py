@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
-from outrider.kernels.blocks import Blocks
 from outrider.kernels.border import as_array
 from outrider.models.config import Config, config_of
 from outrider.models.dtypes import dtype_name
-from outrider.models.hf.matrices import EXPERTS, matrices_in, matrix_of
-from outrider.models.matrix import rows_of
 from outrider.models.native.program import NotNative
 from outrider.models.tensors import Expert, Experts
 
@@ -42,15 +39,8 @@ class ModuleTensors:
         self._modules: dict[str, Any] = dict(model.named_modules())
         inputs: Any = model.get_input_embeddings()
         outputs: Any = model.get_output_embeddings()
-        first, last = matrix_of(inputs), matrix_of(outputs)
-        tied = first is last or (
-            isinstance(first, Tensor) and isinstance(last, Tensor) and first.data_ptr() == last.data_ptr()
-        )
-        self._tied = outputs if tied else None
-        blocks = any(isinstance(m, Blocks) for _, _, m in matrices_in(model))
-        blocks = blocks or any(EXPERTS in m.__dict__ for m in self._modules.values())
-        self.floats = dtype_name(outputs.weight.dtype)
-        self.precision = "gguf" if blocks else self.floats
+        self._tied = outputs if inputs.weight.data_ptr() == outputs.weight.data_ptr() else None
+        self.precision = self.floats = dtype_name(outputs.weight.dtype)
 
     def has(self, name: str) -> bool:
         return self._find(name) is not None
@@ -59,8 +49,7 @@ class ModuleTensors:
         return tuple(self._there(name).shape)
 
     def get(self, name: str) -> Any:
-        found = self._there(name)
-        return as_array(found) if isinstance(found, Tensor) else found
+        return as_array(self._there(name))
 
     def experts(self, name: str) -> Experts:
         module = self._modules[name]
@@ -82,8 +71,6 @@ class ModuleTensors:
         module = self._modules.get(path)
         if module is None or (module is self._tied and kind == "weight"):
             return None
-        if kind == "weight" and kind in module._parameters:
-            return matrix_of(module)
         value = (module._parameters | module._buffers).get(kind)
         return None if value is None or (value.is_meta and kind.endswith("inv_freq")) else value
 
@@ -96,15 +83,11 @@ def _expert(module: Any, index: int) -> Expert:
 
 def _parts(module: Any, name: str, index: int) -> tuple[list[Any], list[Any]]:
     """The matrices [out, in] and biases of an expert: one, or gate and up. Their rows alternate where they are transposed."""
-    blocks = module.__dict__.get(EXPERTS, {}).get(name)
     bias = as_array(getattr(module, f"{name}_bias")[index]) if module.has_bias else None
-    if blocks is None:
-        values = getattr(module, name)[index]
-        matrix = as_array(values.T if module.is_transposed else values)
-    else:
-        matrix = blocks[index]
+    values = getattr(module, name)[index]
+    matrix = as_array(values.T if module.is_transposed else values)
     half = matrix.shape[0] // 2
     parts = [slice(None)]
     if name.startswith("gate"):
         parts = [slice(0, None, 2), slice(1, None, 2)] if module.is_transposed else [slice(half), slice(half, None)]
-    return [rows_of(matrix, part) for part in parts], [None if bias is None else bias[part] for part in parts]
+    return [matrix[part] for part in parts], [None if bias is None else bias[part] for part in parts]
