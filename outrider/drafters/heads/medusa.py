@@ -79,7 +79,7 @@ def read_medusa(folder: str | Path | HeadFolder, target: Loaded) -> MedusaWeight
     reader.check_target(vocab_size, hidden)
     ids = _ids(path, mapped, every, vocab_size)
     wanted = (vocab_size if ids is None else len(ids), hidden)
-    if wrong := [tuple(m.shape) for m in every if tuple(m.shape) != wanted]:
+    if wrong := [m.shape for m in every if m.shape != wanted]:
         raise ValueError(f"{path}: an output matrix is {wrong[0]}, and the settings say {wanted}")
     biased = any("bias" in w for b in blocks.values() for w in b.values())
     if biased and settings.get("medusa_fc_bias") is False:
@@ -100,7 +100,7 @@ def _ids(path: Path, mapped: Array | None, outputs: Sequence[Array], vocab_size:
             )
         return None
     ids = mapped.astype(np.int64)
-    if len(np.unique(ids)) != len(ids) or not len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+    if len(np.unique(ids)) != len(ids) or not len(ids) or not 0 <= ids.min() <= ids.max() < vocab_size:
         raise ValueError(f"{path}: token_map must hold different tokens from 0 to {vocab_size - 1}, the id of each row")
     return ids
 
@@ -140,21 +140,21 @@ class MedusaModel:
         matrices = [a for blocks in head.blocks for a, _ in blocks] + head.outputs
         linears = Linears(precision_of(quantization, matrices))
         self._heads = [[linears([a], [b]) for a, b in blocks] for blocks in head.blocks]
-        self._outputs: list[Linear] = [linears([m]) for m in head.outputs]
-        self._target, self._scale = target, head.logit_scale
+        self._outputs: list[Linear] = [linears([m]) for m in head.outputs] or [target.output_head]
+        self._scale = head.logit_scale
         self.weight_bytes = linears.bytes // len(self._heads)
 
     def logits(self, hidden: Array, depth: int) -> Array:
         """float32 [batch, depth, kept] of states [batch, hidden]."""
         states = list[Array]()
         for blocks in self._heads[:depth]:
-            states.append(hidden)
+            z = hidden
             for block in blocks:
-                states[-1] = states[-1] + silu(block(states[-1]))
+                z = z + silu(block(z))
+            states.append(z)
         if len(self._outputs) > 1:
             return np.stack([out(z) for out, z in zip(self._outputs, states, strict=False)], 1) * self._scale
-        read = self._outputs[0] if self._outputs else self._target.output_head
-        return read(np.stack(states, 1)) * self._scale
+        return self._outputs[0](np.stack(states, 1)) * self._scale
 
 
 def from_setup(setup: DrafterSetup) -> TreeDrafter[MedusaLattice]:

@@ -126,10 +126,8 @@ class HeadReader:
         """The tensors must be those that the settings say. wanted: their shapes. kind: of head, in words."""
         self._needed(*wanted)
         for name, shape in wanted.items():
-            if tuple(self.tensors[name].shape) != shape:
-                raise ValueError(
-                    f"{self.path}: {name} is {tuple(self.tensors[name].shape)}, and the settings say {shape}"
-                )
+            if self.tensors[name].shape != shape:
+                raise ValueError(f"{self.path}: {name} is {self.tensors[name].shape}, and the settings say {shape}")
         if more := sorted(set(self.tensors) - set(wanted)):
             raise ValueError(
                 f"{self.path} holds {more[0]}{f' and {len(more) - 1} more tensors' if more[1:] else ''} that no {kind} of these "
@@ -164,24 +162,19 @@ class HeadReader:
                 )
             return np.arange(size)
         with_row = None if has is None else has.astype(bool).nonzero()[0]
-        if offsets is None:
-            assert with_row is not None
-            ids = with_row
-        else:
-            offset = offsets.astype(np.int64)
-            ids = offset + np.arange(len(offset))
-            if len(offset) and (np.diff(offset) > 0).all() and int(offset[-1]) < size <= int(ids.max()):
-                raise ValueError(
-                    f"{path}: d2t holds token ids, and it must hold offsets: id - row. Write d2t - "
-                    f"torch.arange({len(offset)})"
-                )
+        ids = with_row if offsets is None else offsets.astype(np.int64) + np.arange(len(offsets))
+        assert ids is not None
+        if offsets is not None and len(ids) and (np.diff(offsets) > 0).all() and offsets[-1] < size <= ids.max():
+            raise ValueError(
+                f"{path}: d2t holds token ids, and it must hold offsets: id - row. Write d2t - np.arange({len(ids)})"
+            )
         if len(ids) != rows:
             raise ValueError(
                 f"{path}: the map has {len(ids)} draft tokens, and config.json says draft_vocab_size {rows}"
             )
-        if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= size or not (np.diff(ids) > 0).all():
+        if not len(ids) or ids.min() < 0 or ids.max() >= size or not (np.diff(ids) > 0).all():
             raise ValueError(
-                f"{path}: the map d2t gives the tokens {int(ids.min())} to {int(ids.max())}; they must ascend, from 0 to "
+                f"{path}: the map d2t gives the tokens {ids.min()} to {ids.max()}; they must ascend, from 0 to "
                 f"{size - 1}"
             )
         if with_row is not None and not np.array_equal(with_row, ids):
@@ -198,7 +191,7 @@ class HeadReader:
                     f"{hidden}; the file is not whole"
                 )
             return model.embedding_rows(ids) if self.given.get("tie_word_embeddings") else model.head_rows(ids)
-        if tuple(stored.shape) == (model.vocab_size, hidden) and len(ids) < model.vocab_size:
+        if stored.shape == (model.vocab_size, hidden) and len(ids) < model.vocab_size:
             raise ValueError(
                 f"{self.path}: lm_head.weight has a row for all {model.vocab_size} tokens, and config.json says "
                 f"draft_vocab_size {len(ids)}"
@@ -242,8 +235,8 @@ class HeadReader:
             )
 
     def _check_table(self, name: str, wanted: tuple[int, int]) -> None:
-        if tuple(self.spare[name].shape) != wanted:
-            raise ValueError(f"{self.path}: {name} is {tuple(self.spare[name].shape)}, and the settings say {wanted}")
+        if self.spare[name].shape != wanted:
+            raise ValueError(f"{self.path}: {name} is {self.spare[name].shape}, and the settings say {wanted}")
 
     def _rope(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The rotary embedding: `rope_parameters`, else `rope_theta` and `rope_scaling`."""
