@@ -83,8 +83,8 @@ class Sizes(NamedTuple):
 class LoadRequest(NamedTuple):
     """A model that is asked for by name. name, dtype, quantization: as for `load`.
 
-    tokenizer: its own is wanted. cache: its pack may be in the cache. modules: those of transformers are wanted, so a folder of
-    packed weights stands for the model that it was made of.
+    tokenizer: its own is wanted. cache: its pack may be in the cache. unpacked: its tensors are wanted, so a folder of packed
+    weights stands for the model that it was made of.
     """
 
     name: str
@@ -93,7 +93,7 @@ class LoadRequest(NamedTuple):
     quantization: str | None = None
     tokenizer: bool = True
     cache: bool = True
-    modules: bool = False
+    unpacked: bool = False
 
     @property
     def weights(self) -> str | None:

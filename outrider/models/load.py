@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider.core.extras import needs
 from outrider.core.suggest import did_you_mean
@@ -98,19 +98,12 @@ class Loaded:
         return self.model.kv_cache_dtype
 
 
-def modules(loaded: Loaded) -> PreTrainedModel:
-    """The modules that a loaded model was made of, read again from its source. `models.matrix` gives their matrices.
-
-    Raises what `load` raises.
-    """
-    if not isinstance(loaded.source, (str, Path)):
-        return loaded.source
-    read, _ = _read(LoadRequest(str(loaded.source), tokenizer=False, cache=False, modules=True))
-    if _is_module(read.model):
-        return cast("PreTrainedModel", read.model)
-    from outrider.models.pretrained import modules_of
-
-    return modules_of(cast("Tensors", read.model), read.config, "float32")
+def tensors(loaded: Loaded) -> Tensors:
+    """The tensors that a loaded model was made of, opened again at its source. Raises what `load` raises."""
+    model = loaded.source
+    if isinstance(model, (str, Path)):
+        model = _read(LoadRequest(str(model), tokenizer=False, cache=False, unpacked=True))[0].model
+    return _opened(model)[1]
 
 
 class Contents(NamedTuple):
@@ -317,7 +310,7 @@ def _opened_files(request: LoadRequest, files: Sequence[Path]) -> ReadModel:
 
 def _opened_folder(request: LoadRequest, path: str) -> ReadModel:
     """By its tensors where a native program can run it, else as transformers reads it."""
-    if not (request.modules or why_no_kernels(request.device)):
+    if not why_no_kernels(request.device):
         from outrider.models.safetensors import read_model
 
         if (read := read_model(request, path)) is not None:
@@ -334,16 +327,14 @@ def _read_pack(request: LoadRequest, folder: Path) -> ReadModel:
             f"{request.name} has packed weights, which need the native CPU kernels: {missing}; give the model itself"
         )
     try:
-        if request.modules:
-            raise packs.BadPack(
-                f"{folder} has no modules of transformers, and the model that it was made of must be here"
-            )
+        if request.unpacked:
+            raise packs.BadPack(f"{folder} has packed weights alone, and the model that it was made of must be here")
         return packs.read(folder, request)
     except packs.BadPack as error:
         source, weights = packs.source_of(folder)
         if source is None:
             raise ValueError(f"{error}; make it again: outrider models pack MODEL -o {folder}") from error
-        if not request.modules:
+        if not request.unpacked:
             again = f"outrider models pack {source} -o {folder}"
             text = f"{error}; loading {source} in its place. Make it again: {again}"
             warnings.warn(text, RuntimeWarning, stacklevel=4)

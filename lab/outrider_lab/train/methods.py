@@ -19,7 +19,9 @@ from outrider.drafters.heads.eagle import EagleConfig, read_eagle
 from outrider.drafters.heads.files import DFLASH, DSPARK, EAGLE3, MEDUSA, open_head
 from outrider.drafters.heads.medusa import MedusaWeights, read_medusa
 from outrider.drafters.heads.reading import HeadWeights
-from outrider.models.load import Loaded, modules
+from outrider.models.load import Loaded, tensors
+from outrider.models.matrix import dense
+from outrider.models.native.weights import Tensors
 from outrider_lab.heads.modules import BlockModule, Eagle, MedusaModule, config_for
 from outrider_lab.heads.writers import write_block, write_eagle, write_medusa
 from outrider_lab.train.answers import TrainingText
@@ -108,7 +110,7 @@ _READ = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # in a hea
 _PLAIN = ("mlp.gate_proj", "mlp.up_proj")
 _ADD = ("self_attn.o_proj", "mlp.down_proj")
 # The norms that a copied layer can have: those of models with (1 + weight), as Gemma's, are others.
-_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
+_KINDS = ("llama", "mistral", "qwen2", "qwen3")  # model types whose last layer is one of a head
 
 
 class TrainedEagle(TrainedHead):
@@ -146,7 +148,7 @@ def new_eagle(start: Beginning) -> TrainedEagle:
     batch = batch_of(start.answers[:4])
     features = teacher.read(batch.tokens).features
     high = features[..., -config.target_hidden_size :]
-    copy_last_layer_(head, modules(loaded), float(high.pow(2).mean(-1).sqrt().median()))
+    copy_last_layer_(head, tensors(loaded), loaded.config, float(high.pow(2).mean(-1).sqrt().median()))
     if 0 < start.intermediate_size < config.intermediate_size:
         head = narrowed(head, start.intermediate_size, batch, features.cpu())
     return TrainedEagle(head, teacher, ids)
@@ -183,26 +185,27 @@ def continued_eagle(weights: HeadWeights[EagleConfig], start: Beginning) -> Trai
 
 
 @torch.no_grad()
-def copy_last_layer_(head: Eagle, target: Any, size: float) -> bool:
+def copy_last_layer_(head: Eagle, target: Tensors, settings: Any, size: float) -> bool:
     """Give a head with a norm for each feature the target's last layer and last norm, over the last feature alone.
 
-    Returns whether it could: the target's last layer must be Llama's, of the head's shape. size: root mean square of that
-    feature. The head reads the feature divided by it, so what the layer adds is divided by it too.
+    Returns whether it could: the target's last layer must be Llama's, of the head's shape. settings: the target's. size: root
+    mean square of that feature. The head reads the feature divided by it, so what the layer adds is divided by it too.
     """
     width, config = head.config.hidden_size, head.config
-    try:
-        base: Any = target.get_submodule("model")
-        last = base.get_submodule(f"layers.{target.config.num_hidden_layers - 1}")
-        matrices = {n: last.get_submodule(n).weight.float() for n in (*_READ, *_PLAIN, *_ADD)}
-        norms = (last.input_layernorm, last.post_attention_layernorm, base.norm)
-    except AttributeError:
+    if settings.model_type not in _KINDS:
         return False
+    last = f"model.layers.{settings.num_hidden_layers - 1}"
+
+    def numbers(name: str) -> Tensor:
+        return torch.from_numpy(np.array(dense(target.get(f"{name}.weight"))))
+
+    matrices = {n: numbers(f"{last}.{n}") for n in (*_READ, *_PLAIN, *_ADD)}
     layer: Any = head.layer
     weights: dict[str, Tensor] = {n: layer.get_submodule(n).weight for n in matrices}
     fits = all(
         tuple(m.shape) == (len(weights[n]), width if n in _READ else weights[n].shape[1]) for n, m in matrices.items()
     )
-    if not fits or not config.fc_norm or config.target_hidden_size != width or type(norms[0]).__name__ not in _NORMS:
+    if not fits or not config.fc_norm or config.target_hidden_size != width:
         return False
     head.fc.weight.zero_()
     head.fc.weight[:, -width:] = torch.eye(width)
@@ -212,9 +215,9 @@ def copy_last_layer_(head: Eagle, target: Any, size: float) -> bool:
             weights[name][:, :width] *= 0.5
         else:
             weights[name].copy_(matrix / size if name in _ADD else matrix)
-    own_norms = (head.layer.hidden_norm, head.layer.post_attention_layernorm, head.norm)
-    for norm, theirs in zip(own_norms, norms, strict=True):
-        norm.weight.copy_(theirs.weight)
+    head.layer.hidden_norm.weight.copy_(numbers(f"{last}.input_layernorm"))
+    head.layer.post_attention_layernorm.weight.copy_(numbers(f"{last}.post_attention_layernorm"))
+    head.norm.weight.copy_(numbers("model.norm"))
     return True
 
 

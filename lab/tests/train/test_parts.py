@@ -16,7 +16,8 @@ from outrider.control import Fixed
 from outrider.core.params import SamplingParams
 from outrider.drafters.heads.eagle import EagleConfig
 from outrider.engine.llm import LLM
-from outrider.models.load import load, modules
+from outrider.models.hf.skeleton import module_of
+from outrider.models.load import load, tensors
 from outrider_lab.heads.modules import Eagle, config_for
 from outrider_lab.train import prompts
 from outrider_lab.train.answers import AnswerFile, TrainingText, parted, write_answers
@@ -110,16 +111,16 @@ def test_the_teacher_of_a_draft_vocabulary_is_a_distribution_and_answers_alone_a
 def test_a_head_can_begin_as_its_targets_last_layer() -> None:
     loaded = load("builtin:code")
     config = config_for(EagleConfig, loaded.config, fc_norm=True, norm_output=True)
-    target = modules(loaded)
+    target = tensors(loaded), loaded.config
     head = Eagle(config)
-    assert copy_last_layer_(head, target, 1.0)
-    last = target.model.layers[-1]  # pyright: ignore[reportAttributeAccessIssue]
+    assert copy_last_layer_(head, *target, 1.0)
+    last = module_of(*target, torch.float32).float().model.layers[-1]  # pyright: ignore[reportAttributeAccessIssue]
     x, e = torch.randn(1, 6, config.hidden_size), torch.zeros(1, 6, config.hidden_size)
     q = head.layer.self_attn.q_proj(torch.cat([e, head.layer.hidden_norm(x)], -1))
     assert torch.allclose(q, last.self_attn.q_proj(last.input_layernorm(x)), atol=1e-4)
     assert torch.equal(head.layer.mlp.down_proj.weight, last.mlp.down_proj.weight.float())
-    assert not copy_last_layer_(Eagle(config_for(EagleConfig, TARGET, fc_norm=True)), target, 1.0)
-    assert not copy_last_layer_(Eagle(config_for(EagleConfig, loaded.config)), target, 1.0)
+    assert not copy_last_layer_(Eagle(config_for(EagleConfig, TARGET, fc_norm=True)), *target, 1.0)
+    assert not copy_last_layer_(Eagle(config_for(EagleConfig, loaded.config)), *target, 1.0)
 
 
 def test_a_narrow_head_keeps_the_neurons_that_do_something() -> None:

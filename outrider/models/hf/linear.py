@@ -25,7 +25,6 @@ from outrider.kernels import cpu as native
 from outrider.kernels import why_no_kernels
 from outrider.kernels.border import as_array
 from outrider.models.dtypes import DTYPES, dtype_name
-from outrider.models.matrix import packed
 
 _WIDE = 64  # elements; a multiple of what one pass of any vector loop takes
 _EASY_POWERS = (-2, -1, -0.5, 0.5, 1, 2, 3)  # made of products, quotients and roots, which round alike everywhere
@@ -44,7 +43,7 @@ class PackedLinear(nn.Module):
         if why_no_kernels(weight.device):
             self._run, self.matrix = _onednn(weight.detach(), bias, self.kind), None
         else:
-            self.matrix: native.Packed | None = packed(
+            self.matrix: native.Packed | None = native.Packed(
                 [as_array(weight)], self.kind, [None if bias is None else as_array(bias)]
             )
             self._run: Callable[[Tensor], Tensor] = partial(_product, self.matrix)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -36,58 +38,47 @@ class ModuleTensors:
     sizes = None  # they are in memory already
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._modules: dict[str, Any] = dict(model.named_modules())
+        self._model, every = model, (model.named_parameters, model.named_buffers)
+        named = {name: t for each in every for name, t in each(remove_duplicate=False)}
+        self._named = {n: t for n, t in named.items() if not (t.is_meta and n.endswith("inv_freq"))}
         inputs: Any = model.get_input_embeddings()
         outputs: Any = model.get_output_embeddings()
-        self._tied = outputs if inputs.weight.data_ptr() == outputs.weight.data_ptr() else None
-        self.precision = self.floats = dtype_name(outputs.weight.dtype)
+        if inputs.weight.data_ptr() == outputs.weight.data_ptr():
+            self._named.pop("lm_head.weight", None)
+        self.floats = self.precision = dtype_name(outputs.weight.dtype)
 
     def has(self, name: str) -> bool:
-        return self._find(name) is not None
+        return name in self._named
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._there(name).shape)
+        return tuple(self._named[name].shape)
 
-    def get(self, name: str) -> Any:
-        return as_array(self._there(name))
+    def get(self, name: str) -> np.ndarray:
+        return as_array(self._named[name])
 
     def experts(self, name: str) -> Experts:
-        module = self._modules[name]
+        module: Any = self._model.get_submodule(name)
         count, hidden, width = module.down_proj.shape
         if module.is_transposed:
             hidden, width = width, hidden
-        return Experts((count, width, hidden), module.has_gate, lambda i: _expert(module, i))
+        return Experts((count, width, hidden), module.has_gate, partial(_expert, module))
 
     def check(self, further: bool = True) -> None:
         """All that a class of transformers has was asked for by its family, or `outrider.models.hf.checked` would differ."""
 
-    def _there(self, name: str) -> Any:
-        if (found := self._find(name)) is None:
-            raise KeyError(name)
-        return found
-
-    def _find(self, name: str) -> Any:
-        path, _, kind = name.rpartition(".")
-        module = self._modules.get(path)
-        if module is None or (module is self._tied and kind == "weight"):
-            return None
-        value = (module._parameters | module._buffers).get(kind)
-        return None if value is None or (value.is_meta and kind.endswith("inv_freq")) else value
-
 
 def _expert(module: Any, index: int) -> Expert:
-    ups, biases = _parts(module, "gate_up_proj" if module.has_gate else "up_proj", index)
-    [down], [last] = _parts(module, "down_proj", index)
-    return Expert(tuple(ups), down, tuple(biases) if module.has_bias else None, last)
+    """The matrices [out, in] and biases of an expert. Rows of gate and up alternate where they are transposed."""
 
+    def parts(name: str) -> tuple[Any, Any]:
+        values, bias = getattr(module, name)[index], getattr(module, f"{name}_bias")[index] if module.has_bias else None
+        matrix, half = as_array(values.T if module.is_transposed else values), values.shape[module.is_transposed] // 2
+        cuts = [slice(half), slice(half, None)]
+        if not name.startswith("gate"):
+            cuts = [slice(None)]
+        elif module.is_transposed:
+            cuts = [slice(0, None, 2), slice(1, None, 2)]
+        return tuple(matrix[cut] for cut in cuts), None if bias is None else tuple(as_array(bias)[cut] for cut in cuts)
 
-def _parts(module: Any, name: str, index: int) -> tuple[list[Any], list[Any]]:
-    """The matrices [out, in] and biases of an expert: one, or gate and up. Their rows alternate where they are transposed."""
-    bias = as_array(getattr(module, f"{name}_bias")[index]) if module.has_bias else None
-    values = getattr(module, name)[index]
-    matrix = as_array(values.T if module.is_transposed else values)
-    half = matrix.shape[0] // 2
-    parts = [slice(None)]
-    if name.startswith("gate"):
-        parts = [slice(0, None, 2), slice(1, None, 2)] if module.is_transposed else [slice(half), slice(half, None)]
-    return [matrix[part] for part in parts], [None if bias is None else bias[part] for part in parts]
+    (up, up_biases), ([down], last) = parts("gate_up_proj" if module.has_gate else "up_proj"), parts("down_proj")
+    return Expert(up, down, up_biases, last and last[0])

@@ -20,7 +20,8 @@ from outrider.kernels.blocks import Blocks
 from outrider.models import load as loading
 from outrider.models.checkpoint import UnsupportedModel
 from outrider.models.config import config_of
-from outrider.models.load import load, modules
+from outrider.models.hf.skeleton import module_of
+from outrider.models.load import load
 from outrider.models.native.model import NativeModel
 from outrider.models.native.program import NotNative
 from outrider.models.nodes import Nodes
@@ -85,8 +86,9 @@ def test_the_values_of_the_formula(kind: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*exact values:RuntimeWarning")
 def test_it_runs_as_the_model_of_its_values(kind: str, tmp_path: Path) -> None:
     stored = KINDS[kind][0](tmp_path)
-    loaded = load(stored.save())
-    raw = modules(loaded).float()
+    folder = stored.save()
+    loaded = load(folder)
+    raw = module_of(opened(folder), loaded.config, torch.float32).float()
     for name, exact in stored.exact.items():
         module: Any = raw.get_submodule(name.removesuffix(".weight"))
         module.weight = nn.Parameter(exact)
