@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Context, Decimal
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -221,29 +220,8 @@ class LogitsWarper:
         """int64 [batch]: one draw per row, see `sampling.draw`. -1 if the logits hold NaN or inf, or no token is allowed.
 
         subset: as in `processed`. The noise is that of its tokens, and the result is one of them."""
-        if cpu.available():
-            keys = noise.keys(stream, position)
-            tokens = [self.draw_row(b, logits[b], extra[b], key, subset) for b, key in enumerate(keys)]
-            return np.array(tokens, np.int64)
-        return self._draw(logits, extra, noise, stream, position, subset)
-
-    def _draw(
-        self,
-        logits: Array,
-        extra: Sequence[Sequence[int]],
-        noise: Noise,
-        stream: Stream,
-        position: Array,
-        subset: TokenSubset | None,
-    ) -> Array:
-        if self.all_greedy:
-            best = _likeliest(self.processed(logits, extra, subset))
-        elif subset is None:
-            return draw(self.scores(logits, extra), noise, stream, position)
-        else:
-            added = noise.gumbel(stream, position, subset.vocab_size, subset.ids)
-            best = _likeliest(self.scores(logits, extra, subset) + added)
-        return best if subset is None else subset.tokens(best)
+        keys = noise.keys(stream, position)
+        return np.array([self.draw_row(b, logits[b], extra[b], key, subset) for b, key in enumerate(keys)], np.int64)
 
     def draw_row(
         self,
@@ -257,22 +235,22 @@ class LogitsWarper:
 
         logits: float32 [vocab]. key: the row of `noise.keys`.
         """
-        if not cpu.available():
-            seed, stream, step, at = (np.array([part]) for part in key)
-            noise = Noise(seed, step)
-            return int(self.select([b])._draw(logits[None], [extra], noise, Stream(int(stream[0])), at, subset)[0])
-        history = self.histories[b]
-        params = history.params
-        scores = _applied(history, logits, extra, subset) if self.active[b] else logits
+        params, ids = self.histories[b].params, None if subset is None else subset.ids
+        scores = _applied(self.histories[b], logits, extra, subset) if self.active[b] else logits
         temperature = params.temperature
         if self.filtered[b]:
             scores, temperature = truncate(scores / temperature, params), 1.0
-        try:
-            ids = None if subset is None else subset.ids
-            drawn = partial(cpu.argmax_gumbel, temperature=temperature, ids=ids)
-            token = cpu.argmax(scores) if self.greedy[b] else drawn(scores, *key)
-        except ValueError:  # NaN
-            return -1
+        if self.greedy[b]:
+            token = int(scores.argmax())  # NaN is the largest
+        elif cpu.available():
+            try:
+                token = cpu.argmax_gumbel(scores, *key, temperature=temperature, ids=ids)
+            except ValueError:  # NaN
+                return -1
+        else:
+            (seed, stream, step, at), n = key, len(scores) if subset is None else subset.vocab_size
+            noise = Noise([seed], [step]).gumbel(Stream(stream), np.array([at]), n, ids)[0]
+            token = int((scores / temperature + noise).argmax())
         if not math.isfinite(scores[token]):
             return -1  # everything was forbidden, or the logits hold inf
         return token if subset is None else int(subset.ids[token])

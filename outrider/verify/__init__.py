@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from outrider.core.noise import Noise, Stream
 from outrider.core.types import Array, Draft, Guarantee, Siblings, Verdict
@@ -76,7 +76,7 @@ class Verifier:
 
     name: str  # in `speculative_config` and in traces
     # the batched form, (target, draft, noise, position) -> Verdict
-    function: Callable[[TargetDistribution, Draft, Noise, Array], Verdict]
+    function: Callable[[TargetDistribution, Draft, Noise, Any], Verdict]
     reference: Reference  # the definition on one sequence. A replay runs it again to explain each decision
     guarantee: Guarantee  # what its output has in common with plain decoding
     draft_stream: Stream  # noise that a sampling drafter draws from. TOKEN is the target's own noise
@@ -86,7 +86,9 @@ class Verifier:
     explains_by: str | None
     help: str  # one line for command-line help
 
-    def __call__(self, target: TargetDistribution, draft: Draft, noise: Noise, position: Array) -> Verdict:
+    def __call__(
+        self, target: TargetDistribution, draft: Draft, noise: Noise, position: Array | Sequence[int]
+    ) -> Verdict:
         return self.function(target, draft, noise, position)
 
 

@@ -13,6 +13,7 @@ rounding of its own. So the batched form and its reference make the same decisio
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Protocol, cast
 
@@ -66,16 +67,16 @@ class FixedDistribution:
         return self.table[np.arange(len(node)), node]
 
 
-def match(target: TargetDistribution, draft: Draft, noise: Noise, position: Array) -> Verdict:
+def match(target: TargetDistribution, draft: Draft, noise: Noise, position: Array | Sequence[int]) -> Verdict:
     """Accept draft tokens that equal the target's own sample. Any tree; among equal children the lowest index counts.
 
     position: int64 [batch], the position of the token after the root (= the number of committed tokens). For each draft
     the tokens are those of plain decoding with the same seed. Batched twin of `reference_match`.
     """
-    tokens, parents = draft.tokens, draft.parents
-    batch, nodes = tokens.shape
     if hasattr(target, "sample_row"):
         return _match_row_by_row(cast(RowTargetDistribution, target), draft, noise, position)
+    tokens, parents, position = draft.tokens, draft.parents, np.asarray(position)
+    batch, nodes = tokens.shape
     levels = int(depth(parents).max()) if batch else 0
     index: Array = np.arange(nodes)
     path, here, accepted = _only_roots(batch, levels), np.zeros(batch, np.int64), np.zeros(batch, np.int64)
@@ -93,7 +94,9 @@ def match(target: TargetDistribution, draft: Draft, noise: Noise, position: Arra
     return Verdict(path, accepted, token)
 
 
-def _match_row_by_row(target: RowTargetDistribution, draft: Draft, noise: Noise, position: Array) -> Verdict:
+def _match_row_by_row(
+    target: RowTargetDistribution, draft: Draft, noise: Noise, position: Array | Sequence[int]
+) -> Verdict:
     """`match` on lists. One operation on an array of five numbers costs more than the whole walk."""
     trees = zip(draft.host, noise.keys(Stream.TOKEN, position), strict=True)
     return ListedVerdict.of([walk(target, row, nodes, key) for row, (nodes, key) in enumerate(trees)])
@@ -137,7 +140,7 @@ class ListedVerdict(Verdict):
 
 
 @_QUIET
-def rejection(target: TargetDistribution, draft: Draft, noise: Noise, position: Array) -> Verdict:
+def rejection(target: TargetDistribution, draft: Draft, noise: Noise, position: Array | Sequence[int]) -> Verdict:
     """Accept draft token x with probability min(1, p(x)/q(x)). After a rejection the residual replaces p.
 
     The residual judges the next sibling, or gives the token that ends the step. Chains: Leviathan 2211.17192. Trees: see
@@ -146,7 +149,7 @@ def rejection(target: TargetDistribution, draft: Draft, noise: Noise, position: 
 
     Raises ValueError for drawn tokens without probs, and for probs of another vocabulary.
     """
-    here = np.zeros_like(draft.tokens[:, 0])
+    here, position = np.zeros_like(draft.tokens[:, 0]), np.asarray(position)
     probs = target.probs(here).astype(np.float64)
     check_probs(draft, "rejection", probs)
     levels, width = _extent(draft)
@@ -180,7 +183,7 @@ def rejection(target: TargetDistribution, draft: Draft, noise: Noise, position: 
 
 
 @_QUIET
-def block(target: TargetDistribution, draft: Draft, noise: Noise, position: Array) -> Verdict:
+def block(target: TargetDistribution, draft: Draft, noise: Noise, position: Array | Sequence[int]) -> Verdict:
     """Judge the chain as a whole. Accepts at least as many tokens as `rejection`. Sun 2403.10444, algorithm 2.
 
     position: int64 [batch], the position of the token after the root. Errors as for `rejection`; a tree raises
@@ -190,7 +193,7 @@ def block(target: TargetDistribution, draft: Draft, noise: Noise, position: Arra
     The weight p~ is a float64 and not a logarithm. The clip at 1 prevents overflow. After an underflow (below 1e-308)
     the path would need an equally large ratio on tokens drawn from q; its probability is below 1e-308 (Markov).
     """
-    last_kept = np.zeros_like(draft.tokens[:, 0])
+    last_kept, position = np.zeros_like(draft.tokens[:, 0]), np.asarray(position)
     p = target.probs(last_kept)
     check_probs(draft, "block", p)
     length, end = _chain_length(draft), draft.nodes - 1
@@ -216,14 +219,14 @@ def block(target: TargetDistribution, draft: Draft, noise: Noise, position: Arra
 
 
 @_QUIET
-def traversal(target: TargetDistribution, draft: Draft, noise: Noise, position: Array) -> Verdict:
+def traversal(target: TargetDistribution, draft: Draft, noise: Noise, position: Array | Sequence[int]) -> Verdict:
     """Judge a tree from its leaves up, each node by the ratio of its whole path. Weng 2505.12398, algorithm 2.
 
     A node is judged after all nodes below it were rejected. Accepts at least as many tokens as `rejection`; on a chain it
     equals `block`. position: int64 [batch], the position of the token after the root. Errors as for `rejection`. Batched
     twin of `reference_traversal`.
     """
-    here = np.zeros_like(draft.tokens[:, 0])
+    here, position = np.zeros_like(draft.tokens[:, 0]), np.asarray(position)
     p = target.probs(here).astype(np.float64)
     check_probs(draft, "traversal", p)
     levels, _ = _extent(draft)
