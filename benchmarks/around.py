@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import thread_time
 from typing import Any
@@ -26,6 +27,7 @@ from outrider import LLM, SamplingParams
 from outrider.drafters.base import Drafter
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request, Sequence
+from outrider.models.base import LanguageModel
 from outrider.models.load import load
 
 KINDS = ("plain", "rest", "asked", "lookup", "model")
@@ -92,6 +94,9 @@ def measure(model: str, draft: str | None, count: int, tokens: int) -> dict[str,
     config = {"method": "auto"} | ({"model": draft} if draft else {})
     sides = [LLM(target, speculative_config=c, max_num_seqs=1) for c in ({"method": "none"}, config)]
     vars(target.model)["forward"] = meter.timed("target", target.model.forward)
+    vars(target.model)["step"] = partial(
+        LanguageModel.step, target.model
+    )  # which asks forward, and draws apart from it
     for llm in sides:
         verifier = llm.decoder.verifier
         llm.decoder.verifier = replace(verifier, function=meter.timed("verify", verifier.function))

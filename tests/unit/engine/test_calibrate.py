@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from outrider.engine import decoder
 from outrider.engine.calibrate import AT_LOAD, WHOLE, conditions, costs, costs_of, make_planner, measure
 from outrider.engine.llm import LLM
 from outrider.kernels import cpu as native
+from outrider.models.base import LanguageModel
 from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.load import Loaded, load
 from outrider.testing.stubs import Wrong
@@ -54,7 +55,7 @@ def timed(target: Any, clock: list[float], seconds: Callable[[Any], float]) -> A
         clock[0] += seconds(nodes)
         return forward(nodes, **more)
 
-    target.forward = slow
+    target.forward, target.step = slow, partial(LanguageModel.step, target)
     return target
 
 

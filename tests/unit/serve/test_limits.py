@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from time import sleep
 
@@ -21,6 +22,7 @@ from serving import Live, builtin, serving
 from outrider import LLM, SamplingParams
 from outrider.core.outputs import Delta
 from outrider.engine import scheduler
+from outrider.models.base import LanguageModel
 from outrider.serve import logs
 from outrider.serve.answer import Answer, one_by_one
 from outrider.serve.app import create_app
@@ -56,6 +58,7 @@ class Gate:
 
     def __enter__(self) -> Gate:
         self.model.forward = self  # type: ignore[method-assign]
+        self.model.step = partial(LanguageModel.step, self.model)  # type: ignore[method-assign]
         return self
 
     def __call__(self, *args, **options):
@@ -68,6 +71,7 @@ class Gate:
     def __exit__(self, *_: object) -> None:
         self.open.set()
         self.model.forward = self.forward  # type: ignore[method-assign]
+        del self.model.step
 
 
 @contextmanager
@@ -269,13 +273,14 @@ def test_a_model_that_fails_is_an_error_without_a_trace(
         out = forward(*args, **options)
         if how == "raise":
             raise RuntimeError("secret: /etc/passwd")
-        out.logits.fill_(float("nan"))
+        out.logits[:] = float("nan")
         return out
 
     target = live.service.engine.decoder.target
     forward = target.forward
     with monkeypatch.context() as patch:
         patch.setattr(target, "forward", broken)
+        patch.setattr(target, "step", partial(LanguageModel.step, target))
         whole = live.post(prompt=PROMPT)
         with streaming(live) as response:
             events = [line for line in response.iter_lines() if line]
