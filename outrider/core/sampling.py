@@ -136,7 +136,7 @@ def largest(values: Array, count: int) -> tuple[Array, Array]:
     if values.shape[1] <= _BLOCK:
         places = np.argsort(-values, 1, kind="stable")[:, :count]
     else:
-        places = np.array([_largest_of(row, count) for row in values], np.int64).reshape(-1, count)
+        places = np.array([_largest_of(row, count) for row in values], np.int64).reshape(len(values), count)
     return places, np.take_along_axis(values, places, -1)
 
 
