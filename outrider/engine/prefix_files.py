@@ -18,7 +18,6 @@ from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from outrider.core.store import Store
 from outrider.kernels import ARITHMETIC
@@ -189,7 +188,7 @@ class PrefixFiles:
             part[:] = place
         return True
 
-    def _fill_states(self, segment: _Segment, states: Sequence[Sequence[Tensor]]) -> bool:
+    def _fill_states(self, segment: _Segment, states: Sequence[Sequence[np.ndarray]]) -> bool:
         into = [_bytes(t) for part in states for t in part]
         content = self.folder.read(segment.file("states"), sum(map(len, into)))
         if content is None:
