@@ -118,7 +118,7 @@ def _tensors(kind: type[PretrainedConfig], changes: dict[str, Any]) -> set[str]:
     return {re.sub(r".*layers\.\d+\.", "", name) for name in _model(kind, changes).state_dict()}
 
 
-def _model(kind: type[PretrainedConfig], changes: dict[str, Any]) -> Any:
+def _model(kind: Any, changes: dict[str, Any]) -> Any:
     layers = {} if kind.model_type == "nemotron_h" else {"num_hidden_layers": 4}
     config = kind(**layers | _SMALL.get(kind.model_type, {}) | changes | {"pad_token_id": None})
     with no_init_weights(), torch.device("meta"):
@@ -133,10 +133,12 @@ def _wholes(texts: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         with suppress(Exception):  # each configuration checks its settings in its own way
             whole = CONFIG_MAPPING[kind]()
             name = whole.get_text_config().model_type
-            part = CONFIG_MAPPING[kind](text_config={"model_type": name, **_ODD}).get_text_config()
-            if name not in texts or part.to_dict() != CONFIG_MAPPING[name](**_ODD).to_dict():
+            make: Any = CONFIG_MAPPING[kind]
+            part = make(text_config={"model_type": name, **_ODD}).get_text_config()
+            usual: Any = CONFIG_MAPPING[name]
+            if name not in texts or part.to_dict() != usual(**_ODD).to_dict():
                 continue
-            flat = CONFIG_MAPPING[kind](**_ODD).get_text_config()
+            flat = make(**_ODD).get_text_config()
             is_flat = flat is not None and all(getattr(flat, n) == value for n, value in _ODD.items())
             yield kind, {"text": name, "flat": is_flat, "tied": bool(getattr(whole, "tie_word_embeddings", False))}
 

@@ -15,8 +15,7 @@ from outrider.core.types import PADDING, ROOT, Array, Draft, Siblings
 
 def _parent_or_self(parents: Array) -> Array:
     """int64 [batch, node]: the parent. The root and padding point at themselves, so a walk upwards stays there."""
-    itself: Array = np.arange(parents.shape[1])
-    return np.where(parents >= 0, parents, itself)
+    return np.where(parents >= 0, parents, np.arange(parents.shape[1], dtype=np.int64))
 
 
 def ancestor_mask(parents: Array) -> Array:

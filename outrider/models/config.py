@@ -133,8 +133,10 @@ def native_kind(settings: Mapping[str, Any]) -> str | None:
 def _text(settings: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any] | None]:
     """The settings of the text model, and the row of a model that also reads images or sound; None for others."""
     whole = _table()["wholes"].get(str(settings.get("model_type")))
-    if whole is None or isinstance(text := settings.get("text_config"), Mapping):
-        return (settings if whole is None else text), whole
+    if whole is None:
+        return settings, None
+    if isinstance(text := settings.get("text_config"), Mapping):
+        return text, whole
     flat = {n: value for n, value in settings.items() if n != "model_type"}
     return (flat if whole["flat"] else {"model_type": None}), whole
 
@@ -396,6 +398,7 @@ def _turn(kind: str, c: dict[str, Any], theta: float | None) -> None:
             rotary[name].setdefault("rope_theta", usual if thetas[name] is None else thetas[name])
     else:
         rotary = scaling or rotary or {}
+    rotary: Any = rotary
     if not isinstance(rotary, dict):
         raise ValueError(f"rope_parameters are {rotary!r:.80}, and they must be settings by name")
     if kind == "phi3":

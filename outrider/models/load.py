@@ -212,21 +212,23 @@ def _made(
         weights = str(read.weights)
         model = NativeModel(read.model, kv_cache_dtype=_kept(kv_cache_dtype, weights, where))
         return Loaded(model, request.name, tokenizer, ends, weights, source, config)
-    raw, tensors = _opened(read.model)
+    opened, tensors = _opened(read.model)
+    raw: Any = opened
     config, outline, why = _outline(config, raw, tensors, where)
     weights = read.weights or (tensors.precision if request.dtype == "auto" else request.dtype)
-    if outline is None:
+    if outline is None and raw is None:
         from outrider.models import pretrained
 
-        if raw is None:
-            weights = weights.replace("gguf", "float32" if why_no_kernels("cpu") and where == "cpu" else tensors.floats)
-            if tensors.sizes is not None:
-                checkpoint.fits(request.name, tensors.sizes, request.quantization or weights, where)
-            with needs("torch", f"{request.name} ({why})"):
-                raw = pretrained.modules_of(tensors, config, weights)
+        weights = weights.replace("gguf", "float32" if why_no_kernels("cpu") and where == "cpu" else tensors.floats)
+        if tensors.sizes is not None:
+            checkpoint.fits(request.name, tensors.sizes, request.quantization or weights, where)
+        with needs("torch", f"{request.name} ({why})"):
+            raw = pretrained.modules_of(tensors, config, weights)
     head_ids: Any = None
     if reduce is not None:
         if outline is None:
+            from outrider.models import pretrained
+
             sizes = pretrained.multiplied(raw), pretrained.vocabulary(raw)
         else:
             sizes = sum(m.n * m.k for m in outline.matrices), outline.vocab_size
@@ -234,6 +236,8 @@ def _made(
         weights = request.quantization or reduced or weights
     kept = _kept(kv_cache_dtype, weights, where)
     if outline is None:
+        from outrider.models import pretrained
+
         model = pretrained.runnable(raw, source is not raw, where, weights, kept, head_ids)
     else:
         further = outline.mtp is not None and reduce is None  # a draft model drafts for another one

@@ -78,7 +78,7 @@ def match(target: TargetDistribution, draft: Draft, noise: Noise, position: Arra
     tokens, parents, position = draft.tokens, draft.parents, np.asarray(position)
     batch, nodes = tokens.shape
     levels = int(depth(parents).max()) if batch else 0
-    index: Array = np.arange(nodes)
+    index = np.arange(nodes, dtype=np.int64)
     path, here, accepted = _only_roots(batch, levels), np.zeros(batch, np.int64), np.zeros(batch, np.int64)
     token = target.sample(here, noise, position)
     # A row that has stopped stays at its node, so its token does not change any more.

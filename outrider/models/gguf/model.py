@@ -96,7 +96,7 @@ class GGUFTensors:
         self.file, self.config = file, config
         self._family, self._names = architecture_of(file), tensor_names(file)
         self._places, self._asked = dict[str, _Place | None](), set[str]()
-        self._optional = optional_tensors(config) if isinstance(config, Config) else {}
+        self._optional = (optional_tensors(config) or {}) if isinstance(config, Config) else dict[str, bool]()
         formats = {t.format for t in file.tensors.values() if len(t.shape) > 1}
         head = file.tensors.get("output.weight", file.tensors.get("token_embd.weight"))
         floats = FLOATS.get(head.format, _BFLOAT16) if head else _BFLOAT16

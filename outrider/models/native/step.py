@@ -249,11 +249,13 @@ class NativeStep:
                 one.min_p, one.by_host = log_min_p(p), by_host
         paths = np.empty(nodes.tokens.shape, np.int64)
         at, width = paths.ctypes.data, 8 * nodes.count
-        for b, (one, key) in enumerate(zip(laws, law.noise.keys(Stream.TOKEN, law.positions), strict=True)):
+        for b, key in enumerate(law.noise.keys(Stream.TOKEN, law.positions)):
+            one = laws[b]
             one.path = at + b * width
             one.seed, one.stream, one.step, one.position = key
         output = self.forward(nodes, taps, "all", laws=laws)
-        drawn = [(path[: one.accepted + 1], one.token) for path, one in zip(paths.tolist(), laws, strict=True)]
+        lines: list[list[int]] = paths.tolist()  # pyright: ignore[reportAssignmentType]
+        drawn = [(path[: one.accepted + 1], one.token) for path, one in zip(lines, laws, strict=True)]
         return output, drawn
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:

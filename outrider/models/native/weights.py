@@ -341,7 +341,7 @@ class ShapeSource(TensorSource):
         else:
             n, k = self.tensors.shape(f"{self._prefix}{name}.weight")
             sizes = [(heads * k, keys), (n - heads * keys, k)]
-        return cast("list[Packed]", [_MatrixSize(*size) for size in sizes])
+        return cast("list[Packed]", [_MatrixSize(n, k) for n, k in sizes])
 
     def table(self, name: str) -> Packed | np.ndarray:
         table = self._size(self._prefix + name if self._has(name) else name)
@@ -349,4 +349,5 @@ class ShapeSource(TensorSource):
         return table
 
     def _size(self, name: str) -> Packed:
-        return cast("Packed", _MatrixSize(*self.tensors.shape(f"{name}.weight")))
+        n, k = self.tensors.shape(f"{name}.weight")
+        return cast("Packed", _MatrixSize(n, k))
