@@ -17,8 +17,6 @@ from outrider.models.dtypes import DTYPES, QUANTIZATIONS, STORED_DTYPES, WEIGHT_
 from outrider.models.files import part_names
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from outrider.models.native.program import Program
     from outrider.models.native.weights import Tensors
 
@@ -107,7 +105,7 @@ class ReadModel(NamedTuple):
     config: of the model. A program comes from a pack, so nothing of it can be reduced.
     """
 
-    model: PreTrainedModel | Program | Tensors
+    model: Program | Tensors
     tokenizer: Any | None
     weights: str | None
     end_ids: tuple[int, ...]

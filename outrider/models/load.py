@@ -6,13 +6,13 @@ import ctypes
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from outrider.core.extras import needs
 from outrider.core.suggest import did_you_mean
@@ -27,7 +27,7 @@ from outrider.models.dtypes import DTYPES, QUANTIZATIONS, parse_dtype
 from outrider.models.files import cached, folder_of, gguf_files, names
 from outrider.models.hf.checked import differs
 from outrider.models.native.model import NativeModel, build, outlined
-from outrider.models.native.program import NotNative, Program
+from outrider.models.native.program import Program
 from outrider.models.native.weights import Tensors, TensorSource
 from outrider.models.packs import folder as packs
 from outrider.models.packs import store
@@ -100,10 +100,9 @@ class Loaded:
 
 def tensors(loaded: Loaded) -> Tensors:
     """The tensors that a loaded model was made of, opened again at its source. Raises what `load` raises."""
-    model = loaded.source
-    if isinstance(model, (str, Path)):
-        model = _read(LoadRequest(str(model), tokenizer=False, cache=False, unpacked=True))[0].model
-    return _opened(model)[1]
+    request = LoadRequest(str(loaded.source), tokenizer=False, cache=False, unpacked=True)
+    read = _read(request)[0] if isinstance(loaded.source, (str, Path)) else _read_object(loaded.source)
+    return cast("Tensors", read.model)
 
 
 class Contents(NamedTuple):
@@ -150,12 +149,7 @@ def load(
     check_kv_cache_dtype(kv_cache_dtype)
     started = perf_counter()
     request = _request(model, tokenizer, dtype, device, quantization, cache=reduce is None)
-    if isinstance(model, (str, Path)):
-        read, pack_name = _read(request)
-    else:
-        from outrider.models.pretrained import end_ids
-
-        read, pack_name = ReadModel(model, None, quantization, end_ids(model), model.config), None
+    read, pack_name = _read(request) if isinstance(model, (str, Path)) else (_read_object(model, quantization), None)
     loaded = _made(model, read, request, tokenizer, kv_cache_dtype, reduce)
     if pack_name is not None:
         _keep(pack_name, loaded, perf_counter() - started)
@@ -212,74 +206,53 @@ def _made(
         weights = str(read.weights)
         model = NativeModel(read.model, kv_cache_dtype=_kept(kv_cache_dtype, weights, where))
         return Loaded(model, request.name, tokenizer, ends, weights, source, config)
-    opened, tensors = _opened(read.model)
-    raw: Any = opened
-    config, outline, why = _outline(config, raw, tensors, where)
-    weights = read.weights or (tensors.precision if request.dtype == "auto" else request.dtype)
-    if outline is None and raw is None:
-        from outrider.models import pretrained
+    tensors, (outline, why) = read.model, _outline(config, read.model, where)
 
+    def chosen(stored: str, multiplied: int, tokens: int) -> tuple[str, Any]:
+        """The precision of the weights, and the tokens of the head."""
+        if reduce is None:
+            return stored, None
+        can = not why_no_kernels(where)
+        reduced, ids = reduce(Contents(request.name, stored, multiplied, tokens, ends, tokenizer, can))
+        return request.quantization or reduced or stored, ids
+
+    weights = read.weights or (tensors.precision if request.dtype == "auto" else request.dtype)
+    if outline is not None:
+        weights, ids = chosen(weights, sum(m.n * m.k for m in outline.matrices), outline.vocab_size)
+        further = outline.mtp is not None and reduce is None  # a draft model drafts for another one
+        program = build(config.kind, config, TensorSource(tensors, config, weights, ids, further))
+        model = NativeModel(program, kv_cache_dtype=_kept(kv_cache_dtype, weights, where))
+        return Loaded(model, request.name, tokenizer, ends, weights, source, config)
+    with needs("torch", f"{request.name} ({why})"):
+        from outrider.models import pretrained
+    raw: Any = getattr(tensors, "raw", None)  # a model object, if it is one
+    if raw is None:
         weights = weights.replace("gguf", "float32" if why_no_kernels("cpu") and where == "cpu" else tensors.floats)
         if tensors.sizes is not None:
             checkpoint.fits(request.name, tensors.sizes, request.quantization or weights, where)
-        with needs("torch", f"{request.name} ({why})"):
-            raw = pretrained.modules_of(tensors, config, weights)
-    head_ids: Any = None
-    if reduce is not None:
-        if outline is None:
-            from outrider.models import pretrained
-
-            sizes = pretrained.multiplied(raw), pretrained.vocabulary(raw)
-        else:
-            sizes = sum(m.n * m.k for m in outline.matrices), outline.vocab_size
-        reduced, head_ids = reduce(Contents(request.name, weights, *sizes, ends, tokenizer, not why_no_kernels(where)))
-        weights = request.quantization or reduced or weights
+        raw = pretrained.modules_of(tensors, config, weights)
+    weights, ids = chosen(weights, pretrained.multiplied(raw), pretrained.vocabulary(raw))
     kept = _kept(kv_cache_dtype, weights, where)
-    if outline is None:
-        from outrider.models import pretrained
-
-        model = pretrained.runnable(raw, source is not raw, where, weights, kept, head_ids)
-    else:
-        further = outline.mtp is not None and reduce is None  # a draft model drafts for another one
-        program = build(config.kind, config, TensorSource(tensors, config, weights, head_ids, further))
-        model = NativeModel(program, kv_cache_dtype=kept)
+    model = pretrained.runnable(raw, source is not raw, where, weights, kept, ids)
     return Loaded(model, request.name, tokenizer, ends, weights, source, config)
 
 
-def _opened(model: Any) -> tuple[PreTrainedModel | None, Tensors]:
-    """A model of transformers, if it is one, and its tensors. Raises UnsupportedModel for a class that cannot run."""
-    if not _is_module(model):
-        return None, model
-    from outrider.models.hf.model import refuse
-    from outrider.models.hf.tensors import ModuleTensors
-
-    refuse(model)
-    return model, ModuleTensors(model)
-
-
-def _config_for(raw: PreTrainedModel) -> Config:
-    from outrider.models.hf.tensors import config_for
-
-    return config_for(raw)
-
-
-def _outline(config: Any, raw: Any, tensors: Tensors, where: str) -> tuple[Any, Program | None, str]:
-    """The configuration, and the native program in outline; or None, and why it cannot run natively."""
-    if missing := why_no_kernels(where):
+def _outline(config: Any, tensors: Tensors, where: str) -> tuple[Program | None, str]:
+    """The native program in outline; None, and why, for a model that transformers runs."""
+    if why := why_no_kernels(where):
         if where == "cpu":
-            _say_once(f"outrider's native kernels are not in use ({missing}); running in float32 on oneDNN")
-        return config, None, missing
+            _say_once(f"outrider's native kernels are not in use ({why}); running in float32 on oneDNN")
+        return None, why
+    if not isinstance(config, Config):
+        return None, f"a {config.model_type} has no native program"
     try:
-        own = config if raw is None else _config_for(raw)
-        if not isinstance(own, Config):
-            raise NotNative(f"a {config.model_type} has no native program")
-        outline = outlined(own, tensors)
+        outline = outlined(config, tensors)
     except ValueError as error:
-        return config, None, str(error)
-    if wrong := differs(own):
-        _say_once(wrong)
-        return config, None, wrong
-    return own, outline, ""
+        return None, str(error)
+    if why := differs(config):
+        _say_once(why)
+        return None, why
+    return outline, ""
 
 
 def _kept(kv_cache_dtype: str, weights: str, where: str) -> str:
@@ -302,17 +275,15 @@ def _read(request: LoadRequest) -> tuple[ReadModel, str | None]:
         pack_name = store.name_of(files[0] if files else path, request)
         if restored := store.restored(pack_name, request):
             return restored, None
-    read = _opened_files(request, files) if files else _opened_folder(request, path)
-    return read, pack_name if request.tokenizer else None  # a pack has the model's own tokenizer
-
-
-def _opened_files(request: LoadRequest, files: Sequence[Path]) -> ReadModel:
+    pack_name = pack_name if request.tokenizer else None  # a pack has the model's own tokenizer
+    if not files:
+        return _read_folder(request, path), pack_name
     from outrider.models.gguf.model import read_model
 
-    return read_model(request, files)
+    return read_model(request, files), pack_name
 
 
-def _opened_folder(request: LoadRequest, path: str) -> ReadModel:
+def _read_folder(request: LoadRequest, path: str) -> ReadModel:
     """By its tensors where a native program can run it, else as transformers reads it."""
     if not why_no_kernels(request.device):
         from outrider.models.safetensors import read_model
@@ -322,6 +293,12 @@ def _opened_folder(request: LoadRequest, path: str) -> ReadModel:
     with needs("torch", f"{request.name}, whose class has no native program,"):
         from outrider.models.pretrained import read_folder
     return read_folder(request, path)
+
+
+def _read_object(model: Any, quantization: str | None = None) -> ReadModel:
+    from outrider.models.pretrained import read_object
+
+    return read_object(model, quantization)
 
 
 def _read_pack(request: LoadRequest, folder: Path) -> ReadModel:

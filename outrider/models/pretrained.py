@@ -18,7 +18,6 @@ import transformers
 from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.logging import set_tqdm_hook
 
@@ -32,7 +31,8 @@ from outrider.models.dtypes import DTYPES
 from outrider.models.hf.experts import mixtures
 from outrider.models.hf.model import HFModel, UnsupportedModel, refuse, shared_copy, vocabulary
 from outrider.models.hf.powers import ExactPowers
-from outrider.models.hf.skeleton import module_of
+from outrider.models.hf.skeleton import module_of, skeleton_of
+from outrider.models.hf.tensors import ModuleTensors, config_for
 from outrider.models.native.weights import Tensors
 from outrider.models.quantised.reader import QuantisedTensors
 from outrider.models.safetensors import FolderTensors
@@ -64,7 +64,7 @@ def modules_of(tensors: Tensors, config: Any, weights: str) -> PreTrainedModel:
     """A model of transformers of these tensors. weights: the precision of its matrices; quantised ones begin as float32."""
     if type(tensors) is FolderTensors:  # transformers reads it, and says what is wrong
         request = LoadRequest(tensors.name, tensors.floats, tokenizer=False)
-        return read_folder(request, str(tensors.folder)).model  # pyright: ignore[reportReturnType]
+        return read_folder(request, str(tensors.folder)).model.raw  # pyright: ignore[reportAttributeAccessIssue]
     raw = module_of(tensors, config, getattr(torch, weights if weights in DTYPES else "float32"))
     refuse(raw)
     return raw
@@ -96,7 +96,19 @@ def read_folder(request: LoadRequest, path: str) -> ReadModel:
         raw, info = _from_floats(request, path, config)
         check_whole(request.name, raw, info)
     _unmap_(raw)
-    return ReadModel(raw, tokenizer, request.quantization, end_ids(raw), raw.config)
+    return read_object(raw, request.quantization, tokenizer)
+
+
+def read_object(raw: PreTrainedModel, quantization: str | None = None, tokenizer: Any | None = None) -> ReadModel:
+    """A model object, as one that was read. Raises UnsupportedModel for a class that cannot run."""
+    refuse(raw)
+    end = raw.generation_config.eos_token_id if raw.generation_config else None
+    ends = token_ids(getattr(raw.config.get_text_config(), "eos_token_id", None) if end is None else end)
+    try:
+        config: Any = config_for(raw)
+    except ValueError:  # no family has it
+        config = raw.config
+    return ReadModel(ModuleTensors(raw), tokenizer, quantization, ends, config)
 
 
 def _from_floats(request: LoadRequest, path: str, config: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -143,7 +155,7 @@ def _from_quantised(request: LoadRequest, path: str, config: Any) -> PreTrainedM
 def _shell(name: str, config: Any) -> PreTrainedModel:
     """The modules of a model that runs here, before its weights are fetched. Raises ValueError or UnsupportedModel."""
     try:
-        shell = skeleton(config)
+        shell = skeleton_of(config)
     except Exception as error:  # each architecture checks its settings in its own way
         raise ValueError(f"the configuration of {name} makes no model: {type(error).__name__}: {error}") from error
     refuse(shell)
@@ -167,12 +179,6 @@ def _check_sizes(
     asked, held = sum(shape.numel() for shape in wanted.values()), stored.matrices + stored.rest
     if asked > 2 * held + SMALL:
         raise ValueError(f"config.json of {name} asks for {asked} weights, and its files hold {held} at most")
-
-
-def skeleton(config: Any) -> PreTrainedModel:
-    """The modules without memory for their weights."""
-    with no_init_weights(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=getattr(config, "dtype", None) or torch.float32)
 
 
 def check_whole(name: str, raw: PreTrainedModel, info: dict[str, Any]) -> None:
@@ -248,12 +254,6 @@ def _text(config: Any) -> Any:
     if settings := getattr(config, "quantization_config", None):
         text.update({"quantization_config": settings})
     return text
-
-
-def end_ids(raw: PreTrainedModel) -> tuple[int, ...]:
-    """The end tokens of the checkpoint's generation settings, else of its configuration."""
-    end = raw.generation_config.eos_token_id if raw.generation_config else None
-    return token_ids(getattr(raw.config.get_text_config(), "eos_token_id", None) if end is None else end)
 
 
 def multiplied(raw: PreTrainedModel) -> int:

@@ -77,7 +77,7 @@ class HFMtp:
         finally:
             self._join.states = None
         assert out.features is not None
-        return as_array(out.logits), as_array(out.features.float())
+        return as_array(out.logits), as_array(out.features)
 
 
 class _Join(nn.Module):
@@ -94,7 +94,7 @@ class _Join(nn.Module):
         del raw.enorm, raw.hnorm, raw.fc
 
     def forward(self, tokens: Tensor) -> Tensor:
-        embedded = self._embed(tokens).to(cast("Tensor", self.enorm.weight).dtype)
+        embedded = as_tensor(self._embed(tokens.cpu().numpy())).to(self.enorm.weight)
         states = torch.zeros_like(embedded) if self.states is None else self.states.to(embedded)
         return self.fc(torch.cat([self.enorm(embedded), self.hnorm(states)], -1))
 
@@ -108,4 +108,4 @@ class _TargetHead(nn.Module):
         self._read = target.output_head
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self._read(hidden)
+        return as_tensor(self._read(hidden.float().cpu().numpy())).to(hidden.device)

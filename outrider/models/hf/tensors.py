@@ -38,7 +38,7 @@ class ModuleTensors:
     sizes = None  # they are in memory already
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model, every = model, (model.named_parameters, model.named_buffers)
+        self.raw, every = model, (model.named_parameters, model.named_buffers)
         named = {name: t for each in every for name, t in each(remove_duplicate=False)}
         self._named = {n: t for n, t in named.items() if not (t.is_meta and n.endswith("inv_freq"))}
         inputs: Any = model.get_input_embeddings()
@@ -57,7 +57,7 @@ class ModuleTensors:
         return as_array(self._named[name])
 
     def experts(self, name: str) -> Experts:
-        module: Any = self._model.get_submodule(name)
+        module: Any = self.raw.get_submodule(name)
         count, hidden, width = module.down_proj.shape
         if module.is_transposed:
             hidden, width = width, hidden

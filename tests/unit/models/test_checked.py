@@ -15,10 +15,10 @@ from outrider.kernels import cpu as native
 from outrider.models.config import config_of
 from outrider.models.hf import checked
 from outrider.models.hf import model as hf
+from outrider.models.hf.skeleton import skeleton_of
 from outrider.models.load import load
 from outrider.models.native.families import family, family_of
 from outrider.models.native.model import NativeModel, supports
-from outrider.models.pretrained import skeleton
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
 
@@ -106,7 +106,7 @@ def test_the_small_model_has_a_layer_of_each_kind(kind: str, changes: dict[str, 
 @pytest.mark.parametrize("config", [DeepseekV3Config(), Qwen3MoeConfig(num_experts=128)])
 def test_the_small_model_of_a_mixture_is_small(config: Any) -> None:
     """DeepSeek-V3 has 671 billion weights. Its groups of experts stay."""
-    model = skeleton(type(config).from_dict(checked.smaller(config_of(config.to_dict())).to_dict()))
+    model = skeleton_of(type(config).from_dict(checked.smaller(config_of(config.to_dict())).to_dict()))
     assert sum(p.numel() for p in model.parameters()) < 1e8
     assert supports(model) is None
 
