@@ -249,7 +249,7 @@ def _outline(config: Any, tensors: Tensors, where: str) -> tuple[Program | None,
         outline = outlined(config, tensors)
     except ValueError as error:
         return None, str(error)
-    if why := differs(config):
+    if why := differs(config, outline.facts["config"]):
         _say_once(why)
         return None, why
     return outline, ""

@@ -1,8 +1,8 @@
 """Whether a family's program means what a configuration says: a small model of the same settings gives the same logits both ways.
 
 The small model has the first layers of the real one, random weights, and fewer tokens and experts. So the check depends on the
-settings alone. It is made once for a configuration and is then remembered in the user's cache. Where torch and transformers are
-not installed it is not made. They are imported only to make it.
+settings alone. It was made for the settings of `TABLE` (`docs/checked.py`). For others it is made once, and is then remembered in
+the user's cache. Where torch and transformers are not installed it is not made. They are imported only to make it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,8 +43,17 @@ _HEADS = 8  # of a model whose heads share a latent
 _TEXT = 12  # tokens before the tree
 
 
-def differs(config: Config) -> str | None:
-    """Why the native step must not run a model that it could run; None if it gives what transformers gives."""
+TABLE = Path(__file__).parents[2] / "data" / "checked.json"
+
+
+def differs(config: Config, read: Mapping[str, Any]) -> str | None:
+    """Why the native step must not run a model that it could run; None if it gives what transformers gives.
+
+    read: the settings that its program was made of.
+    """
+    seen = _table().get(config.kind, {})
+    if all(kind in seen.get(name, ()) for name, kind in kinds_of(read)):
+        return None
     small = smaller(config)
     key = hashlib.sha256(f"{digest()}{config.kind}{json.dumps(small.to_dict())}".encode()).hexdigest()[:24]
     file = cache_folder() / "checked" / key
@@ -53,6 +65,24 @@ def differs(config: Config) -> str | None:
     with suppress(OSError):
         write_whole(file, reason or "")
     return reason
+
+
+@cache
+def _table() -> dict[str, dict[str, list[str]]]:
+    return json.loads(TABLE.read_text(encoding="utf-8"))
+
+
+def kinds_of(settings: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, str]]:
+    """What settings mean, without how much there is: names, and the values of texts and flags; 0, 1 or "n" for a number."""
+    for key, value in settings.items():
+        name = within + (key if not str(key).isdecimal() else "*")
+        if isinstance(value, Mapping):
+            yield from kinds_of(value, f"{name}.")
+            continue
+        for one in {*value} if isinstance(value, list | tuple) else (value,):
+            number = isinstance(one, int | float) and not isinstance(one, bool)
+            if not (within and (one is None or one == 1)):
+                yield name, "n" if number and one not in (0, 1) else json.dumps(int(one) if number else one)
 
 
 def smaller(config: Config) -> Config:

@@ -101,7 +101,9 @@ def _give_experts_(module: Any, tensors: Tensors, path: str, dtype: torch.dtype)
             whole = _joined(module, [_values(matrix, dtype) for matrix in matrices])
             parts[name].append(whole.mT if module.is_transposed else whole)
             if module.has_bias:
-                parts[f"{name}_bias"].append(_joined(module, [as_tensor(bias) for bias in biases or () if bias is not None]))
+                parts[f"{name}_bias"].append(
+                    _joined(module, [as_tensor(bias) for bias in biases or () if bias is not None])
+                )
     for name, each in parts.items():
         _give_(module, name, _shaped(f"{path}.{name}", torch.stack(each), getattr(module, name).shape))
 

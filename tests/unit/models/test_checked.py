@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from architectures import tiny
+from architectures import FAMILIES, tiny
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
+from docs.checked import table
 from outrider.kernels import cpu as native
 from outrider.models.config import config_of
 from outrider.models.hf import checked
 from outrider.models.hf import model as hf
 from outrider.models.hf.skeleton import skeleton_of
+from outrider.models.hf.tensors import ModuleTensors, config_for
 from outrider.models.load import load
 from outrider.models.native.families import family, family_of
-from outrider.models.native.model import NativeModel, supports
+from outrider.models.native.model import NativeModel, outlined, supports
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
 
@@ -47,8 +50,9 @@ def wrong(request: pytest.FixtureRequest) -> Iterator[str]:
     family(GRANITE)(right)
 
 
-def differs(model: Any) -> str | None:
-    return checked.differs(config_of(model.config.to_dict()))
+def differs(model: Any, read: dict[str, Any] | None = None) -> str | None:
+    """read: the settings of its program; None for some that no table has."""
+    return checked.differs(config_of(model.config.to_dict()), read or {"new": True})
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +60,12 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_a_family_that_misreads_a_setting_does_not_serve(wrong: str, tmp_path: Path) -> None:
+def test_a_family_that_misreads_a_setting_does_not_serve(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / wrong
     tiny("granite", num_hidden_layers=3).save_pretrained(folder)
+    monkeypatch.setattr(checked, "_table", dict)
     with warnings.catch_warnings(record=True):  # it is said once in a process
         assert not isinstance(load(str(folder), device="cpu").model, NativeModel)
     assert "does not compute what transformers does" in str(differs(tiny("granite", num_hidden_layers=3)))
@@ -73,6 +80,35 @@ def test_it_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 HF = hf.HFModel
+
+
+def settings_of(model: Any) -> dict[str, Any]:
+    """What its program is made of."""
+    return outlined(config_for(model), ModuleTensors(model)).facts["config"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_table_has_the_tiny_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their logits are compared in `test_families.py`. So a start of a model like them imports nothing for a check."""
+    kind, changes = FAMILIES[name]
+    model = tiny(kind, **changes)
+    monkeypatch.setattr(checked, "smaller", lambda config: pytest.fail("it is compared again"))
+    assert differs(model, settings_of(model)) is None
+
+
+def test_what_the_table_does_not_have_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = tiny("llama"), list[Any]()
+    monkeypatch.setattr(checked, "_difference", lambda config: asked.append(config) or "a reason")
+    read = settings_of(model)
+    for other in ({"hidden_act": "gelu_new"}, {"rope_parameters": {"rope_type": "odd", "rope_theta": 1e4}}):
+        assert checked.differs(config_of(model.config.to_dict() | other), read | other) == "a reason"
+    assert len(asked) == 2
+
+
+@pytest.mark.long
+def test_the_table_is_what_agrees() -> None:
+    made = table()
+    assert json.loads(checked.TABLE.read_text(encoding="utf-8")) == made, "run: python -m docs.checked"
 
 
 def test_it_is_left_out_where_transformers_is_not_installed(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
