@@ -55,7 +55,7 @@ class Loaded:
     weights: str  # the precision of the weights
     # what `load` was given; a second copy with another precision is loaded from it.
     source: str | Path | PreTrainedModel
-    config: Any = None  # the model's configuration of transformers
+    config: Any = None  # the model's configuration
 
     @property
     def is_packed(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from gguf import MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
 
+from outrider.core.extras import MissingExtra, needs
 from outrider.models import config as native
 from outrider.models.checkpoint import UnsupportedModel
 from outrider.models.gguf import settings as of
@@ -103,13 +104,15 @@ def config_of(file: GGUFFile) -> Any:
     try:
         settings = {"model_type": family.model_type} | settings | of.read(file, family.settings) | family.more(file)
         return native.config_of(settings) if native.native_kind(settings) else _of_transformers(settings)
+    except MissingExtra:
+        raise
     except Exception as error:  # each architecture checks its settings in its own way
         raise ValueError(f"the configuration in {file.paths[0]} does not fit a {family.model_type}: {error}") from error
 
 
 def _of_transformers(settings: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
-
+    with needs("torch", f"a {settings['model_type']}, which has no native program,"):
+        from transformers import AutoConfig
     return AutoConfig.for_model(**settings)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from gguf_files import CORRECTIONS, tokenizer_metadata, write_file, write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from outrider import LLM, SamplingParams
+from outrider.core.extras import MissingExtra
 from outrider.kernels import cpu as native
 from outrider.models import checkpoint
 from outrider.models.builtin.shipped import builtin_folder
@@ -283,3 +285,15 @@ def test_a_model_that_transformers_runs_needs_memory_for_floats(
     monkeypatch.setattr(checkpoint, "free_memory", lambda _: 1.2 * sizes(read([file])).bytes("gguf"))
     with pytest.raises(MemoryError, match="GiB as bfloat16"):
         load(file)
+
+
+def test_without_transformers_a_file_runs_natively_or_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native_file, other = tmp_path / "llama.gguf", tmp_path / "olmo.gguf"
+    write_gguf(tiny("llama"), native_file)
+    write_gguf(tiny("olmo"), other)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert isinstance(load(native_file).model, NativeModel)
+    with pytest.raises(MissingExtra, match=r"a olmo, .* needs transformers, .*pip install '\.\[torch\]'"):
+        load(other)
