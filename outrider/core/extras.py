@@ -10,7 +10,7 @@ USES = {
     "data": "the built-in models",
     "serve": "outrider serve and batch",
     "grammar": "answers that fit a JSON schema",
-    "lab": "outrider demo, bench, tune, explain and replay",
+    "lab": "outrider bench, tune, explain, replay and the demo",
     "certify": "outrider certify",
     "ray": "outrider deploy",
 }

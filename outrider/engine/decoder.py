@@ -30,7 +30,7 @@ from outrider.engine.prefix_cache import BLOCK, PrefixCache
 from outrider.engine.request import Request, Sequence
 from outrider.kernels import cpu as native
 from outrider.kernels.probabilities import log_softmax
-from outrider.models.base import LanguageModel, Law, Output
+from outrider.models.base import LanguageModel, Output, Verification
 from outrider.models.nodes import Nodes
 from outrider.verify import VERIFIERS
 
@@ -214,8 +214,8 @@ class Decoder:
             draft = (self.drafter if asked else _NO_DRAFT).propose(context)
             times.append(perf_counter())
             nodes = Nodes(draft.tokens, self.cache, context.slots, draft.parents)
-            law = Law(self.verifier, draft, context.warp, context.noise, context.positions)
-            out, _ = pending = self.target.step(nodes, law, taps=self.drafter.taps)
+            check = Verification(self.verifier, draft, context.warp, context.noise, context.positions)
+            out, _ = pending = self.target.step(nodes, check, taps=self.drafter.taps)
             times.append(perf_counter())
             verdict = pending.result()
             times.append(perf_counter())

@@ -40,7 +40,7 @@ class Output(NamedTuple):
     features: np.ndarray | None
 
 
-class Law(NamedTuple):
+class Verification(NamedTuple):
     """How the drafts of a step are judged.
 
     verifier: of `outrider.verify`. draft: the nodes of the step. warp, noise: of its sequences. positions: int64 [batch], of the
@@ -143,13 +143,13 @@ class LanguageModel(ABC):
         each tree that is not padding. Raises ValueError for a tap that the model does not have.
         """
 
-    def step(self, nodes: Nodes, law: Law, *, taps: tuple[int, ...] = ()) -> Pending:
+    def step(self, nodes: Nodes, check: Verification, *, taps: tuple[int, ...] = ()) -> Pending:
         """`forward` of a draft's nodes, and the verdict on it. A model may do both in one call; this is their twin.
 
-        nodes: those of `law.draft`. taps: as for `forward`, whose errors it raises."""
+        nodes: those of `check.draft`. taps: as for `forward`, whose errors it raises."""
         out = self.forward(nodes, taps=taps)
         out = out._replace(logits=np.asarray(out.logits))
-        return Pending(out, partial(law.verdict, out.logits))
+        return Pending(out, partial(check.verdict, out.logits))
 
     def layer_subset(self, layers: Sequence[int]) -> LanguageModel:
         """The same model with these layers only, over the same weights.

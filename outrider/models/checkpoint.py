@@ -8,17 +8,13 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
 from outrider.core.files import read_settings
 from outrider.models.dtypes import DTYPES, QUANTIZATIONS, STORED_DTYPES, WEIGHT_BYTES
 from outrider.models.files import part_names
-
-if TYPE_CHECKING:
-    from outrider.models.native.program import Program
-    from outrider.models.native.weights import Tensors
 
 _LONGEST_HEADER = 100_000_000  # the limit of safetensors' own reader
 # Memory that a model needs, relative to its weights: caches, activations and what is being converted.
@@ -105,7 +101,7 @@ class ReadModel(NamedTuple):
     config: of the model. A program comes from a pack, so nothing of it can be reduced.
     """
 
-    model: Program | Tensors
+    model: Any
     tokenizer: Any | None
     weights: str | None
     end_ids: tuple[int, ...]

@@ -286,7 +286,7 @@ def _read(request: LoadRequest) -> tuple[ReadModel, str | None]:
 def _read_folder(request: LoadRequest, path: str) -> ReadModel:
     """By its tensors where a native program can run it, else as transformers reads it."""
     if not why_no_kernels(request.device):
-        from outrider.models.safetensors import read_model
+        from outrider.models.folder import read_model
 
         if (read := read_model(request, path)) is not None:
             return read

@@ -8,15 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from outrider.core.files import read_settings
 from outrider.models import checkpoint
-from outrider.models.checkpoint import LoadRequest, ReadModel, Sizes, StoredTensor, token_ids
-from outrider.models.config import Config, config_of, exact_tensors, native_kind, optional_tensors
+from outrider.models.checkpoint import Sizes, StoredTensor
+from outrider.models.config import Config, exact_tensors, optional_tensors
 from outrider.models.dtypes import DTYPES, STORED_DTYPES, dtype_name
 from outrider.models.matrix import rows_of
 from outrider.models.mtp import MTP, layer_in
 from outrider.models.tensors import Expert, Experts, Matrix, MissingTensor
-from outrider.models.tokenizer import tokenizer_of
 
 # Names of older checkpoints -> those of the modules, by model type.
 _GRANITE = (
@@ -193,40 +191,3 @@ class FolderTensors:
             f"the weights of {self.name} are incomplete: {name} of a {kind} is in no file. Download it again, or "
             "save it again with save_pretrained"
         )
-
-
-def read_model(request: LoadRequest, path: str) -> ReadModel | None:
-    """A folder, or a name on the hub. None for a class that has no native program, and for older weights (*.bin).
-
-    Raises ValueError, MemoryError, FileNotFoundError or UnsupportedModel, with the reason.
-    """
-    from outrider.models.quantised.reader import QuantisedTensors
-
-    name, folder = request.name, Path(path)
-    if not folder.is_dir():
-        from huggingface_hub import hf_hub_download, snapshot_download
-
-        if native_kind(read_settings(Path(hf_hub_download(path, "config.json")))) is None:
-            return None
-        folder = Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
-    settings = checkpoint.settings(folder)
-    if native_kind(settings) is None or (whole := checkpoint.sizes(name, folder)) is None:
-        return None
-    checkpoint.check_folder(folder)
-    try:
-        config = config_of(settings)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"the configuration of {name} cannot be read: {error}") from error
-    config._name_or_path = path
-    if hasattr(config, "quantization_config"):
-        tensors = QuantisedTensors(name, folder, config, request.dtype)
-        whole = tensors.sizes
-    else:
-        tensors = FolderTensors(name, folder, config, request.dtype)
-    checkpoint.fits(name, whole, request.weights, request.device)
-    tokenizer = tokenizer_of(path) if request.tokenizer else None
-    generation = folder / "generation_config.json"
-    end = (read_settings(generation) if generation.is_file() else {}).get("eos_token_id")
-    return ReadModel(
-        tensors, tokenizer, request.quantization, token_ids(config.eos_token_id if end is None else end), config
-    )

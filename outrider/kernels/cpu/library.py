@@ -50,7 +50,7 @@ _FIELDS = {
     "Program": "p ops width angles head_ids; q count registers tables vocab",
     "ForwardJob": "p tokens parents rows lengths cache logits features taps; q batch held nodes capacity taps_count; i want "
     "cache_format; p given fed_back; i fused; p states",
-    "Law": "p path; q accepted token top_k; d top_p; Q seed; I stream step position; f temperature min_p; i by_host",
+    "DrawJob": "p path; q accepted token top_k; d top_p; Q seed; I stream step position; f temperature min_p; i by_host",
     "ChainJob": "p tokens features drafted; q count depth; p chances siblings; q width made; Q seed; i row length; I "
     "stream step position; f temperature error min_probability alive",
     "ChainsJob": "p chains cache; q count capacity; i cache_format",
@@ -84,7 +84,7 @@ OpStruct = STRUCTS["Op"]
 AnglesStruct = STRUCTS["Angles"]
 ProgramStruct = STRUCTS["Program"]
 ForwardStruct = STRUCTS["ForwardJob"]
-LawStruct = STRUCTS["Law"]
+DrawStruct = STRUCTS["DrawJob"]
 ChainStruct = STRUCTS["ChainJob"]
 ChainsStruct = STRUCTS["ChainsJob"]
 ScanStruct = STRUCTS["ScanJob"]
@@ -115,7 +115,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "program_new": (c_void_p, (POINTER(ProgramStruct),)),
     "program_free": (None, (c_void_p,)),
     "forward": (c_int64, (c_void_p, POINTER(ForwardStruct))),
-    "step": (c_int64, (c_void_p, POINTER(ForwardStruct), POINTER(LawStruct))),
+    "step": (c_int64, (c_void_p, POINTER(ForwardStruct), POINTER(DrawStruct))),
     "truncate": (None, (c_void_p, c_int64, c_int64, c_double, c_float)),
     "draft_chains": (c_int64, (c_void_p, POINTER(ChainsStruct))),
     "scan": (None, (POINTER(ScanStruct),)),

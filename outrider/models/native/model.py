@@ -26,9 +26,9 @@ from outrider.models.base import (
     Chain,
     DrawnChain,
     LanguageModel,
-    Law,
     Output,
     Pending,
+    Verification,
     Want,
     check_layers,
     check_taps,
@@ -205,19 +205,19 @@ class NativeModel(LanguageModel):
                 features[..., i * self.program.hidden : (i + 1) * self.program.hidden] = self._embedded(nodes.tokens)
         return Output(as_tensor(logits), None if features is None else as_tensor(features))
 
-    def step(self, nodes: Nodes, law: Law, *, taps: tuple[int, ...] = ()) -> Pending:
+    def step(self, nodes: Nodes, check: Verification, *, taps: tuple[int, ...] = ()) -> Pending:
         """See `LanguageModel.step`. One native call, but for sequences whose parameters depend on their tokens."""
-        if law.verifier.name != "match" or self.program.head_ids is not None or EMBEDDING in taps:
-            return super().step(nodes, law, taps=taps)
+        if check.verifier.name != "match" or self.program.head_ids is not None or EMBEDDING in taps:
+            return super().step(nodes, check, taps=taps)
         check_taps(taps, self.num_layers)
-        (logits, features, _), drawn = self._step.step(nodes, taps, law)
-        target = LogitsDistribution(logits, law.draft, law.warp)
+        (logits, features, _), drawn = self._step.step(nodes, taps, check)
+        target = LogitsDistribution(logits, check.draft, check.warp)
 
         def judge() -> Verdict:
-            for row, by_host in enumerate(law.warp.active):
+            for row, by_host in enumerate(check.warp.active):
                 if by_host:
-                    key = law.noise.keys(Stream.TOKEN, law.positions)[row]
-                    drawn[row] = walk(target, row, law.draft.host[row], key)
+                    key = check.noise.keys(Stream.TOKEN, check.positions)[row]
+                    drawn[row] = walk(target, row, check.draft.host[row], key)
             return ListedVerdict.of(drawn)
 
         return Pending(Output(logits, features), judge)

@@ -13,10 +13,10 @@ from outrider.core.noise import Stream
 from outrider.core.sampling import LogitsWarper, log_min_p
 from outrider.kernels import cpu as native
 from outrider.kernels.border import as_array
-from outrider.kernels.cpu.library import ChainsStruct, ChainStruct, ForwardStruct, LawStruct
+from outrider.kernels.cpu.library import ChainsStruct, ChainStruct, DrawStruct, ForwardStruct
 from outrider.kernels.cpu.packed import MOST
 from outrider.kernels.vectors import packed_width
-from outrider.models.base import Chain, DrawnChain, Law, Want
+from outrider.models.base import Chain, DrawnChain, Verification, Want
 from outrider.models.cache import KV_CACHE_DTYPES, SlotCache
 from outrider.models.native.program import Program, address
 from outrider.models.nodes import Nodes
@@ -158,7 +158,7 @@ class NativeStep:
             self._handles.append(library.program_new(struct))
             weakref.finalize(self, library.program_free, self._handles[-1])
         self._forward, self._judged, self._chains = library.forward, library.step, library.draft_chains
-        self._laws: weakref.WeakKeyDictionary[LogitsWarper, Any] = weakref.WeakKeyDictionary()
+        self._draws: weakref.WeakKeyDictionary[LogitsWarper, Any] = weakref.WeakKeyDictionary()
         self._head_size, self._numbers = program.head.n, max(program.cells, default=-1) + 1
         self._ops, self._recurrent = (programs[-1][0].ops, programs[-1][0].count), program.recurrent
         self._addresses: weakref.WeakKeyDictionary[SlotCache, tuple[list[Any], Any]] = weakref.WeakKeyDictionary()
@@ -180,7 +180,7 @@ class NativeStep:
         want: Want,
         given: np.ndarray | None = None,
         fused: bool = False,
-        laws: Any = None,
+        draws: Any = None,
     ) -> Forwarded:
         """given: float32 [batch, node, width], what the program is given: features, or if fused what was fed back.
 
@@ -231,31 +231,33 @@ class NativeStep:
             self._states_of(cache),
         )
         handle = self._handle(cache)
-        error = self._forward(handle, job) if laws is None else self._judged(handle, job, laws)
+        error = self._forward(handle, job) if draws is None else self._judged(handle, job, draws)
         if error <= -(2**50):
             raise RuntimeError(f"slot {slots[-(2**50) - error]} has fewer nodes in its recurrent layers than {held}")
         if error:
             raise _explained(error, tokens, parents, self.program.vocab_size)
         return Forwarded(logits, features, fed_back)
 
-    def step(self, nodes: Nodes, taps: tuple[int, ...], law: Law) -> tuple[Forwarded, list[tuple[list[int], int]]]:
+    def step(
+        self, nodes: Nodes, taps: tuple[int, ...], check: Verification
+    ) -> tuple[Forwarded, list[tuple[list[int], int]]]:
         """`forward` of all nodes, and what `match` decides: `Verdict.host`, but for rows whose parameters depend on tokens."""
-        laws = self._laws.get(law.warp)
-        if laws is None:
-            self._laws[law.warp] = laws = (LawStruct * len(law.warp.histories))()
-            for one, history, by_host in zip(laws, law.warp.histories, law.warp.active, strict=True):
+        draws = self._draws.get(check.warp)
+        if draws is None:
+            self._draws[check.warp] = draws = (DrawStruct * len(check.warp.histories))()
+            for one, history, by_host in zip(draws, check.warp.histories, check.warp.active, strict=True):
                 p = history.params
                 one.temperature, one.top_k, one.top_p = p.temperature, p.top_k, p.top_p
                 one.min_p, one.by_host = log_min_p(p), by_host
         paths = np.empty(nodes.tokens.shape, np.int64)
         at, width = paths.ctypes.data, 8 * nodes.count
-        for b, key in enumerate(law.noise.keys(Stream.TOKEN, law.positions)):
-            one = laws[b]
+        for b, key in enumerate(check.noise.keys(Stream.TOKEN, check.positions)):
+            one = draws[b]
             one.path = at + b * width
             one.seed, one.stream, one.step, one.position = key
-        output = self.forward(nodes, taps, "all", laws=laws)
+        output = self.forward(nodes, taps, "all", draws=draws)
         lines: list[list[int]] = paths.tolist()  # pyright: ignore[reportAssignmentType]
-        drawn = [(path[: one.accepted + 1], one.token) for path, one in zip(lines, laws, strict=True)]
+        drawn = [(path[: one.accepted + 1], one.token) for path, one in zip(lines, draws, strict=True)]
         return output, drawn
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:

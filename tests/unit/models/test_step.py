@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from architectures import FAMILIES, VOCAB, tiny
 from helpers import noise
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.core import sampling
@@ -17,7 +17,7 @@ from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.tree import tree
 from outrider.core.types import Draft
 from outrider.kernels import cpu
-from outrider.models.base import LanguageModel, Law
+from outrider.models.base import LanguageModel, Verification
 from outrider.models.native.model import NativeModel
 from outrider.models.nodes import Nodes
 from outrider.verify import VERIFIERS
@@ -56,16 +56,21 @@ def test_a_step_decides_what_its_twin_does(model: NativeModel) -> None:
         cache.commit(slots, [range(5)] * 3)
         drafts = [[(text[-1], -1)] for text in texts]
         for level in range(4):  # a child that is right, and one that is not
-            law = _law(drafts, warp, seeds)
+            check = _check(drafts, warp, seeds)
             paths = (
-                LanguageModel.step(model, Nodes(law.draft.tokens, cache, slots, law.draft.parents), law).result().host
+                LanguageModel.step(model, Nodes(check.draft.tokens, cache, slots, check.draft.parents), check)
+                .result()
+                .host
             )
             for b, (path, token) in enumerate(paths):
                 if token >= 0 and random.random() < 0.6:
                     drafts[b] += [((token + 1) % VOCAB, path[-1])] * (level % 2) + [(token, path[-1])]
-        law = _law(drafts, warp, seeds)
-        nodes = Nodes(law.draft.tokens, cache, slots, law.draft.parents)
-        ours, twin = model.step(nodes, law, taps=(0,)), LanguageModel.step(model, nodes, law, taps=(0,))
+        check = _check(drafts, warp, seeds)
+        nodes = Nodes(check.draft.tokens, cache, slots, check.draft.parents)
+        ours, twin = (
+            model.step(nodes, check, taps=(0,)),
+            LanguageModel.step(model, nodes, check, taps=(0,)),
+        )
         verdict, expected = ours.result(), twin.result()
         assert verdict.host == expected.host, (drawn, more)
         for name in ("path", "accepted", "token"):
@@ -76,9 +81,9 @@ def test_a_step_decides_what_its_twin_does(model: NativeModel) -> None:
     assert lengths == {1, 2, 3, 4, 5}
 
 
-def _law(drafts: list[list[tuple[int, int]]], warp: LogitsWarper, seeds: sampling.Noise) -> Law:
+def _check(drafts: list[list[tuple[int, int]]], warp: LogitsWarper, seeds: sampling.Noise) -> Verification:
     tokens, parents = tree(drafts)
-    return Law(VERIFIERS["match"], Draft(tokens, parents), warp, seeds, np.array([6, 6, 6]))
+    return Verification(VERIFIERS["match"], Draft(tokens, parents), warp, seeds, np.array([6, 6, 6]))
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
@@ -88,8 +93,8 @@ def test_a_damaged_row_draws_nothing(broken: float) -> None:
     damaged = NativeModel(raw, "float32")
     for params in (SamplingParams(temperature=0.0), SamplingParams(top_p=0.5), SamplingParams(top_k=2, min_p=0.1)):
         warp = LogitsWarper([SequenceState(params, (), (), [1], 1)])
-        law = Law(VERIFIERS["match"], Draft(*tree([[(1, -1)]])), warp, noise([3]), np.array([1]))
-        step = damaged.step(Nodes(law.draft.tokens, damaged.new_cache(1, 16), [0]), law)
+        check = Verification(VERIFIERS["match"], Draft(*tree([[(1, -1)]])), warp, noise([3]), np.array([1]))
+        step = damaged.step(Nodes(check.draft.tokens, damaged.new_cache(1, 16), [0]), check)
         assert not np.isfinite(step.output.logits).all()
         assert step.result().host == [([0], -1)]
 
@@ -109,7 +114,6 @@ def rows(draw: st.DrawFn) -> tuple[np.ndarray, SamplingParams]:
 
 
 @given(rows())
-@settings(max_examples=400, deadline=None)
 def test_native_truncation_is_that_of_numpy(case: tuple[np.ndarray, SamplingParams]) -> None:
     scores, params = case
     before = scores.copy()

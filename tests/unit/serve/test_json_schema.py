@@ -142,7 +142,7 @@ def walk(schema: Any, seed: int) -> str | None:
     assert llm.tokenizer is not None
     mask, tokens, draw = grammars.mask(grammars.compiled(Grammar.schema(schema))), list[int](), random.Random(seed)
     while len(tokens) < 150:
-        allowed = mask.allowed(tokens, 0, ()).nonzero().flatten().tolist()
+        allowed = mask.allowed(tokens, 0, ()).nonzero()[0].tolist()
         if llm.loaded.end_ids[0] in allowed:
             return llm.tokenizer.decode(tokens)
         short = [t for t in allowed if t < 300]  # single bytes among them: what closes a part, and what breaks one

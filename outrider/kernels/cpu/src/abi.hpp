@@ -151,7 +151,7 @@ struct ForwardJob {
 };
 
 // How the token after a node is drawn, and which nodes of a draft equal the tokens that are.
-struct Law {
+struct DrawJob {
     int64_t* path;           // [nodes] out: the nodes that are accepted, the root first
     int64_t accepted, token;  // out: nodes below the root, and the token after the last of them; -1: there is none
     int64_t top_k;            // 0: all

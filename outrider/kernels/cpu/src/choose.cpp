@@ -57,23 +57,23 @@ void keep_top_p(float* x, int64_t n, double top_p) {
 }
 
 // The token of a row of logits, or -1 if they hold NaN or inf, or nothing but -inf.
-int64_t draw(const float* logits, int64_t n, const Law& law, uint32_t position) {
+int64_t draw(const float* logits, int64_t n, const DrawJob& asked, uint32_t position) {
     int64_t top = kernels()->argmax(logits, n);
     if (top < 0 || !std::isfinite(logits[top])) return -1;
-    if (!(law.temperature > 0)) return top;
-    float temperature = law.temperature;
-    if (law.top_k > 0 || law.top_p < 1 || law.min_p > NO) {
+    if (!(asked.temperature > 0)) return top;
+    float temperature = asked.temperature;
+    if (asked.top_k > 0 || asked.top_p < 1 || asked.min_p > NO) {
         scores.resize(static_cast<size_t>(n));
         for (int64_t i = 0; i < n; i++) scores[static_cast<size_t>(i)] = logits[i] / temperature;
-        truncate(scores.data(), n, law.top_k, law.top_p, law.min_p);
+        truncate(scores.data(), n, asked.top_k, asked.top_p, asked.min_p);
         logits = scores.data(), temperature = 1;
     }
-    return kernels()->argmax_gumbel(logits, nullptr, n, temperature, law.seed, law.stream, law.step, position);
+    return kernels()->argmax_gumbel(logits, nullptr, n, temperature, asked.seed, asked.stream, asked.step, position);
 }
 
 struct Judging {
     const ForwardJob* job;
-    Law* laws;
+    DrawJob* draws;
     int64_t n;
 };
 
@@ -82,16 +82,16 @@ void judge(void* context, int64_t begin, int64_t end) {
     const Judging& work = *static_cast<const Judging*>(context);
     const ForwardJob& job = *work.job;
     for (int64_t b = begin; b < end; b++) {
-        Law& law = work.laws[b];
-        if (law.by_host) continue;
+        DrawJob& asked = work.draws[b];
+        if (asked.by_host) continue;
         const int64_t *tokens = job.tokens + b * job.nodes, *parents = job.parents ? job.parents + b * job.nodes : nullptr;
         int64_t here = 0;
-        for (law.accepted = 0, law.path[0] = 0;; law.path[++law.accepted] = here) {
-            law.token = draw(job.logits + (b * job.nodes + here) * work.n, work.n, law,
-                             law.position + static_cast<uint32_t>(law.accepted));
+        for (asked.accepted = 0, asked.path[0] = 0;; asked.path[++asked.accepted] = here) {
+            asked.token = draw(job.logits + (b * job.nodes + here) * work.n, work.n, asked,
+                             asked.position + static_cast<uint32_t>(asked.accepted));
             int64_t child = here + 1;
-            while (child < job.nodes && (tokens[child] != law.token || (parents ? parents[child] : child - 1) != here)) child++;
-            if (law.token < 0 || child == job.nodes) break;
+            while (child < job.nodes && (tokens[child] != asked.token || (parents ? parents[child] : child - 1) != here)) child++;
+            if (asked.token < 0 || child == job.nodes) break;
             here = child;
         }
     }
@@ -112,8 +112,8 @@ void truncate(float* x, int64_t n, int64_t top_k, double top_p, float min_p) {
     if (min_p > NO) below(*std::max_element(x, x + n) + min_p);
 }
 
-void judge_all(const ForwardJob& job, Law* laws, int64_t n) {
-    Judging work{&job, laws, n};
+void judge_all(const ForwardJob& job, DrawJob* draws, int64_t n) {
+    Judging work{&job, draws, n};
     parallel(judge, &work, job.batch, pool_threads());
 }
 

@@ -416,13 +416,13 @@ OUTRIDER_API int64_t outrider_forward(void* program, const ForwardJob* job) {
     return forward(d, *job);
 }
 
-// `forward` of all nodes, and then what the laws say of its logits. 0, or an error of `forward`.
-OUTRIDER_API int64_t outrider_step(void* program, const ForwardJob* job, Law* laws) {
+// `forward` of all nodes, and then what the draws make of its logits. 0, or an error of `forward`.
+OUTRIDER_API int64_t outrider_step(void* program, const ForwardJob* job, DrawJob* draws) {
     Interpreter& d = *static_cast<Interpreter*>(program);
     std::lock_guard<std::mutex> guard(d.busy);
     Hot hot;
     int64_t error = forward(d, *job);
-    if (!error) judge_all(*job, laws, d.head->n);
+    if (!error) judge_all(*job, draws, d.head->n);
     return error;
 }
 
