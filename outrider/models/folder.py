@@ -1,0 +1,48 @@
+"""A folder of safetensors, or a repository on the hub, as the tensors and the configuration of a native program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider.core.files import read_settings
+from outrider.models import checkpoint
+from outrider.models.checkpoint import LoadRequest, ReadModel, token_ids
+from outrider.models.config import config_of, native_kind
+from outrider.models.quantised.reader import QuantisedTensors
+from outrider.models.safetensors import FolderTensors
+from outrider.models.tokenizer import tokenizer_of
+
+
+def read_model(request: LoadRequest, path: str) -> ReadModel | None:
+    """A folder, or a name on the hub. None for a class that has no native program, and for older weights (*.bin).
+
+    Raises ValueError, MemoryError, FileNotFoundError or UnsupportedModel, with the reason.
+    """
+    name, folder = request.name, Path(path)
+    if not folder.is_dir():
+        from huggingface_hub import hf_hub_download, snapshot_download
+
+        if native_kind(read_settings(Path(hf_hub_download(path, "config.json")))) is None:
+            return None
+        folder = Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+    settings = checkpoint.settings(folder)
+    if native_kind(settings) is None or (whole := checkpoint.sizes(name, folder)) is None:
+        return None
+    checkpoint.check_folder(folder)
+    try:
+        config = config_of(settings)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"the configuration of {name} cannot be read: {error}") from error
+    config._name_or_path = path
+    if hasattr(config, "quantization_config"):
+        tensors = QuantisedTensors(name, folder, config, request.dtype)
+        whole = tensors.sizes
+    else:
+        tensors = FolderTensors(name, folder, config, request.dtype)
+    checkpoint.fits(name, whole, request.weights, request.device)
+    tokenizer = tokenizer_of(path) if request.tokenizer else None
+    generation = folder / "generation_config.json"
+    end = (read_settings(generation) if generation.is_file() else {}).get("eos_token_id")
+    return ReadModel(
+        tensors, tokenizer, request.quantization, token_ids(config.eos_token_id if end is None else end), config
+    )
