@@ -12,7 +12,7 @@ import re
 import runpy
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +26,7 @@ from benchmarks.scale_up import Inflater, Size, compare, inflate
 from benchmarks.trees import sized_shape
 from outrider.core.types import Budget
 from outrider.drafters.shapes import BY_RANK, Shape
+from outrider.kernels import cpu as native
 from outrider.models.cache import SlotCache
 from outrider.models.load import load
 from outrider.models.nodes import Nodes
@@ -71,7 +72,7 @@ def commands() -> set[str]:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., str]]:
     """What a command prints, in this process: a new one imports for seconds. It fails if the command does."""
 
     def call(name: str, *words: str) -> str:
@@ -84,7 +85,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         assert not code
         return capsys.readouterr().out
 
-    return call
+    isa, threads = native.isa(), native.num_threads()
+    yield call
+    native.use_isa(isa)
+    native.set_num_threads(threads)
 
 
 def test_each_command_has_a_small_run() -> None:
