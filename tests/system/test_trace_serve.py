@@ -27,7 +27,7 @@ def test_every_job_is_written_down_and_can_be_computed_again(tmp_path: Path) -> 
     trace = Recorder(tmp_path / "t")
     eng = engine(kv_tokens=420, rows=4, trace=trace)
     trace.begin(describe(LOADED, SpeculativeConfig(), eng.decoder))  # type: ignore[arg-type]
-    jobs = [reader(r) for r in mixed(14, 4)]
+    jobs = [reader(r) for r in mixed(20, 8)]
     results = run(eng, jobs)
     gone = reader(request([1, 2, 3], LONG))
     submit(eng, [gone])
