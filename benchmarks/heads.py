@@ -31,7 +31,6 @@ from outrider.drafters.heads.eagle import EagleConfig, MaskedPairs, Pairs, eagle
 from outrider.drafters.heads.mtp import mtp_model
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.drafters.model.grower import TreeDrafter
-from outrider.kernels import cpu as native
 from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.cache import SlotCache
 from outrider.models.load import load
@@ -193,11 +192,10 @@ def precisions_table(
             for p in precisions
         }  # fmt: skip
         drafts: dict[tuple[str, int], list[Draft]] = {(p, length): [] for p in sides for length in (1, depth)}
-        with native.one_torch_thread(torch.device("cpu")):
-            for number, (p, length) in turns([*drafts], rounds):
-                draft = sides[p].draft(length)
-                if number >= 0:
-                    drafts[p, length].append(draft)
+        for number, (p, length) in turns([*drafts], rounds):
+            draft = sides[p].draft(length)
+            if number >= 0:
+                drafts[p, length].append(draft)
         for p, side in sides.items():
             first, whole = (statistics.median(d.inside for d in drafts[p, n]) for n in (1, depth))
             around = statistics.median(d.whole - d.inside for d in drafts[p, depth])
@@ -284,7 +282,7 @@ def mtp(folder: Path) -> Side:
 def kinds_table(depth: int, draft_vocab: int, rounds: int) -> str:
     """A row for each kind of head. The last column is what `auto` takes for the one before."""
     body = list[list[str]]()
-    with tempfile.TemporaryDirectory() as folder, native.one_torch_thread(torch.device("cpu")):
+    with tempfile.TemporaryDirectory() as folder:
         for side in sides_of_kinds(depth, draft_vocab, Path(folder)):
             target, cache = side.target, read_context(side.target, TEXT)
             seconds: dict[str, list[float]] = {"draft": [], "forward": []}

@@ -36,7 +36,7 @@ class Rows:
             return
         same = next((i for i, (a, b) in enumerate(zip(tokens, self._read, strict=False)) if a != b), len(self._read))
         same = self._cache.keep(0, min(same, len(tokens) - 1))
-        rows = self.loaded.model.forward(Nodes(torch.tensor([tokens[same:]]), self._cache, [0])).logits[0]
+        rows = self.loaded.model.forward(Nodes(np.array([tokens[same:]]), self._cache, [0])).logits[0]
         self._cache.commit([0], [range(len(tokens) - same)])
         self._read = list(tokens)
         for at, row in enumerate(rows.float().numpy(), same + 1):

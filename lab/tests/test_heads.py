@@ -23,7 +23,7 @@ from outrider_lab.heads.modules import Eagle, config_for
 from outrider_lab.heads.writers import write_block, write_eagle, write_medusa
 
 TARGET, SMALL = small_target(), small_config(96)
-TABLE = TARGET.model.embedding_rows(torch.arange(128))
+TABLE = torch.from_numpy(TARGET.model.embedding_rows(np.arange(128)))
 KEY = "eagle_aux_hidden_state_layer_ids"
 VARIANTS: dict[str, dict[str, Any]] = {
     "eagle3": {},

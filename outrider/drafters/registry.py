@@ -137,7 +137,7 @@ def _has_lower_precision(setup: DrafterSetup) -> bool:
     from outrider.kernels import cpu as native
 
     lower = LOWER_PRECISION.get(setup.target.weights, ())
-    return setup.config.copy_weights in lower and setup.target.model.device.type == "cpu" and native.available()
+    return setup.config.copy_weights in lower and setup.target.model.device == "cpu" and native.available()
 
 
 def _head(

@@ -28,7 +28,6 @@ from outrider.drafters.lookup.memory import TextMemory
 from outrider.drafters.method import NONE
 from outrider.engine.prefix_cache import BLOCK, PrefixCache
 from outrider.engine.request import Request, Sequence
-from outrider.kernels import cpu as native
 from outrider.kernels.probabilities import log_softmax
 from outrider.models.base import LanguageModel, Output, Verification
 from outrider.models.nodes import Nodes
@@ -207,30 +206,29 @@ class Decoder:
 
     def round(self, live: list[Sequence]) -> Step:
         """One draft-verify round of some of the sequences that decode."""
-        with native.one_torch_thread(self.target.device):
-            context = self._context(live)
-            asked = any(b.depth and b.max_nodes for b in context.budgets)  # a drafter that may not draft costs nothing
-            before, times = [len(sequence.tokens) for sequence in live], [perf_counter()]
-            draft = (self.drafter if asked else _NO_DRAFT).propose(context)
-            times.append(perf_counter())
-            nodes = Nodes(draft.tokens, self.cache, context.slots, draft.parents)
-            check = Verification(self.verifier, draft, context.warp, context.noise, context.positions)
-            out, _ = pending = self.target.step(nodes, check, taps=self.drafter.taps)
-            times.append(perf_counter())
-            verdict = pending.result()
-            times.append(perf_counter())
-            commits = self._commit(live, draft, verdict, out)
-            if asked:
-                self.drafter.update(context, commits, TargetPass(draft, out.logits))
-            elif out.features is not None:
-                for sequence, commit, first in zip(live, commits, before, strict=True):
-                    assert commit.features is not None
-                    self.drafter.start(sequence.slot, sequence.tokens, first - 1, commit.features)
-            times.append(perf_counter())
-            seconds = {part: end - start for part, (start, end) in zip(PHASES, pairwise(times), strict=True)}
-            step = Step(draft, verdict, commits, context.slots, before, context.budgets, seconds, out.logits)
-            self.controller.observe(step)
-            return step
+        context = self._context(live)
+        asked = any(b.depth and b.max_nodes for b in context.budgets)  # a drafter that may not draft costs nothing
+        before, times = [len(sequence.tokens) for sequence in live], [perf_counter()]
+        draft = (self.drafter if asked else _NO_DRAFT).propose(context)
+        times.append(perf_counter())
+        nodes = Nodes(draft.tokens, self.cache, context.slots, draft.parents)
+        check = Verification(self.verifier, draft, context.warp, context.noise, context.positions)
+        out, _ = pending = self.target.step(nodes, check, taps=self.drafter.taps)
+        times.append(perf_counter())
+        verdict = pending.result()
+        times.append(perf_counter())
+        commits = self._commit(live, draft, verdict, out)
+        if asked:
+            self.drafter.update(context, commits, TargetPass(draft, out.logits))
+        elif out.features is not None:
+            for sequence, commit, first in zip(live, commits, before, strict=True):
+                assert commit.features is not None
+                self.drafter.start(sequence.slot, sequence.tokens, first - 1, commit.features)
+        times.append(perf_counter())
+        seconds = {part: end - start for part, (start, end) in zip(PHASES, pairwise(times), strict=True)}
+        step = Step(draft, verdict, commits, context.slots, before, context.budgets, seconds, out.logits)
+        self.controller.observe(step)
+        return step
 
     def prefill(self, sequences: abc.Sequence[Sequence], rows: int | None = None) -> None:
         """Read the next tokens of some sequences into the cache, in one forward. All but the last of each are read.

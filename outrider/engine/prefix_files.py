@@ -53,7 +53,7 @@ class PrefixFiles:
 
     def __init__(self, folder: Store, loaded: Loaded) -> None:
         """Raises ValueError for a model whose content has no name."""
-        if loaded.model.device.type != "cpu":
+        if loaded.model.device != "cpu":
             raise ValueError(f"prefix_dir is for models on the CPU, and {loaded.name} is not; leave it out")
         self.folder, self.read, self.segment = folder, 0, OF_STATES if loaded.model.new_cache(1, 1).states else SEGMENT
         self._model = loaded.model

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.kernels.border import as_array
-
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
@@ -17,10 +15,6 @@ class Blocks:
     format: str  # ggml's name of the format, such as "Q4_K"
     columns: int  # the `in` of the shape
     order: np.ndarray | None = None  # int64 [out], row i of the matrix is row order[i] of `data`; None: as stored
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "data", as_array(self.data))
-        object.__setattr__(self, "order", None if self.order is None else as_array(self.order))
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from outrider.core.noise import Noise
 from outrider.core.sampling import LogitsDistribution, LogitsWarper
 from outrider.core.types import Array, Draft, Verdict
-from outrider.kernels.border import as_array
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
 from outrider.verify import Verifier
@@ -106,7 +105,7 @@ class LanguageModel(ABC):
     vocab_size: int
     # Tokens of the longest sequence that the model can read.
     max_length: int
-    device: Any  # "cpu", or torch's
+    device: str
     # True if the logits of a tree are, bit for bit, those of decoding it alone. Then `match` gives plain decoding's tokens.
     batch_invariant: bool
     # 0 if the model is not made of layers.
@@ -220,16 +219,15 @@ def check_layers(layers: Sequence[int], num_layers: int) -> list[int]:
     return chosen
 
 
-def check_head_ids(given: Any, vocab_size: int) -> np.ndarray:
+def check_head_ids(ids: np.ndarray, vocab_size: int) -> np.ndarray:
     """The tokens that an output head keeps, int64 [n]. Raises ValueError unless they are ascending tokens, at least one."""
-    ids = np.ascontiguousarray(as_array(given))
     if ids.dtype != np.int64 or ids.ndim != 1 or not len(ids) or not (np.diff(ids) > 0).all():
         raise ValueError(f"head_ids are ascending token ids, int64 [n], at least one; got {ids.dtype} {[*ids.shape]}")
     if not 0 <= int(ids[0]) <= int(ids[-1]) < vocab_size:
         raise ValueError(
             f"head_ids are tokens of the model, 0 to {vocab_size - 1}, got {int(ids[0])} to {int(ids[-1])}"
         )
-    return ids
+    return np.ascontiguousarray(ids)
 
 
 def check_whole_head(head_ids: np.ndarray | None) -> None:

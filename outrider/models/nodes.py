@@ -9,7 +9,6 @@ import numpy as np
 
 from outrider.core.tree import ancestor_mask, depth
 from outrider.kernels import cpu as native
-from outrider.kernels.border import as_array
 from outrider.models.cache import SlotCache
 
 
@@ -32,10 +31,6 @@ class Nodes:
     cache: SlotCache
     slots: list[int]
     parents: np.ndarray | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", as_array(self.tokens))
-        object.__setattr__(self, "parents", None if self.parents is None else as_array(self.parents))
 
     @property
     def count(self) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from outrider.kernels.border import as_tensor
 from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
@@ -60,4 +59,4 @@ class ToyModel(LanguageModel):
         elif want == "last":
             logits = logits[range(len(nodes.slots)), nodes.last][:, None]
         features = np.tile(lines[..., None].astype(np.float32), len(taps)) if taps else None
-        return Output(as_tensor(logits), None if features is None else as_tensor(features))
+        return Output(logits, features)

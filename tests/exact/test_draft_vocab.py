@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import LlamaForCausalLM
 
 from outrider import LLM, SamplingParams
@@ -76,7 +75,7 @@ def test_trees_from_some_tokens_keep_the_distribution(rule: str, siblings: Sibli
 class Masked(LanguageModel):
     """The obvious twin: a whole model, and -inf for the tokens that the head does not keep."""
 
-    def __init__(self, whole: LanguageModel, ids: torch.Tensor) -> None:
+    def __init__(self, whole: LanguageModel, ids: np.ndarray) -> None:
         self.whole, self.vocab_size, self.max_length = whole, whole.vocab_size, whole.max_length
         self.device, self.batch_invariant = whole.device, whole.batch_invariant
         self.out = np.ones(whole.vocab_size, bool)
@@ -104,8 +103,8 @@ def pair() -> tuple[Loaded, LlamaForCausalLM]:
 
 
 @cache
-def small_head() -> tuple[LanguageModel, torch.Tensor]:
-    ids = torch.randperm(8192, generator=torch.Generator().manual_seed(0))[:3000].sort().values
+def small_head() -> tuple[LanguageModel, np.ndarray]:
+    ids = np.sort(np.random.default_rng(0).permutation(8192)[:3000])
     return NativeModel(pair()[1], "float32", head_ids=ids), ids
 
 
@@ -116,7 +115,7 @@ def whole_head() -> LanguageModel:
 
 @cache
 def even_head() -> LanguageModel:
-    return NativeModel(pair()[1], head_ids=torch.arange(0, 8192, 2))
+    return NativeModel(pair()[1], head_ids=np.arange(0, 8192, 2))
 
 
 @native_only

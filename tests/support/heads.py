@@ -231,11 +231,11 @@ class TorchPairs(PairModel):
         nodes.cache.reserve(nodes.slots, nodes.total)
         states = torch.as_tensor(g) if features is None else head.fuse(torch.as_tensor(features))
         x, residual = head.pairs(tokens, states)
-        write(nodes, 0, *head.keys_values(x, positions))
+        write(nodes, 0, *(t.numpy() for t in head.keys_values(x, positions)))
         attention, layer = head.layer.self_attn, head.layer
         query = head._rotated(attention.split(attention.q_proj(x)), positions)
-        attended = attend(nodes, 0, query, Scoring(attention.head_dim**-0.5))
-        y = residual + attention.o_proj(torch.as_tensor(attended).flatten(2))
+        attended = attend(nodes, 0, query.numpy(), Scoring(attention.head_dim**-0.5))
+        y = residual + attention.o_proj(torch.from_numpy(attended).flatten(2))
         y = y + layer.mlp(layer.post_attention_layernorm(y))
         logits, fed_back = head.logits(y).numpy(), head.feedback(y).numpy()
         if want == "all":

@@ -10,7 +10,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 
 from outrider.control import CostModel, Costs, DraftCost, Fixed, Planner
 from outrider.core.noise import Noise, Stream
@@ -83,9 +82,7 @@ class TargetTree(BaseDrafter):
             nodes, parent, text = [(tokens[-1], -1)], 0, list(tokens)
             for level in range(budget.depth):
                 cache = self.model.new_cache(1, len(text))
-                logits = np.asarray(
-                    self.model.forward(Nodes(torch.tensor([text]), cache, [0]), want="last").logits[:, 0]
-                )
+                logits = np.asarray(self.model.forward(Nodes(np.array([text]), cache, [0]), want="last").logits[:, 0])
                 right = int(
                     batch.warp.select([b]).draw(
                         logits,

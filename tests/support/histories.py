@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import numpy as np
-import torch
 from architectures import VOCAB
 from helpers import path_to
 from row_checks import one_at_a_time
@@ -20,7 +19,7 @@ def committed(model: LanguageModel, tokens: list[int]) -> list[np.ndarray]:
     """The definition: the states after reading a text token by token."""
     cache = model.new_cache(1, 256)
     for token in tokens:
-        model.forward(Nodes(torch.tensor([[token]]), cache, [0]), want="none")
+        model.forward(Nodes(np.array([[token]]), cache, [0]), want="none")
         cache.commit([0], [[0]])
     return [t for part in cache.snapshot(0) for t in part]
 
@@ -50,16 +49,16 @@ def check_histories(model: LanguageModel, rounds: int, seed: int = 0, samples: i
         logits = [model.forward(Nodes(tokens[:, :cut], cache, slots, parents[:, :cut]), want=want).logits]
         if cut < tokens.shape[1]:
             logits.append(model.forward(Nodes(tokens[:, cut:], cache, slots, parents), want=want).logits)
-        every = torch.cat(logits, 1)
+        every = np.concatenate(logits, 1)
         for i, (slot, t) in enumerate(zip(slots, trees, strict=True)):
             for node in draw.sample(range(len(t)), min(samples, len(t))):
                 text = texts[slot] + [t[n][0] for n in path_to([p for _, p in t], node)]
                 if len(text) <= SHORT:
-                    assert torch.equal(every[i, node], one_at_a_time(model, text)[-1]), f"node {node} of slot {slot}"
+                    assert np.array_equal(every[i, node], one_at_a_time(model, text)[-1]), f"node {node} of slot {slot}"
         if samples:
             end = model.forward(Nodes(tokens[:, cut - 1 :], cache, slots, parents), want="last").logits[:, 0]
             whole = [every[i, len(t) - 1] for i, t in enumerate(trees) if len(t) >= cut]
-            assert torch.equal(end[[i for i, t in enumerate(trees) if len(t) >= cut]], torch.stack(whole))
+            assert np.array_equal(end[[i for i, t in enumerate(trees) if len(t) >= cut]], np.stack(whole))
         last = [max(draw.randrange(-1, len(t)) for _ in range(2)) for t in trees]
         paths = [path_to([p for _, p in t], node) if node >= 0 else [] for t, node in zip(trees, last, strict=True)]
         cache.commit(slots, paths)

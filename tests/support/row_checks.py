@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
+import numpy as np
 
 from outrider.core.params import SamplingParams
 from outrider.core.tree import tree
@@ -53,14 +53,14 @@ def outputs(
     return [row.tokens for row in run.generate([request(t[:-new], params) for t in texts])]
 
 
-def one_at_a_time(model: LanguageModel, text: list[int]) -> torch.Tensor:
+def one_at_a_time(model: LanguageModel, text: list[int]) -> np.ndarray:
     """[token, vocab]: the definition of what every row must be."""
     cache = model.new_cache(1, 64)
     out = []
     for token in text:
-        out.append(model.forward(Nodes(torch.tensor([[token]]), cache, [0])).logits[0, 0])
+        out.append(model.forward(Nodes(np.array([[token]]), cache, [0])).logits[0, 0])
         cache.commit([0], [[0]])
-    return torch.stack(out)
+    return np.stack(out)
 
 
 def assert_rows_do_not_depend_on_their_neighbours(model: LanguageModel) -> None:
@@ -71,15 +71,15 @@ def assert_rows_do_not_depend_on_their_neighbours(model: LanguageModel) -> None:
     for chunks in ([TEXT], [1, 16, 3], [7, 2, 11]):  # prefill, cut anyhow
         cache, at = model.new_cache(1, 64), 0
         for n in chunks:
-            logits = model.forward(Nodes(torch.tensor([text[at : at + n]]), cache, [0])).logits[0]
-            assert torch.equal(logits, alone[at : at + n]), f"prefill in chunks of {chunks}, from {at}"
+            logits = model.forward(Nodes(np.array([text[at : at + n]]), cache, [0])).logits[0]
+            assert np.array_equal(logits, alone[at : at + n]), f"prefill in chunks of {chunks}, from {at}"
             cache.commit([0], [range(n)])
             at += n
 
     # A tree whose path is text[9:14], beside a long chain and a lone root, in rows out of order.
     cache = model.new_cache(4, 64)
     for row, tokens in ((2, text[:9]), (0, other[:3]), (3, other[:17])):
-        model.forward(Nodes(torch.tensor([tokens]), cache, [row]), want="none")
+        model.forward(Nodes(np.array([tokens]), cache, [row]), want="none")
         cache.commit([row], [range(len(tokens))])
     nodes, path = [(text[9], -1)], [0]
     for token in text[10:14]:
@@ -88,12 +88,12 @@ def assert_rows_do_not_depend_on_their_neighbours(model: LanguageModel) -> None:
     long = [(token, i - 1) for i, token in enumerate(other[3:])]
     tokens, parents = tree([nodes, long, [(other[17], -1)]])
     logits = model.forward(Nodes(tokens, cache, [2, 0, 3], parents)).logits
-    assert torch.equal(logits[0, path], alone[9:14]), "a tree"
-    assert torch.equal(logits[1, : len(long)], beside[3:]), "a chain beside it"
-    assert torch.equal(logits[2, 0], beside[17]), "a root beside it"
+    assert np.array_equal(logits[0, path], alone[9:14]), "a tree"
+    assert np.array_equal(logits[1, : len(long)], beside[3:]), "a chain beside it"
+    assert np.array_equal(logits[2, 0], beside[17]), "a root beside it"
     last = model.forward(Nodes(tokens, cache, [2, 0, 3], parents), want="last").logits[:, 0]
-    assert torch.equal(last, torch.stack([logits[0, len(nodes) - 1], beside[-1], beside[17]])), "the last of each row"
+    assert np.array_equal(last, np.stack([logits[0, len(nodes) - 1], beside[-1], beside[17]])), "the last of each row"
 
     cache.commit([2], [path])
-    logits = model.forward(Nodes(torch.tensor([text[14:]]), cache, [2])).logits[0]
-    assert torch.equal(logits, alone[14:]), "after the path was committed"
+    logits = model.forward(Nodes(np.array([text[14:]]), cache, [2])).logits[0]
+    assert np.array_equal(logits, alone[14:]), "after the path was committed"

@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from outrider.kernels.border import as_array, as_dtype
 from outrider.kernels.cpu.library import AttentionStruct, CacheFormat, PlanStruct
 from outrider.kernels.cpu.state import library
 from outrider.kernels.vectors import packed_width, vector_dim
@@ -79,7 +78,9 @@ class Scoring:
     sinks: Any = None  # float [head], one more score in each softmax, without a value
 
 
-def attention(plan: AttentionPlan, query: Any, keys: Any, values: Any, scoring: Scoring) -> np.ndarray:
+def attention(
+    plan: AttentionPlan, query: np.ndarray, keys: np.ndarray, values: np.ndarray, scoring: Scoring
+) -> np.ndarray:
     """Attention of the nodes of a plan over the slot cache: float32 [batch, node, head, value_dim]. Padding gives zeros.
 
     query: float32 [batch, node, head, dim]. keys, values: [slot, kv_head, cell, dim], the nodes' own included. They are float32,
@@ -88,7 +89,6 @@ def attention(plan: AttentionPlan, query: Any, keys: Any, values: Any, scoring: 
     The result of a node depends only on its own keys, in the order of their positions. It does not depend on cells,
     neighbours, capacity, or how a prompt was cut. Raises ValueError for arrays that do not fit.
     """
-    query, keys, values = (as_array(t) for t in (query, keys, values))
     batch, nodes, heads, dim = query.shape
     (_, kv_heads, capacity, _), value_dim = values.shape, vector_dim(values)
     for name, t in (("query", query), ("keys", keys), ("values", values)):
@@ -112,7 +112,7 @@ def attention(plan: AttentionPlan, query: Any, keys: Any, values: Any, scoring: 
     out = empty((batch, nodes, heads, value_dim), np.float32)
     sinks = scoring.sinks
     if sinks is not None:
-        sinks = np.ascontiguousarray(as_array(sinks), np.float32)
+        sinks = np.ascontiguousarray(sinks, np.float32)
         if sinks.shape != (heads,):
             raise ValueError(f"sinks must hold one number per head ({heads}), got {[*sinks.shape]}")
     index, segment, chain, position, slot, parent = (p.ctypes.data for p in plan._parts)
@@ -147,9 +147,9 @@ def attention(plan: AttentionPlan, query: Any, keys: Any, values: Any, scoring: 
     return out
 
 
-def pack_vectors(x: Any, dtype: DTypeLike) -> np.ndarray:
+def pack_vectors(x: ArrayLike, dtype: DTypeLike) -> np.ndarray:
     """x [..., dim], in float32, as a cache of this dtype keeps it: see `outrider.kernels.vectors`."""
-    x, dtype = np.ascontiguousarray(as_array(x), np.float32), as_dtype(dtype)
+    x, dtype = np.ascontiguousarray(x, np.float32), np.dtype(dtype)
     dim = x.shape[-1]
     out = np.empty((*x.shape[:-1], packed_width(dim, dtype)), dtype)
     library().pack_vectors(VECTOR_FORMATS[dtype], x.ctypes.data, out.ctypes.data, x.size // max(dim, 1), dim)

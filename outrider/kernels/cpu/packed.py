@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import ArrayLike
 
 from outrider.kernels.blocks import Blocks
-from outrider.kernels.border import as_array, like
 from outrider.kernels.cpu.library import Format, PackedStruct, RowsStruct
 from outrider.kernels.cpu.state import library
 
@@ -59,8 +59,7 @@ class Packed:
     ) -> None:
         if kind not in KINDS:
             raise ValueError(f"weights are kept as one of {', '.join(KINDS)}, got {kind!r}")
-        weights = [w if isinstance(w, Blocks) else as_array(w) for w in weights]
-        biases = [None if b is None else as_array(b) for b in biases or [None] * len(weights)]
+        biases = [None] * len(weights) if biases is None else biases
         self.k = weights[0].shape[1]
         formats = [_format_of(w, self.k, kind) for w in weights]
         sizes = [w.shape[0] for w in weights]
@@ -141,7 +140,6 @@ class Packed:
             cls.from_state(part, {n.removeprefix(f"{i}."): t for n, t in buffers.items() if n.startswith(f"{i}.")})
             for i, part in enumerate(settings["parts"])
         ]
-        buffers = {name: as_array(t) for name, t in buffers.items()}
         self._data, self._bias = buffers.get("data", np.empty(0, np.uint8)), buffers.get("bias")
         panels = rounded(self.n) // LANES
         self._check_parts(what, panels, bool(settings["paired"]))
@@ -180,14 +178,14 @@ class Packed:
         here = sum(t.nbytes for t in (self._data, self._bias) if t is not None)
         return here + sum(p.bytes for p in self.parts)
 
-    def linear(self, x: Any) -> Any:
+    def linear(self, x: ArrayLike) -> np.ndarray:
         """float32 [..., in] -> float32 [..., out]."""
-        given, x = x, np.ascontiguousarray(as_array(x), np.float32)
+        x = np.ascontiguousarray(x, np.float32)
         if x.shape[-1] != self.k:
             raise ValueError(f"expected inputs [..., {self.k}], got {[*x.shape]}")
         y = np.empty((*x.shape[:-1], self.n), np.float32)
         library().linear(self.struct, x.ctypes.data, y.ctypes.data, x.size // self.k, self.k, self.n)
-        return like(given, y)
+        return y
 
     def row(self, index: int) -> np.ndarray:
         """float32 [in]: row `index` of the stacked matrices, with the rounding of the packed format.

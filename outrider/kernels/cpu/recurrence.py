@@ -7,7 +7,6 @@ from itertools import accumulate
 
 import numpy as np
 
-from outrider.kernels.border import as_array
 from outrider.kernels.cpu.library import Recurrence, ScanStruct
 from outrider.kernels.cpu.state import library
 
@@ -88,7 +87,7 @@ def selective(
         *(("a state", start, [(channels, width)]) for start in starts),
     ):
         _check(name, array, shapes)
-    a = np.ascontiguousarray(as_array(a))
+    a = np.ascontiguousarray(a)
     sizes = {
         "heads": channels,
         "keys": 1,
@@ -102,7 +101,7 @@ def selective(
 
 
 def _check(name: str, array: np.ndarray, shapes: Sequence[tuple[int, ...]]) -> None:
-    if as_array(array).dtype != np.float32 or tuple(array.shape) not in shapes:
+    if array.dtype != np.float32 or array.shape not in shapes:
         raise ValueError(
             f"{name} must be float32 {' or '.join(str([*s]) for s in shapes)}, got {array.dtype} {[*array.shape]}"
         )
@@ -122,9 +121,9 @@ def _run(
     count = shape[0]
     if any(not 0 <= row < count for chain in chains for row in chain):
         raise ValueError(f"a chain has a row beyond the {count} that are given")
-    read = {name: as_array(t).reshape(count, -1) for name, t in parts.items()}
+    read = {name: t.reshape(count, -1) for name, t in parts.items()}
     records, ends = np.concatenate([*read.values()], 1), [0, *accumulate(t.shape[1] for t in read.values())]
-    begins = [np.ascontiguousarray(as_array(t)) for t in starts]
+    begins = [np.ascontiguousarray(t) for t in starts]
     work = [np.empty_like(start) for start in begins]  # the states that are not returned
     states = [[np.empty_like(start) if w else None for w in ws] for start, ws in zip(begins, wanted, strict=True)]
     out = np.zeros(shape, np.float32)

@@ -6,11 +6,8 @@ import ctypes
 import hashlib
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from outrider.kernels.cpu.library import Library, load
 
@@ -118,22 +115,3 @@ def set_num_threads(threads: int) -> None:
     if threads < 1:
         raise ValueError(f"at least one thread is needed, got {threads}")
     library().set_threads(threads)
-
-
-@contextmanager
-def one_torch_thread(device: Any) -> Iterator[None]:
-    """Give torch one thread on the CPU, where the native kernels do the heavy work.
-
-    More threads would split elementwise work at points that depend on its size, and round some elements differently.
-    OpenMP's threads also spin for milliseconds after their work, on the cores that the kernels need next.
-    """
-    torch: Any = sys.modules.get("torch")
-    threads = 1 if torch is None else torch.get_num_threads()
-    if getattr(device, "type", device) != "cpu" or threads == 1 or not available():
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -28,7 +28,7 @@ class DeviceCache(SlotCache):
         max_length: int,
         dtype: str,
         states: Mapping[Hashable, SlotStates],
-        device: torch.device,
+        device: str,
     ) -> None:
         super().__init__(num_slots, max_length, dtype, states)
         self.device = device

@@ -11,7 +11,8 @@ matrix product with a bare parameter (the router of a mixture) sums in another o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,8 @@ from torch.utils._pytree import tree_map_only
 
 from outrider.kernels import cpu as native
 from outrider.kernels import why_no_kernels
-from outrider.kernels.border import as_array
 from outrider.models.dtypes import DTYPES, dtype_name
+from outrider.models.hf.arrays import as_array
 
 _WIDE = 64  # elements; a multiple of what one pass of any vector loop takes
 _EASY_POWERS = (-2, -1, -0.5, 0.5, 1, 2, 3)  # made of products, quotients and roots, which round alike everywhere
@@ -122,6 +123,24 @@ def pack_linears_(model: nn.Module, weights: str = "auto") -> None:
         weight = module.weight.detach()
         new = PackedLinear(weight.T if isinstance(module, Conv1D) else weight, module.bias, weights)
         model.set_submodule(name, new.train(module.training))
+
+
+@contextmanager
+def one_thread(device: str) -> Iterator[None]:
+    """Give torch one thread on the CPU, where the native kernels do the heavy work.
+
+    More threads would split elementwise work at points that depend on its size, and round some elements differently.
+    OpenMP's threads also spin for milliseconds after their work, on the cores that the kernels need next.
+    """
+    threads = torch.get_num_threads()
+    if device != "cpu" or threads == 1 or not native.available():
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class BatchInvariantOps(TorchFunctionMode):

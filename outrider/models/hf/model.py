@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from outrider.kernels import cpu as native
-from outrider.kernels.border import as_array, as_tensor, like
 from outrider.models.base import (
     FINAL_NORM,
     LanguageModel,
@@ -33,10 +31,11 @@ from outrider.models.base import (
 )
 from outrider.models.cache import SlotCache
 from outrider.models.checkpoint import UnsupportedModel
+from outrider.models.hf.arrays import as_array
 from outrider.models.hf.device import DeviceCache
 from outrider.models.hf.experts import pack_experts_, weight_bytes
 from outrider.models.hf.hooks import NAME, SURVEY, ForwardState, LayerStack
-from outrider.models.hf.linear import BatchInvariantOps, PackedLinear, pack_linears_
+from outrider.models.hf.linear import BatchInvariantOps, PackedLinear, one_thread, pack_linears_
 from outrider.models.hf.recurrent import Recurrences, StateView, attends, stores_state
 from outrider.models.hf.states import LayerStates
 from outrider.models.matrix import float_rows
@@ -81,8 +80,8 @@ class HFModel(LanguageModel):
         ids = None if head_ids is None else check_head_ids(head_ids, self.vocab_size)
         if ids is not None:
             _keep_head_(self.model, torch.from_numpy(ids))
-        self.device = next(self.model.parameters()).device
-        if self.device.type == "cpu":
+        self.device = str(next(self.model.parameters()).device)
+        if self.device == "cpu":
             routers = {n: m for n, m in self.model.named_modules() if _more_than_linear(m) or n.endswith(".dt_proj")}
             pack_linears_(self.model, weights)
             for name, module in routers.items():
@@ -105,11 +104,11 @@ class HFModel(LanguageModel):
         self.recurrences = Recurrences(self.model, self._call, self._context)
         ropes = [(m, getattr(m, "rope_type", None)) for m in self.model.modules()]
         self._ropes: list[tuple[Any, str]] = [(m, kind) for m, kind in ropes if kind in ("longrope", "dynamic")]
-        self._dtype = torch.float32 if self.device.type == "cpu" else self.model.dtype
+        self._dtype = torch.float32 if self.device == "cpu" else self.model.dtype
         self._stable = BatchInvariantOps()
-        self._careful = self.device.type == "cpu"  # run under `_stable`
+        self._careful = self.device == "cpu"  # run under `_stable`
         # On other devices the matrix kernels change with the batch.
-        self.batch_invariant = self._is_its_own() and self.device.type == "cpu"
+        self.batch_invariant = self._is_its_own() and self.device == "cpu"
         self.windows = tuple(self._call.windows.get(layer) or 0 for layer in range(self.num_layers))
         self.kv_cache_dtype = kv_cache_dtype  # it was tried without rounding
         self._careful &= self._stable.needed > 0
@@ -118,7 +117,7 @@ class HFModel(LanguageModel):
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         states = {key: LayerStates(start, num_slots) for key, start in self.recurrences.starts.items()}
-        if self.device.type == "cpu":
+        if self.device == "cpu":
             return SlotCache(num_slots, max_length, self.kv_cache_dtype, states)
         return DeviceCache(num_slots, max_length, self.kv_cache_dtype, states, self.device)
 
@@ -145,7 +144,7 @@ class HFModel(LanguageModel):
         out = logits.cpu().numpy()
         if self._head_ids is not None:
             out = over_vocabulary(out, self._head_ids, self.vocab_size)
-        return Output(as_tensor(out), None if features is None else features.float().cpu())
+        return Output(out, None if features is None else features.float().cpu().numpy())
 
     def _put(self, numbers: np.ndarray) -> Tensor:
         return torch.tensor(numbers, device=self.device)
@@ -162,7 +161,7 @@ class HFModel(LanguageModel):
     @contextmanager
     def _context(self) -> Iterator[None]:
         """The arithmetic of a forward."""
-        with self._stable if self._careful else nullcontext(), native.one_torch_thread(self.device):
+        with self._stable if self._careful else nullcontext(), one_thread(self.device):
             yield
 
     def layer_subset(self, layers: Sequence[int]) -> HFModel:
@@ -195,19 +194,16 @@ class HFModel(LanguageModel):
             raise ValueError("a matrix of this model is in oneDNN's own layout; the native kernels could share it")
         return self._rows(head, tokens)
 
-    def _rows(self, module: Any, tokens: Any) -> Any:
+    def _rows(self, module: Any, tokens: np.ndarray) -> np.ndarray:
         if isinstance(module, PackedLinear) and module.matrix is not None:
-            rows = float_rows(module.matrix, as_array(tokens))
-        else:
-            rows = module.weight.detach()[torch.as_tensor(tokens)].float().cpu().numpy()
-        return like(tokens, rows)
+            return float_rows(module.matrix, tokens)
+        return module.weight.detach()[torch.from_numpy(tokens)].float().cpu().numpy()
 
     @torch.no_grad()
     def output_head(self, hidden: np.ndarray) -> np.ndarray:
         check_whole_head(self._head_ids)
         head: Any = self.model.get_output_embeddings()
-        out = head(torch.as_tensor(hidden, dtype=self._dtype, device=self.device)).float().cpu().numpy()
-        return like(hidden, out)
+        return head(torch.tensor(hidden, dtype=self._dtype, device=self.device)).float().cpu().numpy()
 
     def _scale_ropes(self, length: int) -> None:
         """Choose the rotary factors from the longest text that the cache may hold, as vLLM does.
@@ -280,7 +276,7 @@ class HFModel(LanguageModel):
         cache = self.new_cache(2, 16)
         self.forward(Nodes(np.array([[a, b]]), cache, [0]), want="none")
         cache.commit([0], [[0, 1]])
-        tree = np.asarray(self.forward(Nodes(tokens, cache, [0, 1], parents)).logits)
+        tree = self.forward(Nodes(tokens, cache, [0, 1], parents)).logits
         alone = self.forward(Nodes(np.array([[c]]), cache, [0])).logits[0, 0]
         gap = float(np.abs(tree[[1, 1, 0, 0], [0, 1, 0, 2]] - own).max() / max(np.abs(own).max(), 1e-6))
         if np.isfinite(own).all() and not gap < self.tolerance:

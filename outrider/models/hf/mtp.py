@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.core.types import Array
-from outrider.kernels.border import as_array, as_tensor
 from outrider.models.base import FINAL_NORM, LanguageModel, Want
 from outrider.models.config import config_of, native_kind
+from outrider.models.hf.arrays import as_tensor
 from outrider.models.hf.model import HFModel
 from outrider.models.hf.skeleton import filled, skeleton_of
 from outrider.models.mtp import JOIN, MTP
@@ -77,7 +77,7 @@ class HFMtp:
         finally:
             self._join.states = None
         assert out.features is not None
-        return as_array(out.logits), as_array(out.features)
+        return out.logits, out.features
 
 
 class _Join(nn.Module):
@@ -94,7 +94,8 @@ class _Join(nn.Module):
         del raw.enorm, raw.hnorm, raw.fc
 
     def forward(self, tokens: Tensor) -> Tensor:
-        embedded = as_tensor(self._embed(tokens.cpu().numpy())).to(self.enorm.weight)
+        weight = cast("Tensor", self.enorm.weight)
+        embedded = torch.from_numpy(self._embed(tokens.cpu().numpy())).to(weight)
         states = torch.zeros_like(embedded) if self.states is None else self.states.to(embedded)
         return self.fc(torch.cat([self.enorm(embedded), self.hnorm(states)], -1))
 
@@ -108,4 +109,4 @@ class _TargetHead(nn.Module):
         self._read = target.output_head
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return as_tensor(self._read(hidden.float().cpu().numpy())).to(hidden.device)
+        return torch.from_numpy(self._read(hidden.float().cpu().numpy())).to(hidden.device)

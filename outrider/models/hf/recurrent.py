@@ -124,7 +124,9 @@ def _selective(given: dict[str, Any]) -> RecurrentStep | None:
 
     return RecurrentStep(
         [x.reshape(len(x), -1), dt.reshape(len(x), -1), b, c],
-        _kernel(lambda read, *chains: native.selective(read[0], read[1], a, read[2], read[3], *chains), flat=True),
+        _kernel(
+            lambda read, *chains: native.selective(read[0], read[1], a.numpy(), read[2], read[3], *chains), flat=True
+        ),
         finish,
     )
 
@@ -141,8 +143,8 @@ def _kernel(scan: Callable[..., tuple[np.ndarray, list[list[np.ndarray | None]]]
 
     def advance(chains: Sequence[NodeChain], inputs: Sequence[Tensor]) -> tuple[Tensor, list[list[State]]]:
         shape = chains[0].start[0].shape
-        starts = [c.start[0].reshape(-1, shape[-1]) if flat else c.start[0][0] for c in chains]
-        out, after = scan(inputs, starts, [c.rows for c in chains], [c.wanted for c in chains])
+        starts = [(c.start[0].reshape(-1, shape[-1]) if flat else c.start[0][0]).numpy() for c in chains]
+        out, after = scan([t.numpy() for t in inputs], starts, [c.rows for c in chains], [c.wanted for c in chains])
         states = [[(torch.from_numpy(s).view(shape),) for s in each if s is not None] for each in after]
         return torch.from_numpy(out), states
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from outrider.kernels.blocks import Blocks
-from outrider.kernels.border import as_tensor
 from outrider.models.config import Config
+from outrider.models.hf.arrays import as_tensor
 from outrider.models.hf.experts import is_mixture
 from outrider.models.hf.powers import ExactPowers
 from outrider.models.matrix import dense

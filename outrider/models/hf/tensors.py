@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from outrider.kernels.border import as_array
 from outrider.models.config import Config, config_of
 from outrider.models.dtypes import dtype_name
+from outrider.models.hf.arrays import as_array
 from outrider.models.native.program import NotNative
 from outrider.models.tensors import Expert, Experts
 

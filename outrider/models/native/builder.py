@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from outrider.kernels import cpu as native
-from outrider.kernels.border import as_array, is_tensor
 from outrider.kernels.cpu.library import (
     Activation,
     Finish,
@@ -93,7 +92,6 @@ class Builder:
     def embed(self, name: str = "model.embed_tokens", factor: float = 1.0, out: Value | None = None) -> Value:
         """The row of a node's token, times a factor."""
         table = self.source.table(name)
-        table = as_array(table) if is_tensor(table) else table
         floats = isinstance(table, np.ndarray)
         rows, width = table.shape if floats else (table.n, table.k)
         if rows < self.source.vocab_size:
@@ -136,7 +134,7 @@ class Builder:
         """
         size = x.width if per_group else group or x.width
         weight = None if name is None else self.vector(f"{name}.weight", size)
-        bias = None if self._array(f"{name}.bias") is None else self.vector(f"{name}.bias", size)
+        bias = None if self.source.tensor(f"{name}.bias") is None else self.vector(f"{name}.bias", size)
         weight = weight + np.float32(1) if weight is not None and one_added else weight
         place = self._place(out, add_to, x.width)
         flags = (*_WHEN[when], *(("per_group",) if per_group else ()), *(("add",) if add_to else ()))
@@ -184,7 +182,7 @@ class Builder:
 
     def has(self, name: str) -> bool:
         """Whether there is a module with a weight of this name."""
-        return self._array(f"{name}.weight") is not None
+        return self.source.tensor(f"{name}.weight") is not None
 
     def rotary(self, settings: Mapping[str, Any] | None, layer_type: str = "", module: str = "model.rotary_emb") -> int:
         """The number of a table of angles, for `rope`. settings: `rope_parameters` of the configuration. layer_type: of models
@@ -193,7 +191,7 @@ class Builder:
         if kind not in (*_FIXED_ROTARY, "longrope"):
             raise NotNative(f"its rotary embedding ({kind}) changes with the length of the text")
         name = f"{module}.{layer_type}_" if layer_type else f"{module}."
-        frequencies = self._array(f"{name}inv_freq")
+        frequencies = self.source.tensor(f"{name}inv_freq")
         if frequencies is None or frequencies.ndim != 1:
             raise NotNative(f"it has no frequencies {name}inv_freq")
         factor = float(self.source.number(f"{name}attention_scaling", 1.0))
@@ -408,12 +406,12 @@ class Builder:
 
     def conv(self, x: Value, name: str, *, activation: str | None = None) -> Value:
         """The causal convolution over the node's path, with its bias if there is one. activation: None or "silu"."""
-        weight = self._array(f"{name}.weight")
+        weight = self.source.tensor(f"{name}.weight")
         if weight is None or weight.ndim != 3 or weight.shape[:2] != (x.width, 1) or not 1 < weight.shape[2] <= 8:
             raise ValueError(f"{name} has no weights [{x.width}, 1, taps] of 2 to 8 taps")
         if activation not in (None, "silu", "swish"):
             raise NotNative(f"its convolution has the activation {activation}")
-        bias = self.vector(f"{name}.bias", x.width) if self._array(f"{name}.bias") is not None else None
+        bias = self.vector(f"{name}.bias", x.width) if self.source.tensor(f"{name}.bias") is not None else None
         numbers = (self._state(), weight.shape[2], _ACTIVATIONS["silu" if activation else "identity"])
         taps = np.ascontiguousarray(weight[:, 0].T)
         return self._add("conv", in_=x, out=self.value(x.width), p=taps, q=bias, i=numbers)
@@ -501,7 +499,7 @@ class Builder:
             tuple(self._angles),
             dict(self._cells),
             head.matrices[0],
-            None if self.source.head_ids is None else as_array(self.source.head_ids),
+            self.source.head_ids,
             embed.matrices[0] if embed.matrices else embed.p,  # pyright: ignore[reportArgumentType]
             embed.f[0],
             self.source.vocab_size,
@@ -521,13 +519,9 @@ class Builder:
             raise ValueError(f"{width} numbers do not fit a value of {place.width}")
         return place
 
-    def _array(self, name: str) -> np.ndarray | None:
-        tensor = self.source.tensor(name)
-        return None if tensor is None else as_array(tensor)
-
     def vector(self, name: str, size: int = 0) -> np.ndarray:
         """A parameter of one dimension. size: its numbers; 0: as the weights have it. Raises ValueError if it is not there."""
-        numbers = self._array(name)
+        numbers = self.source.tensor(name)
         if numbers is None:
             raise ValueError(f"{name} is not there")
         if numbers.size != (size or numbers.size) or numbers.dtype != np.float32:

@@ -14,13 +14,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from outrider.core.noise import Stream
 from outrider.core.sampling import LogitsDistribution
 from outrider.core.types import Verdict
 from outrider.kernels import cpu as native
-from outrider.kernels.border import as_array, as_tensor, like
 from outrider.models.base import (
     EMBEDDING,
     Chain,
@@ -171,7 +169,7 @@ class NativeModel(LanguageModel):
             config = config_for(model)
             model = build(config.kind, config, TensorSource(ModuleTensors(model), config, weights, head_ids))
         self.vocab_size, self.max_length, self.kv_cache_dtype = model.vocab_size, model.max_length, kv_cache_dtype
-        self.device = torch.device("cpu")
+        self.device = "cpu"
         self.batch_invariant = self.skips_padding = True
         self.weight_bytes, self.head_bytes = sum(m.bytes for m in model.matrices), model.head.bytes
         self._run(model)
@@ -203,7 +201,7 @@ class NativeModel(LanguageModel):
         for i, t in enumerate(taps):
             if features is not None and t == EMBEDDING:
                 features[..., i * self.program.hidden : (i + 1) * self.program.hidden] = self._embedded(nodes.tokens)
-        return Output(as_tensor(logits), None if features is None else as_tensor(features))
+        return Output(logits, features)
 
     def step(self, nodes: Nodes, check: Verification, *, taps: tuple[int, ...] = ()) -> Pending:
         """See `LanguageModel.step`. One native call, but for sequences whose parameters depend on their tokens."""
@@ -227,16 +225,16 @@ class NativeModel(LanguageModel):
         return self.program.table
 
     def embedding_rows(self, tokens: np.ndarray) -> np.ndarray:
-        return like(tokens, float_rows(self.program.table, as_array(tokens)))
+        return float_rows(self.program.table, tokens)
 
     def head_rows(self, tokens: np.ndarray) -> np.ndarray:
-        ids, wanted = self.program.head_ids, as_array(tokens)
-        places = wanted if ids is None else np.searchsorted(ids, wanted)
-        if ids is not None and not np.array_equal(ids[np.minimum(places, len(ids) - 1)], wanted):
+        ids = self.program.head_ids
+        places = tokens if ids is None else np.searchsorted(ids, tokens)
+        if ids is not None and not np.array_equal(ids[np.minimum(places, len(ids) - 1)], tokens):
             raise ValueError(
                 "the output head of this model does not keep some of these tokens; load it without head_ids"
             )
-        return like(tokens, float_rows(self.program.head, places))
+        return float_rows(self.program.head, places)
 
     def output_head(self, hidden: np.ndarray) -> np.ndarray:
         check_whole_head(self.program.head_ids)

@@ -12,7 +12,6 @@ import numpy as np
 from outrider.core.noise import Stream
 from outrider.core.sampling import LogitsWarper, log_min_p
 from outrider.kernels import cpu as native
-from outrider.kernels.border import as_array
 from outrider.kernels.cpu.library import ChainsStruct, ChainStruct, DrawStruct, ForwardStruct
 from outrider.kernels.cpu.packed import MOST
 from outrider.kernels.vectors import packed_width
@@ -105,8 +104,7 @@ class _ChainBuffers:
 
     def __init__(self, chain: Chain) -> None:
         self.chain, depth, width = chain, chain.depth, chain.width
-        features = None if chain.features is None else as_array(chain.features)
-        self._features = None if features is None else np.ascontiguousarray(features, np.float32)
+        self._features = None if chain.features is None else np.ascontiguousarray(chain.features, np.float32)
         self._tokens = (ctypes.c_int64 * (len(chain.tokens) + depth))(*chain.tokens)
         self._chances, self._siblings = (ctypes.c_float * (depth * width))(), (ctypes.c_int64 * (depth * (width - 1)))()
 

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
 
+import numpy as np
 import pytest
-import torch
 from crossed import crossed
 from engines import read, run, submit
 from helpers import Loop, RandomTree, TargetTree, plain_texts, planned, request
@@ -44,7 +44,7 @@ class Tapped(BaseDrafter):
         self.texts: dict[int, Sequence[int]] = {}
         self.positions = 0  # checked so far, over all sequences
 
-    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
+    def start(self, slot: int, tokens: Sequence[int], first: int, features: np.ndarray) -> None:
         assert len(tokens) > first + len(features), "a token must follow each chunk"
         self._take(slot, tokens, first, features)
 
@@ -67,19 +67,19 @@ class Tapped(BaseDrafter):
         """The values are compared at the end of a text: those of a position depend on the tokens up to it alone."""
         stop = self.seen.pop(slot, None)
         if stop is not None:
-            held, nodes = torch.cat(self.held.pop(slot)), torch.tensor([list(self.texts[slot][:stop])])
+            held, nodes = np.concatenate(self.held.pop(slot)), np.array([self.texts[slot][:stop]])
             alone = Nodes(nodes, BUILTIN.model.new_cache(1, stop), [0])
             want = BUILTIN.model.forward(alone, taps=self.taps, want="none").features
             assert want is not None
-            assert torch.equal(held, want[0, stop - len(held) :]), f"slot {slot}: other features than the target's"
+            assert np.array_equal(held, want[0, stop - len(held) :]), f"slot {slot}: other features than the target's"
         self.wrapped.release(slot)
 
-    def _take(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
+    def _take(self, slot: int, tokens: Sequence[int], first: int, features: np.ndarray) -> None:
         next_position = self.seen.get(slot, first)
         assert first == next_position, f"slot {slot}: position {first} comes where {next_position} was next"
         self.seen[slot] = first + len(features)
         self.positions += len(features)
-        self.held[slot].append(features.clone())
+        self.held[slot].append(features.copy())
         self.texts[slot] = tokens
 
 

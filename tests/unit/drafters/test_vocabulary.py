@@ -203,13 +203,13 @@ class Renamed(ToyModel):
     def __init__(self, order: list[int], size: int) -> None:
         """order: by target id, the id here."""
         super().__init__(VOCAB)
-        self.inner, self.order, self.vocab_size = ToyModel(VOCAB), torch.tensor(order), size
+        self.inner, self.order, self.vocab_size = ToyModel(VOCAB), np.array(order), size
 
     def forward(self, nodes, **options) -> Output:
-        back = torch.zeros(self.vocab_size, dtype=torch.long)
-        back[self.order] = torch.arange(VOCAB)
+        back = np.zeros(self.vocab_size, np.int64)
+        back[self.order] = np.arange(VOCAB)
         out = self.inner.forward(replace(nodes, tokens=back[nodes.tokens]), **options)
-        logits = out.logits.new_full((*out.logits.shape[:2], self.vocab_size), -9.0)
+        logits = np.full((*out.logits.shape[:2], self.vocab_size), -9.0, np.float32)
         logits[..., self.order] = out.logits
         return Output(logits, out.features)
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 from crossed import crossed
 from helpers import VOCAB, RandomTree, TargetTree, counts, decoder, plain_texts, request, toy_drafters
 
 from outrider.core.params import SamplingParams
-from outrider.core.types import Budget, Draft, Guarantee
-from outrider.drafters.base import DraftContext
+from outrider.core.types import Budget, Guarantee
 from outrider.engine.prefix_cache import PrefixCache
-from outrider.kernels import cpu as native
 from outrider.models.base import Output, Want
 from outrider.models.cache import SCRATCH
 from outrider.models.nodes import Nodes
@@ -132,28 +129,6 @@ def test_the_guarantee_says_what_the_models_arithmetic_allows() -> None:
     assert decoder(TARGET, Wrong()).guarantee is Guarantee.EXACT_TOKENS
     assert decoder(TARGET, Wrong(), verifier="block").guarantee is Guarantee.EXACT_DISTRIBUTION
     assert decoder(uneven, Wrong()).guarantee is Guarantee.EXACT_DISTRIBUTION
-
-
-def test_torch_has_one_thread_while_the_kernels_work() -> None:
-    """OpenMP's threads spin on after their work, on the cores that the next forward needs: it took 1.4 times as long."""
-    if not native.available():
-        pytest.skip("needs the native kernels")
-
-    class Counting(Wrong):
-        def propose(self, batch: DraftContext) -> Draft:
-            seen.append(torch.get_num_threads())
-            if len(seen) == 3:
-                raise KeyError("broken")
-            return super().propose(batch)
-
-    seen: list[int] = []
-    torch.set_num_threads(3)
-    try:
-        with pytest.raises(KeyError):
-            decoder(TARGET, Counting()).generate([request([1, 2], PARAMETERS["greedy"], 0)])
-        assert (seen, torch.get_num_threads()) == ([1, 1, 1], 3)
-    finally:
-        torch.set_num_threads(1)
 
 
 class Counted(ToyModel):

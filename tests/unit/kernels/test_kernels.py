@@ -20,6 +20,7 @@ from torch.nn import functional
 from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
 from outrider.kernels.cpu.library import ExpertsStruct, Finish, Router, RouteStruct
+from outrider.models.hf.arrays import as_array
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
 
@@ -55,6 +56,13 @@ def dense(m: Tensor | Blocks | native.Packed) -> Tensor:
     return m if isinstance(m, Tensor) else torch.from_numpy(m.dense())
 
 
+def pack(
+    weights: Sequence[Tensor | Blocks], kind: str, biases: Sequence[Tensor | None] | None = None, paired: bool = False
+) -> native.Packed:
+    arrays = [w if isinstance(w, Blocks) else as_array(w) for w in weights]
+    return native.Packed(arrays, kind, biases and [None if b is None else b.numpy() for b in biases], paired=paired)
+
+
 def times(packed: native.Packed, x: Tensor) -> Tensor:
     return torch.from_numpy(packed.linear(x.numpy()))
 
@@ -70,7 +78,7 @@ def rounded(x: Tensor, bits: int) -> Tensor:
 
 def linear(kind: str, n: int, k: int, rows: int = 64) -> Case:
     bias, x = torch.randn(n), torch.randn(rows, k)
-    packed = native.Packed([torch.randn(n, k) * 0.05], kind, [bias])
+    packed = pack([torch.randn(n, k) * 0.05], kind, [bias])
     close = {"int8": 1e-4, "int4": 2e-2}.get(kind, 1e-5)
     return Case(rows, lambda r: times(packed, x[r]), lambda: x.double() @ dense(packed).double().T + bias, close)
 
@@ -78,7 +86,7 @@ def linear(kind: str, n: int, k: int, rows: int = 64) -> Case:
 def blocks(name: str, n: int, k: int, rows: int) -> Case:
     matrix, x = random_blocks(name, n, k), spread(rows, k)
     x[0, :32] = 0
-    packed, bits = native.Packed([matrix], "float32"), 16 if name in EIGHT_BITS else 8
+    packed, bits = pack([matrix], "float32"), 16 if name in EIGHT_BITS else 8
     # one of 384,000 activations may lie so near to a half that float32 rounds it to the other side: a unit of 32,767
     close = 3e-6 if bits == 8 else 1e-5
     return Case(rows, lambda r: times(packed, x[r]), lambda: rounded(x, bits) @ dense(matrix).double().T, close)
@@ -88,10 +96,10 @@ def side_by_side(formats: Sequence[str], paired: bool) -> Case:
     """Matrices in several formats, of which every second one has a bias."""
     matrices = [torch.randn(21, 512).bfloat16() if f == "bfloat16" else random_blocks(f, 48, 512) for f in formats]
     biases = [None if i % 2 else torch.randn(m.shape[0]) for i, m in enumerate(matrices)]
-    packed, x = native.Packed(matrices, "bfloat16", biases, paired=paired), spread(30, 512)
+    packed, x = pack(matrices, "bfloat16", biases, paired=paired), spread(30, 512)
 
     def twin() -> Tensor:
-        parts = [times(native.Packed([m], "bfloat16", [b]), x) for m, b in zip(matrices, biases, strict=True)]
+        parts = [times(pack([m], "bfloat16", [b]), x) for m, b in zip(matrices, biases, strict=True)]
         alternate = torch.stack([p[:, :48].unflatten(1, (3, 16)) for p in parts], 2).flatten(1) if paired else None
         return (torch.cat(parts, 1) if alternate is None else alternate).double()
 
@@ -161,8 +169,8 @@ class Mixture:
             biases = [torch.randn(n) * biased for n in (middle, middle, hidden)]
             first = slice(1 if finish == "STORE" else 0, 2)  # without a gate
             given = biases if biased else [None] * 3
-            self.packed.append(native.Packed(parts[first], "float32", given[first], paired=finish != "STORE"))
-            self.packed.append(native.Packed(parts[2:], "float32", given[2:]))
+            self.packed.append(pack(parts[first], "float32", given[first], paired=finish != "STORE"))
+            self.packed.append(pack(parts[2:], "float32", given[2:]))
             self.matrices.append((*map(dense, parts), *biases))
 
     @staticmethod
@@ -286,7 +294,7 @@ def test_rows_are_those_of_the_twin_and_have_the_same_bits_in_any_company(name: 
 def test_a_matrix_is_rounded_to_the_nearest(kind: str) -> None:
     for n, k in SHAPES:
         w = torch.randn(n, k)
-        held = dense(native.Packed([w], kind))
+        held = dense(pack([w], kind))
         if hasattr(torch, kind) and kind.endswith(("16", "32")):
             assert torch.equal(held, w.to(getattr(torch, kind)).float())
         else:
@@ -299,22 +307,22 @@ def test_weights_in_blocks_are_those_of_ggml(name: str) -> None:
     """In any order, and with every bit set, or none, against the largest activations of either sign: no sum may wrap."""
     for shape in ((37, 512), (64, 768)):
         matrix, order = random_blocks(name, *shape), torch.randperm(shape[0])[: shape[0] // 2]
-        assert torch.equal(dense(native.Packed([matrix], "float32")), dense(matrix))
-        some = Blocks(matrix.data, matrix.format, matrix.columns, order)
+        assert torch.equal(dense(pack([matrix], "float32")), dense(matrix))
+        some = Blocks(matrix.data, matrix.format, matrix.columns, order.numpy())
         assert some.shape == (len(order), shape[1])
-        assert torch.equal(dense(native.Packed([some], "float32")), dense(matrix)[order])
+        assert torch.equal(dense(pack([some], "float32")), dense(matrix)[order])
     signs = torch.tensor([[1.0] * 512, [-1.0] * 512, [1.0, -1.0] * 256, [1.0, 1.0, -1.0, -1.0] * 128])
     for fill in (0, 255, 170, 85):
         matrix = random_blocks(name, 16, 512, fill)
         exact = signs.double() @ dense(matrix).double().T
         for isa in native.isas():
             if native.use_isa(isa):
-                y = times(native.Packed([matrix], "float32"), signs)
+                y = times(pack([matrix], "float32"), signs)
                 assert (y - exact).abs().max() <= 1e-5 * exact.abs().max() + 1e-4, (fill, isa)
 
 
 def test_a_row_that_is_not_finite_spoils_only_itself() -> None:
-    packed, x = native.Packed([random_blocks("Q4_K", 32, 512)], "float32"), spread(9, 512)
+    packed, x = pack([random_blocks("Q4_K", 32, 512)], "float32"), spread(9, 512)
     mixture, routed = Mixture(4, 512, 256, "SWIGLU", ("Q4_K",)), route(torch.randn(9, 4), 2, "SOFTMAX_TOP")
     clean, others = (times(packed, x), mixture.run(x, routed)), [n for n in range(9) if n not in (1, 2)]
     x[1, 7], x[2, 300] = torch.nan, torch.inf

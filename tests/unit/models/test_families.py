@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from architectures import FAMILIES, MUP, prompts, tiny
@@ -86,7 +87,7 @@ def test_a_family_gives_the_logits_and_taps_of_transformers(name: str) -> None:
     ours, reference = native_of(name), HFModel(raw_of(name), weights="float32")
     [text, ids] = prompts(30, 9)
     grown = tree([[(n, p) for n, p in zip(ids, [-1, 0, 1, 1, 3, 2, 0, 6, 5], strict=True)], [(ids[0], -1)]])
-    for tokens, parents in ((torch.tensor([text]), None), grown):
+    for tokens, parents in ((np.array([text]), None), grown):
         slots = [*range(len(tokens))]
         pair = [
             m.forward(Nodes(tokens, m.new_cache(len(slots), 64), slots, parents), taps=TAPS) for m in (ours, reference)
@@ -95,7 +96,7 @@ def test_a_family_gives_the_logits_and_taps_of_transformers(name: str) -> None:
         for mine, right in zip(*pair, strict=True):
             assert mine is not None
             assert right is not None
-            torch.testing.assert_close(mine[real], right[real], atol=1e-4 * float(right.abs().max()), rtol=0)
+            np.testing.assert_allclose(mine[real], right[real], atol=1e-4 * np.abs(right).max(), rtol=0)
     assert ours.program.recurrent or ours.windows == reference.windows
 
 
@@ -121,8 +122,8 @@ def test_a_node_has_the_same_bits_in_every_precision(name: str, precision: tuple
             for count in (1, 2):
                 native.set_num_threads(count)
                 if native.use_isa(other):
-                    logits = model.forward(Nodes(torch.tensor([ids]), model.new_cache(1, 64), [0])).logits[0]
-                    assert torch.equal(logits, alone), (other, count)
+                    logits = model.forward(Nodes(np.array([ids]), model.new_cache(1, 64), [0])).logits[0]
+                    assert np.array_equal(logits, alone), (other, count)
     finally:
         native.use_isa(isa)
         native.set_num_threads(threads)
@@ -147,9 +148,9 @@ def test_ten_thousand_histories() -> None:
 def test_a_cache_of_other_states_or_nodes_is_refused() -> None:
     """`test_states.py` says which paths can be committed."""
     model = native_of("lfm2")
-    cache, more = model.new_cache(1, 64), torch.tensor([[9]])
+    cache, more = model.new_cache(1, 64), np.array([[9]])
     with pytest.raises(RuntimeError, match="fewer nodes"):
-        model.forward(Nodes(more, cache, [0], torch.tensor([[-1, 0, 1, 2, 3, 4, 5]])))
+        model.forward(Nodes(more, cache, [0], np.array([[-1, 0, 1, 2, 3, 4, 5]])))
     with pytest.raises(ValueError, match="another model"):
         model.forward(Nodes(more, native_of("bamba").new_cache(1, 64), [0]))
 
@@ -161,7 +162,7 @@ def test_the_cache_of_a_latent_holds_nothing_else(dtype: str, close: float) -> N
     model, reference, tokens = (
         native_of("deepseek_v3", kv_cache_dtype=dtype),
         HFModel(raw, weights="float32"),
-        torch.tensor([ids]),
+        np.array([ids]),
     )
     cache = model.new_cache(1, 64)
     logits, exact = (
@@ -169,22 +170,22 @@ def test_the_cache_of_a_latent_holds_nothing_else(dtype: str, close: float) -> N
     )
     numbers = raw.config.kv_lora_rank + raw.config.qk_rope_head_dim
     assert cache.bytes_per_token == 2 * {"auto": 4 * numbers, "bfloat16": 2 * numbers, "int8": numbers + 4}[dtype]
-    assert (logits - exact).abs().mean() < close * exact.abs().max()
+    assert np.abs(logits - exact).mean() < close * np.abs(exact).max()
 
 
 @pytest.mark.parametrize("length", [16, 17])
 def test_the_longest_text_of_a_cache_chooses_the_angles_of_longrope(length: int) -> None:
     """A text of one length has other angles in a cache for longer texts, and the same on both sides of a border."""
     ours, reference, [text] = native_of("phi3-long"), HFModel(raw_of("phi3-long"), weights="float32"), prompts(16)
-    pair = [m.forward(Nodes(torch.tensor([text]), m.new_cache(1, length), [0])).logits for m in (ours, reference)]
-    torch.testing.assert_close(pair[0], pair[1], atol=1e-4 * float(pair[1].abs().max()), rtol=0)
-    other = ours.forward(Nodes(torch.tensor([text]), ours.new_cache(1, 33 - length), [0])).logits
-    assert float((pair[0] - other).abs().max()) > 1e-2
-    cache, parts = ours.new_cache(1, length), list[torch.Tensor]()
+    pair = [m.forward(Nodes(np.array([text]), m.new_cache(1, length), [0])).logits for m in (ours, reference)]
+    np.testing.assert_allclose(pair[0], pair[1], atol=1e-4 * np.abs(pair[1]).max(), rtol=0)
+    other = ours.forward(Nodes(np.array([text]), ours.new_cache(1, 33 - length), [0])).logits
+    assert np.abs(pair[0] - other).max() > 1e-2
+    cache, parts = ours.new_cache(1, length), list[np.ndarray]()
     for a, b in ((0, 9), (9, 16)):
-        parts.append(ours.forward(Nodes(torch.tensor([text[a:b]]), cache, [0])).logits)
+        parts.append(ours.forward(Nodes(np.array([text[a:b]]), cache, [0])).logits)
         cache.commit([0], [range(b - a)])
-    assert torch.equal(torch.cat(parts, 1), pair[0])
+    assert np.array_equal(np.concatenate(parts, 1), pair[0])
 
 
 @pytest.mark.parametrize(("kind", "changes", "reason"), OTHERS)

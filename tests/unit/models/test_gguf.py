@@ -102,7 +102,7 @@ _OTHER_NAMES = {
 
 
 def logits(model: Any, ids: list[int]) -> torch.Tensor:
-    return model.forward(Nodes(torch.tensor([ids]), model.new_cache(1, 64), [0])).logits[0]
+    return torch.from_numpy(model.forward(Nodes(np.array([ids]), model.new_cache(1, 64), [0])).logits[0])
 
 
 def far(ours: torch.Tensor, reference: torch.Tensor) -> float:
@@ -198,7 +198,7 @@ def test_other_formats_become_bfloat16_with_a_warning(kind: str, tmp_path: Path)
 @pytest.mark.parametrize(("name", "kind"), [("llama", "Q6_K"), ("llama-tied", "Q8_0"), ("olmo", "Q4_0")])
 def test_a_head_of_some_tokens_of_a_file(name: str, kind: str, tmp_path: Path) -> None:
     """Rows of blocks: the logits of the whole head, bit for bit if the embedding is not tied to it."""
-    file, some = tmp_path / "model.gguf", torch.arange(0, VOCAB, 3)
+    file, some = tmp_path / "model.gguf", np.arange(0, VOCAB, 3)
     write_gguf(tiny(MODELS[name][0], **MODELS[name][1] | _WIDE), file, kind)
     [ids] = prompts(9)
     whole = logits(load(file).model, ids)

@@ -9,6 +9,7 @@ import platform
 import shutil
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -41,7 +42,7 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 
 
 def logits(model, ids: list[int]) -> torch.Tensor:
-    return model.forward(Nodes(torch.tensor([ids]), model.new_cache(1, 64), [0])).logits[0]
+    return torch.from_numpy(model.forward(Nodes(np.array([ids]), model.new_cache(1, 64), [0])).logits[0])
 
 
 def change(file: Path, **changes) -> None:

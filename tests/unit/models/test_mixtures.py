@@ -14,7 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from outrider.kernels import cpu as native
 from outrider.models.hf.experts import NAME, mixtures
-from outrider.models.hf.linear import BatchInvariantOps
+from outrider.models.hf.linear import BatchInvariantOps, one_thread
 from outrider.models.hf.model import HFModel
 
 CHOSEN = 2  # experts of a token
@@ -35,7 +35,7 @@ def check_company(module: Any, experts: int, hidden: int, seed: int = 0) -> None
     experts_of: Callable[..., Tensor] = ALL_EXPERTS_FUNCTIONS[NAME]
 
     def run(*given: Any) -> Tensor:
-        with BatchInvariantOps(), native.one_torch_thread(torch.device("cpu")):  # as every forward runs
+        with BatchInvariantOps(), one_thread("cpu"):  # as every forward runs
             return experts_of(*given)
 
     for count in (2, 7, 33):

@@ -62,7 +62,7 @@ def whole(kind: str) -> Any:
 
 
 def logits(loaded: Any, ids: torch.Tensor) -> torch.Tensor:
-    return loaded.model.forward(Nodes(ids, loaded.model.new_cache(1, 64), [0])).logits[0]
+    return torch.from_numpy(loaded.model.forward(Nodes(ids.numpy(), loaded.model.new_cache(1, 64), [0])).logits[0])
 
 
 @pytest.mark.skipif(not native.available(), reason="needs the native kernels")

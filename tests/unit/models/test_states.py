@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from architectures import RECURRENT, VOCAB, prompts, tiny
@@ -161,7 +162,7 @@ def test_prefixes_chunks_and_preemption() -> None:
 def test_a_text_is_found_whole_after_its_beginning_was_kept(short: int, long: int) -> None:
     """An end of 10 tokens is no end of a text of 26, though both leave 10 tokens beside whole blocks."""
     model, prefixes = model_of("lfm2")[1], PrefixCache(1 << 26)
-    cache, tokens = model.new_cache(1, 256), torch.randint(0, VOCAB, (long,))
+    cache, tokens = model.new_cache(1, 256), np.random.default_rng(0).integers(0, VOCAB, long)
     for begin, end in ((0, short), (short, long)):
         model.forward(Nodes(tokens[None, begin:end], cache, [0]), want="none")
         cache.commit([0], [range(end - begin)])
@@ -175,7 +176,7 @@ def test_memory_is_bounded() -> None:
     model = model_of("qwen3_5_text")[1]
     cache = model.new_cache(2, 256)
     for count in (200, 40):
-        model.forward(Nodes(torch.randint(0, VOCAB, (2, count)), cache, [0, 1]), want="none")
+        model.forward(Nodes(np.random.default_rng(0).integers(0, VOCAB, (2, count)), cache, [0, 1]), want="none")
         states = cache.bytes - cache.bytes_per_token * 2 * cache.capacity
         assert 2 * cache.bytes_per_slot == states
         cache.commit([0, 1], [range(count)] * 2)

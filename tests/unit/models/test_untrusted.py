@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from architectures import tiny
 from crossed import crossed
 from heads import GOLDEN, small_target
@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 from outrider.cli.main import app
 from outrider.drafters.heads.eagle import eagle_model, read_eagle
 from outrider.kernels import cpu as native
-from outrider.kernels.border import as_array
 from outrider.kernels.cpu import Packed
 from outrider.models import pretrained
 from outrider.models.checkpoint import LoadRequest
+from outrider.models.hf.arrays import as_array
 from outrider.models.load import load, tokenizer_named
 from outrider.models.load import pack as write_pack
 from outrider.models.packs import folder as packs
@@ -259,7 +259,7 @@ def test_tensors_of_a_pack_have_the_sizes_of_the_settings(name: str, pack: Path)
 
 @needs_kernels
 def test_a_bias_is_of_floats() -> None:
-    settings, buffers = Packed([torch.ones(16, 32)], "float32", [torch.ones(16)]).state()
+    settings, buffers = Packed([np.ones((16, 32), np.float32)], "float32", [np.ones(16, np.float32)]).state()
     with pytest.raises(ValueError, match=r"bias.*float32.*bias.*int8"):
         Packed.from_state(settings, buffers | {"bias": buffers["bias"].astype("int8")})
     assert Packed.from_state(settings, buffers).n == 16
@@ -267,7 +267,7 @@ def test_a_bias_is_of_floats() -> None:
 
 @needs_kernels
 def test_sizes_that_wrap_around_in_64_bits_are_refused() -> None:
-    settings, buffers = Packed([torch.ones(16, 32)], "float32").state()
+    settings, buffers = Packed([np.ones((16, 32), np.float32)], "float32").state()
     with pytest.raises(ValueError, match="it must have 1 to 2147483647 outputs and inputs"):
         Packed.from_state({**settings, "k": 32 + 2**58}, buffers)  # its panels have as many bytes, modulo 2^64
 
@@ -288,8 +288,8 @@ def test_a_tokenizer_that_fails_when_it_encodes_is_refused_when_it_is_read(folde
 def test_parts_have_the_panels_of_the_whole() -> None:
     from outrider.kernels.blocks import Blocks
 
-    blocks = Blocks(torch.zeros(32, 34, dtype=torch.uint8), "Q8_0", 32)
-    settings, buffers = Packed([blocks, torch.ones(32, 32)], "float32").state()
+    blocks = Blocks(np.zeros((32, 34), np.uint8), "Q8_0", 32)
+    settings, buffers = Packed([blocks, np.ones((32, 32), np.float32)], "float32").state()
     assert Packed.from_state(settings, buffers).n == 64
     for lie in ({"n": 96}, {"n": 32}, {"k": 64}):
         with pytest.raises(ValueError, match="cannot have parts of 32 x 32, 32 x 32"):

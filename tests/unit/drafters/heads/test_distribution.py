@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 import torch
 from helpers import Loop, request
+from scipy.special import softmax
 from scipy.stats import chi2
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -97,9 +99,9 @@ def exact() -> dict[tuple[int, ...], float]:
     out = {}
     for text in itertools.product(range(VOCAB), repeat=TOKENS):
         ids = [*PROMPT, *text]
-        logits = MODEL.forward(Nodes(torch.tensor([ids]), MODEL.new_cache(1, 64), [0])).logits[0]
-        probs = logits.double().softmax(-1)
-        out[text] = float(torch.prod(torch.stack([probs[len(PROMPT) - 1 + i, t] for i, t in enumerate(text)])))
+        logits = MODEL.forward(Nodes(np.array([ids]), MODEL.new_cache(1, 64), [0])).logits[0]
+        probs = softmax(logits.astype(np.float64), -1)
+        out[text] = math.prod(float(probs[len(PROMPT) - 1 + i, t]) for i, t in enumerate(text))
     return out
 
 

@@ -24,7 +24,7 @@ from outrider.testing.contract import GREEDY, context
 from outrider_lab.heads.modules import Eagle, config_for
 
 TARGET = small_target()
-TABLE = TARGET.model.embedding_rows(torch.arange(128))
+TABLE = torch.from_numpy(TARGET.model.embedding_rows(np.arange(128)))
 
 
 def eagle1() -> HeadWeights[EagleConfig]:
@@ -102,17 +102,17 @@ def test_the_native_step_agrees_with_torch(name: str, kind: str) -> None:
     """Prompts of different lengths, the last nodes, all nodes of two levels; in a batch, from features and from g."""
     made = [paired(name, 256, kind, plain) for plain in (False, True)]
     read = np.stack([features(TARGET, PROMPT[i : i + 9], made[0].taps) for i in (0, 20)])
-    tokens = torch.tensor([PROMPT[1:10], PROMPT[21:30]])
-    parents = torch.tensor([[*range(-1, 8)], [*range(-1, 4), -2, -2, -2, -2]])  # the second has 5 pairs
-    level = torch.tensor([[-1, 0, 0], [-1, 0, -2]])
+    tokens = np.array([PROMPT[1:10], PROMPT[21:30]])
+    parents = np.array([[*range(-1, 8)], [*range(-1, 4), -2, -2, -2, -2]])  # the second has 5 pairs
+    level = np.array([[-1, 0, 0], [-1, 0, -2]])
     got: list[list[Array]] = []
     for model in made:
         cache = model.new_cache(3, 64)
         model.forward(Nodes(tokens, cache, [2, 0], parents), read, want="none")
         cache.commit([2, 0], [range(8), range(4)])
-        root = torch.tensor([[PROMPT[9]], [PROMPT[25]]])
+        root = np.array([[PROMPT[9]], [PROMPT[25]]])
         out = model.forward(Nodes(root, cache, [2, 0]), np.stack([read[0, 8:], read[1, 4:5]]))
-        below = Nodes(torch.tensor([[5, 6], [7, 0]]), cache, [2, 0], level)
+        below = Nodes(np.array([[5, 6], [7, 0]]), cache, [2, 0], level)
         nodes = model.forward(below, g=np.repeat(out.g, 2, 1))
         # the same without pieces: what waits is read by the call that wants the last pair of each
         again = model.forward(Nodes(tokens, model.new_cache(3, 64), [2, 0], parents), read, want="last")

@@ -294,8 +294,8 @@ def test_noise_is_that_of_the_target() -> None:
     made = drafter_of(GOLDEN / "dflash", TARGET)
     made.start(0, PROMPT, 0, features(TARGET, PROMPT[:-1], made.taps))
     cache = TARGET.model.new_cache(1, 64)
-    logits = TARGET.model.forward(Nodes(torch.tensor([PROMPT]), cache, [0]), want="last").logits[:, 0]
-    made.levels.logits = lambda c, some, depth: np.repeat(np.asarray(logits)[:, None], depth, 1)  # type: ignore[method-assign]
+    logits = TARGET.model.forward(Nodes(np.array([PROMPT]), cache, [0]), want="last").logits[:, 0]
+    made.levels.logits = lambda c, some, depth: np.repeat(logits[:, None], depth, 1)  # type: ignore[method-assign]
     for width in (1, 3):
         ask = context([0], [PROMPT], [Budget(1, width)], HOT)
         right = int(ask.warp.draw(logits, [[]], ask.noise, ask.stream, ask.positions)[0])

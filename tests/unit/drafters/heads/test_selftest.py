@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from heads import GOLDEN, copied, drafter_of, features, small_target
 from helpers import configured
 from safetensors.torch import save_file
-from torch import Tensor
 
 from outrider.core.types import Budget
 from outrider.drafters.heads.eagle import survival
@@ -55,26 +55,25 @@ class Follower(LanguageModel):
     def new_cache(self, num_slots: int, max_length: int):
         return self.inner.new_cache(num_slots, max_length)
 
-    def embedding_rows(self, tokens: Tensor) -> Tensor:
+    def embedding_rows(self, tokens: np.ndarray) -> np.ndarray:
         return self.inner.embedding_rows(tokens)
 
-    def output_head(self, hidden: Tensor) -> Tensor:
+    def output_head(self, hidden: np.ndarray) -> np.ndarray:
         return self.inner.output_head(hidden)
 
-    def head_rows(self, tokens: Tensor) -> Tensor:
+    def head_rows(self, tokens: np.ndarray) -> np.ndarray:
         return self.inner.head_rows(tokens)
 
     def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
         out = self.inner.forward(nodes, taps=(*taps, *self.shown), want="all")
         assert out.features is not None
-        parts = out.features[0].unflatten(-1, (len(taps) + len(self.shown), -1))
-        own, text = parts[:, len(taps) :].flatten(1), nodes.tokens[0].tolist()
-        logits = torch.zeros_like(out.logits)
+        parts, text = np.split(out.features[0], len(taps) + len(self.shown), -1), nodes.tokens[0].tolist()
+        own, logits = np.concatenate(parts[len(taps) :], -1), np.zeros_like(out.logits)
         for t in range(len(text) - 1):
             self.head.start(0, text[: t + 2], t, own[t : t + 1])
             logits[0, t + 1, first_token(self.head, text[: t + 2])] = 9.0
         self.head.release(0)
-        return Output(logits, parts[:, : len(taps)].flatten(1)[None])
+        return Output(logits, np.concatenate(parts[: len(taps)], -1)[None])
 
 
 def followed(folder: Path, shown: tuple[int, ...] | None = None, **settings: Any) -> Loaded:
