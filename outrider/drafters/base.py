@@ -49,10 +49,10 @@ class DraftContext:
         """int64 [batch]: the position of the first draft token."""
         return np.array([len(t) for t in self.tokens], np.int64)
 
-    def within(self, budgets: list[Budget]) -> DraftContext:
-        """The same with other budgets."""
+    def but(self, **changes: Any) -> DraftContext:
+        """The same with some fields changed."""
         view = DraftContext.__new__(DraftContext)  # `replace` would take all fields apart
-        view.__dict__.update(self.__dict__, budgets=budgets)
+        view.__dict__.update(self.__dict__, **changes)
         return view
 
     def select(self, some: Sequence[int]) -> DraftContext:

@@ -209,7 +209,7 @@ class PlannedDrafter(BaseDrafter):
     ) -> dict[int, Proposal]:
         """A drafter's proposals for some entries of the batch, within these budgets. views: of all entries; a lookup needs none.
         If it fails, each entry is asked for alone, and only those that fail alone are lost."""
-        drafter, selected = self.drafters[name], context.select([*budgets]).within([*budgets.values()])
+        drafter, selected = self.drafters[name], context.select([*budgets]).but(budgets=[*budgets.values()])
         began = perf_counter()
         try:
             draft = lend(drafter.propose, selected) if name in self._foreign else drafter.propose(selected)

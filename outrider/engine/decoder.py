@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import abc
-from itertools import pairwise
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -95,7 +94,7 @@ class Decoder:
         self.sequences: dict[int, Sequence] = {}
         self.waiting: list[Sequence] = []
         self.stepping = threading.RLock()  # two schedulers may share a decoder, but not a step
-        self._batch: tuple[tuple[int, ...], LogitsWarper, list[int]] | None = None
+        self._batch: tuple[list[tuple[int, int]], DraftContext] | None = None
 
     def limit(self, max_length: int, prefixes: PrefixCache | None) -> None:
         """Before the first sequence: shorten the longest one, and take another prefix cache.
@@ -208,15 +207,14 @@ class Decoder:
         """One draft-verify round of some of the sequences that decode."""
         context = self._context(live)
         asked = any(b.depth and b.max_nodes for b in context.budgets)  # a drafter that may not draft costs nothing
-        before, times = [len(sequence.tokens) for sequence in live], [perf_counter()]
+        before, began = [len(sequence.tokens) for sequence in live], perf_counter()
         draft = (self.drafter if asked else _NO_DRAFT).propose(context)
-        times.append(perf_counter())
-        nodes = Nodes(draft.tokens, self.cache, context.slots, draft.parents)
-        check = Verification(self.verifier, draft, context.warp, context.noise, context.positions)
-        out, _ = pending = self.target.step(nodes, check, taps=self.drafter.taps)
-        times.append(perf_counter())
+        drafted = perf_counter()
+        check = Verification(self.verifier, draft, context.warp, context.noise, before)
+        out, _ = pending = self.target.step(self.cache, context.slots, check, taps=self.drafter.taps)
+        forwarded = perf_counter()
         verdict = pending.result()
-        times.append(perf_counter())
+        judged = perf_counter()
         commits = self._commit(live, draft, verdict, out)
         if asked:
             self.drafter.update(context, commits, TargetPass(draft, out.logits))
@@ -224,8 +222,8 @@ class Decoder:
             for sequence, commit, first in zip(live, commits, before, strict=True):
                 assert commit.features is not None
                 self.drafter.start(sequence.slot, sequence.tokens, first - 1, commit.features)
-        times.append(perf_counter())
-        seconds = {part: end - start for part, (start, end) in zip(PHASES, pairwise(times), strict=True)}
+        parts = drafted - began, forwarded - drafted, judged - forwarded, perf_counter() - judged
+        seconds = dict(zip(PHASES, parts, strict=True))
         step = Step(draft, verdict, commits, context.slots, before, context.budgets, seconds, out.logits)
         self.controller.observe(step)
         return step
@@ -315,28 +313,30 @@ class Decoder:
             self.prefixes.keep(self.cache, sequence.slot, held, ended=len(held) >= len(sequence.tokens) - 1)
 
     def _context(self, live: list[Sequence]) -> DraftContext:
-        """What the drafter sees of this step. The compiled parameters live as long as the batch stays the same."""
-        key = tuple(id(sequence.state) for sequence in live)  # the warper keeps them alive: no id is used twice
+        """What the drafter sees of this step. Most of it lives as long as the batch stays the same."""
+        key = [(id(sequence.state), sequence.slot) for sequence in live]  # the warper keeps states: no id is used twice
         if self._batch is None or self._batch[0] != key:
-            warp = LogitsWarper([sequence.state for sequence in live])
-            self._batch = key, warp, [signed(sequence.request.seed) for sequence in live]
-        _, warp, seeds = self._batch
-        slots, left = [sequence.slot for sequence in live], [sequence.left for sequence in live]
-        budgets = zip(self.controller.budgets(slots), left, strict=True)
-        return DraftContext(
-            slots=slots,
-            tokens=[sequence.tokens for sequence in live],
-            budgets=[budget.clipped(most - 1) for budget, most in budgets],
-            warp=warp,
-            noise=Noise(seeds, [sequence.steps for sequence in live]),
-            stream=self.verifier.draft_stream,
-            needs_probs=self.verifier.needs_probs,
-            prompt_lengths=[len(sequence.prompt) for sequence in live],
-            predictions=[sequence.request.prediction for sequence in live],
-            cache=self.cache,
+            context = DraftContext(
+                slots=[sequence.slot for sequence in live],
+                tokens=[sequence.tokens for sequence in live],
+                budgets=[],
+                warp=LogitsWarper([sequence.state for sequence in live]),
+                noise=Noise([signed(sequence.request.seed) for sequence in live], []),
+                stream=self.verifier.draft_stream,
+                needs_probs=self.verifier.needs_probs,
+                prompt_lengths=[len(sequence.prompt) for sequence in live],
+                predictions=[sequence.request.prediction for sequence in live],
+                cache=self.cache,
+                clients=() if self.text_memory is None else [sequence.request.whose for sequence in live],
+            )
+            self._batch = key, context
+        context, left = self._batch[1], [sequence.left for sequence in live]
+        limits = zip(self.controller.budgets(context.slots), left, strict=True)
+        return context.but(
+            budgets=[budget.clipped(most - 1) for budget, most in limits],
+            noise=Noise(context.noise.seed, [sequence.steps for sequence in live]),
             left=left,
             waiting=len(self.waiting),
-            clients=() if self.text_memory is None else [sequence.request.whose for sequence in live],
         )
 
     def _commit(self, live: list[Sequence], draft: Draft, verdict: Verdict, out: Output) -> list[Commit]:

@@ -26,7 +26,6 @@ from outrider.engine.decoder import Decoder
 from outrider.engine.queue import EngineStopped, FairQueue, QueueFull
 from outrider.engine.request import Request, Sequence
 from outrider.engine.trace import Recorder
-from outrider.models import precision_gate
 
 HEADROOM = 32  # tokens that a sequence with a slot must be able to grow by
 LATE, CLOSING = "the deadline of the request has passed", "the server is shutting down"
@@ -152,7 +151,7 @@ class Scheduler:
 
     def step(self) -> tuple[Step | None, list[Sequence]]:
         """One step, as the module's docstring says. Returns the draft-verify round, if there was one, and its sequences."""
-        with precision_gate.STEP, self.decoder.stepping:
+        with self.decoder.stepping:
             self._end_what_is_over(perf_counter())
             self._seat()
             bounded = self.kv_limit < math.inf  # else no step adds up what is held

@@ -42,14 +42,14 @@ class Output(NamedTuple):
 class Verification(NamedTuple):
     """How the drafts of a step are judged.
 
-    verifier: of `outrider.verify`. draft: the nodes of the step. warp, noise: of its sequences. positions: int64 [batch], of the
-    token after each root."""
+    verifier: of `outrider.verify`. draft: the nodes of the step. warp, noise: of its sequences. positions: of the token after
+    each root."""
 
     verifier: Verifier
     draft: Draft
     warp: LogitsWarper
     noise: Noise
-    positions: Array
+    positions: Sequence[int]
 
     def verdict(self, logits: Array) -> Verdict:
         """logits: float32 [batch, node, vocab], of all nodes."""
@@ -142,12 +142,11 @@ class LanguageModel(ABC):
         each tree that is not padding. Raises ValueError for a tap that the model does not have.
         """
 
-    def step(self, nodes: Nodes, check: Verification, *, taps: tuple[int, ...] = ()) -> Pending:
-        """`forward` of a draft's nodes, and the verdict on it. A model may do both in one call; this is their twin.
+    def step(self, cache: SlotCache, slots: list[int], check: Verification, *, taps: tuple[int, ...] = ()) -> Pending:
+        """`forward` of the nodes of `check.draft`, and the verdict on it. A model may do both in one call; this is their twin.
 
-        nodes: those of `check.draft`. taps: as for `forward`, whose errors it raises."""
-        out = self.forward(nodes, taps=taps)
-        out = out._replace(logits=np.asarray(out.logits))
+        slots: of the cache, one for each sequence. taps: as for `forward`, whose errors it raises."""
+        out = self.forward(Nodes(check.draft.tokens, cache, slots, check.draft.parents), taps=taps)
         return Pending(out, partial(check.verdict, out.logits))
 
     def layer_subset(self, layers: Sequence[int]) -> LanguageModel:

@@ -1,14 +1,14 @@
 """One default precision of torch for all threads.
 
-transformers changes it while it makes a model of 16 bits. A forward in another thread would then make tensors of 16 bits where
-native code writes 32. So no step runs meanwhile: that takes a fraction of a second, because the model has no memory yet.
+transformers changes it while it makes a model of 16 bits. A forward of a module in another thread would then make tensors of 16
+bits where native code writes 32. So none runs meanwhile: that takes a fraction of a second, because the model has no memory yet.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,35 +17,35 @@ if TYPE_CHECKING:
 _makes = threading.RLock()  # transformers changes functions of torch, too, so two threads cannot
 _lock = threading.Lock()
 _changed = threading.Condition(_lock)
-_steps = dict[int, int]()  # by thread: how deep it is inside of steps
+_forwards = dict[int, int]()  # by thread: how deep it is inside of forwards
 _closed = _guarded = False
 
 
-class _PrecisionHeld:
-    """Waits until the precision is torch's own, which stays as long as the step is inside."""
+class _PrecisionHeld(ContextDecorator):
+    """Waits until the precision is torch's own, which stays as long as the forward is inside."""
 
     def __enter__(self) -> None:
         me = threading.get_ident()
         with _lock:
-            while _closed and me not in _steps:
+            while _closed and me not in _forwards:
                 _changed.wait()
-            _steps[me] = _steps.get(me, 0) + 1
+            _forwards[me] = _forwards.get(me, 0) + 1
 
     def __exit__(self, *_: object) -> None:
         me = threading.get_ident()
         with _lock:
-            if (depth := _steps.pop(me) - 1) > 0:
-                _steps[me] = depth
+            if (depth := _forwards.pop(me) - 1) > 0:
+                _forwards[me] = depth
             if _closed:
                 _changed.notify_all()
 
 
-STEP = _PrecisionHeld()
+FORWARD = _PrecisionHeld()
 
 
 @contextmanager
 def making() -> Generator[None, None, None]:
-    """Let transformers make a model inside, one thread at a time. While the precision is another, steps of others wait."""
+    """Let transformers make a model inside, one thread at a time. While the precision is another, forwards of others wait."""
     global _guarded
     import torch
 
@@ -56,7 +56,7 @@ def making() -> Generator[None, None, None]:
         with _changed:
             _closed = dtype != usual
             if _closed:
-                _changed.wait_for(lambda: not _steps.keys() - {me})
+                _changed.wait_for(lambda: not _forwards.keys() - {me})
             change(dtype)
             _changed.notify_all()
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outrider.models import precision_gate
 from outrider.models.base import (
     FINAL_NORM,
     LanguageModel,
@@ -122,6 +123,7 @@ class HFModel(LanguageModel):
         return DeviceCache(num_slots, max_length, self.kv_cache_dtype, states, self.device)
 
     @torch.no_grad()  # not inference_mode: the cache is written to outside of it, too
+    @precision_gate.FORWARD
     def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
         """See `LanguageModel.forward`."""
         nodes.cache.reserve(nodes.slots, nodes.total)

@@ -203,17 +203,17 @@ class NativeModel(LanguageModel):
                 features[..., i * self.program.hidden : (i + 1) * self.program.hidden] = self._embedded(nodes.tokens)
         return Output(logits, features)
 
-    def step(self, nodes: Nodes, check: Verification, *, taps: tuple[int, ...] = ()) -> Pending:
+    def step(self, cache: SlotCache, slots: list[int], check: Verification, *, taps: tuple[int, ...] = ()) -> Pending:
         """See `LanguageModel.step`. One native call, but for sequences whose parameters depend on their tokens."""
         if check.verifier.name != "match" or self.program.head_ids is not None or EMBEDDING in taps:
-            return super().step(nodes, check, taps=taps)
+            return super().step(cache, slots, check, taps=taps)
         check_taps(taps, self.num_layers)
-        (logits, features, _), drawn = self._step.step(nodes, taps, check)
-        target = LogitsDistribution(logits, check.draft, check.warp)
+        (logits, features, _), drawn = self._step.step(cache, slots, taps, check)
 
         def judge() -> Verdict:
             for row, by_host in enumerate(check.warp.active):
                 if by_host:
+                    target = LogitsDistribution(logits, check.draft, check.warp)
                     key = check.noise.keys(Stream.TOKEN, check.positions)[row]
                     drawn[row] = walk(target, row, check.draft.host[row], key)
             return ListedVerdict.of(drawn)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from outrider.core.noise import Stream
 from outrider.core.sampling import LogitsWarper, log_min_p
+from outrider.core.types import PADDING
 from outrider.kernels import cpu as native
 from outrider.kernels.cpu.library import ChainsStruct, ChainStruct, DrawStruct, ForwardStruct
 from outrider.kernels.cpu.packed import MOST
@@ -81,6 +83,18 @@ class NativeStates:
     def most_bytes(self) -> int:
         """The most that one slot takes: the committed state, and those of a step."""
         return 4 * self._size * (1 + self._kept)
+
+
+@lru_cache(None)
+def _int32s(count: int) -> Any:
+    """A type of arrays. ctypes makes one that nothing holds again."""
+    return ctypes.c_int32 * count
+
+
+@lru_cache(None)
+def _int64s(count: int) -> Any:
+    """As `_int32s`."""
+    return ctypes.c_int64 * count
 
 
 _STATES = "native"
@@ -159,7 +173,7 @@ class NativeStep:
         self._draws: weakref.WeakKeyDictionary[LogitsWarper, Any] = weakref.WeakKeyDictionary()
         self._head_size, self._numbers = program.head.n, max(program.cells, default=-1) + 1
         self._ops, self._recurrent = (programs[-1][0].ops, programs[-1][0].count), program.recurrent
-        self._addresses: weakref.WeakKeyDictionary[SlotCache, tuple[list[Any], Any]] = weakref.WeakKeyDictionary()
+        self._addresses: weakref.WeakKeyDictionary[SlotCache, tuple[list[Any], Any, int]] = weakref.WeakKeyDictionary()
 
     def _handle(self, cache: SlotCache) -> Any:
         """Of the program for this cache. All its texts have the same angles, however long they are."""
@@ -172,18 +186,12 @@ class NativeStep:
         return {_STATES: NativeStates(self._ops, (self._keep, self.program), self._recurrent, num_slots)}
 
     def forward(
-        self,
-        nodes: Nodes,
-        taps: tuple[int, ...],
-        want: Want,
-        given: np.ndarray | None = None,
-        fused: bool = False,
-        draws: Any = None,
+        self, nodes: Nodes, taps: tuple[int, ...], want: Want, given: np.ndarray | None = None, fused: bool = False
     ) -> Forwarded:
         """given: float32 [batch, node, width], what the program is given: features, or if fused what was fed back.
 
         Raises ValueError for tokens, parents or a cache that do not fit, IndexError for slots."""
-        parents, slots, cache, held = nodes.parents, nodes.slots, nodes.cache, nodes.held
+        parents, slots, held = nodes.parents, nodes.slots, nodes.held
         tokens = np.ascontiguousarray(nodes.tokens, np.int64)
         batch, count = tokens.shape
         if len(slots) != batch or not tokens.size:
@@ -197,49 +205,13 @@ class NativeStep:
                     "first those of the nodes in the scratch"
                 )
             parents = np.ascontiguousarray(parents, np.int64)
-        table = self._cache_table(cache, slots, held + count)
-        shown = count if want == "all" else 1 if want == "last" else 0
-        empty = np.empty if parents is None else np.zeros  # padding is not written
-        program = self.program
-        logits = np.empty((batch, shown, self._head_size), np.float32)
-        features = empty((batch, count, len(taps) * program.hidden), np.float32) if taps else None
-        given = None if given is None else np.ascontiguousarray(given, np.float32)
-        fed_back = None if given is None else empty((batch, shown, program.fed_back), np.float32)
-        ints = ctypes.c_int32 * batch
-        slot, length, tap = ints(*slots), ints(*nodes.lengths), (ctypes.c_int32 * len(taps))(*taps)
-        job = ForwardStruct(
-            tokens.ctypes.data,
-            address(parents),
-            ctypes.addressof(slot),
-            ctypes.addressof(length),
-            ctypes.addressof(table),
-            logits.ctypes.data,
-            address(features),
-            ctypes.addressof(tap),
-            batch,
-            held,
-            count,
-            cache.capacity,
-            len(taps),
-            _WANT[want],
-            _cell_format(cache),
-            address(given),
-            address(fed_back),
-            int(fused),
-            self._states_of(cache),
-        )
-        handle = self._handle(cache)
-        error = self._forward(handle, job) if draws is None else self._judged(handle, job, draws)
-        if error <= -(2**50):
-            raise RuntimeError(f"slot {slots[-(2**50) - error]} has fewer nodes in its recurrent layers than {held}")
-        if error:
-            raise _explained(error, tokens, parents, self.program.vocab_size)
-        return Forwarded(logits, features, fed_back)
+        places = address(tokens), address(parents), held, count
+        return self._run(nodes.cache, slots, places, lambda: (tokens, parents), taps, want, given, fused)
 
     def step(
-        self, nodes: Nodes, taps: tuple[int, ...], check: Verification
+        self, cache: SlotCache, slots: list[int], taps: tuple[int, ...], check: Verification
     ) -> tuple[Forwarded, list[tuple[list[int], int]]]:
-        """`forward` of all nodes, and what `match` decides: `Verdict.host`, but for rows whose parameters depend on tokens."""
+        """`forward` of a draft's nodes, and what `match` decides: `Verdict.host`, but for rows whose parameters read tokens."""
         draws = self._draws.get(check.warp)
         if draws is None:
             self._draws[check.warp] = draws = (DrawStruct * len(check.warp.histories))()
@@ -247,16 +219,73 @@ class NativeStep:
                 p = history.params
                 one.temperature, one.top_k, one.top_p = p.temperature, p.top_k, p.top_p
                 one.min_p, one.by_host = log_min_p(p), by_host
-        paths = np.empty(nodes.tokens.shape, np.int64)
-        at, width = paths.ctypes.data, 8 * nodes.count
-        for b, key in enumerate(check.noise.keys(Stream.TOKEN, check.positions)):
-            one = draws[b]
-            one.path = at + b * width
+        draft, trees = check.draft, check.draft.host
+        count = max(map(len, trees))
+        size, numbers = len(trees) * count, list[int]()
+        for part, none in ((0, 0), (1, PADDING)):  # of a node: its token, its parent
+            for nodes in trees:
+                numbers += [node[part] for node in nodes] + [none] * (count - len(nodes))
+        tree = _int64s(3 * size)(*numbers)  # with room for the paths
+        at = ctypes.addressof(tree)
+        for b, (one, key) in enumerate(zip(draws, check.noise.keys(Stream.TOKEN, check.positions), strict=True)):
+            one.path = at + 8 * (2 * size + b * count)
             one.seed, one.stream, one.step, one.position = key
-        output = self.forward(nodes, taps, "all", draws=draws)
-        lines: list[list[int]] = paths.tolist()  # pyright: ignore[reportAssignmentType]
-        drawn = [(path[: one.accepted + 1], one.token) for path, one in zip(lines, draws, strict=True)]
-        return output, drawn
+        places, arrays = (at, at + 8 * size, 0, count), lambda: (draft.tokens, draft.parents)
+        output = self._run(cache, slots, places, arrays, taps, "all", None, False, draws)
+        begins = range(2 * size, 3 * size, count)
+        return output, [(tree[n : n + one.accepted + 1], one.token) for n, one in zip(begins, draws, strict=True)]
+
+    def _run(
+        self,
+        cache: SlotCache,
+        slots: list[int],
+        places: tuple[int | None, int | None, int, int],
+        arrays: Callable[[], tuple[np.ndarray, np.ndarray | None]],
+        taps: tuple[int, ...],
+        want: Want,
+        given: np.ndarray | None,
+        fused: bool,
+        *draws: Any,
+    ) -> Forwarded:
+        """places: addresses of tokens and parents, nodes that are held and new ones. arrays: both. draws: of a step."""
+        program, batch, (tokens, parents, held, count) = self.program, len(slots), places
+        table, kept = self._cache_table(cache, slots, held + count)
+        shown = count if want == "all" else 1 if want == "last" else 0
+        empty = np.empty if parents is None else np.zeros  # padding is not written
+        logits = np.empty((batch, shown, self._head_size), np.float32)
+        features = empty((batch, count, len(taps) * program.hidden), np.float32) if taps else None
+        given = None if given is None else np.ascontiguousarray(given, np.float32)
+        fed_back = None if given is None else empty((batch, shown, program.fed_back), np.float32)
+        lengths = [cache.length[slot] for slot in slots]
+        numbers = _int32s(2 * batch + len(taps))(*slots, *lengths, *taps)
+        at = ctypes.addressof(numbers)
+        job = ForwardStruct(
+            tokens,
+            parents,
+            at,
+            at + 4 * batch,
+            ctypes.addressof(table),
+            address(logits),
+            address(features),
+            at + 8 * batch,
+            batch,
+            held,
+            count,
+            cache.capacity,
+            len(taps),
+            _WANT[want],
+            kept,
+            address(given),
+            address(fed_back),
+            int(fused),
+            self._states_of(cache),
+        )
+        error = (self._judged if draws else self._forward)(self._handle(cache), job, *draws)
+        if error <= -(2**50):
+            raise RuntimeError(f"slot {slots[-(2**50) - error]} has fewer nodes in its recurrent layers than {held}")
+        if error:
+            raise _explained(error, *arrays(), program.vocab_size)
+        return Forwarded(logits, features, fed_back)
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
         """See `LanguageModel.draft_chains`. One native forward a token, for all chains."""
@@ -265,12 +294,10 @@ class NativeStep:
         if not asked:
             return drawn
         room = max(len(c.tokens) + c.depth - 1 for c in chains)
-        table = self._cache_table(cache, [chains[i].slot for i in asked], room)
+        table, kept = self._cache_table(cache, [chains[i].slot for i in asked], room)
         buffers = [_ChainBuffers(chains[i]) for i in asked]
         structs = (ChainStruct * len(asked))(*(b.struct(cache.length[b.chain.slot]) for b in buffers))
-        job = ChainsStruct(
-            ctypes.addressof(structs), ctypes.addressof(table), len(asked), cache.capacity, _cell_format(cache)
-        )
+        job = ChainsStruct(ctypes.addressof(structs), ctypes.addressof(table), len(asked), cache.capacity, kept)
         error = self._chains(self._handle(cache), job)
         if error:
             width = max(len(chains[i].tokens) for i in asked)
@@ -289,15 +316,15 @@ class NativeStep:
             raise ValueError("this cache belongs to another model; use one made by new_cache of this one")
         return states.handle
 
-    def _cache_table(self, cache: SlotCache, slots: list[int], count: int) -> Any:
-        """Addresses of the cache's arrays. Made again when the cache has grown."""
+    def _cache_table(self, cache: SlotCache, slots: list[int], count: int) -> tuple[Any, int]:
+        """Addresses of the cache's arrays, and their format. Made again when the cache has grown."""
         if not all(0 <= s < cache.num_slots for s in slots):
             raise IndexError(f"slots are 0 to {cache.num_slots - 1} of this cache, got {slots}")
         cache.reserve(slots, count)
         entry = self._addresses.get(cache)
         if entry is not None and entry[0] is cache.layers:
-            return entry[1]
-        dtype, table = _cell_dtype(cache), (ctypes.c_void_p * (2 * self._numbers))()
+            return entry[1:]
+        dtype, table = KV_CACHE_DTYPES[cache.dtype] or np.dtype(np.float32), (ctypes.c_void_p * (2 * self._numbers))()
         cells = self.program.cells
         cache.make({i: ((heads, dim), (heads, value_dim)) for i, (heads, dim, value_dim) in cells.items()})
         for i, (heads, dim, value_dim) in cells.items():
@@ -305,16 +332,8 @@ class NativeStep:
                 if t.shape[1:] != (heads, cache.capacity, packed_width(size, dtype)) or not t.flags.c_contiguous:
                     raise ValueError("this cache belongs to another model; use one made by new_cache of this one")
                 table[2 * i + part] = t.ctypes.data
-        self._addresses[cache] = (cache.layers, table)
-        return table
-
-
-def _cell_dtype(cache: SlotCache) -> np.dtype:
-    return KV_CACHE_DTYPES[cache.dtype] or np.dtype(np.float32)
-
-
-def _cell_format(cache: SlotCache) -> int:
-    return native.VECTOR_FORMATS[_cell_dtype(cache)]
+        self._addresses[cache] = (cache.layers, table, native.VECTOR_FORMATS[dtype])
+        return self._addresses[cache][1:]
 
 
 def _explained(error: int, tokens: np.ndarray, parents: np.ndarray | None, vocab: int) -> ValueError:

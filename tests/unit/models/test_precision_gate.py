@@ -1,4 +1,4 @@
-"""No step runs while torch's default precision is another one: native code would write past the end of its tensors."""
+"""No forward of a module runs while torch has another default precision: native code would write past the end of its tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_a_step_waits_while_the_precision_is_another_and_a_change_waits_for_step
     seen, inside, end = list[torch.dtype](), threading.Event(), threading.Event()
 
     def step(wait: bool) -> None:
-        with precision_gate.STEP:
+        with precision_gate.FORWARD:
             inside.set()
             if wait:
                 end.wait(PATIENCE)

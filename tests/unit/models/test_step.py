@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -57,20 +58,12 @@ def test_a_step_decides_what_its_twin_does(model: NativeModel) -> None:
         drafts = [[(text[-1], -1)] for text in texts]
         for level in range(4):  # a child that is right, and one that is not
             check = _check(drafts, warp, seeds)
-            paths = (
-                LanguageModel.step(model, Nodes(check.draft.tokens, cache, slots, check.draft.parents), check)
-                .result()
-                .host
-            )
+            paths = LanguageModel.step(model, cache, slots, check).result().host
             for b, (path, token) in enumerate(paths):
                 if token >= 0 and random.random() < 0.6:
                     drafts[b] += [((token + 1) % VOCAB, path[-1])] * (level % 2) + [(token, path[-1])]
         check = _check(drafts, warp, seeds)
-        nodes = Nodes(check.draft.tokens, cache, slots, check.draft.parents)
-        ours, twin = (
-            model.step(nodes, check, taps=(0,)),
-            LanguageModel.step(model, nodes, check, taps=(0,)),
-        )
+        ours, twin = (step(cache, slots, check, taps=(0,)) for step in (model.step, partial(LanguageModel.step, model)))
         verdict, expected = ours.result(), twin.result()
         assert verdict.host == expected.host, (drawn, more)
         for name in ("path", "accepted", "token"):
@@ -83,7 +76,7 @@ def test_a_step_decides_what_its_twin_does(model: NativeModel) -> None:
 
 def _check(drafts: list[list[tuple[int, int]]], warp: LogitsWarper, seeds: sampling.Noise) -> Verification:
     tokens, parents = tree(drafts)
-    return Verification(VERIFIERS["match"], Draft(tokens, parents), warp, seeds, np.array([6, 6, 6]))
+    return Verification(VERIFIERS["match"], Draft(tokens, parents), warp, seeds, [6, 6, 6])
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
@@ -93,8 +86,8 @@ def test_a_damaged_row_draws_nothing(broken: float) -> None:
     damaged = NativeModel(raw, "float32")
     for params in (SamplingParams(temperature=0.0), SamplingParams(top_p=0.5), SamplingParams(top_k=2, min_p=0.1)):
         warp = LogitsWarper([SequenceState(params, (), (), [1], 1)])
-        check = Verification(VERIFIERS["match"], Draft(*tree([[(1, -1)]])), warp, noise([3]), np.array([1]))
-        step = damaged.step(Nodes(check.draft.tokens, damaged.new_cache(1, 16), [0]), check)
+        check = Verification(VERIFIERS["match"], Draft(*tree([[(1, -1)]])), warp, noise([3]), [1])
+        step = damaged.step(damaged.new_cache(1, 16), [0], check)
         assert not np.isfinite(step.output.logits).all()
         assert step.result().host == [([0], -1)]
 
