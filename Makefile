@@ -1,26 +1,43 @@
-# make demo: install and watch it work.  make test: install and run everything that proves it.  make quick: the exact proofs and
-# the loop alone.
+# make demo: install what models run on, without torch, and watch it work.  make test: install everything and run everything that
+# proves it.  make quick: the exact proofs and the loop alone.  make light: what needs no torch, where torch is not installed.
 PYTHON ?= python3
 BIN = .venv/bin
+FILES = pyproject.toml data/pyproject.toml certify/pyproject.toml lab/pyproject.toml ray/pyproject.toml setup.py constraints.txt
+BUILT = $(FILES) $(wildcard outrider/kernels/cpu/src/* outrider/kernels/cpu/src/simd/*)
+# compat: otherwise a program in the folder above would import the clone's folder, if that is called outrider.
+PIP = PYTHONWARNINGS=ignore $(@D)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -C editable_mode=compat
+VENV = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "outrider needs Python 3.11 or newer, this is " + sys.version.split()[0])' && $(PYTHON) -m venv $(@D)
 
-.PHONY: install demo test quick check bench dist clean sanitize
+.PHONY: install demo test light quick check bench dist clean sanitize
 
 install: .venv/.installed
 
-# compat: otherwise a program in the folder above would import the clone's folder, if that is called outrider.
-.venv/.installed: pyproject.toml data/pyproject.toml certify/pyproject.toml lab/pyproject.toml ray/pyproject.toml setup.py constraints.txt $(wildcard outrider/kernels/cpu/src/* outrider/kernels/cpu/src/simd/*)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "outrider needs Python 3.11 or newer, this is " + sys.version.split()[0])'
-	@echo "Installing into .venv: several minutes, and pip says nothing. Without a GPU, see docs/guides/operate.md#install first."
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -C editable_mode=compat -e ./data -e ./certify -e ./lab -e ./ray -e '.[dev]'
+.venv/.installed: $(BUILT)
+	@echo "Installing everything into .venv: several minutes, and pip says nothing. Without a GPU, see docs/guides/operate.md#install first."
+	@$(VENV)
+	$(PIP) --quiet --upgrade pip
+	$(PIP) --quiet -e ./data -e ./certify -e ./lab -e ./ray -e '.[dev]'
+	@touch $(@D)/.demo $@
+
+.venv/.demo: $(BUILT)
+	@echo "Installing into .venv: first the kernels are compiled, for a minute or two."
+	@$(VENV)
+	$(PIP) -e ./data -e ./certify -e ./lab -e .
 	@touch $@
 
-demo: install
+demo: .venv/.demo
 	@$(BIN)/outrider demo
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+.venv-light/.installed: $(BUILT)
+	@$(VENV)
+	$(PIP) --quiet -e ./data -e ./certify -e ./lab -e '.[light]'
+	@touch $@
+
+light: .venv-light/.installed
+	.venv-light/bin/python -m pytest -n 2 --dist loadfile tests lab/tests
 
 quick: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/exact tests/unit/core tests/unit/verify tests/unit/control tests/unit/engine
@@ -49,4 +66,4 @@ sanitize:
 	tests/native/sanitize
 
 clean:
-	rm -rf .venv .venv-dist build dist *.egg-info outrider/kernels/cpu/*.so
+	rm -rf .venv .venv-light .venv-dist build dist *.egg-info outrider/kernels/cpu/*.so

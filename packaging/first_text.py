@@ -3,11 +3,11 @@
     make dist                                                    # the wheels
     .venv-dist/bin/python packaging/first_text.py FOLDER         # all ways; FOLDER keeps the dependencies
     .venv-dist/bin/python packaging/first_text.py FOLDER --prepare
-    .venv-dist/bin/python packaging/first_text.py FOLDER --ways pip torch
+    .venv-dist/bin/python packaging/first_text.py FOLDER --ways pip
 
 Every way has a new environment, without a compiler, and downloads nothing. pip finds the wheels in a folder, and uv has them
-unpacked in its cache. `torch` is the floor: pip installs torch alone, and a process imports it. A line has the seconds of a
-clock, and of processors in the program and in the system. The first text compiles what it imports, the second does not.
+unpacked in its cache. A line has the seconds of a clock, and of processors in the program and in the system. The first text
+compiles what it imports, the second does not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from time import perf_counter
 
 ROOT = Path(__file__).resolve().parents[1]
-WAYS = ("pip", "uv", "torch")
+WAYS = ("pip", "uv")
 UV = str(Path(sys.executable).with_name("uv"))
 TEXT = ["generate", "def f(x):", "-n", "1", "-t", "0"]
 
@@ -72,12 +72,10 @@ def measured(way: str, folder: Path) -> None:
         made = Path(name, "env")
         venv.create(made, with_pip=way != "uv")
         command = installer(way, folder, made / "bin/python")
-        timed(f"{way}: install", [*command, *(["torch"] if way == "torch" else wheels())])
+        timed(f"{way}: install", [*command, *wheels()])
         alone = {"PATH": str(made / "bin"), "HOME": name, "XDG_CACHE_HOME": f"{name}/cache"}  # no compiler is found
-        program = [str(made / "bin/python"), "-c", "import torch"]
-        if way != "torch":
-            program = [str(made / "bin/outrider"), *TEXT]
-        timed(f"{way}: {'import' if way == 'torch' else 'first token'}", program, alone)
+        program = [str(made / "bin/outrider"), *TEXT]
+        timed(f"{way}: first token", program, alone)
         timed(f"{way}: again", program, alone)
 
 

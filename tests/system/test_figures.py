@@ -107,7 +107,7 @@ FACTS: dict[str, tuple[Callable[[], str], dict[str, str]]] = {
     ),
     "gigabytes of make": (
         lambda: "2.4",  # measured: du -s .venv
-        {"README.md": r"tests: (\d\.\d) GB", "docs/guides/operate.md": r"`make install` takes (\d\.\d) GB"},
+        {"README.md": r"everything: (\d\.\d) GB", "docs/guides/operate.md": r"`make install` takes (\d\.\d) GB"},
     ),
     "prose with auto": (
         lambda: speedup("talk"),
