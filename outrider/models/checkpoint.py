@@ -120,12 +120,10 @@ def settings(folder: Path) -> dict[str, Any]:
 
 
 def weight_files(name: str, folder: Path) -> list[Path]:
-    """A folder's safetensors files. None if it holds only older weights (*.bin).
-
-    Raises FileNotFoundError for missing weights.
-    """
+    """A folder's safetensors files; none if it holds only older weights (*.bin). Raises FileNotFoundError for missing ones."""
     index = folder / "model.safetensors.index.json"
-    files = {*indexed(index).values()} if index.exists() else {*folder.glob("*.safetensors")}
+    one = folder / "model.safetensors"  # beside it, some have the same weights under the names of their authors
+    files = {*indexed(index).values()} if index.exists() else {one} if one.exists() else {*folder.glob("*.safetensors")}
     if missing := sorted(f.name for f in files if not f.exists()):
         raise FileNotFoundError(
             f"{name}: {len(missing)} of {len(files)} files of weights are missing from {folder}, {missing[0]} among "

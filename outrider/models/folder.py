@@ -24,14 +24,18 @@ def read_model(request: LoadRequest, path: str) -> ReadModel | None:
 
         if native_kind(read_settings(Path(hf_hub_download(path, "config.json")))) is None:
             return None
-        folder = Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+        folder = Path(
+            snapshot_download(
+                path, allow_patterns=["*.safetensors", "*.json"], ignore_patterns=["consolidated*", "*/*"]
+            )
+        )
     settings = checkpoint.settings(folder)
     if native_kind(settings) is None or (whole := checkpoint.sizes(name, folder)) is None:
         return None
     checkpoint.check_folder(folder)
     try:
         config = config_of(settings)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"the configuration of {name} cannot be read: {error}") from error
     config._name_or_path = path
     if hasattr(config, "quantization_config"):

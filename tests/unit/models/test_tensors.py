@@ -116,3 +116,13 @@ def test_a_model_without_its_head(tmp_path: Path) -> None:
     model: Any = tiny("qwen3", tie_word_embeddings=True)
     model.model.save_pretrained(tmp_path)
     check(opened(tmp_path), model)
+
+
+def test_a_second_copy_of_the_weights_is_not_read(tmp_path: Path) -> None:
+    """Some repositories have the same weights under the names of their authors, too."""
+    model = tiny("llama")
+    model.save_pretrained(tmp_path)
+    save_file({"layers.0.attention.wq.weight": torch.ones(3, 3)}, tmp_path / "consolidated.safetensors")
+    tensors = opened(tmp_path)
+    assert "layers.0.attention.wq.weight" not in tensors
+    check(tensors, model)
