@@ -10,7 +10,7 @@ USES = {
     "data": "the built-in models",
     "serve": "outrider serve and batch",
     "grammar": "answers that fit a JSON schema",
-    "lab": "outrider bench, tune, explain, replay and the demo",
+    "lab": "the commands bench, tune, explain, replay and demo",
     "certify": "outrider certify",
     "ray": "outrider deploy",
 }

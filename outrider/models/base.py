@@ -54,7 +54,7 @@ class Verification(NamedTuple):
     def verdict(self, logits: Array) -> Verdict:
         """logits: float32 [batch, node, vocab], of all nodes."""
         target = LogitsDistribution(logits, self.draft, self.warp)
-        return self.verifier(target, self.draft, self.noise, self.positions)
+        return self.verifier(target, self.draft, self.noise, np.asarray(self.positions, np.int64))
 
 
 class Pending(NamedTuple):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import typer
@@ -65,7 +66,7 @@ def classes(path: str | None = None) -> str:
 
 
 def int8_of_bfloat16() -> str:
-    return f"{100 * packed_width(64, torch.int8) / (64 * torch.bfloat16.itemsize):.0f}"
+    return f"{100 * packed_width(64, np.dtype(np.int8)) / (64 * torch.bfloat16.itemsize):.0f}"
 
 
 def accepted(arm: str) -> str:
