@@ -101,7 +101,7 @@ def test_doctor_sees_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fixes["extra grammar"] == (lacks, "pip install '.[grammar]'   # in the checkout", False)
     assert fixes["extra serve"] == ("outrider serve and batch", "", False)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {name.removeprefix("extra ") for name in fixes} | {"dev"} == {*extras}
+    assert {name.removeprefix("extra ") for name in fixes} | {"dev", "light"} == {*extras}
 
 
 def test_with_a_model_it_prints_and_keeps_what_its_steps_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
