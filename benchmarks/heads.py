@@ -145,7 +145,7 @@ class Embedding(LanguageModel):
     """A target that only lends its embedding."""
 
     def __init__(self, table: Array) -> None:
-        self.table, self.device = table, torch.device("cpu")
+        self.table, self.device = table, "cpu"
 
     @property
     def embedding_table(self) -> Any:

@@ -223,7 +223,7 @@ class Decoder:
                 assert commit.features is not None
                 self.drafter.start(sequence.slot, sequence.tokens, first - 1, commit.features)
         parts = drafted - began, forwarded - drafted, judged - forwarded, perf_counter() - judged
-        seconds = dict(zip(PHASES, parts, strict=True))
+        seconds: dict[str, float] = dict(zip(PHASES, parts, strict=True))
         step = Step(draft, verdict, commits, context.slots, before, context.budgets, seconds, out.logits)
         self.controller.observe(step)
         return step

@@ -162,7 +162,7 @@ def _features(tokens: Sequence[int], first: int, stop: int, size: int) -> torch.
 def _start(drafter: Drafter, slot: int, tokens: Sequence[int], first: int, stop: int, size: int) -> None:
     """The target has read these positions."""
     if drafter.taps and first < stop:
-        drafter.start(slot, tokens, first, _features(tokens, first, stop, size))
+        drafter.start(slot, tokens, first, _features(tokens, first, stop, size).numpy())
 
 
 def _proposed(drafter: Drafter, ask: DraftContext, vocab_size: int) -> Draft:

@@ -119,13 +119,13 @@ class _NearestState(BaseDrafter):
     def __init__(self) -> None:
         self.states = defaultdict[int, list[torch.Tensor]](list)
 
-    def start(self, slot: int, tokens: Sequence[int], first: int, features: torch.Tensor) -> None:
-        self.states[slot] += features
+    def start(self, slot: int, tokens: Sequence[int], first: int, features: Any) -> None:
+        self.states[slot].extend(map(torch.as_tensor, features))
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
         for slot, commit in zip(context.slots, commits, strict=True):
             assert commit.features is not None
-            self.states[slot] += commit.features
+            self.states[slot].extend(map(torch.as_tensor, commit.features))
 
     def propose(self, context: DraftContext) -> Draft:
         proposals = []
