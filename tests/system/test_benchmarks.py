@@ -213,7 +213,9 @@ def test_quality_is_cross_entropy_and_the_divergence_of_whole_distributions(tmp_
     loaded = load("builtin:code", dtype="float32")
     ids = torch.tensor([loaded.tokenizer(file.read_text())["input_ids"][:100]])  # type: ignore[misc]
     whole = [
-        loaded.model.forward(Nodes(ids, SlotCache(1, 100, dtype), [0])).logits[0, :-1].double().log_softmax(-1)
+        torch.from_numpy(loaded.model.forward(Nodes(ids, SlotCache(1, 100, dtype), [0])).logits[0, :-1])
+        .double()
+        .log_softmax(-1)
         for dtype in ("auto", "int8")
     ]
     for record, logp in zip((exact, rounded), whole, strict=True):
@@ -240,7 +242,7 @@ def test_quality_reads_the_windows_of_llama_cpps_tool(tmp_path: Path) -> None:
     for start in range(0, len(ids) - 15, 16):
         window = torch.tensor([ids[start : start + 16]])
         logits = loaded.model.forward(Nodes(window, SlotCache(1, 16), [0])).logits[0, 8:15]
-        losses.append(torch.nn.functional.cross_entropy(logits, window[0, 9:], reduction="sum"))
+        losses.append(torch.nn.functional.cross_entropy(torch.as_tensor(logits), window[0, 9:], reduction="sum"))
     assert ours["tokens"] == 7 * len(losses)
     assert ours["perplexity"] == pytest.approx(float((torch.stack(losses).sum() / ours["tokens"]).exp()), rel=1e-5)
 

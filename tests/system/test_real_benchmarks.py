@@ -107,7 +107,7 @@ def test_a_head_sees_the_prompts_and_is_in_the_record(tmp_path: Path) -> None:
     """A made head that repeats the last token: it drafts from the first step on, and its file is named by its hash."""
     target = load("builtin:code")
     config = config_for(EagleConfig, target.config, norm_output=True, fc_norm=True)
-    head = Eagle(config).initialise_(target.model.embedding_rows(torch.arange(8192)))
+    head = Eagle(config).initialise_(torch.from_numpy(target.model.embedding_rows(np.arange(8192))))
     write_eagle(tmp_path / "made-head", head.weights())
     command = ["--target", "builtin:code", "--head", str(tmp_path / "made-head"), "--methods", "plain", "head 2"]
     command += ["--workloads", "code", "--texts", "1", "--tokens", "12", "--length", "512", "--temperatures", "0"]
