@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from outrider.core.noise import Noise, Stream
 from outrider.core.params import SamplingParams
@@ -153,10 +152,10 @@ def _text(random_: random.Random, few: Sequence[int], length: int) -> list[int]:
     return tokens[:length]
 
 
-def _features(tokens: Sequence[int], first: int, stop: int, size: int) -> torch.Tensor:
+def _features(tokens: Sequence[int], first: int, stop: int, size: int) -> np.ndarray:
     """Those of some positions: like the target's, a function of the tokens up to each."""
-    seeds = [hash(tuple(tokens[: n + 1])) for n in range(first, stop)]
-    return torch.stack([torch.randn(size, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+    draws = [np.random.default_rng(hash(tuple(tokens[: n + 1])) % 2**63) for n in range(first, stop)]
+    return np.stack([draw.standard_normal(size, np.float32) for draw in draws])
 
 
 def _start(drafter: Drafter, slot: int, tokens: Sequence[int], first: int, stop: int, size: int) -> None:

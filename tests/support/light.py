@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from traceback import extract_tb
@@ -11,10 +12,13 @@ TORCH = (
     "outrider/models/hf/",
     "outrider/models/pretrained.py",
     "outrider/integrations/transformers.py",
-    "lab/outrider_lab/heads/",
+    "lab/outrider_lab/heads/modules.py",
     "lab/outrider_lab/train/",
 )
 """Files and folders whose modules import torch or transformers when they are imported. It only gets shorter."""
+HAS_RAY = bool(
+    entry_points(group="outrider.commands", name="deploy")
+)  # the folder of the checkout is imported without it, too
 _TESTS = ("tests/", "lab/tests/", "ray/tests/", "certify/tests/")
 
 

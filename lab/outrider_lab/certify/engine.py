@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from outrider.control import Fixed
+from outrider.core.extras import needs
 from outrider.core.files import public_name
 from outrider.core.params import SamplingParams
 from outrider.core.sampling import LogitsWarper, SequenceState
@@ -33,7 +34,6 @@ from outrider.models.dtypes import DTYPES
 from outrider.models.files import folder_of, gguf_files, sha256, weight_files
 from outrider.models.load import Loaded, load
 from outrider.models.nodes import Nodes
-from outrider.models.pretrained import read_config
 from outrider.testing.stubs import Wrong
 from outrider.verify import VERIFIERS
 from outrider_certify.cli import CertifyOptions, parse_json, read_prompts, server_subject
@@ -292,6 +292,8 @@ def _files_of(name: str, dtype: str) -> Path:
 
         checkpoint.fits(name, model.sizes(reader.read(files)), dtype, where, tuple(DTYPES))
         return files[0]
+    with needs("torch", "a model that transformers runs"):
+        from outrider.models.pretrained import read_config
     path = Path(folder_of(name))
     read_config(name, str(path))
     if path.is_dir() and (stored := checkpoint.sizes(name, path)):

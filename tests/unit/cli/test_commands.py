@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import typer
+from light import HAS_RAY
 from typer.testing import CliRunner
 
 from outrider.cli import main as cli
@@ -33,6 +34,7 @@ def shown(*words: str) -> Any:
     return CliRunner().invoke(cli.app, [*words], env={"COLUMNS": "200"})
 
 
+@pytest.mark.skipif(not HAS_RAY, reason="needs outrider-ray")
 def test_each_command_of_another_package_has_an_extra_that_brings_it() -> None:
     assert {*ENTRIES} == {*cli.EXTRAS}
     assert not {*ENTRIES} & {*cli.ENGINE}

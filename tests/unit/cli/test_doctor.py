@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from importlib.metadata import PackageNotFoundError
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def test_doctor_says_what_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     done = run("doctor")
     named = [line.split()[1] for line in done.stdout.splitlines() if line[0] != " "]
     wanted = ["versions", "torch", "processor", "kernels", "cores", "memory", "bandwidth", "large", "cache"]
-    lacks = {"large": not doctor.PAGES.exists(), "bandwidth": not cpu.available()}
+    lacks = {"torch": find_spec("torch") is None, "large": not doctor.PAGES.exists(), "bandwidth": not cpu.available()}
     here = [name for name in wanted if not lacks.get(name)]
     assert named[: len(here)] == here
     assert len(done.stdout.splitlines()) <= 24, "one screen"

@@ -15,6 +15,7 @@ PROGRAM = (Path(__file__).parents[2] / "support" / "fuzz.py").read_text()
 KINDS = ("safetensors", "gguf", "tokenizer", "pack", "head", "block", "journal", "trace")
 
 
+pytest.importorskip("torch", reason="makes its models")
 pytestmark = pytest.mark.skipif(not native.available(), reason="packs need the native kernels")
 
 
