@@ -152,16 +152,16 @@ def _text(random_: random.Random, few: Sequence[int], length: int) -> list[int]:
     return tokens[:length]
 
 
-def _features(tokens: Sequence[int], first: int, stop: int, size: int) -> np.ndarray:
+def _features(tokens: Sequence[int], first: int, stop: int, size: int) -> Array:
     """Those of some positions: like the target's, a function of the tokens up to each."""
-    draws = [np.random.default_rng(hash(tuple(tokens[: n + 1])) % 2**63) for n in range(first, stop)]
+    draws = (np.random.default_rng(hash(tuple(tokens[: n + 1])) & 2**63 - 1) for n in range(first, stop))
     return np.stack([draw.standard_normal(size, np.float32) for draw in draws])
 
 
 def _start(drafter: Drafter, slot: int, tokens: Sequence[int], first: int, stop: int, size: int) -> None:
     """The target has read these positions."""
     if drafter.taps and first < stop:
-        drafter.start(slot, tokens, first, _features(tokens, first, stop, size).numpy())
+        drafter.start(slot, tokens, first, _features(tokens, first, stop, size))
 
 
 def _proposed(drafter: Drafter, ask: DraftContext, vocab_size: int) -> Draft:

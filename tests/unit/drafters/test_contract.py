@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from helpers import VOCAB, toy_drafters
 
 from outrider.core.params import SamplingParams
@@ -117,21 +116,21 @@ class _NearestState(BaseDrafter):
     taps = (0,)
 
     def __init__(self) -> None:
-        self.states = defaultdict[int, list[torch.Tensor]](list)
+        self.states = defaultdict[int, list[np.ndarray]](list)
 
-    def start(self, slot: int, tokens: Sequence[int], first: int, features: Any) -> None:
-        self.states[slot].extend(map(torch.as_tensor, features))
+    def start(self, slot: int, tokens: Sequence[int], first: int, features: np.ndarray) -> None:
+        self.states[slot].extend(features)
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
         for slot, commit in zip(context.slots, commits, strict=True):
             assert commit.features is not None
-            self.states[slot].extend(map(torch.as_tensor, commit.features))
+            self.states[slot].extend(commit.features)
 
     def propose(self, context: DraftContext) -> Draft:
         proposals = []
         for slot, tokens in zip(context.slots, context.tokens, strict=True):
-            *states, last = self.states[slot] or [torch.zeros(8)]
-            near = [float(torch.cosine_similarity(state, last, dim=0)) for state in states[: len(tokens) - 2]]
+            *states, last = self.states[slot] or [np.zeros(8)]
+            near = [float(state @ last / np.linalg.norm(state)) for state in states[: len(tokens) - 2]]
             at = near.index(max(near)) + 2 if near else len(tokens)
             proposals.append(tokens[at : at + 3])
         return chains(context, proposals)
@@ -218,7 +217,7 @@ def test_declared_probs_are_those_that_were_drawn_from(error: float) -> None:
         for node, (token, parent) in enumerate(made.host[b]):
             if node:
                 before = [*tokens, *(t for t, _ in made.host[b][1:node])]
-                logits = draft.forward(Nodes(torch.tensor([before]), draft.new_cache(1, 50), [0]), want="last").logits
+                logits = draft.forward(Nodes(np.array([before]), draft.new_cache(1, 50), [0]), want="last").logits
                 distribution = softmax(ask.warp.select([b]).scores(np.asarray(logits[:, 0]), [before[len(tokens) :]]))[
                     0
                 ]
