@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from outrider.cli.main import app
 from outrider.control import CostModel
+from outrider.control.costs import DraftCost
 from outrider.core.types import Draft
 from outrider.drafters import make_drafters
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, chains
@@ -216,8 +217,17 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, methods: l
     assert CliRunner().invoke(app, words).exit_code == 0
 
 
-def test_a_recording_has_every_drafter_and_the_texts_of_plain_decoding() -> None:
-    """The replays of a model's own recording: a longer fixed length is never forecast from tokens that were not proposed."""
+def test_a_recording_has_every_drafter_and_the_texts_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replays of a model's own recording: a longer fixed length is never forecast from tokens that were not proposed.
+
+    Costs are given, because what a machine measures on a toy model is chance. At twice a forward a token, a drafter is left out.
+    """
+
+    def costs(model: Any, drafters: dict[str, Drafter], *_: Any) -> CostModel:
+        levels = {name: DraftCost(0.0, 2.0 if name.endswith("int4") else 0.1, 0.0) for name in drafters}
+        return CostModel({}, {1: 1.0, 64: 1.5}, levels)
+
+    monkeypatch.setattr(forecasts, "measure", costs)
     target = load("builtin:code", device="cpu")
     racer = Racer(target, {"temperature": 0.0, "seed": 0, "max_tokens": 24, "ignore_eos": True})
     prompts = [Prompt(str(n), "all", text) for n, text in enumerate(("def area(r):\n", "class Stack:\n"))]
@@ -233,20 +243,16 @@ def test_a_recording_has_every_drafter_and_the_texts_of_plain_decoding() -> None
     lines = list(search.forecasts.run())
     assert len(lines) == 2, "two drafters with weights at a time"
     found = search.forecasts
-    # a busy machine may measure a self-draft as too slow to be of use; only then it is left out
-    slow = {
-        name for name, problem in found.problems.items() if name.startswith("quantized_self") and "slower" in problem
-    }
-    assert found.problems.keys() - slow == {"eagle"}, found.problems
-    assert {m.name for m in found.methods} == {name for name, _ in configs} - {"eagle"} - slow
+    assert found.problems.keys() == {"eagle", "quantized_self-int4"}, found.problems
+    assert found.problems["quantized_self-int4"] == forecasts.TOO_EXPENSIVE
+    assert {m.name for m in found.methods} == {name for name, _ in configs} - {"eagle", "quantized_self-int4"}
     plain = racer.plain.generate([p.content for p in prompts], racer.request(prompts[0]).params)  # type: ignore[arg-type]
     assert [t.output for t in found.texts] == [o.outputs[0].token_ids for o in plain]
     for text in found.texts:
-        assert len(text.drafts) == 5 - len(slow)
+        assert len(text.drafts) == 4
         assert all(len(every) == len(text.output) for every in text.drafts.values())
     names = {c.name for c in found.candidates({"method": "auto"})}
-    assert {"auto", "suffix", "suffix k=16", "draft_model k=3"} <= names
-    assert slow or "quantized_self-int8 k=4" in names
+    assert {"auto", "suffix", "suffix k=16", "draft_model k=3", "quantized_self-int8 k=4"} <= names
     assert "draft_model k=12" not in names
     assert found.speed(Candidate("", {}, ("draft_model",), 4)) > 0
     assert found.best_lengths(("draft_model",), (1, 4)).keys() == {1, 4}
