@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -105,3 +106,26 @@ def write_whole(path: Path, text: str, errors: str = "strict") -> None:
     """Write a text file in UTF-8, whole. errors: as of `str.encode`."""
     with written_whole(path) as partial:
         partial.write_text(text, encoding="utf-8", errors=errors)
+
+
+def sha256(files: Sequence[Path]) -> str:
+    """Of the contents of all files, one after the other."""
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            while block := opened.read(2**22):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def content_digest(files: Sequence[Path]) -> str:
+    """The same, kept in the cache folder until a file changes."""
+    states = [(str(f.resolve()), (s := f.stat()).st_size, s.st_mtime_ns, s.st_ctime_ns) for f in files]
+    noted = cache_folder() / "contents" / hashlib.sha256(repr(states).encode()).hexdigest()
+    with suppress(OSError, ValueError):
+        if len(digest := noted.read_text(encoding="utf-8")) == 64:
+            return digest
+    digest = sha256(files)
+    with suppress(OSError):
+        write_whole(noted, digest)
+    return digest

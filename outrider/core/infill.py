@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 MARKS = (  # before the prefix, before the suffix, before the middle
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
@@ -33,9 +33,14 @@ Marks = tuple[int, int, int]
 
 def gap_marks(tokenizer: Any) -> Marks | None:
     """The token ids of a tokenizer's marks of a gap, as in `MARKS`; None if it has none."""
-    vocab: dict[str, int] = {} if tokenizer is None else tokenizer.get_vocab()
-    marks = next((names for names in MARKS if all(name in vocab for name in names)), None)
-    return None if marks is None else (vocab[marks[0]], vocab[marks[1]], vocab[marks[2]])
+    found = (_known(tokenizer, names) for names in MARKS if tokenizer is not None)
+    return next((cast("Marks", tuple(ids)) for ids in found if len(ids) == 3), None)
+
+
+def _known(tokenizer: Any, names: Sequence[str]) -> list[int]:
+    """The ids of those names that are tokens. A name that is none has no id, or that of the unknown token."""
+    ids = [(name, tokenizer.convert_tokens_to_ids(name)) for name in names]
+    return [i for name, i in ids if i is not None and tokenizer.convert_ids_to_tokens(i) == name]
 
 
 def in_order(tokens: Sequence[int], marks: Marks | None) -> list[int]:
@@ -70,8 +75,7 @@ class Infilling:
             return None
         opening = tokenizer.bos_token_id
         begin = (opening,) if opening is not None and opening in tokenizer("")["input_ids"] else ()
-        vocab = tokenizer.get_vocab()
-        return cls(tokenizer, begin, marks, (*(vocab[name] for name in ENDS if name in vocab), *marks))
+        return cls(tokenizer, begin, marks, (*_known(tokenizer, ENDS), *marks))
 
     def prompt(self, before: str, after: str) -> list[int]:
         """The token ids for a gap between two texts. Raises ValueError."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from outrider.core.files import public_name, write_whole
+from outrider.core.files import public_name, sha256, write_whole
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.core.types import Guarantee
@@ -24,7 +24,7 @@ from outrider.engine.runtime import Runtime
 from outrider.engine.trace import Count, Id, RequestRecord, TraceLine, describe, request_record
 from outrider.kernels import ARITHMETIC
 from outrider.kernels.machine import machine
-from outrider.models.files import sha256, weight_files
+from outrider.models.files import weight_files
 
 FORMAT: Literal[1] = 1  # increased when a field changes its meaning
 
@@ -39,7 +39,7 @@ class Fingerprint(TraceLine):
     format: Literal[1] = FORMAT
     arithmetic: Count  # outrider.kernels.ARITHMETIC
     model: str  # without folders
-    sha256: str  # content of the model's files (models.files)
+    sha256: str  # content of the model's files
     dtype: str
     kv_cache_dtype: str | None = None
     max_length: Count

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outrider.core.files import cache_folder, write_whole
+from outrider.core.files import content_digest
 from outrider.core.suggest import did_you_mean
 from outrider.models.builtin.download import DOWNLOADS, fetch
 from outrider.models.builtin.shipped import BUILTIN, builtin_folder
@@ -168,16 +166,6 @@ def weight_files(model: str) -> list[Path]:
     return sorted(path.glob("*.safetensors"))
 
 
-def sha256(files: Sequence[Path]) -> str:
-    """Of the contents of all files, one after the other."""
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as opened:
-            while block := opened.read(2**22):
-                digest.update(block)
-    return digest.hexdigest()
-
-
 def content(model: Any) -> str:
     """A digest of all that a model's arithmetic reads of its files: weights and settings. It does not depend on where they are.
 
@@ -191,12 +179,4 @@ def content(model: Any) -> str:
         )
     if files[0].suffix != ".gguf":
         files += [f for f in map(files[0].with_name, ("config.json", "outrider_pack.json")) if f.exists()]
-    states = [(str(f.resolve()), (s := f.stat()).st_size, s.st_mtime_ns, s.st_ctime_ns) for f in files]
-    noted = cache_folder() / "contents" / hashlib.sha256(repr(states).encode()).hexdigest()
-    with suppress(OSError, ValueError):
-        if len(digest := noted.read_text(encoding="utf-8")) == 64:
-            return digest
-    digest = sha256(files)
-    with suppress(OSError):
-        write_whole(noted, digest)
-    return digest
+    return content_digest(files)

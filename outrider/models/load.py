@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # Where the drivers of GPUs are: NVIDIA's, AMD's, and those of Windows below Linux.
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 # A start from a pack reads so many bytes a second. A pack is kept if it saves so much time, and is not small.
-_READ_SPEED, WORTH_SECONDS, WORTH_BYTES = 1e9, 1.0, 50e6
+_READ_SPEED, WORTH_SECONDS, WORTH_BYTES = 1e9, 0.25, 50e6
 
 
 @dataclass(frozen=True)
@@ -394,7 +394,7 @@ def _contents_of(loaded: Loaded, program: Program, beside: bool = False) -> pack
 
 
 def _keep(name: str, loaded: Loaded, seconds: float) -> None:
-    """Add a native model's pack to the cache, if a start from it is faster by a second. seconds: that this start took."""
+    """Add a native model's pack to the cache, if a start from it saves a quarter of a second. seconds: of this start."""
     program = loaded.program
     if program is None:
         return

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import sys
 from functools import cache
 from pathlib import Path
 
+from outrider.core.files import content_digest
 from outrider.kernels.cpu.library import Library, load
 
 
@@ -83,12 +83,7 @@ def library() -> Library:
 
 def build() -> str:
     """What the kernels' speed depends on: a digest of the compiled library, and the instruction set in use; "none" without."""
-    return f"{_digest(library().path)} {isa()}" if available() else "none"
-
-
-@cache
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    return f"{content_digest([library().path])[:16]} {isa()}" if available() else "none"
 
 
 def isas() -> tuple[str, ...]:

@@ -7,8 +7,6 @@ it does not matter where the file came from. The package is never installed and 
 from __future__ import annotations
 
 import errno
-import functools
-import hashlib
 import importlib.util
 import shutil
 import subprocess
@@ -20,7 +18,7 @@ from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from outrider.core.files import cache_folder
+from outrider.core.files import cache_folder, content_digest, sha256
 from outrider.core.store import FETCHED, Store
 
 _HUB_TIMEOUT = 5.0  # seconds; a download itself may take longer
@@ -78,7 +76,7 @@ def find(model: Download) -> Path | None:
     package = importlib.util.find_spec(model.module)
     for folder in (package.submodule_search_locations if package else None) or ():
         file = Path(folder) / model.file
-        if _size(file) == model.size and _digest(file) == model.sha256:
+        if _size(file) == model.size and content_digest([file]) == model.sha256:
             return file
     return None
 
@@ -86,7 +84,7 @@ def find(model: Download) -> Path | None:
 def name_of(file: str | Path) -> str | None:
     """The built-in model whose file this is, by its size and its content; None if it is none of them."""
     names = [name for name, model in DOWNLOADS.items() if _size(Path(file)) == model.size]
-    return next((name for name in names if _digest(Path(file)) == DOWNLOADS[name].sha256), None)
+    return next((name for name in names if content_digest([Path(file)]) == DOWNLOADS[name].sha256), None)
 
 
 def fetch(model: Download, say: Callable[[str], None] = lambda line: print(line, file=sys.stderr)) -> Path:
@@ -117,7 +115,7 @@ def _fetch(model: Download, store: Store, say: Callable[[str], None]) -> Path:
         def write(half: Path, get: Callable[[Download, Path, Path], object] = get) -> None:
             with TemporaryDirectory() as work:
                 get(model, Path(work), half)
-            if (got := _digest(half)) != model.sha256:
+            if (got := sha256([half])) != model.sha256:
                 raise ValueError(f"its sha256 is {got[:16]}..., expected {model.sha256[:16]}...; nothing was kept")
 
         say(
@@ -167,18 +165,6 @@ def _from_hub(model: Download, work: Path, out: Path) -> None:
 
 def _size(file: Path) -> int:
     return file.stat().st_size if file.is_file() else -1
-
-
-def _digest(file: Path) -> str:
-    state = file.stat()
-    return _digest_of(file, state.st_size, state.st_mtime_ns)
-
-
-@functools.cache
-def _digest_of(file: Path, *state: int) -> str:
-    """state: what changes with the content."""
-    with file.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def _first_line(error: Exception) -> str:
