@@ -238,10 +238,14 @@ class Scheduler:
             with self.lock:
                 if sequence.finish is None and self.running.get(sequence.slot) is not sequence:
                     self.queue.remove(sequence)
-            if sequence.finish is None and self.trace:
-                self.trace.end(sequence, finish)
-            sequence.end(finish, reason)
-            self._progress(sequence)
+            self._end(sequence, finish, reason)
+
+    def _end(self, sequence: Sequence, finish: str, reason: str | int | None) -> None:
+        """End a sequence that does not wait."""
+        if sequence.finish is None and self.trace:
+            self.trace.end(sequence, finish)
+        sequence.end(finish, reason)
+        self._progress(sequence)
 
     def problems(self) -> list[str]:
         """What is wrong with the tables between two steps. Empty, unless there is a bug."""
@@ -293,6 +297,9 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> None:
         """Give a sequence a free slot."""
+        if sequence.request.deadline <= perf_counter():  # it came after the step had looked for late ones
+            self._end(sequence, "abort", LATE)
+            return
         try:
             self.decoder.admit(sequence)
         except Exception as error:

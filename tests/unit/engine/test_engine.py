@@ -15,6 +15,7 @@ import pytest
 from engines import LONG, TARGET, Gated, engine, mixed, read, run, settled, submit
 from helpers import VOCAB, RandomTree, decoder, plain_texts, request, toy_drafters
 
+from outrider.core.outputs import Delta
 from outrider.core.params import SamplingParams
 from outrider.core.types import Guarantee
 from outrider.engine import EngineStopped, QueueFull
@@ -305,3 +306,20 @@ def test_a_deadline_in_the_queue_is_kept_and_keeps_nothing_alive() -> None:
     del runs, waits, ends
     gc.collect()
     assert gone() is None
+
+
+def test_a_text_that_comes_too_late_within_a_step_is_not_begun() -> None:
+    """It comes after the step has looked for late ones, and before it gives out the free slot."""
+    scheduler, late = Scheduler(decoder(TARGET, rows=2)), list[Sequence]()
+
+    def at_the_end(_: Delta) -> None:
+        late.extend(scheduler.add([request([2], LONG, deadline=0.0)]))
+
+    (ends,) = scheduler.add([request([1], LONG, deadline=0.0, sink=at_the_end)])
+    scheduler.step()
+    assert ends.finish is not None
+    assert late[0].finish is not None
+    assert "deadline" in str(late[0].finish.reason)
+    assert not late[0].written
+    assert not scheduler.problems()
+    assert scheduler.idle
