@@ -33,7 +33,7 @@ test: install
 
 .venv-light/.installed: $(BUILT)
 	@$(VENV)
-	$(PIP) --quiet -e ./data -e ./certify -e ./lab -e '.[light]'
+	$(PIP) --quiet -e '.[light]' -e ./data -e ./certify -e ./lab
 	@touch $@
 
 light: .venv-light/.installed

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from benchmarks.ruler import parser
+from outrider.core.detokenizer import BYTE_OF
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -430,7 +430,7 @@ def _metadata(family: Family) -> dict[str, Any]:
         "rope.dimension_count": family.dim, "attention.layer_norm_rms_epsilon": 1e-6,
     } | family.more  # fmt: skip
     keys |= {"nextn_predict_layers": 1} if family.arch == "qwen35" else {}
-    letters = list(bytes_to_unicode().values())
+    letters = list(BYTE_OF)
     tokens = [*letters, letters[0] + letters[1], "<|endoftext|>"]
     tokens += [f"[{n}]" for n in range(len(tokens), family.vocab)]
     end = tokens.index("<|endoftext|>")

@@ -114,14 +114,16 @@ int main() {
     for (int32_t format : {CACHE_FLOAT32, CACHE_BFLOAT16, CACHE_INT8}) {
         Toy toy(random);
         std::vector<float> first;
+        std::vector<int64_t> chosen;
         for (int64_t v = 0; v < VARIANT_COUNT; v++) {
-        const char* isa = VARIANTS[v].name;
+            const char* isa = VARIANTS[v].name;
             if (!outrider_select_isa(isa)) continue;
             for (int threads : {1, 2, 5}) {
                 outrider_set_threads(threads);
                 std::vector<float> text = toy.text(format);
-                if (first.empty()) first = text;
-                expect(same(first, text), std::string("a text on ") + isa + " with " + std::to_string(threads) + " threads");
+                std::vector<int64_t> drawn = toy.drawn(format);
+                if (first.empty()) first = text, chosen = drawn;
+                expect(same(first, text) && drawn == chosen, std::string("a text on ") + isa + " with " + std::to_string(threads) + " threads");
             }
         }
     }

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "abi.hpp"
@@ -26,6 +27,8 @@ void outrider_unpack_column(const Packed*, int64_t column, float* out);
 void* outrider_program_new(const Program*);
 void outrider_program_free(void*);
 int64_t outrider_forward(void*, const ForwardJob*);
+int64_t outrider_step(void*, const ForwardJob*, DrawJob* draws);
+void outrider_truncate(float* x, int64_t n, int64_t top_k, double top_p, float min_p);
 int64_t outrider_draft_chains(void*, const ChainsJob*);
 int64_t outrider_plan(int64_t batch, int64_t held, int64_t nodes, const int64_t* parents, const int32_t* lengths, Plan* plan);
 void outrider_pack_vectors(int32_t format, const float* from, uint8_t* to, int64_t count, int64_t dim);
@@ -312,6 +315,83 @@ struct Toy {
         for (int64_t t : drafted) tree.push_back(static_cast<float>(t));
         return tree;
     }
+
+    // Tokens that are drawn one by one, by several parameters. As drafts in a tree they are accepted, and the same token follows.
+    std::vector<int64_t> drawn(int32_t format) {
+        struct Law {
+            float temperature;
+            int64_t top_k;
+            double top_p;
+            float min_p;
+        };
+        const float all = -INFINITY;
+        const Law laws[] = {{0, 0, 1, all}, {0.8f, 0, 1, all}, {1.5f, 20, 1, all}, {1, 0, 0.9, all}, {2, 0, 1, -2}, {0.7f, 30, 0.8, -3}};
+        constexpr int64_t DRAFTS = 4, NODES = 2 * DRAFTS + 1;  // of each token and of another one, its sibling
+        size_t bytes = static_cast<size_t>(SLOTS * KV * CELLS * vector_bytes(format, DIM));
+        std::vector<std::vector<uint8_t>> memory(4, std::vector<uint8_t>(bytes));
+        void* cache[4] = {memory[0].data(), memory[1].data(), memory[2].data(), memory[3].data()};
+        std::vector<int64_t> out;
+        for (const Law* law = laws; law < laws + 6; law += SLOTS) {
+            std::vector<int64_t> tokens = {5, 74, 33}, path(SLOTS * NODES), texts = tokens, parents;
+            std::vector<int32_t> rows = {2, 0, 1}, lengths(SLOTS);
+            std::vector<float> logits(SLOTS * NODES * VOCAB);
+            DrawJob draws[SLOTS]{};
+            ForwardJob job{};
+            job.tokens = tokens.data(), job.rows = rows.data(), job.lengths = lengths.data(), job.cache = cache;
+            job.logits = logits.data(), job.batch = SLOTS, job.nodes = 1, job.capacity = CELLS, job.want = 2, job.cache_format = format;
+            for (int64_t b = 0; b < SLOTS; b++) {
+                draws[b].path = path.data() + b * NODES, draws[b].seed = 11, draws[b].stream = static_cast<uint32_t>(b);
+                draws[b].temperature = law[b].temperature, draws[b].top_k = law[b].top_k, draws[b].top_p = law[b].top_p;
+                draws[b].min_p = law[b].min_p;
+            }
+            for (int64_t n = 0; n <= DRAFTS; n++) {
+                for (DrawJob& asked : draws) asked.position = static_cast<uint32_t>(n);
+                expect(outrider_step(decoder, &job, draws) == 0, "a step");
+                for (int64_t b = 0; b < SLOTS; b++) {
+                    expect(draws[b].accepted == 0 && draws[b].token >= 0 && draws[b].token < VOCAB, "a step without a draft");
+                    texts.push_back(tokens[b] = draws[b].token), lengths[b]++;
+                }
+            }
+            tokens.clear();
+            for (int64_t b = 0; b < SLOTS; b++) {
+                tokens.push_back(texts[b]), parents.push_back(-1);
+                for (int64_t n = 1; n <= DRAFTS; n++)
+                    for (int64_t other : {1, 0}) {  // the token is the second child, and the next two are below it
+                        tokens.push_back((texts[n * SLOTS + b] + other) % VOCAB), parents.push_back(n == 1 ? 0 : 2 * n - 2);
+                    }
+                lengths[b] = 0, draws[b].position = 0;
+            }
+            job.tokens = tokens.data(), job.parents = parents.data(), job.nodes = NODES;
+            expect(outrider_step(decoder, &job, draws) == 0, "a step with trees");
+            for (int64_t b = 0; b < SLOTS; b++) {
+                bool whole = draws[b].accepted == DRAFTS && draws[b].token == texts[(DRAFTS + 1) * SLOTS + b];
+                for (int64_t n = 0; n <= DRAFTS; n++) whole = whole && draws[b].path[n] == 2 * n;
+                expect(whole, "a draft of the tokens that come is not accepted whole");
+            }
+            draws[0].by_host = 1, draws[0].token = 42;
+            expect(outrider_step(decoder, &job, draws) == 0 && draws[0].token == 42, "what the host draws is left alone");
+            out.insert(out.end(), texts.begin(), texts.end());
+        }
+        return out;
+    }
 };
+
+// What is left of scores of many kinds, one after another.
+std::vector<float> truncated(Random& random) {
+    std::vector<float> out;
+    for (int64_t n : {1, 300, 9001})
+        for (float scale : {0.0f, 0.01f, 3.0f, 20.0f})
+            for (auto [top_k, top_p, min_p] : {std::tuple<int64_t, double, float>{0, 1, -INFINITY}, {1, 1, -INFINITY}, {50, 1, -INFINITY},
+                                               {0, 0.0, -INFINITY}, {0, 0.5, -INFINITY}, {0, 0.999, -INFINITY}, {0, 1, -1}, {70, 0.7, -2}})
+                for (int32_t kind : {0, 1, 2}) {
+                    std::vector<float> x = reals(n, random, scale);
+                    if (kind == 1)
+                        for (float& v : x) v = v < 0 ? -INFINITY : std::round(v);  // many are equal
+                    if (kind == 2) x[static_cast<size_t>(n / 2)] = NAN;
+                    outrider_truncate(x.data(), n, top_k, top_p, min_p);
+                    out.insert(out.end(), x.begin(), x.end());
+                }
+    return out;
+}
 
 }  // namespace

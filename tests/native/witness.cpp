@@ -216,5 +216,8 @@ int main(int argc, char** argv) {
     for (int32_t kind : {DELTA_RULE, SELECTIVE}) show_scan(kind, random);
     show_experts(later);
     show_attention(later);
+    Toy toy(later);
+    for (int32_t format : {CACHE_FLOAT32, CACHE_BFLOAT16, CACHE_INT8}) show("draws, cache " + std::to_string(format), toy.drawn(format));
+    show("truncate", truncated(later));
     return failures != 0;
 }
