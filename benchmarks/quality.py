@@ -91,7 +91,7 @@ def read(model: LanguageModel, ids: Sequence[int], kv_cache_dtype: str, top: Arr
     cache, parts = SlotCache(1, len(ids), kv_cache_dtype), list[Reading]()
     for start in range(0, len(ids) - 1, CHUNK):
         end = min(start + CHUNK, len(ids) - 1)
-        logits = np.asarray(model.forward(Nodes(np.array([ids[start:end]]), cache, [0])).logits)[0].astype(np.float64)
+        logits = model.forward(Nodes(np.array([ids[start:end]]), cache, [0])).logits[0].astype(np.float64)
         cache.commit([0], [range(end - start)])
         logp = logits - logits.max(-1, keepdims=True)
         logp -= np.log(np.exp(logp).sum(-1, keepdims=True))
@@ -115,7 +115,7 @@ def needles(model: LanguageModel, tokenizer: Any, kv_cache_dtype: str, length: i
             part = ids[start : start + 256]
             model.forward(Nodes(np.array([part]), cache, [0]), want="none")
             cache.commit([0], [range(len(part))])
-        best = np.asarray(model.forward(Nodes(np.array([told]), cache, [0])).logits)[0].argmax(-1).tolist()
+        best = model.forward(Nodes(np.array([told]), cache, [0])).logits[0].argmax(-1).tolist()
         hits += best[len(asked) - 1 : -1] == told[len(asked) :]
     return hits
 

@@ -284,7 +284,7 @@ def _draft_probs(
     out = model.forward(Nodes(draft.tokens, cache, [0], draft.parents))
     row = _row(text, before, decoder)
     try:
-        target = LogitsDistribution(np.asarray(out.logits), draft, LogitsWarper([row.state]))
+        target = LogitsDistribution(out.logits, draft, LogitsWarper([row.state]))
         probs = {n: target.probs(np.array([n]))[0] for n in {up for up in parents if up >= 0}}
     finally:
         decoder.release(row.slot)

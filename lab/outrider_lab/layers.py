@@ -89,7 +89,7 @@ def search_layers(
 def _choices(model: LanguageModel, tokens: list[int]) -> Array:
     """int64 [token]: the likeliest next token after each."""
     cache = model.new_cache(1, len(tokens))
-    return np.asarray(model.forward(Nodes(np.array([tokens]), cache, [0])).logits)[0].argmax(-1)
+    return model.forward(Nodes(np.array([tokens]), cache, [0])).logits[0].argmax(-1)
 
 
 def _seconds(model: LanguageModel, tokens: int, repeats: int = 5) -> float:

@@ -77,7 +77,7 @@ def features(target: Loaded, tokens: list[int], taps: tuple[int, ...]) -> Array:
     nodes = Nodes(torch.tensor([tokens]), target.model.new_cache(1, len(tokens)), [0])
     out = target.model.forward(nodes, taps=taps, want="none").features
     assert out is not None
-    return np.asarray(out)[0]
+    return out[0]
 
 
 def head_folder(kind: str, into: Path) -> Path:

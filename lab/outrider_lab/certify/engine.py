@@ -253,7 +253,7 @@ def forward(model: LanguageModel, tokens: Sequence[int], chunk: int = CHUNK) -> 
     cache, parts = model.new_cache(1, len(tokens)), list[Array]()
     for start in range(0, len(tokens), chunk):
         part = list(tokens[start : start + chunk])
-        parts.append(np.asarray(model.forward(Nodes(np.array([part]), cache, [0])).logits)[0])
+        parts.append(model.forward(Nodes(np.array([part]), cache, [0])).logits[0])
         cache.commit([0], [range(len(part))])
     return np.concatenate(parts)
 

@@ -122,7 +122,7 @@ class FeatureRecorder(NoDraft):
         self._ended = dict[tuple[int, ...], list[EightBits]]()
 
     def start(self, slot: int, tokens: Sequence[int], first: int, features: Array) -> None:
-        self._running.setdefault(slot, ([], []))[1].append(eight_bits(np.asarray(features), self._features.block))
+        self._running.setdefault(slot, ([], []))[1].append(eight_bits(features, self._features.block))
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
         said = [c.features for c in commits if c.features is not None]  # a long prompt's first step has none

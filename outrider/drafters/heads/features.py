@@ -153,7 +153,7 @@ class FeatureCache:
         if first != self._next(slot):
             self.release(slot)
         held, most = self.waiting.setdefault(slot, Features(first)), self.cache.max_length
-        held.add(np.asarray(features))
+        held.add(features)
         few = min(NEWEST, most // 2)
         if len(held) > few or self.cache.length[slot] + len(held) > most - most // 8:
             self.cache.release(slot)

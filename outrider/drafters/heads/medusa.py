@@ -121,7 +121,7 @@ class MedusaLattice(Lattice):
         return self.drafts if position == len(tokens) - 2 >= 0 else 0
 
     def add(self, slot: int, features: Array, first: int) -> None:
-        self._states[slot] = first + len(features) - 1, np.asarray(features)[-1].astype(np.float32)
+        self._states[slot] = first + len(features) - 1, features[-1].astype(np.float32)
 
     def release(self, slot: int) -> None:
         self._states.pop(slot, None)

@@ -139,8 +139,8 @@ def examine(
     cache = target.model.new_cache(1, len(ids))
     out = target.model.forward(Nodes(np.array([ids]), cache, [0]), taps=taps)
     assert out.features is not None
-    columns = np.asarray(out.features)[0].reshape(len(ids), len(taps), -1)
-    right = np.asarray(out.logits)[0].argmax(-1).tolist()
+    columns = out.features[0].reshape(len(ids), len(taps), -1)
+    right = out.logits[0].argmax(-1).tolist()
 
     def tried(drafter: TreeDrafter[_Source], read: tuple[int, ...]) -> DraftHits:
         return hits(drafter, ids, columns[:, [taps.index(t) for t in read]].reshape(len(ids), -1), right)

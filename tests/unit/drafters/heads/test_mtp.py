@@ -139,7 +139,7 @@ def pairs(loaded: Loaded) -> tuple[Tensor, Array]:
     cache = loaded.model.new_cache(1, 64)
     features = loaded.model.forward(Nodes(ids, cache, [0]), taps=(FINAL_NORM,)).features
     assert features is not None
-    return ids[:, 1:], np.asarray(features)[:, :-1]
+    return ids[:, 1:], features[:, :-1]
 
 
 @torch.no_grad()
