@@ -28,7 +28,7 @@ from outrider.control import Controller, Fixed
 from outrider.core.params import SamplingParams
 from outrider.drafters import Drafter, ModelDrafter, NoDraft, PlannedDrafter, make_drafters
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.registry import lookup_names
+from outrider.drafters.method import lookup_names
 from outrider.engine.calibrate import make_planner
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request, Sequence

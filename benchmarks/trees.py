@@ -26,6 +26,8 @@ from outrider.control import Fixed
 from outrider.core.params import SamplingParams
 from outrider.core.tree import depth
 from outrider.core.types import Budget, Siblings, Step
+from outrider.drafters.model.children import child_scores, children
+from outrider.drafters.model.confidence import LogitError
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.shapes import BY_RANK, Shape, optimal_shape
 from outrider.engine.decoder import Decoder
@@ -38,6 +40,23 @@ LENGTH = 1024
 WIDTH = 8
 
 
+class NoiseBlind(ModelDrafter):
+    """Ranks children by q alone, as other systems do."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.error = RankedByQ()
+
+
+class RankedByQ(LogitError):
+    def likeliest(
+        self, warp: Any, logits: Any, extra: Any, width: int, noise: Any, stream: Any, position: Any, subset: Any
+    ) -> Any:
+        best = children(child_scores(warp, logits, extra, subset), width, Siblings.POINT, noise, stream, position,
+                        greedy=[True] * len(logits), subset=subset)  # fmt: skip
+        return best.tokens.tolist(), best.log_q.tolist()
+
+
 @dataclass(frozen=True)
 class Arm:
     """A way to spend the nodes."""
@@ -45,7 +64,7 @@ class Arm:
     name: str
     verifier: str
     budget: Callable[[int], Budget]
-    noise_aware: bool = True
+    drafter: type[ModelDrafter] = ModelDrafter
     siblings: Siblings = Siblings.WITHOUT_REPLACEMENT
     shaped: bool = False  # by the optimal shape for measured chances by rank
 
@@ -85,7 +104,7 @@ ARMS = (
     Arm("chain, match (shared noise)", "match", lambda n: Budget(n)),
     Arm("tree, match: noise-aware, best first", "match", lambda n: Budget(deep(n), WIDTH, n)),
     Arm("tree, match: noise-aware, optimal shape", "match", lambda n: Budget(deep(n), WIDTH, n), shaped=True),
-    Arm("tree, match: top of q, best first", "match", lambda n: Budget(deep(n), WIDTH, n), noise_aware=False),
+    Arm("tree, match: top of q, best first", "match", lambda n: Budget(deep(n), WIDTH, n), drafter=NoiseBlind),
     Arm("chain, rejection", "rejection", lambda n: Budget(n)),
     Arm("chain, block", "block", lambda n: Budget(n)),
     Arm("tree, rejection without replacement", "rejection", lambda n: Budget(deep(n), WIDTH, n), shaped=True),
@@ -127,7 +146,7 @@ def run(
     shape: Callable[[Budget], Shape] | None,
 ) -> list[Step]:  # fmt: skip
     """All steps of an arm over the prompts, one text at a time."""
-    drafter = ModelDrafter(draft, 1, LENGTH, siblings=arm.siblings, shape=shape, noise_aware=arm.noise_aware)
+    drafter = arm.drafter(draft, 1, LENGTH, siblings=arm.siblings, shape=shape)
     budget = arm.budget(nodes)
     engine = Decoder(target.model, drafter, arm.verifier, Fixed(budget.depth, budget.width, budget.nodes), num_slots=1,
                      max_length=LENGTH)  # fmt: skip

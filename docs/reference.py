@@ -39,7 +39,6 @@ PAGES: dict[str, tuple[str, list[str]]] = {
         "the drafter seam and the built-in drafters",
         [
             "drafters.base",
-            "drafters.registry",
             "drafters.method",
             "drafters.model.grower",
             "drafters.model.draft_model",

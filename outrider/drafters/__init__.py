@@ -1,7 +1,7 @@
 """Drafters propose draft tokens. Imports the kernel and the models; the loop imports it.
 
-`registry` lists the drafting methods. `lookup/` holds drafters without a model, `model/` those with one, and
-`planned` puts several together. Names are imported when they are first used: the command line reads the registry without torch.
+`method` lists the drafting methods. `lookup/` holds drafters without a model, `model/` those with one, and
+`planned` puts several together. Names are imported when they are first used: the command line reads the methods without torch.
 """
 
 from __future__ import annotations
@@ -9,55 +9,41 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from outrider.drafters import registry as registry  # fills the table of methods, without torch
-
 if TYPE_CHECKING:
-    from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, NoDraft, TargetPass, chains
-    from outrider.drafters.lookup.ngram import NgramDrafter
-    from outrider.drafters.lookup.prediction import PredictionDrafter
-    from outrider.drafters.lookup.suffix import SuffixDrafter
-    from outrider.drafters.lookup.token_recycling import TokenRecyclingDrafter
-    from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter
-    from outrider.drafters.model.draft_model import ModelDrafter
-    from outrider.drafters.planned import PlannedDrafter
-    from outrider.drafters.registry import make_drafters
+    from outrider.drafters.base import BaseDrafter as BaseDrafter
+    from outrider.drafters.base import DraftContext as DraftContext
+    from outrider.drafters.base import Drafter as Drafter
+    from outrider.drafters.base import NoDraft as NoDraft
+    from outrider.drafters.base import TargetPass as TargetPass
+    from outrider.drafters.base import chains as chains
+    from outrider.drafters.config import make_drafters as make_drafters
+    from outrider.drafters.lookup.ngram import NgramDrafter as NgramDrafter
+    from outrider.drafters.lookup.prediction import PredictionDrafter as PredictionDrafter
+    from outrider.drafters.lookup.suffix import SuffixDrafter as SuffixDrafter
+    from outrider.drafters.lookup.token_recycling import TokenRecyclingDrafter as TokenRecyclingDrafter
+    from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter as CrossTokenizerDrafter
+    from outrider.drafters.model.draft_model import ModelDrafter as ModelDrafter
+    from outrider.drafters.planned import PlannedDrafter as PlannedDrafter
 
 _NAMES = {
     "base": "BaseDrafter DraftContext Drafter NoDraft TargetPass chains",
-    "planned": "PlannedDrafter",
+    "config": "make_drafters",
     "lookup.ngram": "NgramDrafter",
     "lookup.prediction": "PredictionDrafter",
     "lookup.suffix": "SuffixDrafter",
     "lookup.token_recycling": "TokenRecyclingDrafter",
     "model.cross_tokenizer": "CrossTokenizerDrafter",
     "model.draft_model": "ModelDrafter",
-    "registry": "make_drafters",
+    "planned": "PlannedDrafter",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
-
-__all__ = [
-    "BaseDrafter",
-    "CrossTokenizerDrafter",
-    "DraftContext",
-    "Drafter",
-    "ModelDrafter",
-    "NgramDrafter",
-    "NoDraft",
-    "PlannedDrafter",
-    "PredictionDrafter",
-    "SuffixDrafter",
-    "TargetPass",
-    "TokenRecyclingDrafter",
-    "chains",
-    "make_drafters",
-]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"outrider.drafters.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*_HOME]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -59,18 +59,9 @@ class DraftContext:
         """Some entries of the batch."""
         if len(some) == len(self.slots):
             return self
-        return replace(
-            self,
-            slots=[self.slots[b] for b in some],
-            tokens=[self.tokens[b] for b in some],
-            budgets=[self.budgets[b] for b in some],
-            warp=self.warp.select(some),
-            noise=self.noise.select(some),
-            prompt_lengths=[self.prompt_lengths[b] for b in some],
-            predictions=[self.predictions[b] for b in some] if self.predictions else (),
-            left=[self.left[b] for b in some] if self.left else (),
-            clients=[self.clients[b] for b in some] if self.clients else (),
-        )
+        each = ("slots", "tokens", "budgets", "prompt_lengths", "predictions", "left", "clients")
+        changes = {name: [entries[b] for b in some] for name in each if (entries := getattr(self, name))}
+        return self.but(warp=self.warp.select(some), noise=self.noise.select(some), **changes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,18 +1,35 @@
-"""`SpeculativeConfig`: what a user asks of speculation. The keys have vLLM's names where vLLM has them."""
+"""`SpeculativeConfig`: what a user asks of speculation, and the drafters that it asks for.
+
+The keys have vLLM's names where vLLM has them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from outrider.core.suggest import did_you_mean, faults
-from outrider.drafters.method import AUTO, METHODS, NONE, canonical, find, model_method, offered, owner, plugins
+from outrider.drafters.method import (
+    AUTO,
+    METHODS,
+    NONE,
+    DraftMethod,
+    brings,
+    canonical,
+    find,
+    model_method,
+    offered,
+    owner,
+    plugins,
+)
 
 if TYPE_CHECKING:
     from outrider.core.types import Budget
+    from outrider.drafters.base import Drafter
     from outrider.drafters.lookup.memory import TextMemory
     from outrider.models.cache import SlotCache
     from outrider.models.load import Loaded
@@ -128,7 +145,7 @@ class SpeculativeConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> SpeculativeConfig:
-        from outrider.verify import VERIFIERS  # imports torch, which the command line does not need for its help
+        from outrider.verify import VERIFIERS  # imports numpy, which the command line does not need for its help
 
         names = [*METHODS, *plugins()]
         for method in self.methods:
@@ -181,7 +198,7 @@ class SpeculativeConfig(BaseModel):
     @property
     def budget(self) -> Budget:
         """What a draft may have, at most."""
-        from outrider.core.types import Budget  # imports torch, which the command line does not need for its help
+        from outrider.core.types import Budget  # imports numpy, which the command line does not need for its help
 
         depth = self.num_speculative_tokens
         if depth is None:
@@ -229,3 +246,56 @@ class Prefixes(Protocol):
     def keep(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> Any: ...
 
     def chunk_end(self, cache: SlotCache, tokens: Sequence[int], start: int, end: int) -> int: ...
+
+
+def make_drafters(
+    config: SpeculativeConfig,
+    target: Loaded,
+    *,
+    num_slots: int,
+    max_length: int,
+    device: str,
+    text_memory: TextMemory | None = None,
+    prefixes: Callable[[Loaded], Prefixes] | None = None,
+) -> dict[str, Drafter]:
+    """Make the drafters that a configuration names, by name; none for plain decoding. The others are fields of `DrafterSetup`.
+
+    Raises ValueError if one cannot draft for this target.
+    """
+    setup = DrafterSetup(config, target, num_slots, max_length, device, text_memory, prefixes)
+    if not config.budget.max_nodes or config.method == NONE:
+        return {}
+    names = _fitting(setup) if config.method == AUTO else config.methods
+    return {name: _made(find(name), setup) for name in names}
+
+
+def request_drafters(setup: DrafterSetup) -> dict[str, Drafter]:
+    """Make the drafters that a request can choose on any server, by method name."""
+    return {name: method.make(setup) for name, method in METHODS.items() if method.per_request}
+
+
+def _made(method: DraftMethod, setup: DrafterSetup) -> Drafter:
+    """Make a drafter of one method. Raises ValueError if the key `model` names something that the method does not read."""
+    model = setup.config.model
+    if method.needs_model and isinstance(model, (str, Path)):
+        from outrider.drafters.heads.files import head_kind, open_head
+
+        kind = head_kind(model)
+        if kind is not None and kind not in method.heads:
+            open_head(model)  # raises for a kind that cannot be run
+            what = f"a head of the kind {kind!r}" if method.heads else "a trained head, not a draft model"
+            raise ValueError(f'{model} is {what}: {{"method": "{model_method(model)}", "model": "{model}"}}')
+    if model is None and method.heads and not brings(method.name, setup):
+        raise ValueError(
+            f'method "{method.name}" needs the folder of a trained head, {{"method": "{method.name}", "model": "FOLDER"}}: '
+            f"this package has none for {setup.target.name}"
+        )
+    return method.make(setup)
+
+
+def _fitting(setup: DrafterSetup) -> list[str]:
+    """What "auto" means here: all lookups that say yes, and the first of the others; two models would read twice the weights."""
+    possible = [method for method in METHODS.values() if method.auto is not None and method.auto(setup)]
+    lookups = [method.name for method in possible if method.cost == "lookup"]
+    models = [method.name for method in possible if method.cost != "lookup"]
+    return lookups + models[:1]

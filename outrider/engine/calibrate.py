@@ -25,8 +25,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Budget, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, chains
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.method import METHODS
-from outrider.drafters.registry import level_cost, lookup_names, method_of
+from outrider.drafters.method import METHODS, level_cost, lookup_names, method_of
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request
 from outrider.kernels import cpu as native

@@ -10,12 +10,11 @@ from outrider.control import Controller, Fixed
 from outrider.core.store import Store
 from outrider.drafters import make_drafters
 from outrider.drafters.base import Drafter
-from outrider.drafters.config import DrafterSetup, SpeculativeConfig
+from outrider.drafters.config import DrafterSetup, SpeculativeConfig, request_drafters
 from outrider.drafters.contract import accept
 from outrider.drafters.lookup.memory import TextMemory
-from outrider.drafters.method import NONE, offered
+from outrider.drafters.method import NONE, lookup_names, offered
 from outrider.drafters.planned import PlannedDrafter
-from outrider.drafters.registry import lookup_names, request_drafters
 from outrider.engine.calibrate import make_planner
 from outrider.engine.decoder import Decoder
 from outrider.engine.prefix_cache import BYTES, PrefixCache

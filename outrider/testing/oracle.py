@@ -7,7 +7,6 @@ too, so a proof in a test is one line.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import random
@@ -16,7 +15,6 @@ from fractions import Fraction
 from typing import Any
 
 from outrider.core.types import Siblings
-from outrider.verify import VERIFIERS
 
 Text = tuple[int, ...]
 Probs = list[Fraction]
@@ -26,22 +24,16 @@ class Exact(Fraction):
     """A fraction whose arithmetic skips what `Fraction` does for other kinds of numbers. It takes a third of the time."""
 
     def __add__(self, other: Any) -> Any:
-        return _exact(
-            self._numerator * other.denominator + other.numerator * self._denominator,
-            self._denominator * other.denominator,
-        )
+        under = other.denominator
+        return _exact(self._numerator * under + other.numerator * self._denominator, self._denominator * under)
 
     def __sub__(self, other: Any) -> Any:
-        return _exact(
-            self._numerator * other.denominator - other.numerator * self._denominator,
-            self._denominator * other.denominator,
-        )
+        under = other.denominator
+        return _exact(self._numerator * under - other.numerator * self._denominator, self._denominator * under)
 
     def __rsub__(self, other: Any) -> Any:
-        return _exact(
-            other.numerator * self._denominator - self._numerator * other.denominator,
-            self._denominator * other.denominator,
-        )
+        under = other.denominator
+        return _exact(other.numerator * self._denominator - self._numerator * under, self._denominator * under)
 
     def __mul__(self, other: Any) -> Any:
         return _exact(self._numerator * other.numerator, self._denominator * other.denominator)
@@ -153,17 +145,15 @@ class Toy:
 
     def _at(self, text: Text) -> tuple[Probs, Probs]:
         if text not in self._known:
-            rng = random.Random(f"{self.seed} {self.kind} {text}")
-            self._known[text] = self._make(rng)
+            self._known[text] = self._make(random.Random(f"{self.seed} {self.kind} {text}"))
         return self._known[text]
 
     def _make(self, rng: random.Random) -> tuple[Probs, Probs]:
         n, kind = self.vocab, self.kind
         if kind == "disjoint":
             mine = set(rng.sample(range(n), rng.randint(1, n - 1)))
-            return normal([i in mine and rng.randint(1, 4) for i in range(n)]), normal(
-                [i not in mine and rng.randint(1, 4) for i in range(n)]
-            )
+            p, q = ([(i in mine) is owns and rng.randint(1, 4) for i in range(n)] for owns in (True, False))
+            return normal(p), normal(q)
         low, high = {"zeros": (0, 2), "ties": (1, 2)}.get(kind, (1, 5))
         p, q = normal([rng.randint(low, high) for _ in range(n)]), normal([rng.randint(low, high) for _ in range(n)])
         if kind == "one-hot q":
@@ -270,13 +260,6 @@ def children_of(q: Probs, width: int, siblings: Siblings, choose: Any) -> list[i
 # The loop.
 
 Rule = Callable[[Sequence[int], Sequence[int], Callable[[int], Any], Callable[[int], Any], Any], tuple[list[int], int]]
-
-RULES: dict[str, Rule] = {name: verifier.reference for name, verifier in VERIFIERS.items()}
-
-
-def judging(rule: str, siblings: Siblings) -> Rule:
-    """The reference of a verifier for one way of making siblings."""
-    return functools.partial(VERIFIERS[rule].reference, siblings=siblings)
 
 
 def node_texts(text: Text, tokens: Sequence[int], parents: Sequence[int]) -> list[Text]:

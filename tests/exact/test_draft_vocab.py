@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from oracles import RULES, judging
 from transformers import LlamaForCausalLM
 
 from outrider import LLM, SamplingParams
@@ -24,19 +25,7 @@ from outrider.models.cache import SlotCache
 from outrider.models.load import Loaded, load
 from outrider.models.native.model import NativeModel
 from outrider.models.nodes import Nodes
-from outrider.testing.oracle import (
-    RULES,
-    Probs,
-    Text,
-    Toy,
-    by_level,
-    composed,
-    drawn_chain,
-    grown_tree,
-    judging,
-    normal,
-    plain,
-)
+from outrider.testing.oracle import Probs, Text, Toy, by_level, composed, drawn_chain, grown_tree, normal, plain
 
 native_only = pytest.mark.skipif(not native.available(), reason=str(native.why()))
 

@@ -6,20 +6,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import ReusedCoins, chosen_chain
+from oracles import RULES, ReusedCoins, chosen_chain
 
-from outrider.testing.oracle import (
-    RULES,
-    Exact,
-    Oracle,
-    Toy,
-    composed,
-    distribution,
-    drawn_chain,
-    plain,
-    speculate,
-    toys,
-)
+from outrider.testing.oracle import Exact, Oracle, Toy, composed, distribution, drawn_chain, plain, speculate, toys
 
 F = Fraction
 

@@ -6,11 +6,10 @@ Every test compares the joint distribution of several tokens, written in as many
 from fractions import Fraction
 
 import pytest
-from oracles import chosen_chain
+from oracles import RULES, chosen_chain, judging
 
 from outrider.core.types import Siblings
 from outrider.testing.oracle import (
-    RULES,
     Toy,
     by_level,
     children_of,
@@ -18,7 +17,6 @@ from outrider.testing.oracle import (
     distribution,
     drawn_chain,
     grown_tree,
-    judging,
     plain,
     point,
     speculate,

@@ -9,11 +9,10 @@ from functools import cache
 from itertools import islice
 
 import pytest
-from oracles import ReusedCoins
+from oracles import RULES, ReusedCoins, judging
 
 from outrider.core.types import Siblings
 from outrider.testing.oracle import (
-    RULES,
     Oracle,
     Toy,
     by_level,
@@ -21,7 +20,6 @@ from outrider.testing.oracle import (
     distribution,
     drawn_chain,
     grown_tree,
-    judging,
     normal,
     plain,
     speculate,

@@ -9,12 +9,13 @@ from functools import cache
 
 import numpy as np
 import pytest
+from oracles import RULES, judging
 from scipy.special import chdtrc
 
 from outrider.core.noise import Noise, Stream
 from outrider.core.types import Draft, Siblings
 from outrider.drafters.model.children import children
-from outrider.testing.oracle import RULES, Toy, by_level, distribution, drawn_chain, grown_tree, judging, plain
+from outrider.testing.oracle import Toy, by_level, distribution, drawn_chain, grown_tree, plain
 from outrider.verify import VERIFIERS, FixedDistribution
 from outrider.verify.batched import draw
 

@@ -17,14 +17,13 @@ from outrider.core.params import SamplingParams
 from outrider.core.tree import tree
 from outrider.core.types import Budget, Draft, Step
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, NoDraft
-from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.config import SpeculativeConfig, make_drafters
 from outrider.drafters.lookup.ngram import NgramDrafter
 from outrider.drafters.lookup.prediction import PredictionDrafter
 from outrider.drafters.lookup.suffix import SuffixDrafter
 from outrider.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.planned import PlannedDrafter
-from outrider.drafters.registry import make_drafters
 from outrider.drafters.shapes import optimal_shape
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request, Sequence

@@ -1,12 +1,22 @@
-"""An oracle with a planted fault, and a drafter that chooses: for the proofs of the oracle and the verifiers."""
+"""The rules, an oracle with a planted fault, and a drafter that chooses: for the proofs of the oracle and the verifiers."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from outrider.testing.oracle import Drafted, Drafter, Oracle, Text, Toy, point
+from outrider.core.types import Siblings
+from outrider.testing.oracle import Drafted, Drafter, Oracle, Rule, Text, Toy, point
+from outrider.verify import VERIFIERS
+
+RULES: dict[str, Rule] = {name: verifier.reference for name, verifier in VERIFIERS.items()}
+
+
+def judging(rule: str, siblings: Siblings) -> Rule:
+    """The reference of a verifier for one way of making siblings."""
+    return functools.partial(VERIFIERS[rule].reference, siblings=siblings)
 
 
 class ReusedCoins(Oracle):

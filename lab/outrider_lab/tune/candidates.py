@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.method import AUTO, LOWER_PRECISION, METHODS, NONE, PREDICTION, model_method
-from outrider.drafters.registry import method_of
+from outrider.drafters.method import AUTO, LOWER_PRECISION, METHODS, NONE, PREDICTION, method_of, model_method
 
 Configs = Mapping[str, dict[str, Any]]  # by name
 

@@ -9,8 +9,7 @@ from outrider.control import CostModel, Fixed
 from outrider.drafters import make_drafters
 from outrider.drafters.base import Drafter
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.method import AUTO
-from outrider.drafters.registry import lookup_names, method_of
+from outrider.drafters.method import AUTO, lookup_names, method_of
 from outrider.engine.calibrate import AT_LOAD, measure
 from outrider_lab.bench.prompts import Prompt
 from outrider_lab.replay import beside

@@ -19,10 +19,10 @@ from outrider.control.plan import Charge, Offer
 from outrider.core.tree import chain
 from outrider.core.types import Budget, Commit, Draft, Step, Verdict
 from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass
+from outrider.drafters.method import method_of
 from outrider.drafters.model.confidence import FOR_HEADS, START, LogitError
 from outrider.drafters.planned import PlannedDrafter
 from outrider.drafters.proposal import accepted_path
-from outrider.drafters.registry import method_of
 from outrider_lab.tune.recorded import STATED, RecordedText
 
 _WRONG = -1  # a draft token that no text has

@@ -114,7 +114,8 @@ def _config(reader: HeadReader) -> BlockConfig:
     settings["enable_confidence_head"] = "confidence_head.proj.weight" in tensors
     shape = reader.shape(settings, _FIELDS) | _convolutions(reader)
     if reader.kind == DFLASH2:
-        shape["selector_rank"] = reader.tensor("candidate_selector.successor_codebook").shape[1]
+        [codebook] = reader.needed("candidate_selector.successor_codebook")
+        shape["selector_rank"] = codebook.shape[1]
     if settings.get("markov_head_type", "vanilla") != "vanilla":
         raise ValueError(
             f"{path} has a Markov head of the kind {settings['markov_head_type']!r}; outrider runs 'vanilla'"
@@ -223,10 +224,9 @@ class BlockModel:
         """Commit the keys and values of features [position, taps * target_hidden] that follow those of the slot."""
         start, count = cache.length[slot], len(features)
         cache.reserve([slot], count + self.config.block_size)
-        context = self._context_norm(self._fc(features))
-        positions = np.arange(start, start + count)
-        for i, layer in enumerate(self._layers):
-            self._write(cache, i, slot, start, *self._keys_values(layer, context, positions))
+        context, positions = self._context_norm(self._fc(features))[None], np.arange(start, start + count)
+        for i in range(len(self._layers)):
+            self._write(cache, i, [slot], [start], context, positions)
         cache.commit([slot], [range(count)])
 
     def forward(self, nodes: Nodes, *, want: str = "none") -> None:
@@ -247,33 +247,22 @@ class BlockModel:
         positions = np.array(starts)[:, None] + np.arange(size)
         # one node at the end of each block sees all of it, and has the heads of all its slots
         plan = native.AttentionPlan(slots, [start + size - 1 for start in starts], 1)
+
+        def attended(i: int, y: Array) -> Array:
+            """What the attention of layer i makes of normed states [batch, slot, hidden] of the blocks."""
+            layer = self._layers[i]
+            self._write(cache, i, slots, starts, y, positions)  # in the scratch, which the next read overwrites
+            query = self._turned(layer.q_norm(layer.query(y).reshape(*y.shape[:2], -1, c.head_dim)), positions)
+            # the query heads of a key head are neighbours
+            grouped = query.reshape(*y.shape[:2], c.num_key_value_heads, -1, c.head_dim).swapaxes(1, 2)
+            one_node = grouped.reshape(len(y), 1, -1, c.head_dim)
+            out = native.attention(plan, one_node, *cache.layers[i], native.Scoring(c.head_dim**-0.5))
+            return layer.out(out.reshape(grouped.shape).swapaxes(1, 2).reshape(*y.shape[:2], -1))
+
         for i, layer in enumerate(self._layers):
-            attended = partial(self._attended, i, cache, slots, starts, positions, plan)
-            s = s + layer.wrap_attention(layer.input_layernorm(s), attended)
+            s = s + layer.wrap_attention(layer.input_layernorm(s), partial(attended, i))
             s = s + layer.wrap_mlp(layer.post_attention_layernorm(s), layer.mlp)
         return self._norm(s)
-
-    def _attended(
-        self,
-        i: int,
-        cache: SlotCache,
-        slots: Sequence[int],
-        starts: Sequence[int],
-        positions: Array,
-        plan: native.AttentionPlan,
-        y: Array,
-    ) -> Array:
-        """What the attention of a layer makes of normed states [batch, slot, hidden] of the blocks."""
-        c, layer, (batch, size) = self.config, self._layers[i], y.shape[:2]
-        key, value = self._keys_values(layer, y, positions)
-        for b, (slot, start) in enumerate(zip(slots, starts, strict=True)):
-            self._write(cache, i, slot, start, key[b], value[b])  # scratch, overwritten by the next read
-        query = self._turned(layer.q_norm(layer.query(y).reshape(batch, size, -1, c.head_dim)), positions)
-        # the query heads of a key head are neighbours
-        grouped = query.reshape(batch, size, c.num_key_value_heads, -1, c.head_dim).swapaxes(1, 2)
-        one_node = grouped.reshape(batch, 1, -1, c.head_dim)
-        out = native.attention(plan, one_node, *cache.layers[i], native.Scoring(c.head_dim**-0.5))
-        return layer.out(out.reshape(grouped.shape).swapaxes(1, 2).reshape(batch, size, -1))
 
     def bias(self, z: Array, token: int, places: Array | None) -> Array:
         """float32 [kept]: of a slot's logits after a token. z: float32 [hidden], of the slot. places: some of the columns."""
@@ -294,22 +283,23 @@ class BlockModel:
             z = np.concatenate([z, self._markov[0][token]])
         return -math.log1p(math.exp(-float(np.clip(weight @ z + bias, -30, 30)[0])))
 
-    def _keys_values(self, layer: PackedLayer, x: Array, positions: Array) -> tuple[Array, Array]:
-        """Both [..., kv_head, head_dim]."""
-        both = layer.keys_values(x).reshape(*x.shape[:-1], 2, -1, self.config.head_dim)
-        return self._turned(layer.k_norm(both[..., 0, :, :]), positions), both[..., 1, :, :]
-
     def _turned(self, x: Array, positions: Array) -> Array:
         """x [..., head, dim], its halves turned as in Llama. positions: int64 [...]."""
         cosine, sine = (table[positions][..., None, :] for table in self._turns)
         a, b = np.split(x, 2, -1)
         return np.concatenate([a * cosine - b * sine, b * cosine + a * sine], -1)
 
-    def _write(self, cache: SlotCache, i: int, slot: int, start: int, key: Array, value: Array) -> None:
-        """key, value: [position, kv_head, head_dim]."""
-        shape = key.shape[1], key.shape[2]
+    def _write(
+        self, cache: SlotCache, i: int, slots: Sequence[int], starts: Sequence[int], x: Array, positions: Array
+    ) -> None:
+        """Write layer i's keys and values of normed states [batch, position, hidden], from a cell of each slot on."""
+        layer = self._layers[i]
+        both = layer.keys_values(x).reshape(*x.shape[:-1], 2, -1, self.config.head_dim)
+        key, value = self._turned(layer.k_norm(both[..., 0, :, :]), positions), both[..., 1, :, :]
+        shape = key.shape[2], key.shape[3]
         for stored, new in zip(cache.layer(i, shape, shape), (key, value), strict=True):
-            stored[slot, :, start : start + len(new)] = new.swapaxes(0, 1)
+            for slot, start, some in zip(slots, starts, new, strict=True):
+                stored[slot, :, start : start + len(some)] = some.swapaxes(0, 1)
 
 
 def convolved(x: Array, base: Array, delta: Array) -> Array:
@@ -364,9 +354,9 @@ class BlockLattice(Lattice):
 
     def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Array:
         for slot in slots:
-            if waiting := self.features.waiting.get(slot):
-                self.model.read(self.cache, slot, self.features.joined(slot))
-                waiting.keep(0)
+            if len(self.features.waiting.get(slot, ())):
+                self.model.read(self.cache, slot, self.features.newest(slot))
+                self.features.keep(slot, 0)
         z = self.model.block(self.cache, slots, [tokens[-1] for tokens in texts])
         first = 0 if self.model.config.from_anchor else 1
         self.hidden = np.ascontiguousarray(z[:, first : first + depth])

@@ -17,7 +17,7 @@ from outrider.core.types import Array, Commit
 from outrider.drafters.base import DraftContext
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.config import Field, HeadShape, default_taps
-from outrider.drafters.heads.features import HELD, FeatureCache, NativePairs, PairModel
+from outrider.drafters.heads.features import HELD, FeatureCache, NativePairs, PairModel, last_nodes
 from outrider.drafters.heads.files import EAGLE1, EAGLE3, PEAGLE, HeadFolder, settings_named
 from outrider.drafters.heads.lattice import Lattice
 from outrider.drafters.heads.layers import precision_of
@@ -275,7 +275,7 @@ class Pairs(CachedLevels):
         self.features.add(slot, features, first)
 
     def unread(self, slot: int, tokens: list[int]) -> Feed:
-        return self.features.pair_tokens(slot, tokens), self.features.joined(slot)
+        return self.features.pair_tokens(slot, tokens), self.features.newest(slot)
 
     def ingested(self, slot: int, count: int) -> None:
         self.features.ingested(slot, count)
@@ -298,7 +298,7 @@ class Pairs(CachedLevels):
         for slot in context.slots:
             if self.places.pop(slot, None) is not None:
                 self.cache.commit([slot], [[0]])
-                self.features.waiting[slot].keep(0)
+                self.features.keep(slot, 0)
                 self._fed_back.pop(slot, None)
 
     def release(self, slot: int) -> None:
@@ -333,14 +333,14 @@ class MaskedPairs(Lattice):
         self._mask_features = head.tensors["mask_hidden"].astype(np.float32).reshape(1, -1)
 
     def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Array:
-        waiting = [self.features.joined(slot) for slot in slots]
+        waiting = [self.features.newest(slot) for slot in slots]
         masked = [self._mask] * (depth - 1)
         feeds = [[*self.features.pair_tokens(slot, t), *masked] for slot, t in zip(slots, texts, strict=True)]
         tokens, parents = chain(feeds)
         masks = [self._mask_features] * (depth - 1)
         features = padded([np.concatenate([features_of, *masks]) for features_of in waiting])
         nodes = Nodes(tokens, self.cache, [*slots], parents)
-        logits = self.model.forward(nodes, features, want=depth).logits
+        logits = self.model.forward(nodes, features).logits[last_nodes(nodes, depth)]
         for slot, features_of in zip(slots, waiting, strict=True):
             self.features.ingested(slot, len(features_of))
         return logits

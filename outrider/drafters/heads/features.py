@@ -15,7 +15,6 @@ from outrider.models.native.program import Program
 from outrider.models.native.step import NativeStep
 from outrider.models.nodes import Nodes
 
-_SMALL = 16  # positions of a part that may be kept for the sake of its last ones
 HELD = 512  # positions of a text that a head holds, at most: heads are trained on short texts
 NEWEST = 16  # features that wait for a draft, at most, and with which a head starts over
 """Behind nine prompts of 1,500 or 5,838 tokens the head of SmolLM2 had 2.19 of four draft tokens right when it had read the
@@ -44,7 +43,7 @@ class PairModel:
         return SlotCache(num_slots, min(max_length, self.max_length))
 
     def forward(
-        self, nodes: Nodes, features: Array | None = None, *, g: Array | None = None, want: Want | int = "all"
+        self, nodes: Nodes, features: Array | None = None, *, g: Array | None = None, want: Want = "all"
     ) -> HeadOutput:
         """Read pairs. Each node's token comes with the target's features, or with what its parent fed back.
 
@@ -54,12 +53,9 @@ class PairModel:
             nodes: Their tokens.
             features: float [batch, node, taps * target_hidden]; with neither these nor g, zeros.
             g: float32 [batch, node, hidden].
-            want: As for `LanguageModel.forward`, or so many of each sequence's last nodes.
+            want: As for `LanguageModel.forward`.
         """
         raise NotImplementedError
-
-    def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
-        raise NotImplementedError("this head drafts level by level; check has_draft_chains first")
 
 
 class NativePairs(PairModel):
@@ -78,16 +74,12 @@ class NativePairs(PairModel):
         self._step, self._width = NativeStep(program), program.fed_back
 
     def forward(
-        self, nodes: Nodes, features: Array | None = None, *, g: Array | None = None, want: Want | int = "all"
+        self, nodes: Nodes, features: Array | None = None, *, g: Array | None = None, want: Want = "all"
     ) -> HeadOutput:
         states = features if features is not None else g
         states = np.zeros((*nodes.tokens.shape, self._width), np.float32) if states is None else states
-        shown: Want = "all" if isinstance(want, int) else want
-        logits, _, fed_back = self._step.forward(nodes, (), shown, states, features is None)
+        logits, _, fed_back = self._step.forward(nodes, (), want, states, features is None)
         assert fed_back is not None
-        if isinstance(want, int):
-            last = last_nodes(nodes, want)
-            return HeadOutput(logits[last], fed_back[last])
         return HeadOutput(logits, fed_back)
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
@@ -98,37 +90,6 @@ class NativePairs(PairModel):
 def last_nodes(nodes: Nodes, count: int) -> tuple[Array, Array]:
     """(sequence, node) of the last `count` nodes of each sequence, for indexing [batch, node, ...]."""
     return np.arange(len(nodes.slots))[:, None], np.array(nodes.last)[:, None] + np.arange(1 - count, 1)
-
-
-class Features:
-    """Features of positions that follow each other, from `first` on. Most steps add one, so they are joined when read."""
-
-    def __init__(self, first: int = 0, *parts: Array) -> None:
-        """parts: float [position, feature]. They must not change."""
-        self.first, self.parts, self._count = first, list(parts), sum(map(len, parts))
-
-    def __len__(self) -> int:
-        return self._count
-
-    def add(self, part: Array) -> None:
-        self.parts.append(part)
-        self._count += len(part)
-
-    def keep(self, count: int) -> None:
-        """Forget all but the newest `count` positions. They are not copied, unless much would be kept with them."""
-        while self.parts and len(self) - len(self.parts[0]) >= count:
-            self._forget(len(self.parts.pop(0)))
-        if (spare := len(self) - count) > 0:
-            part = self.parts[0][spare:]
-            self.parts[0] = part if len(part) + spare <= _SMALL else part.copy()
-            self._forget(spare)
-
-    def _forget(self, count: int) -> None:
-        self.first, self._count = self.first + count, self._count - count
-
-    def joined(self) -> Array:
-        """float [position, feature]."""
-        return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
 
 
 class FeatureCache:
@@ -142,49 +103,52 @@ class FeatureCache:
         cache: of what the head has read.
         pairs: it reads pairs of a feature and the token after it. The last pair that waits is that of the root, which is not
             committed.
-        waiting: by slot, the features that follow those in the cache.
+        waiting: by slot, float [position, feature] that follow those in the cache.
     """
 
     def __init__(self, cache: SlotCache, pairs: bool) -> None:
-        self.cache, self.pairs, self.waiting = cache, pairs, dict[int, Features]()
+        self.cache, self.pairs, self.waiting = cache, pairs, dict[int, Array]()
+        self._next = dict[int, int]()  # slot -> the position after the last one that is in the cache or waits
 
     def add(self, slot: int, features: Array, first: int) -> None:
         """Keep features of the positions from `first` on."""
-        if first != self._next(slot):
+        if first != self._next.get(slot, 0):
             self.release(slot)
-        held, most = self.waiting.setdefault(slot, Features(first)), self.cache.max_length
-        held.add(features)
-        few = min(NEWEST, most // 2)
-        if len(held) > few or self.cache.length[slot] + len(held) > most - most // 8:
+        few, most = min(NEWEST, self.cache.max_length // 2), self.cache.max_length
+        held = self.waiting.get(slot, features[:0])
+        count = len(held) + len(features)
+        if count > few or self.cache.length[slot] + count > most - most // 8:
             self.cache.release(slot)
-            held.keep(few)
+        self.waiting[slot] = np.concatenate([held, features[-few:]])[-few:]
+        self._next[slot] = first + len(features)
 
     def release(self, slot: int) -> None:
         self.cache.release(slot)
         self.waiting.pop(slot, None)
+        self._next.pop(slot, None)
 
     def room(self, slot: int, tokens: Sequence[int]) -> int:
         """Tokens that the cache still has room for. 0 if the features of the text have not come, as for a pair after a prompt of
         one token."""
-        if self._next(slot) != len(tokens) - 1 or (self.pairs and slot not in self.waiting):
+        if self._next.get(slot, 0) != len(tokens) - 1 or (self.pairs and slot not in self.waiting):
             return 0
         return self.cache.max_length - self.cache.length[slot] - len(self.waiting.get(slot, ())) - 1
 
-    def joined(self, slot: int) -> Array:
+    def newest(self, slot: int) -> Array:
         """What waits: float32 [position, feature], contiguous."""
-        return np.ascontiguousarray(self.waiting[slot].joined(), np.float32)
+        return np.ascontiguousarray(self.waiting[slot], np.float32)
 
     def pair_tokens(self, slot: int, tokens: Sequence[int]) -> list[int]:
-        """The tokens of the waiting pairs, and those after them."""
-        return [*tokens[self.waiting[slot].first + 1 :]]
+        """The tokens of the waiting pairs, which are the last ones of the text."""
+        return [*tokens[-len(self.waiting[slot]) :]]
 
     def ingested(self, slot: int, count: int) -> None:
         """Commit the first pairs of the scratch, all but the root's. It is read again with the next draft."""
         if count > 1:
             self.cache.commit([slot], [range(count - 1)])
-            self.waiting[slot].keep(1)
+            self.keep(slot, 1)
 
-    def _next(self, slot: int) -> int:
-        """The position after the last one that is in the cache or waits."""
-        held = self.waiting.get(slot)
-        return 0 if held is None else held.first + len(held)
+    def keep(self, slot: int, count: int) -> None:
+        """Let so many of the newest features wait; the others are in the cache."""
+        waiting = self.waiting[slot]
+        self.waiting[slot] = waiting[len(waiting) - count :]

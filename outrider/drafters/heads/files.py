@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar, cast
 
 from ml_dtypes import bfloat16
 from safetensors import SafetensorError
@@ -38,8 +38,7 @@ REFUSED = {
 }
 TARGET_DIGEST = "target_sha256"
 """The key of config.json that names the model of a head of `outrider train`."""
-_Target = TypeVar("_Target")
-_Head = TypeVar("_Head")
+_Reader = TypeVar("_Reader", bound=Callable[..., Any])
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WHOLE = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 _MEDUSA_BLOCK = re.compile(r"(medusa_heads\.)?\d+\.\d+\.linear\.weight")
@@ -66,13 +65,7 @@ class HeadFolder:
     def tensors(self) -> dict[str, Array]:
         """All tensors by name, without the prefix `model.` that some trainers put before them. Raises ValueError for a damaged
         file."""
-        tensors: dict[str, Array] = {}
-        for file in _files(self.path):
-            tensors |= _read(file)
-        return {_plain(name): t for name, t in tensors.items()}
-
-
-_Given: TypeAlias = str | Path | HeadFolder
+        return {_plain(name): t for file in _files(self.path) for name, t in _read(file).items()}
 
 
 def head_kind(folder: str | Path) -> str | None:
@@ -83,7 +76,7 @@ def head_kind(folder: str | Path) -> str | None:
         return None  # the loader of models says what is wrong
 
 
-def open_head(folder: _Given) -> HeadFolder:
+def open_head(folder: str | Path | HeadFolder) -> HeadFolder:
     """Read the settings of a head's folder. Raises ValueError for a folder that holds no head, or one of REFUSED."""
     path = Path(folder).expanduser()
     kind, settings, names = _looked(path)
@@ -118,23 +111,22 @@ def _looked(path: Path) -> tuple[str | None, dict[str, Any], set[str]]:
     return _kind(settings, names), settings, names
 
 
-def settings_named(read: Callable[[_Given, _Target], _Head]) -> Callable[[_Given, _Target], _Head]:
+def settings_named(read: _Reader) -> _Reader:
     """A reader of heads that raises ValueError, naming config.json, for a setting of another type than heads have."""
 
     @wraps(read)
-    def named(folder: _Given, target: _Target) -> _Head:
+    def named(folder: str | Path | HeadFolder, target: Any) -> Any:
         try:
             return read(folder, target)
         except (ValueError, OSError):
             raise
         except Exception as error:  # a number that is a list, a dictionary that is a text...
-            path = Path(folder)
             why = f"{type(error).__name__}: {error}"
             raise ValueError(
-                f"{path / 'config.json'} has a setting that no head has ({why}); download it again"
+                f"{Path(folder) / 'config.json'} has a setting that no head has ({why}); download it again"
             ) from error
 
-    return named
+    return cast("_Reader", named)
 
 
 def _kind(settings: Mapping[str, Any], names: set[str]) -> str | None:
@@ -145,11 +137,8 @@ def _kind(settings: Mapping[str, Any], names: set[str]) -> str | None:
                 f"the folder says speculators_model_type {named!r}, which outrider does not know; it runs {', '.join(KINDS)}"
             )
         return named
-    if (
-        settings.get("model_type") == MEDUSA
-        or "medusa_num_heads" in settings
-        or any(map(_MEDUSA_BLOCK.fullmatch, names))
-    ):
+    medusa = settings.get("model_type") == MEDUSA or "medusa_num_heads" in settings
+    if medusa or any(map(_MEDUSA_BLOCK.fullmatch, names)):
         return MEDUSA
     plain = set(map(_plain, names))
     if "mask_hidden" in plain:

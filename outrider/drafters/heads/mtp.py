@@ -6,8 +6,6 @@ runs. For the others the target's modelling code runs it, as a model of one laye
 
 from __future__ import annotations
 
-from typing import cast
-
 from outrider.core.types import Array
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.eagle import Pairs
@@ -56,9 +54,9 @@ class ModulePairs(PairModel):
         return self._layer.model.new_cache(num_slots, min(max_length, self.max_length))
 
     def forward(
-        self, nodes: Nodes, features: Array | None = None, *, g: Array | None = None, want: Want | int = "all"
+        self, nodes: Nodes, features: Array | None = None, *, g: Array | None = None, want: Want = "all"
     ) -> HeadOutput:
-        logits, fed_back = self._layer.forward(nodes, g if features is None else features, cast("Want", want))
+        logits, fed_back = self._layer.forward(nodes, g if features is None else features, want)
         if want == "last":
             fed_back = fed_back[last_nodes(nodes, 1)]
         return HeadOutput(logits, fed_back[:, :0] if want == "none" else fed_back)

@@ -76,8 +76,7 @@ class HeadReader:
     def shape(self, given: Mapping[str, Any], more: Sequence[Field] = ()) -> dict[str, Any]:
         """The fields of `FIELDS` and `more`, and the others of a `HeadShape` but its taps and layers."""
         path = self.path
-        self._needed("fc.weight", "layers.0.mlp.gate_proj.weight")
-        fc, inner = self.tensors["fc.weight"], len(self.tensors["layers.0.mlp.gate_proj.weight"])
+        fc, gate = self.needed("fc.weight", "layers.0.mlp.gate_proj.weight")
         hidden, heads = int(given.get("hidden_size") or len(fc)), int(given.get("num_attention_heads") or 0)
         if len(fc) != hidden:
             raise ValueError(f"{path}: fc.weight has {len(fc)} rows, and config.json says hidden_size {hidden}")
@@ -86,8 +85,8 @@ class HeadReader:
         if any(kind != "full_attention" for kind in given.get("layer_types") or ()):
             raise ValueError(f"{path} has layers of sliding attention, which outrider's heads do not have")
         implied = {"hidden_size": hidden, "vocab_size": self.target.model.vocab_size, "head_dim": hidden // heads}
-        implied["intermediate_size"] = inner
-        shape = fields_of(given, (*FIELDS, *more), implied) | {"intermediate_size": inner}
+        inner = {"intermediate_size": len(gate)}
+        shape = fields_of(given, (*FIELDS, *more), implied | inner) | inner
         self.check_target(shape["vocab_size"], shape["target_hidden_size"])
         return shape | {"rope_parameters": self._rope(given), "verifier": self.verifier}
 
@@ -124,10 +123,9 @@ class HeadReader:
 
     def check_whole(self, wanted: Mapping[str, tuple[int, ...]], kind: str) -> None:
         """The tensors must be those that the settings say. wanted: their shapes. kind: of head, in words."""
-        self._needed(*wanted)
-        for name, shape in wanted.items():
-            if self.tensors[name].shape != shape:
-                raise ValueError(f"{self.path}: {name} is {self.tensors[name].shape}, and the settings say {shape}")
+        for name, tensor in zip(wanted, self.needed(*wanted), strict=True):
+            if tensor.shape != wanted[name]:
+                raise ValueError(f"{self.path}: {name} is {tensor.shape}, and the settings say {wanted[name]}")
         if more := sorted(set(self.tensors) - set(wanted)):
             raise ValueError(
                 f"{self.path} holds {more[0]}{f' and {len(more) - 1} more tensors' if more[1:] else ''} that no {kind} of these "
@@ -222,17 +220,14 @@ class HeadReader:
         """Numbers in a hidden state of the target."""
         return self.target.model.embedding_rows(np.zeros(1, np.int64)).shape[1]
 
-    def tensor(self, name: str) -> Array:
-        """A tensor by its name. Raises ValueError if it is missing."""
-        self._needed(name)
-        return self.tensors[name]
-
-    def _needed(self, *names: str) -> None:
+    def needed(self, *names: str) -> list[Array]:
+        """Tensors by their names. Raises ValueError if some are missing."""
         if missing := [n for n in names if n not in self.tensors]:
             raise ValueError(
                 f"{self.path} lacks {', '.join(missing[:3])}; the file is not whole, or of a head of another kind. "
                 "Download it again, with all its files"
             )
+        return [self.tensors[n] for n in names]
 
     def _check_table(self, name: str, wanted: tuple[int, int]) -> None:
         if self.spare[name].shape != wanted:

@@ -113,9 +113,8 @@ def examine(
     target: Loaded,
     longest: int,
     path: str | Path | HeadFolder,
-    text: Sequence[int] | None = None,
 ) -> HeadReport | None:
-    """Draft along a text, and warn if almost nothing is right, with what mends it. Takes one forward of the target.
+    """Draft along a sample of text, and warn if almost nothing is right, with what mends it. Takes one forward of the target.
 
     Args:
         own: The head as it was read.
@@ -124,17 +123,12 @@ def examine(
         target: Of the head.
         longest: Tokens of the longest text that the head knows.
         path: Names the head in the warning.
-        text: Token ids, at least 8; the first hundred are read. None for a sample.
 
-    Returns None for a target without a tokenizer, if there is no text.
+    Returns None for a target without a tokenizer.
     """
-    if text is not None:
-        ids = [*text]
-    elif target.tokenizer is not None:
-        ids = [*target.tokenizer(SAMPLE)["input_ids"]]
-    else:
+    if target.tokenizer is None:
         return None
-    ids = ids[: min(POSITIONS + DEPTH + 1, longest, target.model.max_length)]
+    ids = [*target.tokenizer(SAMPLE)["input_ids"]][: min(POSITIONS + DEPTH + 1, longest, target.model.max_length)]
     taps = tuple(dict.fromkeys(t for some in (own.taps, *(taps for _, taps, _ in others)) for t in some))
     cache = target.model.new_cache(1, len(ids))
     out = target.model.forward(Nodes(np.array([ids]), cache, [0]), taps=taps)

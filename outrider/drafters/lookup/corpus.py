@@ -15,6 +15,8 @@ import math
 import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, takewhile
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,12 @@ def bordered(documents: Sequence[Sequence[int]]) -> np.ndarray:
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+
+def alike(a: Sequence[int], b: Sequence[int], start: int = 0) -> int:
+    """Length of the common start of two token lists. start: how many tokens are known to be equal."""
+    same = map(eq, islice(a, start, None), islice(b, start, None))
+    return start + sum(takewhile(bool, same))
 
 
 def _query(tail: Sequence[int]) -> bytes:

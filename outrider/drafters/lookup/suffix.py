@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import nlargest
 from operator import is_not
 
 from outrider.control.plan import Offer
@@ -11,85 +10,15 @@ from outrider.core.infill import Marks, gap_marks, in_order
 from outrider.core.types import Budget, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.config import DrafterSetup
-from outrider.drafters.lookup.corpus import REACH, Corpus, Index, read_corpus
+from outrider.drafters.lookup.corpus import REACH, Corpus, Index, alike, read_corpus
 from outrider.drafters.lookup.memory import TextMemory
-from outrider.drafters.lookup.mixture import WIDEST, Context, TextSource, drafted, grow
+from outrider.drafters.lookup.mixture import Context, TextSource, drafted, grow
 from outrider.kernels.cpu import available
 from outrider.kernels.cpu.lookup import Lookup, SortedTexts
 
 _FEED = 256  # tokens of a running answer that are added to the shared store at a time
 _FORCED = 64  # length of match, in tokens, that what a grammar leaves no choice about counts as
 _LEAD = 16  # earlier tokens that are stored with a piece, so that its start can be found
-
-
-class _State:
-    """A state of the automaton: a set of substrings that end at the same places."""
-
-    __slots__ = ("count", "length", "link", "next")
-
-    def __init__(self, length: int, link: int, following: dict[int, int], count: int) -> None:
-        self.length, self.link, self.next, self.count = length, link, following, count
-
-
-class SuffixAutomaton:
-    """All substrings of a growing token list, with how often each occurs (Blumer et al. 1985), built online.
-
-    A `ContextSource` of the mixture, whose states are the automaton's. A token costs about four microseconds and two states.
-    """
-
-    _CLIMB = 64  # suffixes counted per token; those beyond are short and frequent anyway
-
-    def __init__(self) -> None:
-        self.states = [_State(0, -1, {}, 0)]
-        self.last = 0
-        self.read = 0
-
-    def push(self, token: int) -> None:
-        states = self.states
-        new, p = len(states), self.last
-        states.append(_State(states[p].length + 1, 0, {}, 0))
-        while p >= 0 and token not in states[p].next:
-            states[p].next[token] = new
-            p = states[p].link
-        if p >= 0:
-            q = states[p].next[token]
-            if states[p].length + 1 == states[q].length:
-                states[new].link = q
-            else:
-                clone = len(states)
-                states.append(_State(states[p].length + 1, states[q].link, dict(states[q].next), states[q].count))
-                while p >= 0 and states[p].next.get(token) == q:
-                    states[p].next[token] = clone
-                    p = states[p].link
-                states[q].link = states[new].link = clone
-        self.last, self.read = new, self.read + 1
-        at = new
-        for _ in range(self._CLIMB):
-            if at <= 0:
-                break
-            states[at].count += 1
-            at = states[at].link
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Read the new tokens of a list whose start this automaton has read."""
-        for token in tokens[self.read :]:
-            self.push(token)
-
-    def suffixes(self) -> list[tuple[int, int]]:
-        """(state, length) of the longest end of the text that occurred before, then of ends at most half as long."""
-        ends, at, longest = [], self.states[self.last].link, self.read
-        while at > 0:
-            state = self.states[at]
-            if state.length <= longest:
-                ends.append((at, state.length))
-                longest = state.length // 2
-            at = state.link
-        return ends
-
-    def following(self, state: int) -> tuple[int, list[tuple[int, int, int]]]:
-        options = [(token, self.states[child].count, child) for token, child in self.states[state].next.items()]
-        total = sum(count for _, count, _ in options)
-        return total, nlargest(WIDEST, options, key=lambda option: option[1]) if len(options) > 1 else options
 
 
 class TextEnds:
@@ -113,26 +42,39 @@ class TextEnds:
         return Offer(*self._lookup.offer(new, self._sorted, forced, budget.depth, budget.width, budget.max_nodes))
 
 
-class PythonTextEnds:
-    """The same in Python: the reference, and what runs without native kernels."""
+class PlainTextEnds:
+    """The same without the native kernels: each place behind the last token is compared, as far as corpora are."""
 
     def __init__(self, least: float, doubt: float) -> None:
         self.least, self.doubt = least, doubt
-        self.automaton, self._text = SuffixAutomaton(), list[int]()
+        self._text, self._behind = list[int](), dict[int, list[int]]()  # token -> the places after it
+        self._source = TextSource(self._text)
 
     @property
     def read(self) -> int:
-        return self.automaton.read
+        return len(self._text)
 
     def offer(self, new: Sequence[int], corpora: Sequence[Corpus], forced: Sequence[int], budget: Budget) -> Offer:
-        self._text += new
-        self.automaton.extend(self._text)
-        contexts = [Context(self.automaton, state, float(n) ** 2, n) for state, n in self.automaton.suffixes()[:3]]
+        for token in new:
+            self._text.append(token)
+            self._behind.setdefault(token, []).append(len(self._text))
+        contexts = self._contexts()
         for corpus in corpora if budget.max_nodes else ():
             contexts += corpus.contexts(self._text[-REACH:])
         if forced and budget.max_nodes:
             contexts.append(Context(TextSource(forced), (0,), _FORCED**2, _FORCED))
         return grow(self._text[-1], contexts, budget, least=self.least, doubt=self.doubt)
+
+    def _contexts(self) -> list[Context]:
+        """The longest end of the text that occurred before, then two more, each at most half as long."""
+        end, contexts, most = self._text[: -REACH - 1 : -1], list[Context](), REACH
+        places = self._behind[end[0]][:-1]
+        lengths = [alike(self._text[max(at - REACH, 0) : at][::-1], end) for at in places]
+        while len(contexts) < 3 and (length := max((n for n in lengths if n <= most), default=0)):
+            found = tuple(at for at, n in zip(places, lengths, strict=True) if n >= length)
+            contexts.append(Context(self._source, found, float(length) ** 2, length))
+            most = length // 2
+        return contexts
 
 
 class _Document:
@@ -145,7 +87,7 @@ class _Document:
         ends: What followed the ends of the text.
     """
 
-    def __init__(self, tokens: list[int], head: list[int], stored: int, ends: TextEnds | PythonTextEnds) -> None:
+    def __init__(self, tokens: list[int], head: list[int], stored: int, ends: TextEnds | PlainTextEnds) -> None:
         self.tokens, self.head, self.stored, self.ends = tokens, head, stored, ends
 
     def since(self, start: int) -> list[int]:
@@ -224,7 +166,7 @@ class SuffixDrafter(BaseDrafter):
         """A text that begins."""
         prompt = tokens[:prompt_length] if self.gap is not None else []
         head = in_order(prompt, self.gap)
-        ends = (TextEnds if available() else PythonTextEnds)(self.least, self.doubt)
+        ends = (TextEnds if available() else PlainTextEnds)(self.least, self.doubt)
         self._texts[slot] = _Document(tokens, head if head != prompt else [], prompt_length, ends)
         return self._texts[slot]
 

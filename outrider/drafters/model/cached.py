@@ -61,7 +61,7 @@ class CachedLevels(Levels):
         """Read what is missing and the roots, which are then node 0 of the scratch. Returns logits, float32 [slot, vocab], after
         each root. feeds: of `unread`. forward: `self.forward`, or one with other logits."""
         tokens, parents = chain([ids for ids, _ in feeds])
-        features = [np.asarray(some) for _, some in feeds if some is not None]
+        features = [some for _, some in feeds if some is not None]
         logits = forward(Nodes(tokens, self.cache, slots, parents), padded(features) if features else None, "last")[
             :, 0
         ]

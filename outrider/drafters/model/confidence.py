@@ -83,18 +83,15 @@ class LogitError:
         stream: Stream,
         position: Array,
         subset: TokenSubset | None,
-        noise_aware: bool = True,
     ) -> tuple[list[list[int]], list[list[float]]]:
         """The best candidates of each row and their log chances, for `Siblings.POINT`. At least `width` of each.
 
-        logits: float32 [row, vocab], or [row, kept] with a subset. noise_aware: False ranks by q alone, and gives log q.
+        logits: float32 [row, vocab], or [row, kept] with a subset.
         """
-        quiet = [not noise_aware or greedy for greedy in warp.greedy]
         best = children(child_scores(warp, logits, extra, subset), max(width, RIVALS), Siblings.POINT, noise, stream,
-                        position, greedy=quiet, subset=subset)  # fmt: skip
+                        position, greedy=warp.greedy, subset=subset)  # fmt: skip
         temperatures = [h.params.temperature for h in warp.histories]
-        chances = self.log_chances(best.keys, temperatures) if noise_aware else best.log_q
-        return best.tokens.tolist(), chances.tolist()
+        return best.tokens.tolist(), self.log_chances(best.keys, temperatures).tolist()
 
     def log_chances(self, keys: Array, temperature: Sequence[float]) -> Array:
         """float32 [node, candidate]: the log chance of each of the best candidates.

@@ -22,10 +22,11 @@ from outrider.core.sampling import TokenSubset
 from outrider.core.types import Array, Commit, Draft
 from outrider.drafters.base import DraftContext, Resources, chains
 from outrider.drafters.config import DrafterSetup
+from outrider.drafters.lookup.corpus import alike
 from outrider.drafters.model.cached import CachedLevels, Feed
 from outrider.drafters.model.draft_model import CHUNK, DraftReduction, ModelDrafter, OwnCache
 from outrider.drafters.model.grower import TreeDrafter
-from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
+from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, continued
 from outrider.drafters.proposal import Proposal, join
 from outrider.kernels.probabilities import log, softmax
 from outrider.models.base import LanguageModel, Want
@@ -103,7 +104,7 @@ class OtherTokenizer(CachedLevels):
         return unread, None
 
     def forward(self, nodes: Nodes, features: Array | None, want: Want) -> Array:
-        return np.asarray(self.own.forward(nodes, features, want))[..., self._columns]
+        return self.own.forward(nodes, features, want)[..., self._columns]
 
     def update(self, context: DraftContext, commits: Sequence[Commit]) -> None:
         """The accepted part of the scratch is committed, the rest is dropped."""
@@ -167,7 +168,7 @@ class OtherTokenizer(CachedLevels):
                 self._texts[slot].held.append(token)
             parents = np.tile(np.arange(-1, count), (len(live), 1))
             nodes = Nodes(np.array(feed)[:, None], self.cache, slots, parents)
-            logits = np.asarray(self.own.forward(nodes, None, "all"))[:, 0]
+            logits = self.own.forward(nodes, None, "all")[:, 0]
 
     def _next(self, context: DraftContext, b: int, proposed: Sequence[int], logits: Array) -> int:
         """The draft's next token, -1 for none: the likeliest one that begins with the target token that the noise chooses.

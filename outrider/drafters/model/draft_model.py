@@ -10,20 +10,21 @@ means a frequent token where the tokenizer was trained.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 
-from outrider.core.types import Array
+from outrider.core.types import Array, Budget, Siblings
 from outrider.drafters.base import Resources
 from outrider.drafters.config import Prefixes, SpeculativeConfig
 from outrider.drafters.lookup.corpus import Entry, read_texts
 from outrider.drafters.model.cached import CachedLevels, Feed
-from outrider.drafters.model.grower import GrowthSettings, TreeDrafter
+from outrider.drafters.model.grower import TreeDrafter
 from outrider.drafters.model.vocabulary import Vocabulary
+from outrider.drafters.shapes import Shape
 from outrider.models.base import LanguageModel
 from outrider.models.builtin.download import DOWNLOADS
 from outrider.models.dtypes import DTYPES
@@ -137,7 +138,8 @@ class ModelDrafter(TreeDrafter[OwnCache]):
         *,
         reduction: str | None = None,
         prefixes: Prefixes | None = None,
-        **settings: Unpack[GrowthSettings],
+        shape: Callable[[Budget], Shape] | None = None,
+        siblings: Siblings = Siblings.WITHOUT_REPLACEMENT,
     ) -> None:
         """
         Args:
@@ -146,9 +148,10 @@ class ModelDrafter(TreeDrafter[OwnCache]):
             max_length: tokens of a text, of which a slot holds `WINDOW` at most.
             reduction: what was left out of the model to make it cheaper, in words; None if nothing was.
             prefixes: what it has read before; None if nothing is kept.
-            settings: see `GrowthSettings`.
+            shape: see `TreeDrafter`.
+            siblings: see `TreeDrafter`.
         """
-        super().__init__(OwnCache(model, num_slots, max_length, reduction, prefixes), **settings)
+        super().__init__(OwnCache(model, num_slots, max_length, reduction, prefixes), shape, siblings)
 
 
 SMALL = 2**24  # weights; a smaller draft model stays in the processor's caches, and fewer bits gain nothing

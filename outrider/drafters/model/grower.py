@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
 from math import exp, log
-from typing import Generic, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from outrider.core.noise import Stream
 from outrider.core.sampling import TokenSubset
 from outrider.core.types import Array, Budget, Commit, Draft, Siblings
-from outrider.drafters.base import DraftContext, Drafter, Resources, TargetPass, draft_of
+from outrider.drafters.base import BaseDrafter, DraftContext, Resources, TargetPass, draft_of
 from outrider.drafters.model.children import children
 from outrider.drafters.model.confidence import RIVALS, START, LogitError
 from outrider.drafters.shapes import Shape, optimal_shape
@@ -98,20 +98,6 @@ class Growth:
         return likely[:1] if self.bare_siblings else likely
 
 
-class GrowthSettings(TypedDict, total=False):
-    """How a `TreeDrafter` grows its trees. All have a default.
-
-    shape: budget -> a fixed tree, in place of the likeliest nodes. A verifier that needs probs needs a fixed tree. The default
-    is the best for usual acceptance by rank, because the shape must not depend on statistics of the text (docs/trees.md).
-    siblings: how children are drawn for a verifier that needs probs; the default is without replacement.
-    noise_aware: False ranks children by q alone, as other systems do; for comparison.
-    """
-
-    shape: Callable[[Budget], Shape] | None
-    siblings: Siblings
-    noise_aware: bool
-
-
 class Level(NamedTuple):
     """The logits after some nodes of a level."""
 
@@ -183,7 +169,7 @@ class Levels:
 Source_co = TypeVar("Source_co", bound=Levels, covariant=True)
 
 
-class TreeDrafter(Generic[Source_co]):
+class TreeDrafter(BaseDrafter, Generic[Source_co]):
     """Drafts level by level: a `Drafter` over a source of levels.
 
     With `Budget.width` 1 it drafts a chain, else a tree. Under `match` the children of a node are the largest of log q + the
@@ -194,12 +180,22 @@ class TreeDrafter(Generic[Source_co]):
         error: how far its logits are from the target's, as learned. Under `match` it ends drafts at `Budget.min_probability`.
     """
 
-    def __init__(self, levels: Source_co, **settings: Unpack[GrowthSettings]) -> None:
-        """settings: see `GrowthSettings`."""
+    def __init__(
+        self,
+        levels: Source_co,
+        shape: Callable[[Budget], Shape] | None = None,
+        siblings: Siblings = Siblings.WITHOUT_REPLACEMENT,
+    ) -> None:
+        """
+        Args:
+            levels: the source.
+            shape: budget -> a fixed tree, in place of the likeliest nodes. A verifier that needs probs needs a fixed tree. The
+                default is the best for usual acceptance by rank, because the shape must not depend on statistics of the text
+                (docs/trees.md).
+            siblings: how children are drawn for a verifier that needs probs.
+        """
         self.levels, self.taps, self.error = levels, levels.taps, LogitError(levels.scale)
-        self.shape = settings.get("shape")
-        self.siblings = settings.get("siblings", Siblings.WITHOUT_REPLACEMENT)
-        self.noise_aware = settings.get("noise_aware", True)
+        self.shape, self.siblings = shape, siblings
 
     def propose(self, context: DraftContext) -> Draft:
         self.levels.begin(context)
@@ -232,16 +228,11 @@ class TreeDrafter(Generic[Source_co]):
         self.error.release(slot)
         self.levels.release(slot)
 
-    def reset(self) -> None: ...
-
     def missing(self, slot: int, tokens: list[int]) -> int:
         return self.levels.missing(slot, tokens)
 
     def read(self, slot: int, tokens: list[int], count: int) -> None:
         self.levels.read(slot, tokens, count)
-
-    def inner(self) -> Mapping[str, Drafter]:
-        return {}
 
     def resources(self) -> Resources:
         return replace(self.levels.resources(), error=self.error, siblings=self.levels.bare_siblings)
@@ -256,7 +247,7 @@ class TreeDrafter(Generic[Source_co]):
         """Whether one call of the source can draw what is grown level by level."""
         budget = context.budgets[b]
         simple = (budget.width == 1 or budget.min_probability > 0) and not context.needs_probs and self.shape is None
-        return simple and self.noise_aware and context.warp.simple(b) and context.stream is Stream.TOKEN
+        return simple and context.warp.simple(b) and context.stream is Stream.TOKEN
 
     def _draw(self, context: DraftContext, grown: dict[int, Growth]) -> None:
         """What `match` gets, in one call of a source that offers it: it saves the Python between a small model's tokens."""
@@ -297,7 +288,7 @@ class TreeDrafter(Generic[Source_co]):
             if judged:
                 weights = [growth.weights[n] for n in nodes]
                 confidence[b] = [*map(exp, weights)]
-                if self.noise_aware and self.levels.learns:
+                if self.levels.learns:
                     self.error.state(slot, [parent for _, parent in trees[b]], weights)
         draft = draft_of(trees, confidence)
         if not context.needs_probs:
@@ -333,7 +324,7 @@ class TreeDrafter(Generic[Source_co]):
         self, context: DraftContext, grown: dict[int, Growth], part: Level, level: int
     ) -> Iterator[Offspring]:
         """The children of each node of a part of a level."""
-        at, logits, subset = part.nodes, np.asarray(part.logits), part.subset
+        at, logits, subset = part.nodes, part.logits, part.subset
         entries, extra = [b for b, _ in at], [grown[b].path(n) for b, n in at]
         warp, noise = context.warp.select(entries), context.noise.select(entries)
         position = context.positions[entries] + level
@@ -352,13 +343,11 @@ class TreeDrafter(Generic[Source_co]):
                     yield at[i], tokens, [0.0] * size, distribution
             return
         judged = any(grown[b].budget.min_probability for b in entries)
-        if width == 1 and not judged and self.noise_aware:  # an only child needs no probability
+        if width == 1 and not judged:  # an only child needs no probability
             drawn = warp.draw(logits, extra, noise, context.stream, position, subset).tolist()
             for key, token in zip(at, drawn, strict=True):
                 yield key, [token], [0.0], None
             return
-        best, weighed = self.error.likeliest(
-            warp, logits, extra, width, noise, context.stream, position, subset, self.noise_aware
-        )
+        best, weighed = self.error.likeliest(warp, logits, extra, width, noise, context.stream, position, subset)
         for key, tokens, weights in zip(at, best, weighed, strict=True):
             yield key, tokens[:width], weights, None

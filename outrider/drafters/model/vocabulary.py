@@ -8,7 +8,6 @@ tokens stand for no bytes. They are the same if they have the same name or the s
 from __future__ import annotations
 
 import itertools
-import operator
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -217,9 +216,3 @@ def faithful(vocabulary: Vocabulary, ids: Sequence[int], text: bytes) -> list[in
         out.append(i)
         text = text[len(piece) :]
     return out
-
-
-def alike(a: Sequence[int], b: Sequence[int], start: int = 0) -> int:
-    """Length of the common start of two token lists. start: how many tokens are known to be equal."""
-    same = map(operator.eq, itertools.islice(a, start, None), itertools.islice(b, start, None))
-    return start + sum(itertools.takewhile(bool, same))

@@ -11,6 +11,7 @@ import pytest
 from helpers import VOCAB, counts, decoder, path_to, plain_texts, request, toy_drafters
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from suffixes import PythonTextEnds, SuffixAutomaton
 
 from outrider.core.infill import in_order
 from outrider.core.params import SamplingParams
@@ -19,7 +20,7 @@ from outrider.core.types import Budget
 from outrider.drafters import Drafter, NgramDrafter, SuffixDrafter, TokenRecyclingDrafter
 from outrider.drafters.lookup.corpus import Corpus
 from outrider.drafters.lookup.mixture import Context, TextSource, grow
-from outrider.drafters.lookup.suffix import PythonTextEnds, SuffixAutomaton, TextEnds
+from outrider.drafters.lookup.suffix import PlainTextEnds, TextEnds
 from outrider.kernels import cpu as native
 from outrider.models.nodes import Nodes
 from outrider.testing.contract import check_drafter, context
@@ -129,6 +130,18 @@ def test_native_lookups_grow_the_trees_of_the_reference(seed: int) -> None:
         mine, expected = fast.offer(new, corpora, forced, budget), slow.offer(new, corpora, forced, budget)
         assert (mine.nodes, mine.match, fast.read) == (expected.nodes, expected.match, slow.read)
         assert mine.masses == expected.masses, "the same bits"
+
+
+@given(texts, st.integers(1, 30), st.booleans())
+@settings(max_examples=150)
+def test_lookups_without_the_kernels_find_the_same_matches(tokens: list[int], at: int, stored: bool) -> None:
+    plain, automaton, corpus = PlainTextEnds(0.02, 2.0), PythonTextEnds(0.02, 2.0), Corpus(100)
+    corpus.add(tokens[at:] * stored)
+    for new in (tokens[:at], tokens[at:]):
+        mine, expected = (ends.offer(new, [corpus], [], Budget(4, 2, 9)) for ends in (plain, automaton))
+        assert (mine.nodes, mine.match, plain.read) == (expected.nodes, expected.match, automaton.read)
+        assert mine.masses == pytest.approx(expected.masses)
+    assert PlainTextEnds(0.1, 2.0).offer(tokens * 99, [], [], Budget(8)).match == 64
 
 
 def _best(tokens: list[int], found: list[Context], budget: Budget, least: float, doubt: float) -> list[float]:

@@ -16,10 +16,9 @@ from helpers import configured
 from outrider import LLM, SamplingParams
 from outrider.core.types import Budget
 from outrider.drafters import make_drafters
-from outrider.drafters.config import DrafterSetup, SpeculativeConfig
-from outrider.drafters.method import METHODS, DraftMethod
+from outrider.drafters.config import DrafterSetup, SpeculativeConfig, request_drafters
+from outrider.drafters.method import METHODS, DraftMethod, level_cost, lookup_names
 from outrider.drafters.model.self_speculation import TargetCache
-from outrider.drafters.registry import level_cost, lookup_names, request_drafters
 from outrider.kernels import cpu as native
 from outrider.models.load import Loaded, load
 from outrider.testing.stubs import Wrong
@@ -244,7 +243,7 @@ def test_a_method_is_added_in_one_place(code: Loaded, plain: list[str], monkeypa
 def test_the_list_of_methods_has_each_row_and_needs_no_torch() -> None:
     code = (
         "import dataclasses, sys\n"
-        "from outrider.drafters.registry import METHODS\n"
+        "from outrider.drafters.method import METHODS\n"
         "METHODS['mine'] = dataclasses.replace(METHODS['ngram'], name='mine', help='a method of this test')\n"
         "from outrider.cli.main import app\n"
         "app(['methods'], standalone_mode=False)\n"

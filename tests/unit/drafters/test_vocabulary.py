@@ -20,8 +20,9 @@ from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.tree import chain, validate
 from outrider.core.types import Budget, Commit, Draft, Siblings
 from outrider.drafters import TargetPass
+from outrider.drafters.lookup.corpus import alike
 from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter, Way, whole
-from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
+from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, continued
 from outrider.kernels.probabilities import softmax
 from outrider.models.base import Output
 from outrider.models.nodes import Nodes

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from oracles import judging
 from traces import SAMPLED, loop, record, replays, three
 
 from outrider.core.noise import Noise
 from outrider.core.tree import depth
 from outrider.core.types import Array, Draft, Siblings, Verdict
 from outrider.engine.trace import Detail
-from outrider.testing.oracle import composed, drawn_chain, judging, plain, toys
+from outrider.testing.oracle import composed, drawn_chain, plain, toys
 from outrider.verify import VERIFIERS, FixedDistribution, TargetDistribution, reference_rejection, rejection
 from outrider_lab.traces import read
 

@@ -17,8 +17,8 @@ from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.eagle import Pairs, eagle_model, read_eagle, survival
 from outrider.drafters.heads.files import open_head, own_head
 from outrider.drafters.heads.selftest import examine
+from outrider.drafters.method import level_cost
 from outrider.drafters.model.grower import TreeDrafter
-from outrider.drafters.registry import level_cost
 from outrider.models.builtin.download import DOWNLOADS, find
 from outrider.models.builtin.shipped import data_folder
 from outrider.models.load import load

@@ -32,8 +32,8 @@ from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.eagle import Pairs
 from outrider.drafters.heads.features import NativePairs
 from outrider.drafters.heads.mtp import mtp_model
+from outrider.drafters.method import level_cost
 from outrider.drafters.model.grower import TreeDrafter
-from outrider.drafters.registry import level_cost
 from outrider.engine.request import Request
 from outrider.models.base import FINAL_NORM
 from outrider.models.hf.model import HFModel

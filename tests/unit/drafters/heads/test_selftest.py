@@ -84,7 +84,7 @@ def followed(folder: Path, shown: tuple[int, ...] | None = None, **settings: Any
 
 
 def test_a_good_head_passes(caplog: pytest.LogCaptureFixture) -> None:
-    report = examine(drafter_of(HEAD, TARGET), [], survival, followed(HEAD), 256, "HEAD", TEXT)
+    report = examine(drafter_of(HEAD, TARGET), [], survival, followed(HEAD), 256, "HEAD")
     assert report is not None
     assert report.hits[0] == 1.0
     assert report.better is None

@@ -16,8 +16,9 @@ from outrider import LLM, SamplingParams
 from outrider.control import Fixed
 from outrider.core.types import Budget
 from outrider.drafters.heads import features
-from outrider.drafters.heads.features import Features
+from outrider.drafters.heads.features import FeatureCache
 from outrider.engine.scheduler import Scheduler
+from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
 from outrider.testing import contract
 from outrider.testing.contract import context
@@ -94,15 +95,19 @@ def test_features_behind_a_gap_start_over(name: str) -> None:
     held, some = made(name).levels.features, np.zeros((9, 96), np.float32)
     held.add(0, some, 0)
     held.add(0, some, 20)
-    assert (held.waiting[0].first, len(held.waiting[0])) == (20, 9)
-    assert held.cache.length[0] == 0
+    assert (len(held.waiting[0]), held.cache.length[0]) == (9, 0)
+    assert held.room(0, [1] * 30) > 0 == held.room(0, [1] * 29)
 
 
-@given(st.lists(st.integers(1, 40), max_size=9), st.integers(0, 60))
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(0, 60))
 def test_the_newest_features_stay(sizes: list[int], count: int) -> None:
     every = np.arange(float(sum(sizes)))[:, None]
-    held = Features(7, *np.split(every, np.cumsum(sizes)[:-1]))
-    held.keep(count)
-    left = min(count, len(every))
-    assert (len(held), held.first) == (left, 7 + len(every) - left)
-    assert np.concatenate([every[:0], *held.parts]).tolist() == every[len(every) - left :].tolist()
+    held = FeatureCache(SlotCache(1, 500), pairs=True)
+    for part in np.split(every, np.cumsum(sizes)[:-1]):
+        held.add(0, part, int(part[0, 0]))
+    newest = every[-min(NEWEST, len(every)) :]
+    assert held.newest(0).tolist() == newest.tolist()
+    assert held.pair_tokens(0, range(len(every) + 1)) == (newest[:, 0] + 1).tolist()
+    count = min(count, len(newest))
+    held.keep(0, count)
+    assert held.waiting[0].tolist() == newest[len(newest) - count :].tolist()
