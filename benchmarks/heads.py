@@ -241,7 +241,14 @@ def sides_of_kinds(depth: int, draft_vocab: int, folder: Path) -> Iterator[Side]
     slots = MaskedPairs(HeadWeights(masked, random_weights(shapes), ids), target, 1, ROOM, "none")
     yield Side(TreeDrafter(slots), 3 * size, "P-EAGLE, 2 layers", *on_target)
     block = BlockConfig(
-        **common, num_layers=2, block_size=depth, mask_token_id=5, from_anchor=True, markov_rank=RANK, confidence=True
+        **common,
+        num_layers=2,
+        block_size=depth,
+        mask_token_id=5,
+        from_anchor=True,
+        markov_rank=RANK,
+        confidence=True,
+        confidence_markov=False,
     )
     norms = {f"layers.{i}.self_attn.{n}_norm.weight": (dim,) for i in (0, 1) for n in "qk"}
     tables = {

@@ -88,10 +88,7 @@ class SpeculativeConfig(BaseModel):
         None,
         description="for prediction: a text, or token ids, that each answer will mostly repeat; a request can bring its own",
     )
-    corpus: Any = Field(
-        None,
-        description='for suffix: a file, a folder, {"text": ...}, token ids, or a list of these',
-    )
+    corpus: Any = Field(None, description='for suffix: a file, a folder, {"text": ...}, token ids, or a list of these')
     corpus_tokens: int = Field(2**22, ge=1, description="for suffix: tokens read from the corpus, at most")
     suffix_shared_tokens: int = Field(
         2**18, ge=0, description="for suffix: tokens of other answers to remember; 0: none"

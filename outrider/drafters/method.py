@@ -247,10 +247,7 @@ METHODS = {
     for row in (
         DraftMethod(NONE, "plain decoding, without draft tokens", _none),
         DraftMethod(
-            AUTO,
-            "the methods that fit this model, chosen at each step; start with this one",
-            _none,
-            default_depth=16,
+            AUTO, "the methods that fit this model, chosen at each step; start with this one", _none, default_depth=16
         ),
         DraftMethod(
             "draft_model",

@@ -192,11 +192,7 @@ class CustomGenerate:
         for row in rows:
             if row.finish and row.finish.finish == "error":
                 warnings.warn(f"row {row.id} was stopped: {row.finish.reason}", RuntimeWarning, stacklevel=5)
-        self.last = LastCall(
-            engine.decoder.guarantee,
-            seed,
-            [row.counts.speculative for row in rows],
-        )
+        self.last = LastCall(engine.decoder.guarantee, seed, [row.counts.speculative for row in rows])
         longest = max(len(row.output) for row in rows)
         return [row.output + [pad] * (longest - len(row.output)) for row in rows]
 

@@ -185,9 +185,7 @@ Drafter = Callable[[Toy, Text, Any], Drafted]
 
 
 def drawn_chain(
-    gamma: int,
-    stop: Callable[[Text, Text, Any], bool] = lambda text, drafted, choose: False,
-    length: int | None = None,
+    gamma: int, stop: Callable[[Text, Text, Any], bool] = lambda text, drafted, choose: False, length: int | None = None
 ) -> Drafter:
     """Draws up to gamma tokens from q. `stop(text, drafted, choose)` may end the chain before the next draw.
 

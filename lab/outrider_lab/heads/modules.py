@@ -59,7 +59,7 @@ def config_for(
     # a head has its own activation
     shape = {f.name: getattr(text, f.name, None) for f in FIELDS if f.name != "hidden_act"}
     shape = {name: value for name, value in shape.items() if value} | {"draft_vocab_size": draft_vocab_size or 0}
-    values = fields_of(shape, FIELDS, {"head_dim": text.hidden_size // text.num_attention_heads})
+    values = fields_of(shape, HeadShape, {"head_dim": text.hidden_size // text.num_attention_heads})
     values["taps"] = tuple(default_taps(text.num_hidden_layers) if taps is None else taps)
     values["rope_parameters"] = plain_rope(getattr(text, "rope_parameters", None))
     values["verifier"] = getattr(target, "_name_or_path", None) or None

@@ -17,7 +17,7 @@ import numpy as np
 
 from outrider.core.types import Array
 from outrider.drafters.config import DrafterSetup
-from outrider.drafters.heads.config import Field, HeadShape
+from outrider.drafters.heads.config import HeadShape, setting
 from outrider.drafters.heads.features import HELD, FeatureCache
 from outrider.drafters.heads.files import DFLASH, DFLASH2, DSPARK, HeadFolder, settings_named
 from outrider.drafters.heads.lattice import Lattice, largest_places
@@ -31,30 +31,23 @@ from outrider.models.cache import SCRATCH, SlotCache
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
 
-_FIELDS = (
-    Field("block_size", int, 0),
-    Field("from_anchor", bool, key="sample_from_anchor"),
-    Field("markov_rank", int, 0),
-    Field("confidence", bool, False, "enable_confidence_head"),
-    Field("confidence_markov", bool, True, "confidence_head_with_markov"),
-    Field("selector_top_k", int, 16),
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(HeadShape):
     """A block drafter: Qwen3-shaped layers over [root, mask, ...], which also attend to the projected features of the text."""
 
-    block_size: int  # slots of a block
+    block_size: int = setting(0)  # slots of a block
     mask_token_id: int  # the token of all slots but the first
-    from_anchor: bool  # slot 0 drafts too (DSpark); in DFlash slot k drafts the token at its own position
-    markov_rank: int = 0  # width of the bias by the token before; 0 without one
-    confidence: bool = False  # it has a confidence head
-    confidence_markov: bool = False  # the confidence reads the token before, too
+    # slot 0 drafts too (DSpark); in DFlash slot k drafts the token at its own position
+    from_anchor: bool = setting(key="sample_from_anchor")
+    markov_rank: int = setting(0)  # width of the bias by the token before; 0 without one
+    confidence: bool = setting(False, key="enable_confidence_head")  # it has a confidence head
+    # the confidence reads the token before, too
+    confidence_markov: bool = setting(True, key="confidence_head_with_markov")
     conv_kernel_size: int = 0  # taps of the convolutions around attention and MLP (DFlash2); 0 without
     conv_group_size: int = 16  # numbers that share a kernel
     selector_rank: int = 0  # width of DFlash2's choice among the likeliest tokens; 0 without
-    selector_top_k: int = 16  # so many likeliest tokens
+    selector_top_k: int = setting(16)  # so many likeliest tokens
 
     @property
     def drafts(self) -> int:
@@ -112,7 +105,7 @@ def _config(reader: HeadReader) -> BlockConfig:
     markov = tensors.get("markov_head.markov_w1.weight")
     settings["markov_rank"] = 0 if markov is None else markov.shape[1]
     settings["enable_confidence_head"] = "confidence_head.proj.weight" in tensors
-    shape = reader.shape(settings, _FIELDS) | _convolutions(reader)
+    shape = reader.shape(settings, BlockConfig) | _convolutions(reader)
     if reader.kind == DFLASH2:
         [codebook] = reader.needed("candidate_selector.successor_codebook")
         shape["selector_rank"] = codebook.shape[1]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
@@ -14,26 +14,38 @@ from outrider.models.rotary import frequencies
 # Rotary types whose frequencies do not depend on the length of the text.
 ROTARY = ("default", "linear", "llama3", "yarn")
 _LARGEST = 1 << 16
+_MAKERS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": bool, "str": str}
+
+
+def setting(usual: Any = MISSING, *, like: str = "", key: str = "") -> Any:
+    """A field of a head that its config.json says.
+
+    Args:
+        usual: Its value if it is not there; without one it is known from elsewhere.
+        like: The field that it equals if it is not there.
+        key: Its name in the file, if that is another one.
+    """
+    return field(default=usual, metadata={"like": like, "key": key})
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadShape:
-    """What all heads with layers have. `FIELDS` says how a config.json names it. Other fields are as in transformers 5."""
+    """What all heads with layers have. Other fields than those that `setting` marks are as in transformers 5."""
 
-    hidden_size: int  # width of the head
-    vocab_size: int  # tokens of the target
-    draft_vocab_size: int  # tokens that the head proposes
+    hidden_size: int = setting()  # width of the head
+    vocab_size: int = setting()  # tokens of the target
+    draft_vocab_size: int = setting(like="vocab_size")  # tokens that the head proposes
     taps: tuple[int, ...]  # the target's layers that it reads, as `LanguageModel.forward` numbers them
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    target_hidden_size: int  # width of each feature
+    intermediate_size: int = setting()
+    num_attention_heads: int = setting()
+    num_key_value_heads: int = setting(like="num_attention_heads")
+    head_dim: int = setting()
+    target_hidden_size: int = setting(like="hidden_size")  # width of each feature
     num_layers: int = 1
-    max_position_embeddings: int = 2048  # tokens of the longest text that it drafts for
-    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = setting(2048)  # tokens of the longest text that it drafts for
+    rms_norm_eps: float = setting(1e-6)
     rope_parameters: dict[str, Any] = field(default_factory=lambda: plain_rope(None))
-    hidden_act: str = "silu"
+    hidden_act: str = setting("silu")
     verifier: str | None = None  # name of the target that it was trained for; a hint
 
     def __post_init__(self) -> None:
@@ -68,37 +80,18 @@ class HeadShape:
         return frequencies(rope, turned, self.max_position_embeddings)
 
 
-class Field(NamedTuple):
-    """A field of a head in its config.json."""
-
-    name: str  # of the field
-    kind: Callable[[Any], Any]  # makes the value of what is in the file
-    default: Any = None  # its value if it is not there, or the name of the field that it then equals
-    key: str = ""  # its name in the file, if that is another one
+FIELDS = tuple(f for f in fields(HeadShape) if f.metadata)
+"""What each head's config.json says."""
 
 
-# A field without a default is known from elsewhere, if it is not there.
-FIELDS = (
-    Field("hidden_size", int),
-    Field("vocab_size", int),
-    Field("num_attention_heads", int),
-    Field("num_key_value_heads", int, "num_attention_heads"),
-    Field("head_dim", int),
-    Field("intermediate_size", int),
-    Field("max_position_embeddings", int, 2048),
-    Field("rms_norm_eps", float, 1e-6),
-    Field("hidden_act", str, "silu"),
-    Field("draft_vocab_size", int, "vocab_size"),
-    Field("target_hidden_size", int, "hidden_size"),
-)
-
-
-def fields_of(given: Mapping[str, Any], fields: Sequence[Field], known: dict[str, Any]) -> dict[str, Any]:
+def fields_of(given: Mapping[str, Any], kind: type[HeadShape], known: dict[str, Any]) -> dict[str, Any]:
     """`known`, and the fields that config.json says. A number of 0 counts as none."""
-    for f in fields:
-        default = known.get(f.name, known[f.default] if isinstance(f.default, str) and f.kind is int else f.default)
-        said = given.get(f.key or f.name, default)
-        known[f.name] = f.kind(said or default if f.kind is int else said)
+    for f in fields(kind):
+        if f.metadata:
+            like, make = f.metadata["like"], _MAKERS[str(f.type)]
+            usual = known.get(f.name, known[like] if like else None if f.default is MISSING else f.default)
+            value = given.get(f.metadata["key"] or f.name, usual)
+            known[f.name] = make(value or usual if make is int else value)
     return known
 
 

@@ -16,7 +16,7 @@ from outrider.core.tree import chain
 from outrider.core.types import Array, Commit
 from outrider.drafters.base import DraftContext
 from outrider.drafters.config import DrafterSetup
-from outrider.drafters.heads.config import Field, HeadShape, default_taps
+from outrider.drafters.heads.config import HeadShape, default_taps, setting
 from outrider.drafters.heads.features import HELD, FeatureCache, NativePairs, PairModel, last_nodes
 from outrider.drafters.heads.files import EAGLE1, EAGLE3, PEAGLE, HeadFolder, settings_named
 from outrider.drafters.heads.lattice import Lattice
@@ -37,7 +37,6 @@ from outrider.models.nodes import Nodes
 
 _NAMES = {EAGLE3: "EAGLE-3", EAGLE1: "EAGLE-1", PEAGLE: "P-EAGLE"}
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-_FLAGS = (Field("norm_output", bool, False), Field("norm_before_residual", bool, False))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +49,8 @@ class EagleConfig(HeadShape):
     norm_before_fc: bool = False  # one norm over all features side by side
     fc_norm: bool = False  # a norm for each feature
     # the output of the last norm is what the head feeds back (EAGLE-3.1 has this and fc_norm)
-    norm_output: bool = False
-    norm_before_residual: bool = False  # the normed feature is the residual
+    norm_output: bool = setting(False)
+    norm_before_residual: bool = setting(False)  # the normed feature is the residual
     # a head of EAGLE-1 (Li et al. 2024, 2401.15077). It reads the token and one feature, and predicts the next feature
     eagle1: bool = False
     attention_bias: bool = False  # the linears of the attention have a bias
@@ -110,7 +109,7 @@ def _config(reader: HeadReader) -> EagleConfig:
             f"{path}: the head has {layers} layers; engines disagree about the norms of the second, so outrider runs EAGLE heads "
             "of one, and P-EAGLE heads of several"
         )
-    shape = reader.shape(settings, _FLAGS)
+    shape = reader.shape(settings, EagleConfig)
     norms = {"fc_norm": "fc_norm.0.weight" in tensors, "norm_before_fc": "input_norm.weight" in tensors}
     for name, there in norms.items():
         said = settings.get(name, (settings.get("eagle_config") or {}).get(name))

@@ -12,7 +12,7 @@ import numpy as np
 
 from outrider.core.sampling import TokenSubset
 from outrider.core.types import Array
-from outrider.drafters.heads.config import FIELDS, Field, HeadShape, fields_of, plain_rope, tap_of
+from outrider.drafters.heads.config import HeadShape, fields_of, plain_rope, tap_of
 from outrider.drafters.heads.files import HeadFolder, open_head
 from outrider.models.load import Loaded
 
@@ -73,8 +73,8 @@ class HeadReader:
         self.tensors = {n: t for n, t in named.items() if "rotary_emb" not in n and not n.startswith("verifier_")}
         self.spare = {n: self.tensors.pop(n) for n in _SPARE if n in self.tensors}
 
-    def shape(self, given: Mapping[str, Any], more: Sequence[Field] = ()) -> dict[str, Any]:
-        """The fields of `FIELDS` and `more`, and the others of a `HeadShape` but its taps and layers."""
+    def shape(self, given: Mapping[str, Any], kind: type[HeadShape]) -> dict[str, Any]:
+        """The fields that config.json says, and the others of a `HeadShape` but its taps and layers."""
         path = self.path
         fc, gate = self.needed("fc.weight", "layers.0.mlp.gate_proj.weight")
         hidden, heads = int(given.get("hidden_size") or len(fc)), int(given.get("num_attention_heads") or 0)
@@ -86,7 +86,7 @@ class HeadReader:
             raise ValueError(f"{path} has layers of sliding attention, which outrider's heads do not have")
         implied = {"hidden_size": hidden, "vocab_size": self.target.model.vocab_size, "head_dim": hidden // heads}
         inner = {"intermediate_size": len(gate)}
-        shape = fields_of(given, (*FIELDS, *more), implied | inner) | inner
+        shape = fields_of(given, kind, implied | inner) | inner
         self.check_target(shape["vocab_size"], shape["target_hidden_size"])
         return shape | {"rope_parameters": self._rope(given), "verifier": self.verifier}
 
