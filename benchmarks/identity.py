@@ -21,8 +21,7 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks import RESULTS, WORK, machine
-from benchmarks.ruler import differing, markdown, parser, save
-from benchmarks.scale_up import fingerprint
+from benchmarks.ruler import differing, fingerprint, markdown, parser, save
 from benchmarks.texts import humaneval
 from outrider.control import Controller, Fixed
 from outrider.core.params import SamplingParams

@@ -28,8 +28,7 @@ from typing import Any
 
 from benchmarks import WORK, machine
 from benchmarks.identity import PRECISIONS
-from benchmarks.ruler import differing, parser, save
-from benchmarks.scale_up import fingerprint
+from benchmarks.ruler import differing, fingerprint, parser, save
 from benchmarks.texts import humaneval
 from outrider import LLM, SamplingParams
 from outrider.kernels import cpu as native

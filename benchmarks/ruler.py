@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from benchmarks import RESULTS, machine
+from outrider.core.files import sha256
 from outrider.core.intervals import CONFIDENCE, DRAWS, Interval, interval
+from outrider.models.builtin.shipped import builtin_folder
 
 T = TypeVar("T")
 
@@ -96,3 +98,14 @@ def save(name: str, out: Path | None = None, **fields: Any) -> Path:
     result = {"name": name, "command": command(f"benchmarks.{name}"), "machine": facts, **fields}
     path.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")
     return path
+
+
+def source_folder(name: str) -> Path:
+    """The folder of a built-in model, or the one that is named."""
+    return builtin_folder(name) if name.startswith("builtin:") else Path(name)
+
+
+def fingerprint(name: str) -> str:
+    """Changes when a model is trained anew. The name is that of a built-in model, a folder or a GGUF file."""
+    weights = Path(name) if Path(name).is_file() else source_folder(name) / "model.safetensors"
+    return sha256([weights])[:16]

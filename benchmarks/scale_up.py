@@ -23,7 +23,6 @@ new layers  Random q, k, v, gate and up of trained size; heads and neurons come 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import sys
@@ -38,9 +37,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import WORK
-from benchmarks.ruler import parser
+from benchmarks.ruler import fingerprint, parser, source_folder
 from benchmarks.texts import humaneval
-from outrider.models.builtin.shipped import builtin_folder
 
 QUIET = 1e-12  # scale of k in the pairs of dimensions that the small model does not have
 
@@ -287,18 +285,6 @@ def compare(small: LlamaForCausalLM, big: LlamaForCausalLM, prompts: list[list[i
         x, y = (m(a[None]).logits.float() for m in (small, big))
         gap, size = max(gap, float((x - y).abs().max())), max(size, float(x.abs().max()))
     return {"max_logit_difference": gap, "max_logit": size, "differing_tokens": differ, "tokens": total}
-
-
-def source_folder(name: str) -> Path:
-    """The folder of a built-in model, or the one that is named."""
-    return builtin_folder(name) if name.startswith("builtin:") else Path(name)
-
-
-def fingerprint(name: str) -> str:
-    """Changes when a model is trained anew. The name is that of a built-in model, a folder or a GGUF file."""
-    weights = Path(name) if Path(name).is_file() else source_folder(name) / "model.safetensors"
-    with weights.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def write(name: str, size: str, folder: Path, dtype: str) -> LlamaForCausalLM:

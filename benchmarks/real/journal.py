@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import facts
-from outrider.core.files import public_name, written_whole
-from outrider.models.files import sha256, weight_files
+from outrider.core.files import public_name, sha256, written_whole
+from outrider.models.files import weight_files
 
 # Measurements with another of these cannot be compared with those of the file.
 SAME = ("cpu", "family", "cores", "isa", "torch", "transformers")

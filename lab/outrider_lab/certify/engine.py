@@ -14,7 +14,7 @@ import numpy as np
 
 from outrider.control import Fixed
 from outrider.core.extras import needs
-from outrider.core.files import public_name
+from outrider.core.files import public_name, sha256
 from outrider.core.params import SamplingParams
 from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.types import Array, Guarantee
@@ -31,7 +31,7 @@ from outrider.kernels.machine import machine
 from outrider.models import checkpoint
 from outrider.models.base import LanguageModel
 from outrider.models.dtypes import DTYPES
-from outrider.models.files import folder_of, gguf_files, sha256, weight_files
+from outrider.models.files import folder_of, gguf_files, weight_files
 from outrider.models.load import Loaded, load
 from outrider.models.nodes import Nodes
 from outrider.testing.stubs import Wrong
