@@ -220,31 +220,9 @@ def _matmul(mode: BatchInvariantOps, func: Callable[..., Any], x: Any, other: An
     return torch.cat([func(row, other) for row in flat.split(1)]).view(*x.shape[:-1], other.shape[1])
 
 
-def _conv1d(
-    mode: BatchInvariantOps, func: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any,
-    **kwargs: Any,
-) -> Tensor:  # fmt: skip
-    """A depthwise convolution as a sum over the kernel, in the kernel's order."""
-    wide = {**dict(zip(("stride", "padding", "dilation", "groups"), args, strict=False)), **kwargs}
-    padding, groups = wide.pop("padding", 0), wide.pop("groups", 1)
-    depthwise = weight.shape[1] == 1 and groups == len(weight) and x.dim() == 3 and isinstance(padding, int | tuple)
-    if not depthwise or any(value not in (1, (1,)) for value in wide.values()):
-        return func(x, weight, bias, *args, **kwargs)
+def _conv1d(mode: BatchInvariantOps, func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     mode.count()
-    sides = padding if isinstance(padding, int) else padding[0]
-    x = F.pad(x, (sides, sides)) if sides else x
-    kernel, length = weight.shape[-1], x.shape[-1] - weight.shape[-1] + 1
-    if length == 1:  # one token of many sequences: channels side by side
-        last, weight = x.transpose(1, 2).contiguous(), weight[:, 0].T.contiguous()
-        parts = [(last[:, k], weight[k]) for k in range(kernel)]
-    else:
-        parts = [(x[..., k : k + length], weight[:, :, k]) for k in range(kernel)]
-    out = parts[0][0] * parts[0][1]
-    product = torch.empty_like(out)
-    for part, factor in parts[1:]:
-        out += torch.mul(part, factor, out=product)
-    out = out[..., None] if length == 1 else out
-    return out if bias is None else out.add_(bias[:, None])
+    return torch.cat([func(row, *args, **kwargs) for row in x.split(1)])
 
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {

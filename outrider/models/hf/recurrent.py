@@ -2,10 +2,8 @@
 
 The modelling code reads one token of many sequences, as in plain decoding. Each node of a tree is such a sequence. So all
 matrices of a layer work on all nodes at once, and only the recurrence goes through the tree (`LayerStates.scan`). Two kinds of
-calls are answered here: the cache's `update_conv_state`, and the function that moves a state on by one token. A model whose
-layers do not make these calls is refused.
-
-On the CPU in float32 our kernels compute the recurrence. Elsewhere the function itself is called, node by node.
+calls are answered here: the cache's `update_conv_state`, and the function that moves a state on by one token, which is then
+called node by node. A model whose layers do not make these calls is refused.
 """
 
 from __future__ import annotations
@@ -16,151 +14,25 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from outrider.kernels import cpu as native
 from outrider.models.hf.hooks import ForwardState
-from outrider.models.hf.states import Advance, LayerStates, NodeChain, State, one_by_one
+from outrider.models.hf.states import LayerStates, Step
 from outrider.models.nodes import Nodes
 
-_TINY = 1e-6  # transformers' l2norm
+# Functions of modelling code that move a state on by one token, by the end of their names -> what they call the state.
+STEPS = {"selective_state_update": "state", "recurrent_gated_delta_rule": "initial_state"}
+_NOT_ROWS = (*STEPS.values(), "A", "D", "dt_bias")  # arguments that are not one row for each node
 
 
-class RecurrentStep(NamedTuple):
-    """A call, taken apart. inputs: what each node reads, [row, ...] each. finish: outputs [row, ...] -> what the call returns."""
-
-    inputs: list[Tensor]
-    advance: Advance
-    finish: Callable[[Tensor], Any]
-
-
-def step_of(kind: str, function: Callable[..., Any], arguments: dict[str, Any]) -> RecurrentStep:
-    """kind: of `STEPS`. arguments: by name, without None."""
-    return (STEPS[kind](arguments) if native.available() else None) or by_itself(kind, function, arguments)
-
-
-def windows(chains: Sequence[NodeChain], inputs: Sequence[Tensor]) -> tuple[Tensor, list[list[State]]]:
-    """An `Advance`: the last inputs of a convolution, [row, channel, kernel], the newest at the end; they are the state as well.
-
-    inputs: [row, channel, 1].
-    """
-    new = inputs[0].squeeze(-1)
-    kernel = chains[0].start[0].shape[-1]
-    parts, rows, places, base = [new], list[int](), list[Tensor](), len(new)
-    for start, nodes, _ in chains:  # the inputs before a chain stand behind the new ones
-        parts.append(start[0][0, :, 1:].T)
-        rows += nodes
-        places.append(torch.tensor([*range(base, base + kernel - 1), *nodes]).unfold(0, kernel, 1))
-        base += kernel - 1
-    last = torch.cat(parts)[torch.cat(places).to(new.device)].transpose(1, 2)
-    states, at = list[list[State]](), 0
-    for _, nodes, wanted in chains:
-        states.append([(last[i : i + 1].clone(),) for i, keep in enumerate(wanted, at) if keep])
-        at += len(nodes)
-    if rows == [*range(len(new))]:
-        return last, states
-    out = last.new_zeros(len(new), *last.shape[1:])
-    out[rows] = last
-    return out, states
-
-
-def by_itself(kind: str, function: Callable[..., Any], arguments: dict[str, Any]) -> RecurrentStep:
-    """The function itself, node by node."""
-    rows = [name for name, value in arguments.items() if isinstance(value, Tensor) and name not in _NOT_ROWS]
-
-    def selective(state: State, read: list[Tensor]) -> tuple[State, Tensor]:
-        after = state[0].clone()
-        return (after,), function(**arguments | dict(zip(rows, read, strict=True)) | {"state": after})
-
-    def rule(state: State, read: list[Tensor]) -> tuple[State, Tensor]:
-        out, after = function(**arguments | dict(zip(rows, read, strict=True)) | {"initial_state": state[0]})
-        return (after,), out
-
-    inputs = [arguments[name] for name in rows]
-    if kind == _SELECTIVE:
-        return RecurrentStep(inputs, one_by_one(selective), lambda out: out)
-    return RecurrentStep(inputs, one_by_one(rule), lambda out: (out, None))
-
-
-def _delta_rule(given: dict[str, Any]) -> RecurrentStep | None:
-    """The gated delta rule. None if it is not that of our kernel."""
-    needed, optional = _RULE
-    if not _fits(given, needed, optional):
-        return None
-    q, k, v, g, beta = (given[name][:, 0] for name in needed)
-    if given.get("use_qk_l2norm_in_kernel"):
-        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _TINY) for x in (q.contiguous(), k.contiguous()))
-    return RecurrentStep(
-        [q / q.shape[-1] ** 0.5, k, v, g.exp(), beta],
-        _kernel(lambda read, *chains: native.delta_rule(*read, *chains)),
-        lambda out: (out[:, None], None),
-    )
-
-
-def _selective(given: dict[str, Any]) -> RecurrentStep | None:
-    """The selective state space of Mamba 1 and 2. None if it is not that of our kernel."""
-    needed, optional = _SPACE
-    if not _fits(given, needed, optional):
-        return None
-    x, dt, a, b, c = (given[name] for name in needed)
-    if given.get("dt_bias") is not None:
-        dt = dt + given["dt_bias"]
-    dt = F.softplus(dt) if given.get("dt_softplus") else dt
-    a = (a[..., 0] if a.stride(-1) == 0 else a).contiguous()  # Mamba 2 has one for each head
-    a = a.reshape(-1, *a.shape[given["A"].dim() - 1 :])
-    b, c = (t[:, None] if t.dim() == 2 else t for t in (b, c))
-    shape, scale, z = x.shape, given.get("D"), given.get("z")
-
-    def finish(out: Tensor) -> Tensor:
-        out = out.view(shape)
-        out = out if scale is None else out + x * scale
-        return out if z is None else out * F.silu(z)
-
-    return RecurrentStep(
-        [x.reshape(len(x), -1), dt.reshape(len(x), -1), b, c],
-        _kernel(
-            lambda read, *chains: native.selective(read[0], read[1], a.numpy(), read[2], read[3], *chains), flat=True
-        ),
-        finish,
-    )
-
-
-def _fits(given: dict[str, Any], needed: Sequence[str], known: Sequence[str]) -> bool:
-    """Whether these are the arguments that our kernel knows, as float32 on the CPU."""
-    if not {*needed} <= given.keys() <= {*needed, *known}:
-        return False
-    return all(given[name].dtype == torch.float32 and given[name].device.type == "cpu" for name in needed)
-
-
-def _kernel(scan: Callable[..., tuple[np.ndarray, list[list[np.ndarray | None]]]], flat: bool = False) -> Advance:
-    """One of our kernels. flat: it takes the state [channel, width], whatever else its dimensions are."""
-
-    def advance(chains: Sequence[NodeChain], inputs: Sequence[Tensor]) -> tuple[Tensor, list[list[State]]]:
-        shape = chains[0].start[0].shape
-        starts = [(c.start[0].reshape(-1, shape[-1]) if flat else c.start[0][0]).numpy() for c in chains]
-        out, after = scan([t.numpy() for t in inputs], starts, [c.rows for c in chains], [c.wanted for c in chains])
-        states = [[(torch.from_numpy(s).view(shape),) for s in each if s is not None] for each in after]
-        return torch.from_numpy(out), states
-
-    return advance
-
-
-# Arguments that a kernel needs, and those that it knows besides.
-_RULE = ("query", "key", "value", "g", "beta"), ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
-_SPACE = ("hidden_states", "dt", "A", "B", "C"), ("state", "D", "dt_bias", "dt_softplus", "z")
-_SELECTIVE = "selective_state_update"
-_NOT_ROWS = ("state", "initial_state", "A", "D", "dt_bias")  # arguments that are not one row for each node
-# Functions of modelling code that move a state on by one token, by the end of their names.
-STEPS: dict[str, Callable[[dict[str, Any]], RecurrentStep | None]] = {
-    _SELECTIVE: _selective,
-    "recurrent_gated_delta_rule": _delta_rule,
-}
+def window(read: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+    """A `Step` of a convolution: its last inputs, [1, channel, kernel], the newest at the end; they are the output as well."""
+    last = torch.cat([state[..., 1:], read[0]], -1)
+    return last, last
 
 
 # Methods of transformers' caches that store a state.
@@ -183,6 +55,7 @@ class Recurrences:
     """The recurrent layers of one model.
 
     layers: their modules, by layer number; empty for a model without. scanned: layers whose states a forward has moved on.
+    starts: the states before the first token, once they are known.
     """
 
     def __init__(
@@ -192,7 +65,7 @@ class Recurrences:
         self._careful = careful
         self.call, self.scanned = call, set[int]()
         self.layers: dict[int, nn.Module] = {}
-        self._parts: dict[int, dict[str, Tensor]] = {}
+        self.starts: dict[Hashable, Tensor] = {}
         for module in model.modules():
             if stores_state(module):
                 number = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
@@ -205,23 +78,18 @@ class Recurrences:
         """Take over the shapes of the states from the cache that the model's own forward over one text has left."""
         for number in self.layers:
             layer = kept.layers[number]
-            states = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
-            parts = {f"{kind} {i}": part for kind, each in states.items() for i, part in each.items()}
-            self._parts[number] = {name: torch.zeros_like(part) for name, part in parts.items() if part is not None}
+            for kind, parts in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
+                found = {(number, f"{kind} {i}"): part for i, part in parts.items() if part is not None}
+                self.starts |= {key: torch.zeros_like(part) for key, part in found.items()}
 
-    @property
-    def starts(self) -> dict[Hashable, list[Tensor]]:
-        """The states before the first token, as `LayerStates` takes them."""
-        return {(number, name): [part] for number, parts in self._parts.items() for name, part in parts.items()}
-
-    def scan(self, key: Hashable, advance: Advance, inputs: Sequence[Tensor]) -> Tensor:
+    def scan(self, key: Hashable, step: Step, inputs: Sequence[Tensor]) -> Tensor:
         """Move the states of a layer on by the nodes of the forward that runs now."""
 
-        def same(chains: Sequence[NodeChain], read: Sequence[Tensor]) -> tuple[Tensor, list[list[State]]]:
+        def same(read: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
             if self.call.nodes is not None:
-                return advance(chains, read)
+                return step(read, state)
             with torch.no_grad(), self._careful():  # a commit asks again, and must get the same bits
-                return advance(chains, read)
+                return step(read, state)
 
         assert self.call.nodes is not None
         nodes = self.call.nodes
@@ -250,9 +118,19 @@ class Recurrences:
         return (first, *out[1:]) if isinstance(out, tuple) else first
 
     def step(self, layer: int, function: Callable[..., Any], arguments: dict[str, Any], kind: str) -> Any:
-        """Answer a call that would move the states of all rows on by one token: through the tree, chain by chain."""
-        step = step_of(kind, function, arguments)
-        return step.finish(self.scan((layer, "recurrent 0"), step.advance, step.inputs))
+        """Answer a call that would move the states of all rows on by one token: through the tree, node by node.
+
+        kind: of `STEPS`. arguments: by name, without None."""
+        names = [name for name, value in arguments.items() if isinstance(value, Tensor) and name not in _NOT_ROWS]
+        in_place = STEPS[kind] == "state"
+
+        def step(read: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+            after = state.clone() if in_place else state
+            out = function(**arguments | dict(zip(names, read, strict=True)) | {STEPS[kind]: after})
+            return (after, out) if in_place else out[::-1]
+
+        out = self.scan((layer, "recurrent 0"), step, [arguments[name] for name in names])
+        return out if in_place else (out, None)
 
 
 class StateView(Cache):
@@ -285,7 +163,7 @@ class StateView(Cache):
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """The last inputs of each node's path, [row, channel, kernel], from the new ones, [row, channel, 1]."""
-        return self.recurrences.scan((layer_idx, f"conv {state_idx}"), windows, [conv_states])
+        return self.recurrences.scan((layer_idx, f"conv {state_idx}"), window, [conv_states])
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Tensor:
         """Nothing: `Recurrences.step` has kept it."""

@@ -25,7 +25,7 @@ from outrider.engine.scheduler import HEADROOM, Scheduler
 from outrider.kernels import cpu as native
 from outrider.models.hf import recurrent, states
 from outrider.models.hf.model import HFModel, UnsupportedModel
-from outrider.models.hf.states import KEPT, NodeChain
+from outrider.models.hf.states import KEPT
 from outrider.models.native.model import NativeModel
 from outrider.models.nodes import Nodes
 from outrider.testing.stubs import Noisy, Wrong
@@ -71,34 +71,14 @@ def test_after_any_history_the_state_is_that_of_the_tokens(
 
 
 def test_a_window_that_is_one_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    windows = recurrent.windows
+    def late(read: list[torch.Tensor], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        last, _ = window(read, state)
+        return last, last.roll(1, -1)
 
-    def late(chains: list[NodeChain], inputs: list[torch.Tensor]) -> tuple[torch.Tensor, list[list[states.State]]]:
-        found, after = windows(chains, inputs)
-        return found.roll(1, -1), after
-
-    monkeypatch.setattr(recurrent, "windows", late)
+    window = recurrent.window
+    monkeypatch.setattr(recurrent, "window", late)
     with pytest.raises(UnsupportedModel, match="it gives other logits than by itself"):
         HFModel(tiny("lfm2"))
-
-
-@pytest.mark.skipif(not native.available(), reason=str(native.why()))
-@pytest.mark.parametrize("name", families("qwen3_5_text", "falcon_h1", "mamba"))
-def test_the_kernels_are_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(kind: str, *_: object) -> None:
-        raise AssertionError(f"{kind} has a kernel")
-
-    monkeypatch.setattr(recurrent, "by_itself", none)
-    HFModel(tiny(name))
-
-
-@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba"])
-def test_without_kernels_the_functions_themselves_are_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent, "STEPS", dict.fromkeys(recurrent.STEPS, lambda _: None))
-    raw, model = tiny(name), HFModel(tiny(name))
-    texts = [raw.generate(torch.tensor([p]), do_sample=False, max_new_tokens=8)[0].tolist() for p in prompts(3, 13)]
-    assert outputs(model, texts, Guided(texts), 8) == texts
-    check_histories(model, 6)
 
 
 @pytest.mark.parametrize("name", ["zamba", "zamba2", "kimi_linear", "minimax", "recurrent_gemma"])
