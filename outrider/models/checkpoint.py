@@ -113,6 +113,13 @@ def token_ids(given: Any) -> tuple[int, ...]:
     return tuple(given) if isinstance(given, (list, tuple)) else () if given is None else (int(given),)
 
 
+def end_ids(folder: Path, config: Any) -> tuple[int, ...]:
+    """The end tokens of a model in a folder, by its settings for generation, else by its configuration."""
+    generation = folder / "generation_config.json"
+    end = (read_settings(generation) if generation.is_file() else {}).get("eos_token_id")
+    return token_ids(config.eos_token_id if end is None else end)
+
+
 def settings(folder: Path) -> dict[str, Any]:
     """What a folder's config.json says; nothing if there is none."""
     file = folder / "config.json"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from outrider.core.files import read_settings
 from outrider.models import checkpoint
-from outrider.models.checkpoint import LoadRequest, ReadModel, token_ids
+from outrider.models.checkpoint import LoadRequest, ReadModel
 from outrider.models.config import config_of, native_kind
 from outrider.models.quantised.reader import QuantisedTensors
 from outrider.models.safetensors import FolderTensors
@@ -45,8 +45,4 @@ def read_model(request: LoadRequest, path: str) -> ReadModel | None:
         tensors = FolderTensors(name, folder, config, request.dtype)
     checkpoint.fits(name, whole, request.weights, request.device)
     tokenizer = tokenizer_of(path) if request.tokenizer else None
-    generation = folder / "generation_config.json"
-    end = (read_settings(generation) if generation.is_file() else {}).get("eos_token_id")
-    return ReadModel(
-        tensors, tokenizer, request.quantization, token_ids(config.eos_token_id if end is None else end), config
-    )
+    return ReadModel(tensors, tokenizer, request.quantization, checkpoint.end_ids(folder, config), config)

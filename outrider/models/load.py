@@ -224,16 +224,17 @@ def _made(
         model = NativeModel(program, kv_cache_dtype=_kept(kv_cache_dtype, weights, where))
         return Loaded(model, request.name, tokenizer, ends, weights, source, config)
     with needs("torch", f"{request.name} ({why})"):
-        from outrider.models import pretrained
+        from outrider.models.hf import folder as hf_folder
+        from outrider.models.hf import model as hf
     raw: Any = getattr(tensors, "raw", None)  # a model object, if it is one
     if raw is None:
         weights = weights.replace("gguf", "float32" if why_no_kernels("cpu") and where == "cpu" else tensors.floats)
         if tensors.sizes is not None:
             checkpoint.fits(request.name, tensors.sizes, request.quantization or weights, where)
-        raw = pretrained.modules_of(tensors, config, weights)
-    weights, ids = chosen(weights, pretrained.multiplied(raw), pretrained.vocabulary(raw))
+        raw = hf_folder.modules_of(tensors, config, weights)
+    weights, ids = chosen(weights, hf_folder.multiplied(raw), hf.vocabulary(raw))
     kept = _kept(kv_cache_dtype, weights, where)
-    model = pretrained.runnable(raw, source is not raw, where, weights, kept, ids)
+    model = hf.HFModel(raw, weights=weights, own=source is not raw, head_ids=ids, kv_cache_dtype=kept, device=where)
     return Loaded(model, request.name, tokenizer, ends, weights, source, config)
 
 
@@ -291,12 +292,12 @@ def _read_folder(request: LoadRequest, path: str) -> ReadModel:
         if (read := read_model(request, path)) is not None:
             return read
     with needs("torch", f"{request.name}, whose class has no native program,"):
-        from outrider.models.pretrained import read_folder
+        from outrider.models.hf.folder import read_folder
     return read_folder(request, path)
 
 
 def _read_object(model: Any, quantization: str | None = None) -> ReadModel:
-    from outrider.models.pretrained import read_object
+    from outrider.models.hf.folder import read_object
 
     return read_object(model, quantization)
 

@@ -14,7 +14,7 @@ from outrider.models.config import Config, exact_tensors, optional_tensors
 from outrider.models.dtypes import DTYPES, STORED_DTYPES, dtype_name
 from outrider.models.matrix import rows_of
 from outrider.models.mtp import MTP, layer_in
-from outrider.models.tensors import Expert, Experts, Matrix, MissingTensor
+from outrider.models.tensors import Expert, Experts, Matrix, MissingTensor, missing_tensor
 
 # Names of older checkpoints -> those of the modules, by model type.
 _GRANITE = (
@@ -180,14 +180,5 @@ class FolderTensors:
 
     def lacks(self, name: str) -> MissingTensor:
         """The error for a tensor that is in no file."""
-        packed = [n for n in sorted(self.parts) if n.endswith((".qweight", ".weight_packed", "_blocks"))]
-        if packed and getattr(self.config, "quantization_config", None) is None:
-            return MissingTensor(
-                f"{self.name} has tensor {packed[0]}, so its weights are quantised, and config.json has no quantization_config, "
-                "which says how; take config.json from where the weights are from"
-            )
         kind = getattr(self.config, "kind", self.config.model_type)
-        return MissingTensor(
-            f"the weights of {self.name} are incomplete: {name} of a {kind} is in no file. Download it again, or "
-            "save it again with save_pretrained"
-        )
+        return missing_tensor(self.name, name, kind, self.config, self.parts)

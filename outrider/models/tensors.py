@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,3 +42,17 @@ class MissingTensor(KeyError, ValueError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+def missing_tensor(model: str, name: str, kind: str, config: Any, held: Iterable[str]) -> MissingTensor:
+    """The error for a tensor that is in no file. kind: the class of the model. held: names of tensors that are in its files."""
+    packed = [n for n in sorted(held) if n.endswith((".qweight", ".weight_packed", "_blocks"))]
+    if packed and getattr(config, "quantization_config", None) is None:
+        return MissingTensor(
+            f"{model} has tensor {packed[0]}, so its weights are quantised, and config.json has no quantization_config, "
+            "which says how; take config.json from where the weights are from"
+        )
+    return MissingTensor(
+        f"the weights of {model} are incomplete: {name} of a {kind} is in no file. Download it again, or "
+        "save it again with save_pretrained"
+    )

@@ -10,7 +10,6 @@ from traceback import extract_tb
 ROOT = Path(__file__).parents[2]
 TORCH = (
     "outrider/models/hf/",
-    "outrider/models/pretrained.py",
     "outrider/integrations/transformers.py",
     "lab/outrider_lab/heads/modules.py",
     "lab/outrider_lab/train/",

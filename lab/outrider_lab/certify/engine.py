@@ -293,7 +293,7 @@ def _files_of(name: str, dtype: str) -> Path:
         checkpoint.fits(name, model.sizes(reader.read(files)), dtype, where, tuple(DTYPES))
         return files[0]
     with needs("torch", "a model that transformers runs"):
-        from outrider.models.pretrained import read_config
+        from outrider.models.hf.folder import read_config
     path = Path(folder_of(name))
     read_config(name, str(path))
     if path.is_dir() and (stored := checkpoint.sizes(name, path)):

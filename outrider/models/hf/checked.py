@@ -21,7 +21,6 @@ import numpy as np
 
 from outrider.core.files import cache_folder, write_whole
 from outrider.core.tree import tree
-from outrider.models import precision_gate
 from outrider.models.base import FINAL_NORM, LanguageModel
 from outrider.models.config import Config
 from outrider.models.native.families import digest
@@ -117,7 +116,6 @@ def _count(config: Any, name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-@precision_gate.making()
 def _difference(config: Config) -> str | None:
     from outrider.models.hf.model import HFModel
 
@@ -138,22 +136,18 @@ def _random(config: Config) -> PreTrainedModel | None:
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    from outrider.models.hf.powers import ExactPowers
+    from outrider.models.hf import precision
 
-    state = torch.random.get_rng_state()
-    torch.manual_seed(0)
-    try:
-        with ExactPowers():
+    with torch.random.fork_rng([]), precision.making():
+        torch.manual_seed(0)
+        try:
             settings = CONFIG_MAPPING[config.model_type].from_dict(config.to_dict())
             model: PreTrainedModel = AutoModelForCausalLM.from_config(settings, dtype=torch.float32).eval()
-    except Exception:  # each architecture checks its settings in its own way
-        return None
-    else:
+        except Exception:  # each architecture checks its settings in its own way
+            return None
         for p in model.parameters():
             p.data = torch.randn_like(p) * p.shape[-1] ** -0.5 if p.dim() > 1 else torch.rand_like(p) + 0.5
         return model
-    finally:
-        torch.random.set_rng_state(state)
 
 
 def _shown(model: LanguageModel) -> np.ndarray:

@@ -21,6 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
+from transformers.pytorch_utils import Conv1D
 
 from outrider.kernels import cpu as native
 from outrider.kernels import why_no_kernels
@@ -105,21 +106,25 @@ def _onednn(weight: Tensor, bias: Tensor | None, kind: str) -> Callable[[Tensor]
     return run
 
 
+def linears(model: nn.Module) -> dict[str, Any]:
+    """The linears of a model that can be packed, by name.
+
+    Not one that inherits and changes its product (the router of Phi-MoE), nor that of which Mamba reads the weight."""
+    plain = nn.Linear.forward, Conv1D.forward
+    named = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and type(m).forward in plain}
+    return {n: m for n, m in named.items() if not n.endswith(".dt_proj")}
+
+
 def pack_linears_(model: nn.Module, weights: str = "auto") -> None:
-    """Replace every nn.Linear and Conv1D in place.
+    """Replace every linear in place.
 
     A matrix shared with the embedding is packed as another copy, and the embedding stays. The others are freed one by one, so
     only one extra matrix is in memory at a time.
     """
-    from transformers.pytorch_utils import Conv1D  # seconds of a start, and a head from a file does not need it
-
-    linears: list[tuple[str, Any]] = [
-        (name, m) for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))
-    ]
     # The largest first: while a matrix is packed, it is in memory twice.
-    linears.sort(key=lambda linear: -linear[1].weight.numel())
-    while linears:
-        name, module = linears.pop(0)
+    left = sorted(linears(model).items(), key=lambda linear: -linear[1].weight.numel())
+    while left:
+        name, module = left.pop(0)
         weight = module.weight.detach()
         new = PackedLinear(weight.T if isinstance(module, Conv1D) else weight, module.bias, weights)
         model.set_submodule(name, new.train(module.training))

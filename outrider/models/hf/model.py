@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from outrider.models import precision_gate
 from outrider.models.base import (
     FINAL_NORM,
     LanguageModel,
@@ -37,6 +36,7 @@ from outrider.models.hf.device import DeviceCache
 from outrider.models.hf.experts import pack_experts_, weight_bytes
 from outrider.models.hf.hooks import NAME, SURVEY, ForwardState, LayerStack
 from outrider.models.hf.linear import BatchInvariantOps, PackedLinear, one_thread, pack_linears_
+from outrider.models.hf.precision import FORWARD
 from outrider.models.hf.recurrent import Recurrences, StateView, attends, stores_state
 from outrider.models.hf.states import LayerStates
 from outrider.models.matrix import float_rows
@@ -55,11 +55,12 @@ class HFModel(LanguageModel):
     Args:
         model: of transformers.
         weights: the precision of the linear weights on the CPU: "auto" keeps the checkpoint's own, "int8" and "int4" quantise.
-            Activations are float32 on the CPU. On other devices the model stays as it is.
+            Activations are float32 on the CPU.
         own: change `model` in place, which saves memory. Otherwise `model` stays as it was, and weights that are not repacked
             are shared with it.
         head_ids: int64 [n], ascending: the tokens that the output head keeps. All other logits are -inf. None keeps all.
         kv_cache_dtype: how the caches of `new_cache` keep keys and values. A forward takes a cache of any dtype.
+        device: where to move it, on others than the CPU as `weights`; None: where it is.
 
     Raises UnsupportedModel with the reason if the model cannot be run, and ValueError for head_ids that it does not have.
     """
@@ -72,10 +73,13 @@ class HFModel(LanguageModel):
         own: bool = False,
         head_ids: np.ndarray | None = None,
         kv_cache_dtype: str = "auto",
+        device: str | None = None,
     ) -> None:
         refuse(model)
         self.model = model if own else shared_copy(model)
         self.model.eval()
+        if device is not None:
+            self.model.to(device, None if device == "cpu" else getattr(torch, weights))  # pyright: ignore
         self.vocab_size: int = vocabulary(self.model)
         self._head_ids: np.ndarray | None = None
         ids = None if head_ids is None else check_head_ids(head_ids, self.vocab_size)
@@ -83,10 +87,7 @@ class HFModel(LanguageModel):
             _keep_head_(self.model, torch.from_numpy(ids))
         self.device = str(next(self.model.parameters()).device)
         if self.device == "cpu":
-            routers = {n: m for n, m in self.model.named_modules() if _more_than_linear(m) or n.endswith(".dt_proj")}
             pack_linears_(self.model, weights)
-            for name, module in routers.items():
-                self.model.set_submodule(name, module)
             pack_experts_(self.model, weights)
             _activations_float32_(self.model)
         head: Any = self.model.get_output_embeddings()
@@ -123,7 +124,6 @@ class HFModel(LanguageModel):
         return DeviceCache(num_slots, max_length, self.kv_cache_dtype, states, self.device)
 
     @torch.no_grad()  # not inference_mode: the cache is written to outside of it, too
-    @precision_gate.FORWARD
     def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
         """See `LanguageModel.forward`."""
         nodes.cache.reserve(nodes.slots, nodes.total)
@@ -131,11 +131,11 @@ class HFModel(LanguageModel):
         wanted = sorted(set(nodes.last)) if want == "last" else [0]
         if want != "all" and self._keeps:
             arguments["logits_to_keep"] = torch.tensor(wanted, device=self.device)
-        self._scale_ropes(nodes.cache.max_length)
         if self.recurrences.layers:
             arguments[self._cache_name] = StateView(nodes, self.recurrences)
         arguments |= {"input_ids": self._put(nodes.tokens), "position_ids": self._put(nodes.positions)}
-        with self._call.running(nodes):
+        with FORWARD, self._call.running(nodes):
+            self._scale_ropes(nodes.cache.max_length)
             logits, features = self._run(taps, use_cache=False, **arguments)
         if want == "none":
             logits = logits[:, :0]
@@ -237,7 +237,7 @@ class HFModel(LanguageModel):
         options = {"use_cache": True} if self.recurrences.layers else {}
         try:
             self._attend_by("eager")
-            with torch.inference_mode():
+            with torch.inference_mode(), FORWARD:
                 out = self.model(input_ids=torch.tensor([[*ids[:3], ids[4]]], device=self.device), **options)
             expected, cache = out.logits[0].float().cpu().numpy(), getattr(out, self._cache_name, None)
         except Exception as error:
@@ -358,12 +358,6 @@ def _keep_head_(model: PreTrainedModel, ids: Tensor) -> None:
     if getattr(old, "bias", None) is not None:
         new.bias = nn.Parameter(old.bias.detach()[ids], requires_grad=False)
     model.set_output_embeddings(new)
-
-
-def _more_than_linear(module: nn.Module) -> bool:
-    """Whether a module inherits from nn.Linear and changes its product (the router of Phi-MoE)."""
-    forward = type(module).forward
-    return isinstance(module, nn.Linear) and forward is not nn.Linear.forward
 
 
 def _activations_float32_(model: nn.Module) -> None:

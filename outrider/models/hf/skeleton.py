@@ -11,9 +11,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from outrider.kernels.blocks import Blocks
 from outrider.models.config import Config
+from outrider.models.hf import precision
 from outrider.models.hf.arrays import as_tensor
 from outrider.models.hf.experts import is_mixture
-from outrider.models.hf.powers import ExactPowers
 from outrider.models.matrix import dense
 from outrider.models.native.weights import Tensors
 
@@ -23,6 +23,7 @@ def module_of(tensors: Tensors, config: Any, dtype: torch.dtype) -> PreTrainedMo
     return filled(skeleton_of(config), tensors, dtype)
 
 
+@precision.making()
 def skeleton_of(config: Any) -> PreTrainedModel:
     """Modules without memory for their weights."""
     if isinstance(config, Config):
@@ -86,8 +87,7 @@ def _compute_buffers_(model: PreTrainedModel) -> None:
             module._buffers = {
                 n: None if b is None else torch.empty_like(b, device="cpu") for n, b in module._buffers.items()
             }
-            with ExactPowers():
-                model._init_weights(module)
+            model._init_weights(module)
     model._init_weights(model.base_model)  # of Falcon-H1, which fills buffers of its layers
 
 

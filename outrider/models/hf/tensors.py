@@ -33,14 +33,14 @@ def config_for(model: PreTrainedModel) -> Config:
 
 
 class ModuleTensors:
-    """`Tensors` of modules. They are views."""
+    """`Tensors` of modules. They are views. angles: with the rotary frequencies that torch has computed on this processor."""
 
     sizes = None  # they are in memory already
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, angles: bool = True) -> None:
         self.raw, every = model, (model.named_parameters, model.named_buffers)
         named = {name: t for each in every for name, t in each(remove_duplicate=False)}
-        self._named = {n: t for n, t in named.items() if not (t.is_meta and n.endswith("inv_freq"))}
+        self._named = {n: t for n, t in named.items() if not (n.endswith("inv_freq") and (t.is_meta or not angles))}
         inputs: Any = model.get_input_embeddings()
         outputs: Any = model.get_output_embeddings()
         if inputs.weight.data_ptr() == outputs.weight.data_ptr():

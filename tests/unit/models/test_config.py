@@ -13,7 +13,7 @@ from architectures import ARCHITECTURES, DENSE, FAMILIES, MIXTURES, RECURRENT, S
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from outrider.models.config import TABLE, TEXT_KINDS, config_of, native_kind
-from outrider.models.pretrained import _text
+from outrider.models.hf.folder import _text
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = json.loads(TABLE.read_text(encoding="utf-8"))

@@ -186,9 +186,7 @@ def test_damaged_weights(folder: Path) -> None:
 
 def test_weights_that_are_not_all_there(folder: Path) -> None:
     change(folder / "config.json", num_hidden_layers=3)
-    with pytest.raises(
-        ValueError, match=r"9 tensors of a LlamaForCausalLM are in no file, model.layers.2.*Download it again"
-    ):
+    with pytest.raises(ValueError, match=r"model.layers.2\S* of a LlamaForCausalLM is in no file. Download it again"):
         load(folder)
 
 

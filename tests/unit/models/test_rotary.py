@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from architectures import FAMILIES, tiny
+from exact_powers import ExactPowers
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.models.config import config_of
-from outrider.models.hf.powers import ExactPowers
 from outrider.models.rotary import frequencies, of_config
 
 

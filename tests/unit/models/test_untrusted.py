@@ -22,8 +22,8 @@ from outrider.cli.main import app
 from outrider.drafters.heads.eagle import eagle_model, read_eagle
 from outrider.kernels import cpu as native
 from outrider.kernels.cpu import Packed
-from outrider.models import pretrained
 from outrider.models.checkpoint import LoadRequest
+from outrider.models.hf import folder as hf_folder
 from outrider.models.hf.arrays import as_array
 from outrider.models.load import load, tokenizer_named
 from outrider.models.load import pack as write_pack
@@ -130,7 +130,7 @@ def test_a_configuration_is_compared_with_the_tensors_before_memory_is_taken(
         raise AssertionError("weights were read")
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", read)
-    monkeypatch.setattr(pretrained, "SMALL", 0)
+    monkeypatch.setattr(hf_folder, "SMALL", 0)
     change(folder / CONFIG, **lie)
     with pytest.raises(ValueError, match=said):
         load(folder)

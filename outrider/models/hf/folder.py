@@ -1,65 +1,43 @@
-"""Models and tokenizers that transformers makes: from a folder, the hub, a GGUF file, or a built-in name.
-
-A start from a pack of the native step needs nothing of this, and so it does not import it.
-"""
+"""A folder of safetensors, a name on the hub or a model object, as the modules of transformers."""
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import set_tqdm_hook
 
 from outrider.core.files import read_settings
 from outrider.core.suggest import did_you_mean
-from outrider.models import checkpoint, precision_gate
-from outrider.models.base import LanguageModel
-from outrider.models.checkpoint import LoadRequest, ReadModel, token_ids
+from outrider.models import checkpoint
+from outrider.models.checkpoint import LoadRequest, ReadModel, UnsupportedModel, token_ids
 from outrider.models.config import TEXT_KINDS
 from outrider.models.dtypes import DTYPES
+from outrider.models.hf import precision
 from outrider.models.hf.experts import mixtures
-from outrider.models.hf.model import HFModel, UnsupportedModel, refuse, shared_copy, vocabulary
-from outrider.models.hf.powers import ExactPowers
+from outrider.models.hf.linear import linears
+from outrider.models.hf.model import refuse
 from outrider.models.hf.skeleton import module_of, skeleton_of
 from outrider.models.hf.tensors import ModuleTensors, config_for
 from outrider.models.native.weights import Tensors
 from outrider.models.quantised.reader import QuantisedTensors
 from outrider.models.safetensors import FolderTensors
+from outrider.models.tensors import missing_tensor
 from outrider.models.tokenizer import tokenizer_of
 
-# A table of the tensors that are not read, such as those for images. `check_whole` says what is missing.
+# A table of the tensors that are not read, such as those for images. `read_folder` says what is missing.
 logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
 SMALL = 2**24  # weights that a configuration may ask for beside those of its files, such as buffers
 
 
-@precision_gate.making()
-def runnable(
-    raw: PreTrainedModel, own: bool, where: str, weights: str, kv_cache_dtype: str, head_ids: Any
-) -> LanguageModel:
-    """The model by the modelling code of transformers. own: change `raw` in place."""
-    if not own:  # the caller's model must not be moved or converted
-        raw = shared_copy(raw)
-    raw.eval()
-    if where == "cpu":
-        raw.to(where)  # pyright: ignore[reportArgumentType]
-    else:
-        raw.to(where, getattr(torch, weights))  # pyright: ignore[reportArgumentType, reportCallIssue]
-        weights = "auto"
-    return HFModel(raw, weights=weights, own=True, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
-
-
-@precision_gate.making()
 def modules_of(tensors: Tensors, config: Any, weights: str) -> PreTrainedModel:
     """A model of transformers of these tensors. weights: the precision of its matrices; quantised ones begin as float32."""
     if type(tensors) is FolderTensors:  # transformers reads it, and says what is wrong
@@ -84,23 +62,38 @@ def _no_bar_of_weights() -> Iterator[None]:
         set_tqdm_hook(before)
 
 
-@precision_gate.making()
 @_no_bar_of_weights()
 def read_folder(request: LoadRequest, path: str) -> ReadModel:
     """A folder, or a name on the hub. Raises ValueError, MemoryError or UnsupportedModel."""
     config = read_config(request.name, path)
     tokenizer = tokenizer_of(path) if request.tokenizer else None  # before the weights: it may be refused
     if getattr(config, "quantization_config", None):
-        raw = _from_quantised(request, path, config)
-    else:
-        raw, info = _from_floats(request, path, config)
-        check_whole(request.name, raw, info)
+        return _read_quantised(request, Path(path), config, tokenizer)
+    raw, info = _from_floats(request, path, config)
+    if missing := sorted(info["missing_keys"]):
+        held = info["unexpected_keys"]
+        raise missing_tensor(request.name, missing[0], type(raw).__name__, raw.config, held)
     _unmap_(raw)
-    return read_object(raw, request.quantization, tokenizer)
+    return read_object(raw, request.quantization, tokenizer, angles=False)
 
 
-def read_object(raw: PreTrainedModel, quantization: str | None = None, tokenizer: Any | None = None) -> ReadModel:
-    """A model object, as one that was read. Raises UnsupportedModel for a class that cannot run."""
+def _read_quantised(request: LoadRequest, folder: Path, config: Any, tokenizer: Any) -> ReadModel:
+    """A checkpoint with a `quantization_config`."""
+    if not folder.is_dir():
+        folder = Path(snapshot_download(str(folder), allow_patterns=["*.safetensors", "*.json"]))
+    tensors = QuantisedTensors(request.name, folder, config, request.dtype)
+    del config.quantization_config
+    checkpoint.fits(request.name, tensors.sizes, request.weights or tensors.floats, request.device)
+    _check_sizes(request.name, _shell(request.name, config), tensors.sizes, {})
+    return ReadModel(tensors, tokenizer, request.quantization, checkpoint.end_ids(folder, config), config)
+
+
+def read_object(
+    raw: PreTrainedModel, quantization: str | None = None, tokenizer: Any | None = None, angles: bool = True
+) -> ReadModel:
+    """A model object, as one that was read. angles: as for `ModuleTensors`.
+
+    Raises UnsupportedModel for a class that cannot run."""
     refuse(raw)
     end = raw.generation_config.eos_token_id if raw.generation_config else None
     ends = token_ids(getattr(raw.config.get_text_config(), "eos_token_id", None) if end is None else end)
@@ -108,9 +101,10 @@ def read_object(raw: PreTrainedModel, quantization: str | None = None, tokenizer
         config: Any = config_for(raw)
     except ValueError:  # no family has it
         config = raw.config
-    return ReadModel(ModuleTensors(raw), tokenizer, quantization, ends, config)
+    return ReadModel(ModuleTensors(raw, angles), tokenizer, quantization, ends, config)
 
 
+@precision.making()
 def _from_floats(request: LoadRequest, path: str, config: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model, and transformers' report of missing and unexpected tensors."""
     name, folder = request.name, Path(path)
@@ -119,37 +113,17 @@ def _from_floats(request: LoadRequest, path: str, config: Any) -> tuple[PreTrain
         checkpoint.fits(name, stored, request.weights, request.device)
         _check_sizes(name, shell, stored, checkpoint.shapes(folder))
     try:
-        with ExactPowers():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=request.dtype,
-                output_loading_info=True,
-                trust_remote_code=False,
-                key_mapping=checkpoint.TEXT_NAMES,
-            )
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=request.dtype,
+            output_loading_info=True,
+            trust_remote_code=False,
+            key_mapping=checkpoint.TEXT_NAMES,
+        )
         return loaded
     except Exception as error:  # each architecture fails in its own way
         raise ValueError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
-
-
-def _from_quantised(request: LoadRequest, path: str, config: Any) -> PreTrainedModel:
-    """A checkpoint with a `quantization_config`, in floats."""
-    name, shell = request.name, _shell(request.name, config)
-    here = Path(path).is_dir()
-    folder = Path(path if here else snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
-    stored = QuantisedTensors(name, folder, config, request.dtype)
-    checkpoint.fits(name, stored.sizes, request.weights or stored.floats, request.device)
-    _check_sizes(name, shell, stored.sizes, {})
-    plain = copy.deepcopy(config)
-    del plain.quantization_config
-    try:
-        raw = module_of(stored, plain, getattr(torch, stored.floats))
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        raise ValueError(f"{name} cannot be loaded: {error}") from error
-    with suppress(OSError):  # without one, the class's own stays
-        raw.generation_config = GenerationConfig.from_pretrained(folder)
-    return raw
 
 
 def _shell(name: str, config: Any) -> PreTrainedModel:
@@ -181,29 +155,14 @@ def _check_sizes(
         raise ValueError(f"config.json of {name} asks for {asked} weights, and its files hold {held} at most")
 
 
-def check_whole(name: str, raw: PreTrainedModel, info: dict[str, Any]) -> None:
-    """Raise ValueError if tensors of the model are in no file. info: transformers' report."""
-    if missing := sorted(info["missing_keys"]):
-        packed = [n for n in sorted(info["unexpected_keys"]) if n.endswith((".qweight", ".weight_packed", "_blocks"))]
-        if packed and getattr(raw.config, "quantization_config", None) is None:
-            raise ValueError(
-                f"{name} has tensor {packed[0]}, so its weights are quantised, and config.json has no quantization_config, which "
-                "says how; take config.json from where the weights are from"
-            )
-        raise ValueError(
-            f"the weights of {name} are incomplete: {len(missing)} tensors of a {type(raw).__name__} are in no file, "
-            f"{missing[0]} among them. Download it again, or save it again with save_pretrained"
-        )
-
-
 def _unmap_(raw: PreTrainedModel) -> None:
     """Copy the weights that are not repacked out of the mapped file.
 
     Weights read from safetensors are views of that file. A single view that is left keeps the whole file in memory.
     """
-    repacked = {id(m) for m in (*mixtures(raw), *(m for m in raw.modules() if isinstance(m, (nn.Linear, Conv1D))))}
+    repacked = {*mixtures(raw), *linears(raw).values()}
     for module in raw.modules():
-        if id(module) not in repacked:
+        if module not in repacked:
             for p in module.parameters(recurse=False):
                 p.data = p.data.clone()
 
@@ -258,9 +217,4 @@ def _text(config: Any) -> Any:
 
 def multiplied(raw: PreTrainedModel) -> int:
     """Numbers in the matrices that a forward of one token multiplies with, all experts counted."""
-    linears = [m for m in raw.modules() if isinstance(m, nn.Linear)]
-    others = [p for m in (*mixtures(raw), *(m for m in raw.modules() if isinstance(m, Conv1D))) for p in m.parameters()]
-    return sum(m.in_features * m.out_features for m in linears) + sum(p.numel() for p in others)
-
-
-__all__ = ["vocabulary"]
+    return sum(p.numel() for m in (*mixtures(raw), *linears(raw).values()) for p in m.parameters() if p.dim() > 1)

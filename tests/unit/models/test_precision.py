@@ -7,14 +7,14 @@ import threading
 import torch
 from patience import PATIENCE
 
-from outrider.models import precision_gate
+from outrider.models.hf import precision
 
 
 def test_a_step_waits_while_the_precision_is_another_and_a_change_waits_for_steps() -> None:
     seen, inside, end = list[torch.dtype](), threading.Event(), threading.Event()
 
     def step(wait: bool) -> None:
-        with precision_gate.FORWARD:
+        with precision.FORWARD:
             inside.set()
             if wait:
                 end.wait(PATIENCE)
@@ -23,7 +23,7 @@ def test_a_step_waits_while_the_precision_is_another_and_a_change_waits_for_step
     running = threading.Thread(target=step, args=(True,))
     running.start()
     inside.wait(PATIENCE)
-    with precision_gate.making():
+    with precision.making():
         threading.Timer(0.05, end.set).start()
         torch.set_default_dtype(torch.bfloat16)  # waits for the step
         assert seen == [torch.float32]
@@ -35,6 +35,6 @@ def test_a_step_waits_while_the_precision_is_another_and_a_change_waits_for_step
         late.join(PATIENCE)
     assert seen == [torch.float32] * 2
     assert torch.empty(1).dtype == torch.float32
-    with precision_gate.making():
+    with precision.making():
         torch.set_default_dtype(torch.float16)
     assert torch.get_default_dtype() == torch.float32  # also after an error inside
