@@ -35,49 +35,66 @@ class StopChecker:
         Raises ValueError for stop strings without a tokenizer.
         """
         self.params, self.limit = params, limit
-        self._stop_ids = set(params.stop_token_ids)
-        self._end_ids: set[int] = set(end_ids)
+        self._ends = {token: FinishReason("stop", token) for token in params.stop_token_ids}
+        self._ends |= dict.fromkeys(end_ids, FinishReason("stop"))
         self._tokens = tokens or TokenBytes(None)
         if params.stops and self._tokens.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; give LLM(..., tokenizer=...) or use stop_token_ids")
         self._reader = Detokenizer(self._tokens, prompt, params.skip_special_tokens)
+        self._unread, self._marks = list[int](), list[int]()  # tokens that are no text yet; of the others as `marks`
         self._hold = 0 if params.include_stop_str_in_output else max((len(s) for s in params.stops), default=1) - 1
         self._cut: int | None = None  # where a stop string ends the text
-        self.marks: list[int] = []  # length of the text after each token
         self.count, self.silent = 0, False  # tokens; whether the last one is no text, because it ended the text
         self.end: FinishReason | None = None
 
     def push(self, token: int) -> FinishReason | None:
         """Add one token. Returns the reason if it ends the text, else None."""
         self.count += 1
-        params, is_end, piece = self.params, token in self._end_ids, self._tokens[token]
-        ready = self.count >= params.min_tokens
+        ready = self.count >= self.params.min_tokens
         if token < 0:
             self.end = FinishReason("error", "the model's logits are not numbers")
-        elif ready and (is_end or token in self._stop_ids):
-            self.end = FinishReason("stop", None if is_end else token)
-        elif ready and piece.special and params.skip_special_tokens and piece.name in params.stops:
+        elif ready:
+            self.end = self._ends.get(token)
+        if self.end is None and self.count < self.limit and not self.params.stops:
+            self._unread.append(token)
+        else:
+            self._read(token, ready)
+        return self.end
+
+    def _read(self, token: int, ready: bool) -> None:
+        """Make text of a token that may end it."""
+        params, piece = self.params, self._tokens[token]
+        self._catch_up()
+        if self.end is None and ready and piece.special and params.skip_special_tokens and piece.name in params.stops:
             self.end = FinishReason("stop", piece.name)  # the text does not show it
-        self.silent = not self._shows(token)
+        self.silent = self.end is not None and not self._shows(token)
         new = "" if self.silent else self._reader.push(token)
         if self.end is None and self.count >= self.limit:
             self.end = FinishReason("length")
         new += self._reader.flush() if self.end else ""
         if new and ready and token >= 0 and (stop := self._find(len(new))):
             self.end = FinishReason("stop", stop)
-        self.marks.append(len(self._reader.text))
-        return self.end
+        self._marks.append(len(self._reader.text))
+
+    def _catch_up(self) -> None:
+        """Make text of the tokens that were pushed: not before it is asked for, and then of all at once."""
+        for token in self._unread:
+            self._reader.push(token)
+            self._marks.append(len(self._reader.text))
+        self._unread.clear()
 
     def _shows(self, token: int) -> bool:
-        """Whether a token adds to the text. One that ended it is no text, unless the parameters say so."""
-        asked = self.params.include_stop_str_in_output or (
-            token in self._end_ids and not self.params.skip_special_tokens
+        """Whether a token that ended the text adds to it. It is no text, unless the parameters say so."""
+        ends = self._ends.get(token)
+        is_end = ends is not None and ends.reason is None
+        return token >= 0 and (
+            self.params.include_stop_str_in_output or (is_end and not self.params.skip_special_tokens)
         )
-        return token >= 0 and (self.end is None or asked)
 
     def finish(self, end: FinishReason) -> None:
         """End the text where it is. What was held back for a stop string is text now. Bytes of an unfinished character are not:
         a text that was cut off can go on."""
+        self._catch_up()
         self.end = end
 
     def _find(self, new: int) -> str | None:
@@ -92,6 +109,7 @@ class StopChecker:
     @property
     def text(self) -> str:
         """The whole text so far, cut at a stop string."""
+        self._catch_up()
         return self._reader.text[: self._cut]
 
     @property
@@ -100,3 +118,9 @@ class StopChecker:
         if self.end is not None or not self._hold:
             return self.text
         return self.text[: max(0, len(self.text) - self._hold)]
+
+    @property
+    def marks(self) -> list[int]:
+        """The length of the text after each token."""
+        self._catch_up()
+        return self._marks

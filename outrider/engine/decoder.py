@@ -94,7 +94,7 @@ class Decoder:
         self.sequences: dict[int, Sequence] = {}
         self.waiting: list[Sequence] = []
         self.stepping = threading.RLock()  # two schedulers may share a decoder, but not a step
-        self._batch: tuple[list[tuple[int, int]], DraftContext] | None = None
+        self._batch: tuple[list[Sequence], DraftContext] | None = None  # that of the last round
 
     def limit(self, max_length: int, prefixes: PrefixCache | None) -> None:
         """Before the first sequence: shorten the longest one, and take another prefix cache.
@@ -176,7 +176,7 @@ class Decoder:
 
     def release(self, slot: int) -> None:
         """Free a slot, whether its sequence has finished or not."""
-        sequence = self.sequences.pop(slot)
+        sequence, self._batch = self.sequences.pop(slot), None
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         self.cache.release(slot)
@@ -206,7 +206,8 @@ class Decoder:
     def round(self, live: list[Sequence]) -> Step:
         """One draft-verify round of some of the sequences that decode."""
         context = self._context(live)
-        asked = any(b.depth and b.max_nodes for b in context.budgets)  # a drafter that may not draft costs nothing
+        # a drafter that may not draft costs nothing
+        asked = not self.plain and any(b.depth and b.max_nodes for b in context.budgets)
         before, began = [len(sequence.tokens) for sequence in live], perf_counter()
         draft = (self.drafter if asked else _NO_DRAFT).propose(context)
         drafted = perf_counter()
@@ -314,8 +315,7 @@ class Decoder:
 
     def _context(self, live: list[Sequence]) -> DraftContext:
         """What the drafter sees of this step. Most of it lives as long as the batch stays the same."""
-        key = [(id(sequence.state), sequence.slot) for sequence in live]  # the warper keeps states: no id is used twice
-        if self._batch is None or self._batch[0] != key:
+        if self._batch is None or self._batch[0] != live:
             context = DraftContext(
                 slots=[sequence.slot for sequence in live],
                 tokens=[sequence.tokens for sequence in live],
@@ -329,11 +329,11 @@ class Decoder:
                 cache=self.cache,
                 clients=() if self.text_memory is None else [sequence.request.whose for sequence in live],
             )
-            self._batch = key, context
+            self._batch = live, context
         context, left = self._batch[1], [sequence.left for sequence in live]
-        limits = zip(self.controller.budgets(context.slots), left, strict=True)
+        budgets = self.controller.budgets(context.slots)
         return context.but(
-            budgets=[budget.clipped(most - 1) for budget, most in limits],
+            budgets=[budget.clipped(most - 1) for budget, most in zip(budgets, left, strict=True)],
             noise=Noise(context.noise.seed, [sequence.steps for sequence in live]),
             left=left,
             waiting=len(self.waiting),
@@ -343,8 +343,8 @@ class Decoder:
         """Move what was accepted into cache and text, cut at the first thing that ends it."""
         trees, commits = draft.host, list[Commit]()
         for b, (sequence, (nodes, last)) in enumerate(zip(live, verdict.host, strict=True)):
-            new = [*(trees[b][n][0] for n in nodes[1:]), last]
-            end = None
+            new, end = [trees[b][n][0] for n in nodes[1:]], None
+            new.append(last)
             for count, token in enumerate(new, 1):
                 end = sequence.checker.push(token)
                 if end is not None:

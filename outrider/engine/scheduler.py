@@ -153,7 +153,8 @@ class Scheduler:
         """One step, as the module's docstring says. Returns the draft-verify round, if there was one, and its sequences."""
         with self.decoder.stepping:
             self._end_what_is_over(perf_counter())
-            self._seat()
+            if len(self.queue):
+                self._seat()
             bounded = self.kv_limit < math.inf  # else no step adds up what is held
             while bounded and len(self.running) > 1 and not self._fits(self._held, len(self.running)):
                 self._unseat(next(reversed(self.running)))  # the youngest

@@ -96,6 +96,7 @@ class SlotCache:
         self.capacity = min(max_length, _BLOCK)
         self.layers: list[tuple[Any, Any]] = []  # arrays, or tensors on a device
         self.states = dict(states or {})
+        self.kept: dict[object, object] = {}  # what a program of native code keeps of it, by program
 
     def layer(
         self, index: int, key: tuple[int, int], value: tuple[int, int], dtype: DTypeLike = np.float32
@@ -127,7 +128,7 @@ class SlotCache:
 
     def reserve(self, slots: Sequence[int], nodes: int) -> None:
         """Make room for `nodes` cells of scratch after the committed tokens of each of these slots."""
-        need = max(self.length[s] for s in slots) + nodes
+        need = max([self.length[s] for s in slots]) + nodes
         if need <= self.capacity:
             return
         capacity = self.capacity

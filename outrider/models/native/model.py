@@ -207,8 +207,7 @@ class NativeModel(LanguageModel):
         """See `LanguageModel.step`. One native call, but for sequences whose parameters depend on their tokens."""
         if check.verifier.name != "match" or self.program.head_ids is not None or EMBEDDING in taps:
             return super().step(cache, slots, check, taps=taps)
-        check_taps(taps, self.num_layers)
-        (logits, features, _), drawn = self._step.step(cache, slots, taps, check)
+        logits, features, drawn = self._step.step(cache, slots, taps, check)
 
         def judge() -> Verdict:
             for row, by_host in enumerate(check.warp.active):

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
+from collections.abc import Hashable, Sequence
+from operator import is_not
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from outrider.core.noise import Stream
-from outrider.core.sampling import LogitsWarper, log_min_p
+from outrider.core.sampling import log_min_p
 from outrider.core.types import PADDING
 from outrider.kernels import cpu as native
 from outrider.kernels.cpu.library import ChainsStruct, ChainStruct, DrawStruct, ForwardStruct
 from outrider.kernels.cpu.packed import MOST
 from outrider.kernels.vectors import packed_width
-from outrider.models.base import Chain, DrawnChain, Verification, Want
+from outrider.models.base import Chain, DrawnChain, Verification, Want, check_taps
 from outrider.models.cache import KV_CACHE_DTYPES, SlotCache
 from outrider.models.native.program import Program, address
 from outrider.models.nodes import Nodes
@@ -85,18 +85,6 @@ class NativeStates:
         return 4 * self._size * (1 + self._kept)
 
 
-@lru_cache(None)
-def _int32s(count: int) -> Any:
-    """A type of arrays. ctypes makes one that nothing holds again."""
-    return ctypes.c_int32 * count
-
-
-@lru_cache(None)
-def _int64s(count: int) -> Any:
-    """As `_int32s`."""
-    return ctypes.c_int64 * count
-
-
 _STATES = "native"
 _WANT = {"none": 0, "last": 1, "all": 2}
 
@@ -158,6 +146,80 @@ class _ChainBuffers:
         return DrawnChain(self._tokens[start : start + count], chances[::width], siblings)
 
 
+class _Kept:
+    """What is kept of a cache for a program, until the cache grows: addresses of its arrays, their format, and the last step."""
+
+    def __init__(self, layers: list[Any], table: ctypes.Array[ctypes.c_void_p], vectors: int) -> None:
+        self.layers, self.table, self.vectors = layers, table, vectors
+        self.call: _StepCall | None = None
+
+
+class _StepCall:
+    """A step as native code takes it and answers it: kept for a batch, because most of it stays from step to step."""
+
+    def __init__(
+        self, step: NativeStep, cache: SlotCache, kept: _Kept, given: tuple[Any, ...], check: Verification, count: int
+    ) -> None:
+        """given: what it is kept for. count: nodes of the largest tree."""
+        self.given, (slots, taps, *_), program = given, given, step.program
+        check_taps(taps, program.num_layers)
+        batch, self.room = len(slots), 1 << (count - 1).bit_length()
+        self._count, self._rows, self._head, self._features = 0, batch, program.head.n, len(taps) * program.hidden
+        self._places = (ctypes.c_int32 * (2 * batch + len(taps)))(*slots, *[0] * batch, *taps)
+        self._lengths = (ctypes.c_int32 * batch).from_buffer(self._places, 4 * batch)
+        self._tokens, self._parents, self._paths = [(ctypes.c_int64 * (batch * self.room))() for _ in range(3)]
+        self.draws = (DrawStruct * batch)()
+        self._each = list(self.draws)
+        keys = check.noise.keys(Stream.TOKEN, check.positions)
+        for b, (one, history, key) in enumerate(zip(self._each, check.warp.histories, keys, strict=True)):
+            p, one.path = history.params, ctypes.addressof(self._paths) + 8 * b * self.room
+            one.temperature, one.top_k, one.top_p, one.min_p = p.temperature, p.top_k, p.top_p, log_min_p(p)
+            one.by_host, (one.seed, one.stream, one.step, one.position) = check.warp.active[b], key
+        at = ctypes.addressof(self._places)
+        self.job = ForwardStruct(
+            tokens=ctypes.addressof(self._tokens),
+            rows=at,
+            lengths=at + 4 * batch,
+            cache=ctypes.addressof(kept.table),
+            taps=at + 8 * batch,
+            batch=batch,
+            capacity=cache.capacity,
+            taps_count=len(taps),
+            want=_WANT["all"],
+            cache_format=kept.vectors,
+            states=step.states_of(cache),
+        )
+
+    def ask(
+        self, trees: Sequence[Sequence[tuple[int, int]]], count: int, lengths: list[int], check: Verification
+    ) -> None:
+        """Set what is new in a step. count: nodes of the largest tree."""
+        job, size = self.job, self._rows * count
+        if count != self._count:
+            self._count = job.nodes = count
+            self.logits, self.features = np.empty((self._rows, count, self._head), np.float32), None
+            job.logits, job.parents = address(self.logits), ctypes.addressof(self._parents) if count > 1 else None
+        if self._features:  # drafters keep them
+            self.features = np.zeros((self._rows, count, self._features), np.float32)  # padding is not written
+            job.features = address(self.features)
+        self._lengths[:] = lengths
+        if count == 1:
+            self._tokens[:size] = [tree[0][0] for tree in trees]
+        else:
+            flat = [node for tree in trees for node in (*tree, *[(0, PADDING)] * (count - len(tree)))]
+            self._tokens[:size], self._parents[:size] = zip(*flat, strict=True)
+        for one, position in zip(self._each, check.positions, strict=True):
+            one.position = position
+
+    def told(self) -> list[tuple[list[int], int]]:
+        """As `Verdict.host`, but for the rows of the host."""
+        out, room = list[tuple[list[int], int]](), self.room
+        for b, one in enumerate(self._each):
+            accepted = one.accepted
+            out.append((self._paths[b * room : b * room + accepted + 1] if accepted else [0], one.token))
+        return out
+
+
 class NativeStep:
     """A program that is ready to run."""
 
@@ -170,10 +232,7 @@ class NativeStep:
             self._handles.append(library.program_new(struct))
             weakref.finalize(self, library.program_free, self._handles[-1])
         self._forward, self._judged, self._chains = library.forward, library.step, library.draft_chains
-        self._draws: weakref.WeakKeyDictionary[LogitsWarper, Any] = weakref.WeakKeyDictionary()
-        self._head_size, self._numbers = program.head.n, max(program.cells, default=-1) + 1
         self._ops, self._recurrent = (programs[-1][0].ops, programs[-1][0].count), program.recurrent
-        self._addresses: weakref.WeakKeyDictionary[SlotCache, tuple[list[Any], Any, int]] = weakref.WeakKeyDictionary()
 
     def _handle(self, cache: SlotCache) -> Any:
         """Of the program for this cache. All its texts have the same angles, however long they are."""
@@ -191,7 +250,7 @@ class NativeStep:
         """given: float32 [batch, node, width], what the program is given: features, or if fused what was fed back.
 
         Raises ValueError for tokens, parents or a cache that do not fit, IndexError for slots."""
-        parents, slots, held = nodes.parents, nodes.slots, nodes.held
+        cache, parents, slots, held, program = nodes.cache, nodes.parents, nodes.slots, nodes.held, self.program
         tokens = np.ascontiguousarray(nodes.tokens, np.int64)
         batch, count = tokens.shape
         if len(slots) != batch or not tokens.size:
@@ -205,66 +264,21 @@ class NativeStep:
                     "first those of the nodes in the scratch"
                 )
             parents = np.ascontiguousarray(parents, np.int64)
-        places = address(tokens), address(parents), held, count
-        return self._run(nodes.cache, slots, places, lambda: (tokens, parents), taps, want, given, fused)
-
-    def step(
-        self, cache: SlotCache, slots: list[int], taps: tuple[int, ...], check: Verification
-    ) -> tuple[Forwarded, list[tuple[list[int], int]]]:
-        """`forward` of a draft's nodes, and what `match` decides: `Verdict.host`, but for rows whose parameters read tokens."""
-        draws = self._draws.get(check.warp)
-        if draws is None:
-            self._draws[check.warp] = draws = (DrawStruct * len(check.warp.histories))()
-            for one, history, by_host in zip(draws, check.warp.histories, check.warp.active, strict=True):
-                p = history.params
-                one.temperature, one.top_k, one.top_p = p.temperature, p.top_k, p.top_p
-                one.min_p, one.by_host = log_min_p(p), by_host
-        draft, trees = check.draft, check.draft.host
-        count = max(map(len, trees))
-        size, numbers = len(trees) * count, list[int]()
-        for part, none in ((0, 0), (1, PADDING)):  # of a node: its token, its parent
-            for nodes in trees:
-                numbers += [node[part] for node in nodes] + [none] * (count - len(nodes))
-        tree = _int64s(3 * size)(*numbers)  # with room for the paths
-        at = ctypes.addressof(tree)
-        for b, (one, key) in enumerate(zip(draws, check.noise.keys(Stream.TOKEN, check.positions), strict=True)):
-            one.path = at + 8 * (2 * size + b * count)
-            one.seed, one.stream, one.step, one.position = key
-        places, arrays = (at, at + 8 * size, 0, count), lambda: (draft.tokens, draft.parents)
-        output = self._run(cache, slots, places, arrays, taps, "all", None, False, draws)
-        begins = range(2 * size, 3 * size, count)
-        return output, [(tree[n : n + one.accepted + 1], one.token) for n, one in zip(begins, draws, strict=True)]
-
-    def _run(
-        self,
-        cache: SlotCache,
-        slots: list[int],
-        places: tuple[int | None, int | None, int, int],
-        arrays: Callable[[], tuple[np.ndarray, np.ndarray | None]],
-        taps: tuple[int, ...],
-        want: Want,
-        given: np.ndarray | None,
-        fused: bool,
-        *draws: Any,
-    ) -> Forwarded:
-        """places: addresses of tokens and parents, nodes that are held and new ones. arrays: both. draws: of a step."""
-        program, batch, (tokens, parents, held, count) = self.program, len(slots), places
-        table, kept = self._cache_table(cache, slots, held + count)
+        kept = self._kept(cache, slots, held + count)
         shown = count if want == "all" else 1 if want == "last" else 0
         empty = np.empty if parents is None else np.zeros  # padding is not written
-        logits = np.empty((batch, shown, self._head_size), np.float32)
+        logits = np.empty((batch, shown, program.head.n), np.float32)
         features = empty((batch, count, len(taps) * program.hidden), np.float32) if taps else None
         given = None if given is None else np.ascontiguousarray(given, np.float32)
         fed_back = None if given is None else empty((batch, shown, program.fed_back), np.float32)
-        lengths = [cache.length[slot] for slot in slots]
-        numbers = _int32s(2 * batch + len(taps))(*slots, *lengths, *taps)
-        at = ctypes.addressof(numbers)
+        numbers = np.array([*slots, *nodes.lengths, *taps], np.int32)
+        at = numbers.ctypes.data
         job = ForwardStruct(
-            tokens,
-            parents,
+            address(tokens),
+            address(parents),
             at,
             at + 4 * batch,
-            ctypes.addressof(table),
+            ctypes.addressof(kept.table),
             address(logits),
             address(features),
             at + 8 * batch,
@@ -274,18 +288,32 @@ class NativeStep:
             cache.capacity,
             len(taps),
             _WANT[want],
-            kept,
+            kept.vectors,
             address(given),
             address(fed_back),
             int(fused),
-            self._states_of(cache),
+            self.states_of(cache),
         )
-        error = (self._judged if draws else self._forward)(self._handle(cache), job, *draws)
-        if error <= -(2**50):
-            raise RuntimeError(f"slot {slots[-(2**50) - error]} has fewer nodes in its recurrent layers than {held}")
-        if error:
-            raise _explained(error, *arrays(), program.vocab_size)
+        if error := self._forward(self._handle(cache), job):
+            raise self._explained(error, slots, held, tokens, parents)
         return Forwarded(logits, features, fed_back)
+
+    def step(
+        self, cache: SlotCache, slots: list[int], taps: tuple[int, ...], check: Verification
+    ) -> tuple[np.ndarray, np.ndarray | None, list[tuple[list[int], int]]]:
+        """(logits, features) as of `forward`, which the next step writes anew, and what `match` decides.
+
+        That is `Verdict.host`, but for rows whose parameters read tokens."""
+        trees, given = check.draft.host, (slots, taps, check.warp, check.noise.seed)
+        count = max(map(len, trees))
+        kept = self._kept(cache, slots, count)
+        call = kept.call
+        if call is None or call.room < count or any(map(is_not, call.given, given)):
+            call = kept.call = _StepCall(self, cache, kept, given, check, count)
+        call.ask(trees, count, [cache.length[slot] for slot in slots], check)
+        if error := self._judged(self._handle(cache), call.job, call.draws):
+            raise self._explained(error, slots, 0, check.draft.tokens, check.draft.parents)
+        return call.logits, call.features, call.told()
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
         """See `LanguageModel.draft_chains`. One native forward a token, for all chains."""
@@ -294,20 +322,22 @@ class NativeStep:
         if not asked:
             return drawn
         room = max(len(c.tokens) + c.depth - 1 for c in chains)
-        table, kept = self._cache_table(cache, [chains[i].slot for i in asked], room)
+        kept = self._kept(cache, [chains[i].slot for i in asked], room)
         buffers = [_ChainBuffers(chains[i]) for i in asked]
         structs = (ChainStruct * len(asked))(*(b.struct(cache.length[b.chain.slot]) for b in buffers))
-        job = ChainsStruct(ctypes.addressof(structs), ctypes.addressof(table), len(asked), cache.capacity, kept)
+        job = ChainsStruct(
+            ctypes.addressof(structs), ctypes.addressof(kept.table), len(asked), cache.capacity, kept.vectors
+        )
         error = self._chains(self._handle(cache), job)
         if error:
             width = max(len(chains[i].tokens) for i in asked)
             tokens = np.array([[*chains[i].tokens, *[0] * width][:width] for i in asked])
-            raise _explained(error, tokens, None, self.program.vocab_size)
+            raise self._explained(error, [], 0, tokens, None)
         for i, b, struct in zip(asked, buffers, structs, strict=True):
             drawn[i] = b.drawn(struct.made)
         return drawn
 
-    def _states_of(self, cache: SlotCache) -> int | None:
+    def states_of(self, cache: SlotCache) -> int | None:
         """The handle of a cache's states. Raises ValueError for a cache of another model."""
         if not self._recurrent:
             return None
@@ -316,36 +346,41 @@ class NativeStep:
             raise ValueError("this cache belongs to another model; use one made by new_cache of this one")
         return states.handle
 
-    def _cache_table(self, cache: SlotCache, slots: list[int], count: int) -> tuple[Any, int]:
-        """Addresses of the cache's arrays, and their format. Made again when the cache has grown."""
-        if not all(0 <= s < cache.num_slots for s in slots):
+    def _kept(self, cache: SlotCache, slots: list[int], count: int) -> _Kept:
+        """What is kept of a cache, which has room for so many nodes then."""
+        if min(slots) < 0 or max(slots) >= cache.num_slots:
             raise IndexError(f"slots are 0 to {cache.num_slots - 1} of this cache, got {slots}")
         cache.reserve(slots, count)
-        entry = self._addresses.get(cache)
-        if entry is not None and entry[0] is cache.layers:
-            return entry[1:]
-        dtype, table = KV_CACHE_DTYPES[cache.dtype] or np.dtype(np.float32), (ctypes.c_void_p * (2 * self._numbers))()
-        cells = self.program.cells
+        kept = cast("_Kept | None", cache.kept.get(self))
+        if kept is not None and kept.layers is cache.layers:
+            return kept
+        dtype, cells = KV_CACHE_DTYPES[cache.dtype] or np.dtype(np.float32), self.program.cells
+        table = (ctypes.c_void_p * (2 * max(cells, default=-1) + 2))()
         cache.make({i: ((heads, dim), (heads, value_dim)) for i, (heads, dim, value_dim) in cells.items()})
         for i, (heads, dim, value_dim) in cells.items():
             for part, (t, size) in enumerate(zip(cache.layers[i], (dim, value_dim), strict=True)):
                 if t.shape[1:] != (heads, cache.capacity, packed_width(size, dtype)) or not t.flags.c_contiguous:
                     raise ValueError("this cache belongs to another model; use one made by new_cache of this one")
                 table[2 * i + part] = t.ctypes.data
-        self._addresses[cache] = (cache.layers, table, native.VECTOR_FORMATS[dtype])
-        return self._addresses[cache][1:]
+        kept = cache.kept[self] = _Kept(cache.layers, table, native.VECTOR_FORMATS[dtype])
+        return kept
 
-
-def _explained(error: int, tokens: np.ndarray, parents: np.ndarray | None, vocab: int) -> ValueError:
-    nodes = tokens.shape[1]
-    if error <= -(2**40):
-        entry, node = divmod(-(2**40) - error, nodes)
+    def _explained(
+        self, error: int, slots: list[int], held: int, tokens: np.ndarray, parents: np.ndarray | None
+    ) -> Exception:
+        """What a call of native code says is wrong."""
+        if error <= -(2**50):
+            return RuntimeError(f"slot {slots[-(2**50) - error]} has fewer nodes in its recurrent layers than {held}")
+        nodes = tokens.shape[1]
+        if error <= -(2**40):
+            entry, node = divmod(-(2**40) - error, nodes)
+            vocab = self.program.vocab_size
+            return ValueError(
+                f"token {int(tokens[entry, node])} (entry {entry}, node {node}) is not in the vocabulary of {vocab}"
+            )
+        entry, node = divmod(-1 - error, nodes if parents is None else parents.shape[1])
+        parent = "none" if parents is None else int(parents[entry, node])
         return ValueError(
-            f"token {int(tokens[entry, node])} (entry {entry}, node {node}) is not in the vocabulary of {vocab}"
+            f"node {node} of entry {entry} has parent {parent}: a parent is -1 for the root, -2 for padding, else a smaller "
+            "node that is no padding, and every entry has a root"
         )
-    entry, node = divmod(-1 - error, nodes if parents is None else parents.shape[1])
-    parent = "none" if parents is None else int(parents[entry, node])
-    return ValueError(
-        f"node {node} of entry {entry} has parent {parent}: a parent is -1 for the root, -2 for padding, else a smaller "
-        "node that is no padding, and every entry has a root"
-    )
