@@ -26,6 +26,7 @@ from outrider.core.extras import install
 # Variables that torch and transformers read when they are imported. Values of the user stay.
 ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads that spin slow every other program on the same core
+    "OPENBLAS_THREAD_TIMEOUT": "4",  # and those of numpy's library, which spin for 20 ms at its import
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import mmap
 import os
 import shutil
 import threading
@@ -271,6 +272,22 @@ def test_a_system_that_reads_less_than_was_asked(whole: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, at: real(descriptor, [buffers[0][:1000]], at))
     warnings.simplefilter("error")
     assert np.array_equal(logits(load(whole).model), expected)
+
+
+def test_a_pack_in_large_pages_is_mapped(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives the bits of one that is read, nothing can change it, and its damage is seen, too."""
+    expected = logits(load(whole).model)
+    with monkeypatch.context() as patch:
+        patch.setattr(packs, "_MOSTLY", -1.0)  # a system may have the file in small pages
+        found = load(whole).model
+        assert np.array_equal(logits(found), expected)
+        assert isinstance(found, NativeModel)
+        writeable = [m.state()[1]["data"].flags.writeable for m in found.program.matrices]
+        assert set(writeable) == {not hasattr(mmap, "MADV_HUGEPAGE")}
+        folder = Path(shutil.copytree(whole, tmp_path / "packed"))
+        flip(folder)
+        with pytest.warns(RuntimeWarning, match="has another checksum"):
+            load(folder)
 
 
 def test_a_packed_draft_model_is_kept_as_it_is(whole: Path, source: Path) -> None:
