@@ -28,13 +28,6 @@ if TYPE_CHECKING:
 
 CODE, CODE_DRAFT = "builtin:code", "builtin:code-draft"
 NO_MODEL = f"name a model: a folder, a GGUF file, a hub name or a built-in model, such as {CODE}"
-CHAT = "builtin:smollm2-135m"
-"""A real model with a trained head, for the demo. builtin:code itself is too small for a speedup."""
-
-
-def option(panel: str, text: str, *names: str, **more: Any) -> Any:
-    """A typer option under a heading of the help page."""
-    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
 # -- single options -------------------------------------------------------------------------------------------------------
@@ -93,10 +86,10 @@ def _word(file: Path, key: str, value: Any, one: Any) -> str:
 _FLAGS = "options without a value"
 Config = Annotated[
     Path | None,
-    option(
-        "Server",
-        "A TOML file of options; the command line goes before it.",
+    typer.Option(
         "--config",
+        help="A TOML file of options; the command line goes before it.",
+        rich_help_panel="Server",
         metavar="FILE",
         is_eager=True,
         callback=read_config,
@@ -180,11 +173,6 @@ class SpeculationOptions(option_group("Speculation", method=_HOW, draft_model=_M
     def _key(self) -> str:
         """The key of the configuration that alone names its method."""
         return "corpus" if self.corpus else ""
-
-
-# Those that another group takes alone.
-DRAFT_MODEL: Any = SpeculationOptions.model_fields["draft_model"]
-NUM_SPECULATIVE_TOKENS: Any = SpeculationOptions.model_fields["num_speculative_tokens"]
 
 
 class ServedSpeculationOptions(SpeculationOptions):

@@ -110,14 +110,14 @@ def chat_model(model: str, loaded: LoadOptions, folders: FolderOptions, speculat
     with loading(model):
         from outrider.engine.llm import LLM
         from outrider.engine.prefix_cache import BYTES, PrefixCache
+        from outrider.models.chat_template import set_chat_template
         from outrider.models.load import has_chat_template
-        from outrider.serve.assembly import set_chat_template
 
         if not model.startswith("builtin:") and not has_chat_template(model):
             raise ValueError(no_template(model))
         llm = LLM(model, speculative_config=config, max_num_seqs=1, **dict(loaded), **dict(folders))
         llm.decoder.limit(llm.decoder.max_length, PrefixCache(BYTES, llm.runtime.files))
-        note = set_chat_template(llm, None)
+        note = set_chat_template(llm.tokenizer, llm.loaded.name, None)
     for line in [*llm.notes, *([note] if note else [])]:
         tell(line)
     return llm

@@ -67,9 +67,9 @@ def serve(
     with working(f"loading {model[0]}"):
         started = perf_counter()
         pool = ModelPool.of(settings, trace.recorder("counts"), fit=True)
-        assembly = pool.start()
+        service = pool.start()
         prepare()
-    engine, runtime = assembly.service.engine, assembly.service.runtime
+    engine, runtime = service.engine, service.runtime
     logs.start(log_file, pool.metrics.log_failures.inc)
     name, said = options.model_name, options.served_model_name or public_name(runtime.loaded.name)
     facts = [
@@ -79,7 +79,7 @@ def serve(
         f"at most {gib(engine.memory.most)} of keys and values",
         *([f"kept as {options.kv_cache_dtype}"] if options.kv_cache_dtype != "auto" else []),
     ]
-    notes = [*assembly.notes, *([f"clients call it {name}"] if name != said else [])]
+    notes = [*service.notes, *([f"clients call it {name}"] if name != said else [])]
     if speculation.draft_model is not None and speculation.method is None:
         notes.append(f"only {speculation.draft_model} drafts; --method auto drafts from earlier text, too")
     what = "; ".join([", ".join(facts), *notes])
@@ -87,7 +87,7 @@ def serve(
         what += (
             f"\nloaded when asked for: {', '.join(others)}; all that are loaded take at most {gib(int(pool.memory))}"
         )
-    _run(create_app(pool), pool, sockets, what, assembly.chats)
+    _run(create_app(pool), pool, sockets, what, service.chats)
 
 
 def _settings(models: list[str], speculation: ServedSpeculationOptions, given: dict[str, Any]) -> list[ServeOptions]:

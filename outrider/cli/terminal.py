@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import shlex
 import shutil
 import sys
 import textwrap
@@ -21,7 +20,6 @@ from outrider.core.suggest import faults
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 DIM, RED, GREEN, YELLOW = "2", "31", "32", "33"
 
@@ -148,17 +146,6 @@ def wrapped(text: str, stream: TextIO | None = None) -> str:
     return "\n".join(lines)
 
 
-def program() -> str:
-    """How a shell starts this outrider: by its name, if that is on PATH, else by its path."""
-    ours, first = shutil.which("outrider", path=str(Path(sys.executable).parent)), shutil.which("outrider")
-    if ours is None:
-        return "outrider" if first else f"{shlex.quote(sys.executable)} -m outrider"
-    if first and Path(first).samefile(ours):
-        return "outrider"
-    path = Path(ours)
-    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
-
-
 def command(*words: str) -> str:
     """A command that can be copied. On a terminal its lines end between its words, or after a comma of JSON within one.
 
@@ -184,18 +171,6 @@ def printable(text: str) -> str:
     if not sys.stdout.isatty():
         return text
     return "".join(c if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f") else f"\\x{ord(c):02x}" for c in text)
-
-
-def table(title: str | None, *heads: str) -> Table:
-    """A table with columns of numbers, whose heads wrap. A head that begins with "<" is of a column of words, which do not."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for head in heads:
-        words = head.startswith("<")
-        grid.add_column(head.removeprefix("<"), justify="left" if words else "right", no_wrap=words and head != "<")
-    return grid
 
 
 def console() -> Console:

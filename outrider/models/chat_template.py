@@ -31,6 +31,19 @@ _SHORT_IDS = re.compile(r"\|\s*length\s*(!=|<)\s*9\b")  # Mistral's templates ta
 _PLAIN = ("transformers.tokenization_utils_base", "outrider.models.tokenizer")  # they only render a template
 _THINKING = re.compile(r"""\.thinking\b|\[["']thinking["']\]""")
 
+PLAIN = """\
+{% if tools %}
+# tools: {% for tool in tools %}{{ tool.function.name }}{{ ", " if not loop.last }}{% endfor +%}
+{% endif %}
+{% for message in messages %}
+{% if message.role == "assistant" %}
+{{ message.content }}
+{% else %}
+# {{ message.content | replace("\\n", "\\n# ") }}
+{% endif %}
+{% endfor %}
+"""  # of a built-in model that has none
+
 
 class LostMessage(ValueError):
     """A message of which the prompt has nothing."""
@@ -76,9 +89,8 @@ def chat_prompt(
         return list(ids["input_ids"])
     source = source_of(tokenizer, bool(tools), "documents" in variables)
     tokens = getattr(tokenizer, "special_tokens_map", None) or {}
-    special = {"bos_token": "", "eos_token": ""} | {k: v for k, v in tokens.items() if v is not None}
-    named = tuple((k, tuple(map(str, v)) if isinstance(v, list) else str(v)) for k, v in special.items())
-    return _template(source, named).prompt(chat, tools, continued, check, variables)
+    special = {k: v if isinstance(v, list) else str(v) for k, v in tokens.items() if v is not None}
+    return _template(source).prompt(chat, tools, continued, check, special | variables)
 
 
 def source_of(tokenizer: Any, tools: bool = False, documents: bool = False) -> str:
@@ -114,12 +126,29 @@ def check_role(role: Any, where: str) -> None:
         raise ValueError(f"{where}.role is one of {', '.join(ROLES)}, got {role!r:.40}")
 
 
+def set_chat_template(tokenizer: Any, model: str, source: str | None) -> str | None:
+    """Give the tokenizer of a model this template, if there is one. Returns a note for the user, or None.
+
+    A built-in model that has none gets a plain one, so that every chat client works: messages are comments, and answers
+    are code. Raises ValueError for a model without a tokenizer, and for a text that is no template.
+    """
+    if source is not None:
+        if tokenizer is None:
+            raise ValueError(f"{model} has no tokenizer, so it cannot use a chat template; leave out --chat-template")
+        check_template(source)
+        tokenizer.chat_template = source
+    elif tokenizer is not None and not tokenizer.chat_template and model.startswith("builtin:"):
+        tokenizer.chat_template = PLAIN
+        return "it has no chat template, so chat messages reach it as comments before code"
+    return None
+
+
 def check_template(source: str) -> None:
     """Raise ValueError for a text that is no chat template."""
     from jinja2 import TemplateSyntaxError
 
     try:
-        ChatTemplate(source, {}).rendered([{"role": "user", "content": "x"}])
+        ChatTemplate(source).rendered([{"role": "user", "content": "x"}])
     except TemplateSyntaxError as error:
         raise ValueError(f"this is no chat template: {error.message}, in line {error.lineno}") from error
     except Exception:  # it may refuse this chat, and take others
@@ -133,8 +162,8 @@ class ChatTemplate:
     arguments of a call as JSON text only.
     """
 
-    def __init__(self, source: str, special: Mapping[str, Any]) -> None:
-        self.source, self._special = source, special
+    def __init__(self, source: str) -> None:
+        self.source = source
         self.developer = re.search(r"""["']developer["']""", source) is not None
         self.lists, self.json_arguments = frozenset[str](), False
         user, last = {"role": "user", "content": "x"}, {"content": _MARK}
@@ -230,7 +259,7 @@ class ChatTemplate:
         shaped = [
             {**m, "content": [{"type": "text", "text": m["content"]}]} if m["role"] in self.lists else m for m in chat
         ]
-        return render(self.source, shaped, tools, {"add_generation_prompt": False, **self._special, **variables})
+        return render(self.source, shaped, tools, variables)
 
     def _trial(self, *arguments: Any) -> str | None:
         """What the template makes of messages; None if it raises."""
@@ -250,8 +279,8 @@ def render(
     variables: Mapping[str, Any],
 ) -> str:
     """What a template makes of messages as they are. Raises what it raises."""
-    values = {"documents": None, "add_generation_prompt": False, **variables}
-    return _program(source).render(values, messages=messages, tools=tools)
+    usual = {"documents": None, "add_generation_prompt": False, "bos_token": "", "eos_token": ""}
+    return _program(source).render({**usual, **variables}, messages=messages, tools=tools)
 
 
 @lru_cache(16)
@@ -282,16 +311,14 @@ def _program(source: str) -> Template:
     return made.from_string(source)
 
 
-@lru_cache(16)
-def _template(source: str, special: tuple[tuple[str, Any], ...]) -> ChatTemplate:
-    return ChatTemplate(source, dict(special))
+_template = lru_cache(16)(ChatTemplate)
 
 
-def _tried(act: Callable[[], Any], what: str = "the model's chat template does not take these messages") -> Any:
+def _tried(act: Callable[[], Any]) -> Any:
     try:
         return act()
     except Exception as error:  # a template is a program and fails in its own ways
-        raise ValueError(f"{what}: {error!s:.500}") from error
+        raise ValueError(f"the model's chat template does not take these messages: {error!s:.500}") from error
 
 
 def _normal(given: Mapping[str, Any], where: str) -> Message:

@@ -101,9 +101,9 @@ def _model(app: FastAPI, pool: ModelPool) -> None:
             "state": pool.state(one),
             "size": one.weights,
         }
-        if one.assembly is None:
+        if (service := one.service) is None:
             return about
-        service, config = one.assembly.service, one.assembly.service.runtime.config
+        config = service.runtime.config
         return {
             **about,
             **dict.fromkeys(("max_model_len", "max_input_tokens", "max_tokens"), service.engine.decoder.max_length),

@@ -75,12 +75,6 @@ class BatchLine:
         }
 
 
-class _BadLine(ValueError):
-    def __init__(self, code: str, problem: str) -> None:
-        super().__init__(problem)
-        self.code = code
-
-
 def scan(path: Path) -> list[BatchLine]:
     """All lines of a file that are not blank. A broken line says what is wrong. Raises OSError."""
     lines, seen, start = list[BatchLine](), dict[str, int](), 0
@@ -95,9 +89,11 @@ def scan(path: Path) -> list[BatchLine]:
                 name = value.get("custom_id") if isinstance(value.get("custom_id"), str) else None
                 request = _request(value, key)
                 if (first := seen.setdefault(request.custom_id, number)) != number:
-                    raise _BadLine("duplicate_custom_id", f"custom_id {name!r} is that of line {first}; make it unique")
-            except _BadLine as broken:
-                code, problem = broken.code, str(broken)
+                    raise Refused(
+                        f"custom_id {name!r} is that of line {first}; make it unique", code="duplicate_custom_id"
+                    )
+            except Refused as broken:
+                code, problem = broken.code, broken.message
             lines.append(BatchLine(number, *place, key, name, code, problem))
     return lines
 
@@ -117,26 +113,26 @@ def _object(raw: bytes) -> dict[str, Any]:
     try:
         value = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise _BadLine("invalid_json", f"this is not UTF-8 ({error.reason} at byte {error.start})") from None
+        raise Refused(f"this is not UTF-8 ({error.reason} at byte {error.start})", code="invalid_json") from None
     except (ValueError, RecursionError) as error:
-        raise _BadLine("invalid_json", f"this is not JSON ({error}); a line is {_EXAMPLE}") from None
+        raise Refused(f"this is not JSON ({error}); a line is {_EXAMPLE}", code="invalid_json") from None
     if not isinstance(value, dict):
-        raise _BadLine("invalid_line", f"a line is one JSON object, such as {_EXAMPLE}")
+        raise Refused(f"a line is one JSON object, such as {_EXAMPLE}", code="invalid_line")
     return value
 
 
 def _request(value: dict[str, Any], key: str) -> BatchRequest:
     name, url, body, method = value.get("custom_id"), value.get("url"), value.get("body"), value.get("method", "POST")
     if not isinstance(name, str) or not name:
-        raise _BadLine("missing_custom_id", "custom_id is a text that no other line has; answers are found by it")
+        raise Refused("custom_id is a text that no other line has; answers are found by it", code="missing_custom_id")
     if name.encode("utf-8", "replace").decode() != name:
-        raise _BadLine("invalid_custom_id", "custom_id has half of a surrogate pair, which is not a character")
+        raise Refused("custom_id has half of a surrogate pair, which is not a character", code="invalid_custom_id")
     if method != "POST":
-        raise _BadLine("invalid_method", f'method is "POST", got {json.dumps(method)[:40]}')
+        raise Refused(f'method is "POST", got {json.dumps(method)[:40]}', code="invalid_method")
     if url not in BODIES:
-        raise _BadLine("invalid_url", f"url is one of {', '.join(BODIES)}, got {json.dumps(url)[:80]}")
+        raise Refused(f"url is one of {', '.join(BODIES)}, got {json.dumps(url)[:80]}", code="invalid_url")
     if not isinstance(body, dict):
-        raise _BadLine("invalid_body", f"body is the JSON object that would be sent to {url}")
+        raise Refused(f"body is the JSON object that would be sent to {url}", code="invalid_body")
     return BatchRequest(key, name, url, body)
 
 
@@ -145,7 +141,7 @@ class BatchAnswerer:
 
     def __init__(self, options: BatchOptions) -> None:
         self.options = options
-        llm, self.note = load_llm(options)
+        llm, _ = load_llm(options)
         # a line may wait for as long as the batch takes
         settings = ServeOptions(**options.model_dump(exclude={"seed"}), request_timeout=math.inf)
         self.window = 2 * options.max_num_seqs  # lines in work: as many wait as there are slots, so no slot waits

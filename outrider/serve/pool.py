@@ -17,7 +17,7 @@ from outrider.core.files import byte_count
 from outrider.engine.memory import gib, spare
 from outrider.engine.trace import Recorder
 from outrider.models.load import device_of, stored_bytes
-from outrider.serve.assembly import Assembly, assemble
+from outrider.serve.assembly import assemble
 from outrider.serve.connection import unless_gone
 from outrider.serve.dashboard.viewers import Dashboard
 from outrider.serve.errors import Refused, no_model
@@ -37,7 +37,7 @@ class PooledModel:
 
     settings: ServeOptions
     weights: int = 0  # bytes of its files
-    assembly: Assembly | None = None  # None while it is not loaded
+    service: Service | None = None  # None while it is not loaded
     users: int = 0  # requests that it answers
     leaving: bool = False  # it takes no more of them, because another model needs its memory
     keep: float | None = None  # seconds that it stays after the last one; None: until others need its memory
@@ -53,7 +53,7 @@ class PooledModel:
     @property
     def ready(self) -> bool:
         """It takes requests."""
-        return self.assembly is not None and not self.leaving
+        return self.service is not None and not self.leaving
 
     @property
     def expires(self) -> float | None:
@@ -63,7 +63,7 @@ class PooledModel:
     @property
     def bytes(self) -> int:
         """What it may take: weights, keys and values, prefixes. Its weights alone while it is not loaded."""
-        return self.weights + (0 if self.assembly is None else self.assembly.caches)
+        return self.weights + (0 if self.service is None else self.service.caches)
 
 
 class ModelPool:
@@ -76,7 +76,7 @@ class ModelPool:
         self,
         models: Sequence[PooledModel],
         metrics: Metrics,
-        load: Callable[[ServeOptions, float], Assembly],
+        load: Callable[[ServeOptions, float], Service],
         memory: float = math.inf,
     ) -> None:
         """Raises ValueError for a model that does not fit."""
@@ -124,7 +124,7 @@ class ModelPool:
     @property
     def loaded(self) -> list[Service]:
         """The services of the models that are loaded."""
-        return [one.assembly.service for one in self.models if one.assembly is not None]
+        return [one.service for one in self.models if one.service is not None]
 
     @property
     def waiting(self) -> int:
@@ -137,13 +137,13 @@ class ModelPool:
 
     def dashboard(self, name: str | None = None) -> Dashboard:
         """The live page of a model that is loaded; without a name, of the one that was used last. Raises Refused without one."""
-        loaded = [one for one in ([self.find(name)] if name else self.models) if one.assembly]
+        loaded = [one for one in ([self.find(name)] if name else self.models) if one.service]
         if not loaded:
             why = "no model is loaded, so there is nothing to see; ask for a text first"
             raise Refused(why, 503, code="not_loaded", retry=RETRY)
         last = max(loaded, key=lambda one: one.used)
-        if last.dashboard is None and last.assembly is not None:
-            last.dashboard = Dashboard(last.assembly.service, lambda: [one.name for one in self.models if one.assembly])
+        if last.dashboard is None and last.service is not None:
+            last.dashboard = Dashboard(last.service, lambda: [one.name for one in self.models if one.service])
         assert last.dashboard is not None
         return last.dashboard
 
@@ -170,10 +170,10 @@ class ModelPool:
             one.users, one.used = one.users + 1, perf_counter()
             request.state.ends.callback(self._give_back, one)
         request.state.model = one.name
-        assert one.assembly is not None
-        return one.assembly.service
+        assert one.service is not None
+        return one.service
 
-    def start(self) -> Assembly:
+    def start(self) -> Service:
         """Load the first model now, before there are requests. Raises what `LLM` and `Engine` raise."""
         return self._make(self.models[0])
 
@@ -239,7 +239,7 @@ class ModelPool:
             while self._waiting:
                 one = next(iter(self._waiting.values()))
                 try:
-                    if one.assembly is None and await self._make_room(one):
+                    if one.service is None and await self._make_room(one):
                         await asyncio.to_thread(self._make, one)
                         await asyncio.to_thread(settle)
                         await self._make_room(one)  # its caches may have become larger than their share
@@ -251,27 +251,27 @@ class ModelPool:
                 if one.ready:
                     self._hand_over(one)
 
-    def _make(self, one: PooledModel) -> Assembly:
+    def _make(self, one: PooledModel) -> Service:
         """Load a model. Raises what `assemble` raises, and ValueError for one that does not fit."""
-        assembly = self._load(one.settings, self.share)
-        source = assembly.service.runtime.loaded.source
+        service = self._load(one.settings, self.share)
+        source = service.runtime.loaded.source
         if not one.weights and isinstance(source, (str, Path)):
             one.weights = stored_bytes(str(source))
-        if one.weights + assembly.caches > self.memory:
-            assembly.service.close()
+        if one.weights + service.caches > self.memory:
+            service.close()
             raise ValueError(
-                f"it has {gib(one.weights)} of weights and may take {gib(assembly.caches)} of keys, values and prefixes, "
+                f"it has {gib(one.weights)} of weights and may take {gib(service.caches)} of keys, values and prefixes, "
                 f"which is more than --memory {gib(int(self.memory))}; give a smaller --max-model-len or --max-num-seqs"
             )
-        self.metrics.of(one.name).attach(assembly.service.engine)
-        one.assembly, one.used = assembly, perf_counter()
-        return assembly
+        self.metrics.of(one.name).attach(service.engine)
+        one.service, one.used = service, perf_counter()
+        return service
 
     async def _make_room(self, one: PooledModel) -> bool:
         """Let others go until a model fits, the least recently used ones first. False if no request waits for it any more."""
         while self._those(one):
-            need = one.bytes + (0 if one.assembly else self.share)
-            others = [other for other in self.models if other is not one and other.assembly]
+            need = one.bytes + (0 if one.service else self.share)
+            others = [other for other in self.models if other is not one and other.service]
             if not others or sum(other.bytes for other in others) + need <= self.memory:
                 break
             idle = [other for other in others if not other.users]
@@ -290,14 +290,14 @@ class ModelPool:
 
     async def _leave(self, one: PooledModel) -> None:
         """Free the memory of a model that answers no request."""
-        assert one.assembly is not None
+        assert one.service is not None
         assert not one.users
         if one.dashboard is not None:
             one.dashboard.close()
             one.dashboard = None
         if one.timer is not None:
             one.timer.cancel()
-        end, one.assembly, one.leaving, one.keep = one.assembly.service.close, None, False, None
+        end, one.service, one.leaving, one.keep = one.service.close, None, False, None
         self.metrics.of(one.name).detach()
         await asyncio.to_thread(end)
         del end

@@ -100,12 +100,16 @@ class JsonObject(BaseModel):
     """A body, or an object in one. Its values have their types already. Its characters were checked, see `check_body`."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
+    missing: ClassVar[dict[str, str]] = {}  # fields that are refused, and what is said of each
 
     @model_validator(mode="before")
     @classmethod
     def _numbers(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        for name, why in cls.missing.items():
+            if data.get(name) not in (None, False, "", []):
+                raise BadParameter(f"{name}: {why}", name)
         kinds = {name: {field.annotation, *get_args(field.annotation)} for name, field in cls.model_fields.items()}
         return {name: _number(value, kinds.get(name, set())) for name, value in data.items()}
 
@@ -191,7 +195,7 @@ class CommonRequest(sampling_fields()):
     """The fields of text completions and chat completions."""
 
     model_config = ConfigDict(extra="allow")
-    missing: ClassVar[dict[str, str]] = {  # fields that are refused, and what is said of each
+    missing: ClassVar[dict[str, str]] = {
         "use_beam_search": "this server has no beam search; leave it out, or send temperature=0 for greedy decoding",
         **{old: f'send structured_outputs: {{"{new}": ...}} in its place' for old, new in _FORMS.items()},
         "functions": "send tools in its place",
@@ -259,10 +263,8 @@ class CommonRequest(sampling_fields()):
     def _names(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        for name, why in cls.missing.items():
-            if data.get(name) not in (None, False, "", []):
-                raise BadParameter(f"{name}: {why}", name)
-        unknown = [key for key in data if key not in cls.model_fields and key not in HARMLESS]
+        known = {*cls.model_fields, *cls.missing, *HARMLESS}
+        unknown = [key for key in data if key not in known]
         if len(unknown) > MAX_UNKNOWN:
             raise ValueError(
                 f"the request has {len(unknown)} fields that do not exist; {MAX_UNKNOWN} are ignored, no more"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property, partial
 from time import perf_counter
@@ -58,10 +58,21 @@ class ToolUse(NamedTuple):
 
 
 class Service:
-    """An engine behind the protocols."""
+    """An engine behind the protocols.
 
-    def __init__(self, engine: Engine, settings: ServeOptions) -> None:
+    Args:
+        engine: writes the texts.
+        settings: of the server.
+        notes: what the user should know of the model.
+        chats: it has a chat template of its own.
+        caches: bytes that keys, values and prefixes may take.
+    """
+
+    def __init__(
+        self, engine: Engine, settings: ServeOptions, notes: Iterable[str] = (), chats: bool = True, caches: int = 0
+    ) -> None:
         self.engine, self.runtime, self.settings = engine, engine.runtime, settings
+        self.notes, self.chats, self.caches = notes, chats, caches
         self.prompts = self.runtime.prompts
         self._told_of_tools = False
         self.tokens = engine.decoder.tokens

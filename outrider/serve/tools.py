@@ -162,6 +162,17 @@ def function_of(tool: Any) -> dict[str, Any]:
     return function if isinstance(function, dict) else {}
 
 
+def check_own(tools: Sequence[dict[str, Any]] | None, kind: str, form: ToolForm) -> None:
+    """Raise BadParameter for a tool that the server would have to run. kind: the type of those that clients run."""
+    for number, tool in enumerate(tools or ()):
+        if (type_ := tool.get("type", kind)) != kind:
+            raise BadParameter(
+                f"tools.{number} has type {str(type_)[:40]!r}; this server runs no tools of its own, and offers those of the "
+                f"client: {form.shown}",
+                "tools",
+            )
+
+
 def offered(tools: Sequence[Any] | None, choice: Any, many: bool, form: ToolForm = OPENAI) -> ToolOffer | None:
     """The offer of a request: its `tools`, `tool_choice`, `parallel_tool_calls`. form: of a tool in its protocol.
 

@@ -27,7 +27,6 @@ from outrider.serve.guard import OWNER, guards
 from outrider.serve.logs import log
 from outrider.serve.metrics import CONTENT_TYPE, Metrics
 from outrider.serve.options import ServeOptions
-from outrider.serve.protocols.responses import replica_of
 from outrider_ray.calls import DROP_FROM_REQUEST, ReplicaLost, ReplicaRequest, ResponseStart
 from outrider_ray.metrics import merged_metrics
 
@@ -222,7 +221,8 @@ def _beginning(body: dict[str, Any]) -> str:
 def _home(path: str, body: dict[str, Any]) -> str:
     """The replica that keeps the response that a request is about."""
     about = path.removeprefix(RESPONSES).strip("/") or body.get("previous_response_id")
-    return replica_of(about) if isinstance(about, str) else ""
+    parts = about.split("_", 2) if isinstance(about, str) else []  # as `response_id` writes it
+    return parts[2] if len(parts) == 3 and parts[0] == "resp" else ""
 
 
 END = b"data: [DONE]\n\n"

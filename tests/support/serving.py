@@ -20,7 +20,6 @@ from outrider import LLM
 from outrider.control import Fixed
 from outrider.engine import Engine
 from outrider.serve.app import create_app
-from outrider.serve.assembly import Assembly
 from outrider.serve.connection import http_config
 from outrider.serve.dashboard.viewers import Dashboard
 from outrider.serve.metrics import Metrics
@@ -82,9 +81,9 @@ def serving(llm: LLM, settings: ServeOptions | None = None, **engine_options) ->
     settings = settings or ServeOptions(model="code", host="0.0.0.0")
     metrics = Metrics(settings.metrics_prefix, settings.model_name)
 
-    def load(settings: ServeOptions, room: float) -> Assembly:
+    def load(settings: ServeOptions, room: float) -> Service:
         engine = Engine(llm.runtime, observer=metrics.of(settings.model_name), **engine_options)
-        return Assembly(Service(engine, settings), [], True)
+        return Service(engine, settings)
 
     pool = ModelPool([PooledModel(settings)], metrics, load)
     pool.start()

@@ -69,6 +69,13 @@ def test_a_model_of_native_code_imports_neither_torch_nor_transformers(source: s
     assert not imported(code, model, blocked=True) & {*LARGE}
 
 
+def test_a_conversation_needs_nothing_of_the_server() -> None:
+    """`pip install outrider` has `outrider run`, and no FastAPI."""
+    block = 'import sys\nsys.modules.update(dict.fromkeys(["fastapi", "starlette", "uvicorn", "prometheus_client"]))\n'
+    talk = COMMAND.replace('"generate", "def f", "-m", sys.argv[1]', '"run", sys.argv[1], "def f"')
+    assert "outrider.cli.run" in imported(block + talk, "builtin:code")
+
+
 def test_other_modules_than_those_of_the_table_are_imported_without_it() -> None:
     names = [
         ".".join(file.relative_to(ROOT).with_suffix("").parts)

@@ -15,8 +15,6 @@ from pydantic import AfterValidator, Field
 from outrider.cli.command import as_command
 from outrider.cli.options import (
     CODE,
-    DRAFT_MODEL,
-    NUM_SPECULATIVE_TOKENS,
     LoadOptions,
     Options,
     canonical_names,
@@ -40,6 +38,7 @@ from outrider.cli.terminal import (
     warn,
 )
 from outrider.drafters.method import AUTO, model_method
+from outrider_lab.cli.shared import DRAFT_MODEL, NUM_SPECULATIVE_TOKENS
 
 if TYPE_CHECKING:
     from outrider_lab.bench.prompts import Prompt

@@ -13,14 +13,17 @@ from pydantic import Field
 
 from outrider.cli.command import as_command
 from outrider.cli.generate import stream
-from outrider.cli.options import CHAT, CODE, DRAFT_MODEL, NUM_SPECULATIVE_TOKENS, Options, SpeculationOptions, own_draft
-from outrider.cli.terminal import DIM, command, loading, paint, program, say
+from outrider.cli.options import CODE, Options, SpeculationOptions, own_draft
+from outrider.cli.terminal import DIM, command, loading, paint, say
 from outrider_lab.cli.bench import FileOptions, run_and_report
+from outrider_lab.cli.shared import DRAFT_MODEL, NUM_SPECULATIVE_TOKENS, program
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
     from outrider_lab.bench.prompts import Prompt
 
+CHAT = "builtin:smollm2-135m"
+"""A real model with a trained head. builtin:code itself is too small for a speedup."""
 SEED = 20261121
 # The first text on the screen. Greedy texts of the small built-in model repeat themselves; with this seed it reads like code.
 FIRST_PROMPT = '''def read_lines(path, encoding="utf-8"):

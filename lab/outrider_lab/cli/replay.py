@@ -19,9 +19,9 @@ from outrider.cli.terminal import (
     paint,
     printable,
     say,
-    table,
     working,
 )
+from outrider_lab.cli.shared import table
 
 if TYPE_CHECKING:
     from rich.tree import Tree

@@ -12,7 +12,7 @@ import typer
 from pydantic import AfterValidator, Field
 
 from outrider.cli.command import MODEL, as_command
-from outrider.cli.options import CODE, DRAFT_MODEL, Options, PrecisionOptions, canonical_names, own_draft, setting
+from outrider.cli.options import CODE, Options, PrecisionOptions, canonical_names, own_draft, setting
 from outrider.cli.terminal import (
     GREEN,
     RED,
@@ -22,13 +22,12 @@ from outrider.cli.terminal import (
     console,
     loading,
     plain,
-    program,
     say,
-    table,
     warn,
 )
 from outrider.core.files import write_whole
 from outrider_lab.cli.bench import Prompts, WorkloadOptions
+from outrider_lab.cli.shared import DRAFT_MODEL, program, table
 
 if TYPE_CHECKING:
     from outrider_lab.tune.search import Search

@@ -22,7 +22,7 @@ from outrider.serve.pool import ModelPool
 from outrider.serve.protocols.openai import metrics
 from outrider.serve.requests import UNSEEN, ChatRequest, CommonRequest, JsonObject, Objects, Texts
 from outrider.serve.service import Service
-from outrider.serve.tools import ToolCall, ToolForm
+from outrider.serve.tools import ToolCall, ToolForm, check_own
 
 VERSION = "2023-06-01"
 # A line before a system text that tells the bill, not the model. It changes in each request, and no prompt would begin like an
@@ -103,12 +103,16 @@ class CountTokensRequest(CommonRequest):
         system = "\n\n".join(filter(None, (_BILL.sub("", text) for text in texts)))
         with refusing("messages"):
             messages = [*([{"role": "system", "content": system}] if system else []), *_messages(self.messages)]
-        tools, choice, many = _tools(_loaded(self.tools, self.messages), self.tool_choice)
+        choice = self.tool_choice
+        if choice is not None and choice.get("type") not in ("auto", "any", "none", "tool"):
+            raise Refused(
+                'tool_choice is {"type": "auto"}, "any", "none", or {"type": "tool", "name": ...}', param="tool_choice"
+            )
         shared: dict[str, Any] = self.shared | {
             "messages": messages,
-            "tools": tools,
+            "tools": _tools(_loaded(self.tools, self.messages)) or None,
             "tool_choice": choice,
-            "parallel_tool_calls": many,
+            "parallel_tool_calls": not (choice or {}).get("disable_parallel_tool_use"),
             "continue_final_message": messages[-1]["role"] == "assistant" or None,
             "reasoning_effort": self._effort,
         }
@@ -157,27 +161,13 @@ def _dicts(given: Any) -> list[dict[str, Any]]:
     return [part for part in given if isinstance(part, dict)] if isinstance(given, list) else []
 
 
-def _tools(
-    given: Sequence[dict[str, Any]] | None, choice: dict[str, Any] | None
-) -> tuple[list[dict[str, Any]] | None, Any, bool]:
-    """Tools, choice and whether several calls may come, as chat completions have them. Raises Refused."""
-    tools = list[dict[str, Any]]()
-    for number, tool in enumerate(given or ()):
-        if tool.get("type", "custom") != "custom":
-            raise Refused(
-                f"tools.{number} has type {str(tool.get('type'))[:40]!r}; this server runs no tools of its own, and offers "
-                'those of the client: {"name": ..., "description": ..., "input_schema": a JSON schema}',
-                param="tools",
-            )
-        function = {k: tool[k] for k in ("name", "description") if k in tool}
-        tools.append({"type": "function", "function": {**function, "parameters": tool.get("input_schema")}})
-    kind = "auto" if choice is None else choice.get("type")
-    if kind not in ("auto", "any", "none", "tool"):
-        raise Refused(
-            'tool_choice is {"type": "auto"}, "any", "none", or {"type": "tool", "name": ...}', param="tool_choice"
-        )
-    many = not (choice or {}).get("disable_parallel_tool_use")
-    return tools or None, choice, many
+def _tools(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tools as chat completions have them. Raises Refused."""
+    with refusing():
+        check_own(given, "custom", MessagesChat.tool_form)
+    functions = [{k: tool[k] for k in ("name", "description") if k in tool} for tool in given]
+    schemas = [{"parameters": tool.get("input_schema")} for tool in given]
+    return [{"type": "function", "function": f | s} for f, s in zip(functions, schemas, strict=True)]
 
 
 def _messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -187,12 +177,8 @@ def _messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         role, content, where = message.get("role"), message.get("content"), f"messages.{number}"
         if role not in ("user", "assistant", "system"):
             raise ValueError(f"{where}.role is user, assistant or system, got {str(role)[:40]!r}")
-        if isinstance(content, str):
-            content = [{"type": "text", "text": content}]
-        if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
-            raise ValueError(f"{where}.content is a text or a list of blocks")
         turn: dict[str, Any] = {"role": role, "content": ""}
-        for place, block in enumerate(content):
+        for place, block in enumerate(_blocks(content, where)):
             kind, at = block.get("type"), f"{where}.content.{place}"
             if kind in ("text", "document", "image"):
                 turn["content"] += _text(block, at)
@@ -212,10 +198,7 @@ def _messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 if turn["content"]:
                     out.append(turn)
                     turn = {"role": role, "content": ""}
-                inner = block.get("content") or ""
-                parts = [{"type": "text", "text": inner}] if isinstance(inner, str) else inner
-                if not isinstance(parts, list):
-                    raise ValueError(f"{at}.content is a text or a list of blocks")
+                parts = _blocks(block.get("content") or "", at)
                 text = "".join(_text(part, f"{at}.content.{n}") for n, part in enumerate(parts))
                 text = f"Error: {text}" if block.get("is_error") else text
                 out.append({"role": "tool", "tool_call_id": call_id, "name": names[call_id], "content": text})
@@ -229,9 +212,17 @@ def _messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
-def _text(block: Any, where: str) -> str:
+def _blocks(content: Any, where: str) -> list[dict[str, Any]]:
+    """The blocks of a content. Raises ValueError."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise ValueError(f"{where}.content is a text or a list of blocks")
+    return content
+
+
+def _text(block: dict[str, Any], where: str) -> str:
     """The text of a block. Raises ValueError for images and other blocks that are no text."""
-    block = block if isinstance(block, dict) else {}
     kind, source = block.get("type"), block.get("source")
     if kind == "tool_reference":
         block = {"text": f"The tool {block.get('tool_name')} can be called now."}

@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import FastAPI, Request
 from pydantic import ConfigDict, Field, model_validator
@@ -20,7 +20,6 @@ from starlette.responses import Response
 
 from outrider._version import __version__
 from outrider.serve.answer import Answer, ChoiceReader, Event, Part, Usage, Writer
-from outrider.serve.assembly import Assembly
 from outrider.serve.errors import Refused, called, dumps, json_response
 from outrider.serve.pool import ModelPool, PooledModel
 from outrider.serve.requests import ChatRequest, CompletionRequest, JsonObject, Objects, Texts
@@ -35,7 +34,6 @@ CALLED |= {"max_tokens": "options.num_predict", "max_total_tokens": "options.num
 _EFFORT = {"False": "none", "True": "high"}
 FOREVER = "9999-12-31T23:59:59Z"  # the model stays until others need its memory
 UNKNOWN = "unknown"  # of a model that is not loaded
-_LOGPROBS = "ask for logprobs at /v1/chat/completions"
 _PLACE = ("numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "use_mmap", "use_mlock", "num_thread")
 _ELSEWHERE = frozenset({*_PLACE, "vocab_only", "num_keep", "mirostat_tau", "mirostat_eta"})
 _NEUTRAL = {
@@ -119,13 +117,14 @@ class OllamaRequest(JsonObject):
     """What all requests for a text have. keep_alive: how long the model stays then, in seconds or as Go writes it."""
 
     model_config = ConfigDict(extra="allow")
+    missing: ClassVar[dict[str, str]] = {"logprobs": "ask for them at /v1/chat/completions"}
+    is_chat: ClassVar[bool] = True  # it came to `/api/chat`
     model: str
     stream: bool = True
     options: OllamaOptions | None = None
     format: str | dict[str, Any] | None = None
     keep_alive: float | str | None = None
     think: bool | str | None = None
-    logprobs: bool | None = Field(None, description="only false is accepted")
 
     @property
     def name(self) -> str:
@@ -146,9 +145,19 @@ class OllamaRequest(JsonObject):
             keep = (-1 if keep.startswith("-") else 1) * sum(float(number) * _SECONDS[unit] for number, unit in units)
         return keep if keep is not None and 0 <= keep < 1e9 else None
 
+    @property
+    def empty(self) -> bool:
+        """It only loads the model, or lets it go."""
+        raise NotImplementedError
+
+    def request(self, room: int, chats: bool) -> ChatRequest | CompletionRequest:
+        """The request that this one stands for. room: tokens that the model holds. chats: it has a chat template.
+
+        Raises Refused.
+        """
+        raise NotImplementedError
+
     def _shared(self, room: int) -> dict[str, Any]:
-        if self.logprobs:
-            raise Refused(_LOGPROBS, param="logprobs")
         return {
             "model": self.name,
             "stream": self.stream,
@@ -164,8 +173,11 @@ class OllamaChatRequest(OllamaRequest):
     messages: Objects | None = None
     tools: Objects | None = None
 
-    def chat(self, room: int) -> OllamaChat:
-        """The chat request that this one stands for. Raises Refused."""
+    @property
+    def empty(self) -> bool:
+        return not self.messages
+
+    def request(self, room: int, chats: bool) -> ChatRequest:
         messages = [_message(m, f"messages.{n}") for n, m in enumerate(self.messages or ())]
         goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
         more = {"messages": messages, "tools": self.tools or None, "continue_final_message": goes_on or None}
@@ -176,27 +188,22 @@ class OllamaChatRequest(OllamaRequest):
 class OllamaGenerateRequest(OllamaRequest):
     """POST /api/generate"""
 
+    is_chat = False
+    missing = OllamaRequest.missing | {
+        "images": "this model reads text only",
+        "template": "templates are the model's here; send raw=true and a prompt that has its marks",
+        "context": "this server keeps no context; send the messages to /api/chat",
+    }
     prompt: str | None = None
     suffix: str | None = None
     system: str | None = None
-    template: str | None = Field(None, description="only the empty text is accepted")
     raw: bool | None = None
-    images: list[Any] | None = Field(None, description="only an empty list is accepted")
-    context: list[Any] | None = Field(None, description="only an empty list is accepted")
+
+    @property
+    def empty(self) -> bool:
+        return not self.prompt and not self.suffix
 
     def request(self, room: int, chats: bool) -> ChatRequest | CompletionRequest:
-        """The request that this one stands for. chats: the model has a chat template. Raises Refused."""
-        for name, value, why in (
-            ("images", self.images, "this model reads text only"),
-            (
-                "template",
-                self.template,
-                "templates are the model's here; send raw=true and a prompt that has its marks",
-            ),
-            ("context", self.context, "this server keeps no context; send the messages to /api/chat"),
-        ):
-            if value:
-                raise Refused(f"{name}: {why}", param=name)
         if self.suffix or self.raw or not chats:
             if self.system:
                 raise Refused("system needs a chat template, and this prompt is read as it is", param="system")
@@ -254,34 +261,28 @@ class OllamaWriter(Writer):
     Args:
         answer: to what the body stands for.
         service: wrote it.
-        model: as the client calls it.
-        arrived: when its request came, a `perf_counter` time.
+        body: the request.
+        arrived: when it came, a `perf_counter` time.
         waited: seconds until the model was loaded.
-        chat: whether it is one of `/api/chat`.
     """
 
     media_type, comment = "application/x-ndjson", b""
 
-    def __init__(self, answer: Answer, service: Service, model: str, arrived: float, waited: float, chat: bool) -> None:
+    def __init__(self, answer: Answer, service: Service, body: OllamaRequest, arrived: float, waited: float) -> None:
         super().__init__(answer)
-        self._model, self._arrived, self._waited, self._chat = model, arrived, waited, chat
+        self._body, self._arrived, self._waited = body, arrived, waited
         self._text, self._thought, self._calls, self._end = "", "", list[dict[str, Any]](), dict[str, Any]()
 
     async def part(self, choice: ChoiceReader, part: Part) -> list[Event]:
-        calls = list[dict[str, Any]]()
+        text, thought, calls = part.text, part.thought, list[dict[str, Any]]()
         if (call := part.call) is not None:
             calls = [{"id": call.id, "function": {"name": call.name, "arguments": json.loads(call.arguments)}}]
-        self._text, self._thought, self._calls = (
-            self._text + part.text,
-            self._thought + part.thought,
-            self._calls + calls,
-        )
+        self._text, self._thought, self._calls = self._text + text, self._thought + thought, self._calls + calls
         if (ending := part.ending) is not None:
             ending.check_whole()
             self._end = {"done_reason": "length" if ending.finish == "length" else "stop", "seed": choice.sequence.seed}
             self._end["guarantee"] = self.answer.guarantee
-        text, thought = part.text, part.thought
-        return [self._line(text, thought, calls, done=False)] if text or thought or calls else []
+        return [_line(self._body, text, thought, calls, done=False)] if text or thought or calls else []
 
     def failed(self, refused: Refused) -> list[Event]:
         return [{"error": refused.message}]
@@ -303,23 +304,18 @@ class OllamaWriter(Writer):
             "eval_count": used.completion,
             "eval_duration": _nanoseconds(total - first),
         }
-        self.result = self._line(self._text, self._thought, self._calls, done=True) | figures
-        return [self._line("", "", [], done=True) | figures]
-
-    def _line(self, text: str, thought: str, calls: list[dict[str, Any]], done: bool) -> Event:
-        return _line(self._model, self._chat, text, {"thinking": thought, "tool_calls": calls}, done)
+        self.result = _line(self._body, self._text, self._thought, self._calls) | figures
+        return [_line(self._body) | figures]
 
 
-def _line(model: str, chat: bool, text: str, more: dict[str, Any], done: bool) -> Event:
-    """A line of an answer. more: what stands beside the text, if it is not empty."""
-    head, more = {"model": model, "created_at": datetime.now(UTC).isoformat()}, {k: v for k, v in more.items() if v}
-    said = {"message": {"role": "assistant", "content": text, **more}} if chat else {"response": text, **more}
+def _line(
+    body: OllamaRequest, text: str = "", thought: str = "", calls: Sequence[Any] = (), done: bool = True
+) -> Event:
+    """A line of an answer."""
+    head = {"model": body.model, "created_at": datetime.now(UTC).isoformat()}
+    more = ({"thinking": thought} if thought else {}) | ({"tool_calls": calls} if calls else {})
+    said = {"message": {"role": "assistant", "content": text, **more}} if body.is_chat else {"response": text, **more}
     return {**head, **said, "done": done}
-
-
-def loaded(model: str, chat: bool, reason: str) -> Event:
-    """The answer to a request without a prompt, which loads a model or lets it go. reason: load or unload."""
-    return _line(model, chat, "", {}, True) | {"done_reason": reason}
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -329,46 +325,26 @@ def _nanoseconds(seconds: float) -> int:
 def install(app: FastAPI, pool: ModelPool, documented: dict[int | str, dict[str, Any]]) -> None:
     """Add the routes. documented: what is answered."""
 
-    async def answered(
-        body: OllamaRequest,
-        chat: bool,
-        empty: bool,
-        make: Callable[[Service], ChatRequest | CompletionRequest],
-        request: Request,
-    ) -> Response:
-        """The answer to a body.
-
-        Args:
-            body: what came.
-            chat: it came to `/api/chat`.
-            empty: it only loads the model, or lets it go.
-            make: the request that it stands for.
-            request: the HTTP request.
-        """
-        arrived, ends = perf_counter(), empty and body.keep == 0
-        if ends and pool.find(body.name).assembly is None:
-            return json_response(loaded(body.model, chat, "unload"))
+    async def answer(body: OllamaRequest, request: Request) -> Response:
+        arrived, ends = perf_counter(), body.empty and body.keep == 0
+        if ends and pool.find(body.name).service is None:
+            return json_response(_line(body) | {"done_reason": "unload"})
         service = await pool.lend(body.name, request, keep=body.keep)
-        if empty:
-            return json_response(loaded(body.model, chat, "unload" if ends else "load"))
-        times = {"arrived": arrived, "waited": request.state.waited}
-        return await service.respond(
-            make(service), request, partial(OllamaWriter, model=body.model, chat=chat, **times)
-        )
+        if body.empty:
+            return json_response(_line(body) | {"done_reason": "unload" if ends else "load"})
+        made = body.request(service.encoder.max_length, bool(service.template))
+        make = partial(OllamaWriter, body=body, arrived=arrived, waited=request.state.waited)
+        return await service.respond(made, request, make)
 
     @app.post("/api/chat", responses=documented)
     async def chat(body: OllamaChatRequest, request: Request) -> Response:
         """Answer messages. Needs a model with a chat template."""
-        return await answered(body, True, not body.messages, lambda s: body.chat(s.encoder.max_length), request)
+        return await answer(body, request)
 
     @app.post("/api/generate", responses=documented)
     async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
         """Answer a prompt, continue it with raw, or fill the gap before a suffix."""
-
-        def made(service: Service) -> ChatRequest | CompletionRequest:
-            return body.request(service.encoder.max_length, bool(service.template))
-
-        return await answered(body, False, not body.prompt and not body.suffix, made, request)
+        return await answer(body, request)
 
     @app.get("/api/tags", responses=documented)
     async def tags() -> Response:
@@ -378,7 +354,7 @@ def install(app: FastAPI, pool: ModelPool, documented: dict[int | str, dict[str,
     @app.get("/api/ps", responses=documented)
     async def running() -> Response:
         """List the models that are loaded, and until when."""
-        return json_response({"models": [present(one, one.assembly) for one in pool.models if one.assembly]})
+        return json_response({"models": [present(one, one.service) for one in pool.models if one.service]})
 
     @app.post("/api/show", responses=documented)
     async def show(body: OllamaModelRequest, request: Request) -> Response:
@@ -435,9 +411,9 @@ def install(app: FastAPI, pool: ModelPool, documented: dict[int | str, dict[str,
             "details": details(one),
         }
 
-    def present(one: PooledModel, assembly: Assembly) -> dict[str, Any]:
+    def present(one: PooledModel, service: Service) -> dict[str, Any]:
         until = FOREVER if one.expires is None else datetime.fromtimestamp(one.expires, UTC).isoformat()
-        room = assembly.service.encoder.max_length
+        room = service.encoder.max_length
         return described(one) | {"size": one.bytes, "size_vram": 0, "expires_at": until, "context_length": room}
 
 
@@ -448,12 +424,13 @@ def family(service: Service) -> str:
 
 def details(one: PooledModel) -> dict[str, Any]:
     """What Ollama's clients show beside a name. The kind and the precision are known of a model that is loaded."""
-    service = one.assembly and one.assembly.service
-    model = service and service.runtime.loaded
-    weights = model.weights if model else ""
-    level = getattr(model.config, "quantization_level", weights) if model and weights == "gguf" else weights
+    kind, weights, level = UNKNOWN, "", ""
+    if one.service is not None:
+        model, kind = one.service.runtime.loaded, family(one.service)
+        weights = level = model.weights
+        if weights == "gguf":
+            level = getattr(model.config, "quantization_level", weights)
     gguf = weights == "gguf" or one.settings.model.endswith(".gguf")
-    kind = family(service) if service else UNKNOWN
     return {
         "parent_model": "",
         "format": "gguf" if gguf else "safetensors",

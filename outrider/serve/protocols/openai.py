@@ -266,17 +266,15 @@ def metrics(sequences: abc.Sequence[Sequence], details: bool = False) -> dict[st
     """The times of an answer, in milliseconds under vLLM's names and in seconds under ours, and vLLM's
     `speculative_decoding`. What vLLM counts for one text only is null for several."""
     first = [s.clock.time_to_first_token for s in sequences if s.clock.time_to_first_token is not None]
+    timing = _timing(sequences[0])
     return {
         "time_to_first_token": min(first, default=None),
         "time_in_queue": min(s.clock.queued for s in sequences),
         "e2e_latency": max(s.clock.total for s in sequences),
         "preemptions": sum(s.counts.preemptions for s in sequences),
-        **(_timing(sequences[0]) if len(sequences) == 1 else dict.fromkeys(_TIMING)),
+        **(timing if len(sequences) == 1 else dict.fromkeys(timing)),
         "speculative_decoding": _speculative(sequences[0], details) if len(sequences) == 1 else None,
     }
-
-
-_TIMING = ("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second")
 
 
 def _timing(sequence: Sequence) -> dict[str, float | None]:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import FastAPI, Request
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from starlette.responses import Response
 
 from outrider.models.chat_template import check_role, text_of
@@ -34,7 +34,7 @@ from outrider.serve.requests import (
     few,
 )
 from outrider.serve.service import Service
-from outrider.serve.tools import ToolCall, ToolForm
+from outrider.serve.tools import ToolCall, ToolForm, check_own
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -43,6 +43,12 @@ class TextFormat(JsonSchema):
     """`text.format`: a `response_format` whose schema is not nested."""
 
     type: Literal["text", "json_object", "json_schema"]
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.type == "json_schema" and self.schema_ is None:
+            raise ValueError('it is {"type": "json_schema", "name": ..., "schema": {...}}, and schema is missing')
+        return self
 
 
 class TextConfig(JsonObject):
@@ -126,13 +132,8 @@ class ResponsesRequest(CommonRequest):
             messages = [*system, *_messages([*before, *self.items], len(before))]
         if not messages:
             raise Refused("input is an empty list", param="input")
-        for number, tool in enumerate(self.tools or ()):
-            if tool.get("type") != "function":
-                raise Refused(
-                    f"tools.{number} has type {str(tool.get('type'))[:40]!r}; this server runs no tools of its own, and "
-                    f"offers functions: {ResponsesChat.tool_form.shown}",
-                    param="tools",
-                )
+        with refusing():
+            check_own(self.tools, "function", ResponsesChat.tool_form)
         shared = self.shared | {
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
@@ -145,19 +146,9 @@ class ResponsesRequest(CommonRequest):
         if self.top_logprobs is not None or _LOGPROBS in (self.include or ()):
             shared |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if self.text is not None and self.text.format is not None:
-            shared["response_format"] = _format(self.text.format)
+            shared["response_format"] = self.text.format.model_dump(by_alias=True, exclude_none=True)
         with called(ResponsesChat.renamed):
             return ResponsesChat.model_validate(shared)
-
-
-def _format(given: TextFormat) -> dict[str, Any]:
-    if given.type != "json_schema":
-        return {"type": given.type}
-    if given.schema_ is None:
-        raise Refused(
-            'text.format is {"type": "json_schema", "name": ..., "schema": {...}}, and schema is missing', param="text"
-        )
-    return {"type": given.type, given.type: given.model_dump(by_alias=True, exclude={"type"})}
 
 
 def _messages(items: Sequence[Any], before: int) -> list[dict[str, Any]]:
@@ -234,11 +225,8 @@ class ResponsesWriter(Writer):
         self._message: dict[str, Any] | None = None  # the item that text goes to
         text_format = None if body.text is None else body.text.format
         form = {"type": "text"} if text_format is None else text_format.model_dump(by_alias=True, exclude_none=True)
-        form |= (
-            {"name": text_format.name or "output"}
-            if text_format is not None and text_format.type == "json_schema"
-            else {}
-        )
+        if form["type"] == "json_schema":
+            form.setdefault("name", "output")
         self.result = {
             "id": name,
             "object": "response",
@@ -294,7 +282,7 @@ class ResponsesWriter(Writer):
         return events
 
     def failed(self, refused: Refused) -> list[Event]:
-        events = self._close("incomplete") if self._message is not None else []
+        events = self._close("incomplete")
         self.result |= {"status": "failed", "error": {"code": "server_error", "message": refused.message}}
         return [*events, self._event("response.failed", response=self._shown())]
 
@@ -319,7 +307,8 @@ class ResponsesWriter(Writer):
         events = list[Event]()
         if self._message is None:
             number = len(self.result["output"])
-            self._message = _message(f"msg_{self._name}_{number}")
+            self._message = {"id": f"msg_{self._name}_{number}", "type": "message", "role": "assistant"}
+            self._message |= {"status": "in_progress", "content": []}
             events.append(self._event("response.output_item.added", item=dict(self._message), output_index=number))
             self._message["content"] = [_part("", [])]
             self.result["output"].append(self._message)
@@ -332,7 +321,7 @@ class ResponsesWriter(Writer):
         return events
 
     def _call(self, call: ToolCall) -> list[Event]:
-        events = self._close("completed") if self._message is not None else []
+        events = self._close("completed")
         place = len(self.result["output"])
         item = {
             "id": f"fc_{self._name}_{place}",
@@ -345,13 +334,13 @@ class ResponsesWriter(Writer):
         events.append(self._event("response.output_item.added", item=item, output_index=place))
         done = {**item, "arguments": call.arguments, "status": "completed"}
         self.result["output"].append(done)
-        where = {"item_id": item["id"], "output_index": place}
-        for kind, fields in (
-            ("delta", {"delta": done["arguments"]}),
-            ("done", {"arguments": done["arguments"], "name": done["name"]}),
-        ):
-            events.append(self._event(f"response.function_call_arguments.{kind}", **where, **fields))
-        return [*events, self._event("response.output_item.done", item=done, output_index=place)]
+        where, kind = {"item_id": item["id"], "output_index": place}, "response.function_call_arguments"
+        return [
+            *events,
+            self._event(f"{kind}.delta", **where, delta=call.arguments),
+            self._event(f"{kind}.done", **where, arguments=call.arguments, name=call.name),
+            self._event("response.output_item.done", item=done, output_index=place),
+        ]
 
     def _close(self, status: str) -> list[Event]:
         """End the message that is open, if one is."""
@@ -376,10 +365,6 @@ class ResponsesWriter(Writer):
     def _event(self, kind: str, **fields: Any) -> Event:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
-
-
-def _message(name: str) -> dict[str, Any]:
-    return {"id": name, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
 
 
 def _part(text: str, logprobs: list[Any]) -> dict[str, Any]:
@@ -466,9 +451,3 @@ def install(app: FastAPI, pool: ModelPool, documented: dict[int | str, dict[str,
 def response_id(replica: str = "") -> str:
     """A new id. replica: that keeps the response, so that a request about it can be sent there."""
     return f"resp_{secrets.token_hex(16)}" + (f"_{replica}" if replica else "")
-
-
-def replica_of(name: str) -> str:
-    """The replica in the id of a response; empty if it has none."""
-    parts = name.split("_", 2)
-    return parts[2] if parts[0] == "resp" and len(parts) == 3 else ""

@@ -12,8 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
-from outrider.cli.terminal import command, home, program, say
+from outrider.cli.terminal import command, home, say
 from outrider_lab.cli.demo import next_command
+from outrider_lab.cli.shared import program
 
 
 def test_home_is_a_tilde(monkeypatch: pytest.MonkeyPatch) -> None:

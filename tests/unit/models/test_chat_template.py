@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from outrider.models.builtin.shipped import builtin_folder
-from outrider.models.chat_template import ChatTemplate, LostMessage, chat_prompt, check_template, source_of
+from outrider.models.chat_template import PLAIN, ChatTemplate, LostMessage, chat_prompt, check_template, source_of
 from outrider.models.gguf import reader
 from outrider.models.tokenizer import tokenizer_of
 
 FOLDER = Path(__file__).parents[2] / "data" / "templates"
 MODELS = Path(os.environ.get("OUTRIDER_TEST_MODELS", "models"))  # a folder with GGUF files
-PLAIN = Path(__file__).parents[3] / "outrider" / "serve" / "assets" / "plain.jinja"
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] + '\n' + m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -126,7 +125,7 @@ def tokenizer(template: Any) -> Any:
 def family(name: str) -> Any:
     """A tokenizer with the templates of a family, with that of a file, or with the built-in one."""
     if name == "plain":
-        return tokenizer(PLAIN.read_text())
+        return tokenizer(PLAIN)
     if name in FILES:
         path = MODELS / f"{name}.gguf"
         if not path.is_file():
@@ -186,9 +185,9 @@ def test_a_message_that_a_template_knows_is_as_the_family_writes_it() -> None:
         template = family(name)
         source = source_of(template)
         for kind in ("plain", "system"):
-            shown = ChatTemplate(source, {"bos_token": "", "eos_token": "</s>"})
+            shown = ChatTemplate(source)
             if kind not in REFUSED.get(name, {}):
-                found = shown.rendered(KINDS[kind], variables={"add_generation_prompt": True})
+                found = shown.rendered(KINDS[kind], variables={"add_generation_prompt": True, "eos_token": "</s>"})
                 assert prompt(template, KINDS[kind]) == found
 
 

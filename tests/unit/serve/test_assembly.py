@@ -24,7 +24,7 @@ def test_texts_fit_in_the_memory_that_is_free(given, length, note, monkeypatch: 
     monkeypatch.setattr("outrider.serve.assembly.spare", lambda device: 1 << 20)
     options = ServeOptions(model="builtin:code", speculative_config={"method": "none"}, prefix_cache=0, **given)
     made = assembly.assemble(options, math.inf, Metrics("outrider", "code"), fit=True)
-    assert made.service.engine.decoder.max_length == length
+    assert made.engine.decoder.max_length == length
     found = [text for text in made.notes if re.search(note or "fit", text)]
     assert len(found) == (note is not None)
-    made.service.engine.close()
+    made.engine.close()

@@ -15,8 +15,8 @@ from serving import Live, builtin, serving
 
 from outrider import LLM, SamplingParams
 from outrider.engine.fingerprint import Fingerprint
+from outrider.models.chat_template import set_chat_template
 from outrider.models.load import load
-from outrider.serve.assembly import set_chat_template
 from outrider.serve.options import ServeOptions, served_name
 from outrider_lab.fingerprints import read_fingerprint, rewrite
 
@@ -139,7 +139,7 @@ def test_a_served_name_has_no_colon_and_the_other_name_works_too(live: Live, tmp
 
 def test_a_builtin_model_without_a_chat_template_gets_a_plain_one() -> None:
     llm = LLM("builtin:code", any_method=True)
-    assert "comments" in (set_chat_template(llm, None) or "")
+    assert "comments" in (set_chat_template(llm.tokenizer, "builtin:code", None) or "")
     messages = [
         {"role": "system", "content": "Be brief.\nUse lists."},
         {"role": "user", "content": "sort xs"},
@@ -151,13 +151,12 @@ def test_a_builtin_model_without_a_chat_template_gets_a_plain_one() -> None:
     told = llm.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
     assert told == "# tools: look, find\n# Be brief.\n# Use lists.\n# sort xs\nxs.sort()\n# reverse it\n"
     assert llm.tokenizer.apply_chat_template(messages[1:2], tokenize=False) == "# sort xs\n"
-    assert set_chat_template(llm, None) is None  # it has one now, and keeps it
-    assert set_chat_template(llm, "own") is None
+    assert set_chat_template(llm.tokenizer, "builtin:code", None) is None  # it has one now, and keeps it
+    assert set_chat_template(llm.tokenizer, "builtin:code", "own") is None
     assert llm.tokenizer.chat_template == "own"
-    other = LLM(replace(load("builtin:code"), tokenizer=None), any_method=True)
-    assert set_chat_template(other, None) is None
+    assert set_chat_template(None, "builtin:code", None) is None
     with pytest.raises(ValueError, match="has no tokenizer"):
-        set_chat_template(other, "own")
+        set_chat_template(None, "builtin:code", "own")
 
 
 def test_token_ids_are_returned_where_they_are_asked_for(live: Live, plain: LLM) -> None:

@@ -16,7 +16,6 @@ from gguf_files import write_gguf
 from serving import TEMPLATE, Live, builtin, serving
 
 from outrider.models.load import load
-from outrider.serve.assembly import Assembly
 from outrider.serve.options import ServeOptions
 from outrider.serve.pool import PooledModel
 from outrider.serve.protocols.ollama import API_VERSION, OllamaOptions, details
@@ -50,7 +49,7 @@ def test_the_precision_is_called_as_the_file_calls_it(
     model = str(tmp_path / file) if file else "builtin:code"
     loaded = load(model, quantization=quantization, dtype="auto" if file else "bfloat16")
     service: Any = SimpleNamespace(runtime=SimpleNamespace(loaded=loaded))
-    found = details(PooledModel(ServeOptions(model=model), assembly=Assembly(service, [], True)))
+    found = details(PooledModel(ServeOptions(model=model), service=service))
     assert found["quantization_level"] == named
     assert found["format"] == ("gguf" if file else "safetensors")
 

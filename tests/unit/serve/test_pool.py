@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from patience import PATIENCE
 
-from outrider.serve.assembly import Assembly
 from outrider.serve.errors import Refused
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import ServeOptions
@@ -30,15 +29,15 @@ class Shelf:
         self.gate.set()
         models = [PooledModel(ServeOptions(model=name, **options), size * MB) for name, size in weights.items()]
 
-        def load(settings: ServeOptions, room: float) -> Assembly:
+        def load(settings: ServeOptions, room: float) -> Any:
             self.gate.wait(PATIENCE)
             if settings.model == "bad":
                 raise ValueError("bad has no weights")
             self.log.append(f"+{settings.model}")
             runtime = SimpleNamespace(loaded=SimpleNamespace(source=None))
-            service: Any = SimpleNamespace(engine=None, settings=settings, runtime=runtime)
+            service: Any = SimpleNamespace(engine=None, settings=settings, runtime=runtime, caches=caches * MB)
             service.close = lambda: self.log.append(f"-{settings.model}")
-            return Assembly(service, [], True, caches * MB)
+            return service
 
         self.pool = ModelPool(models, Metrics("x"), load, memory * MB)
 
@@ -188,7 +187,7 @@ async def test_a_model_leaves_after_the_time_that_was_asked_for(shelf: Callable[
     await third.ask(one.pool, "a", keep=0.0)
     assert model.expires is None
     third.end()
-    while model.assembly is not None:
+    while model.service is not None:
         await asyncio.sleep(0.001)
     await waits()
     assert one.log == ["+a", "-a"]

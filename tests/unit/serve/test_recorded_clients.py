@@ -113,7 +113,7 @@ def test_a_recorded_request_is_answered_with_what_its_client_reads(
 
 
 def test_a_result_keeps_the_id_of_its_call() -> None:
-    made = OllamaChatRequest.model_validate({"model": "code", "messages": LOOKED}).chat(512)
+    made = OllamaChatRequest.model_validate({"model": "code", "messages": LOOKED}).request(512, True)
     assert made.messages[-1] == {"role": "tool", "content": "blue", "tool_call_id": "call_1"}
 
 

@@ -12,7 +12,7 @@ import pytest
 from serving import Live, builtin, serving
 
 from outrider import LLM
-from outrider.serve.assembly import set_chat_template
+from outrider.models.chat_template import set_chat_template
 from outrider.serve.encoding import give_way
 
 
@@ -94,7 +94,7 @@ def test_what_a_template_cannot_do_is_refused(
 
 def test_a_template_with_a_mistake_is_refused_when_it_is_given(llm: LLM) -> None:
     with pytest.raises(ValueError, match="this is no chat template"):
-        set_chat_template(llm, "{% for %}")
+        set_chat_template(llm.tokenizer, "builtin:code", "{% for %}")
 
 
 def test_what_is_slow_gives_way() -> None:
