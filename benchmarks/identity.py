@@ -26,7 +26,7 @@ from benchmarks.texts import humaneval
 from outrider.control import Controller, Fixed
 from outrider.core.params import SamplingParams
 from outrider.drafters import Drafter, ModelDrafter, NoDraft, PlannedDrafter, make_drafters
-from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.config import DrafterSetup, SpeculativeConfig
 from outrider.drafters.method import lookup_names
 from outrider.engine.calibrate import make_planner
 from outrider.engine.decoder import Decoder
@@ -88,9 +88,8 @@ class Bench:
     def _drafter(self, config: dict[str, Any]) -> Drafter:
         key = json.dumps(config)
         if key not in self._drafters:  # rows are released: a drafter may be used again
-            parsed = SpeculativeConfig.of(config)
-            sizes = {"num_slots": TEXTS, "max_length": LENGTH, "device": "cpu"}
-            [self._drafters[key]] = make_drafters(parsed, self.target, **sizes).values()
+            setup = DrafterSetup(SpeculativeConfig.of(config), self.target, TEXTS, LENGTH, "cpu")
+            [self._drafters[key]] = make_drafters(setup).values()
         return self._drafters[key]
 
     def decode(

@@ -21,7 +21,7 @@ from benchmarks.texts import lines, texts
 from outrider.control import Fixed
 from outrider.core.params import SamplingParams
 from outrider.drafters import make_drafters
-from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.config import DrafterSetup, SpeculativeConfig
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request
 from outrider.models.load import load
@@ -105,7 +105,7 @@ def main(words: Sequence[str] | None = None) -> None:
         name: drafter
         for name, config in configs.items()
         for drafter in make_drafters(
-            SpeculativeConfig.of(config), target, num_slots=TOGETHER, max_length=LENGTH, device="cpu"
+            DrafterSetup(SpeculativeConfig.of(config), target, TOGETHER, LENGTH, "cpu")
         ).values()
     }
     have = read(options.out) if options.out.exists() else []

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from outrider.core.suggest import did_you_mean, faults
 from outrider.drafters.method import (
@@ -119,16 +119,13 @@ class SpeculativeConfig(BaseModel):
         None, description="for draft_model: texts like the answers, in which tokens are counted; given as the corpus is"
     )
 
-    @field_validator("quantization", mode="before")
-    @classmethod
-    def _auto_quantization(cls, given: Any) -> Any:
-        return "auto" if given is None else given
-
     @model_validator(mode="before")
     @classmethod
     def _known_keys(cls, data: Any) -> Any:
         if isinstance(data, dict):
             raw, data = data, {_KEYS.get(name := key.replace("-", "_"), name): raw for key, raw in data.items()}
+            if data.get("quantization", "") is None:
+                data["quantization"] = "auto"
             if len(data) < len(raw):
                 raise ValueError(f"speculative_config has a key twice, under two names: {', '.join(raw)}")
             for key in data:
@@ -245,21 +242,12 @@ class Prefixes(Protocol):
     def chunk_end(self, cache: SlotCache, tokens: Sequence[int], start: int, end: int) -> int: ...
 
 
-def make_drafters(
-    config: SpeculativeConfig,
-    target: Loaded,
-    *,
-    num_slots: int,
-    max_length: int,
-    device: str,
-    text_memory: TextMemory | None = None,
-    prefixes: Callable[[Loaded], Prefixes] | None = None,
-) -> dict[str, Drafter]:
-    """Make the drafters that a configuration names, by name; none for plain decoding. The others are fields of `DrafterSetup`.
+def make_drafters(setup: DrafterSetup) -> dict[str, Drafter]:
+    """Make the drafters that a configuration names, by name; none for plain decoding.
 
     Raises ValueError if one cannot draft for this target.
     """
-    setup = DrafterSetup(config, target, num_slots, max_length, device, text_memory, prefixes)
+    config = setup.config
     if not config.budget.max_nodes or config.method == NONE:
         return {}
     names = _fitting(setup) if config.method == AUTO else config.methods

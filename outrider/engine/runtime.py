@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from outrider.control import Controller, Fixed
 from outrider.core.store import Store
-from outrider.drafters import make_drafters
 from outrider.drafters.base import Drafter
-from outrider.drafters.config import DrafterSetup, SpeculativeConfig, request_drafters
+from outrider.drafters.config import DrafterSetup, SpeculativeConfig, make_drafters, request_drafters
 from outrider.drafters.contract import accept
 from outrider.drafters.lookup.memory import TextMemory
 from outrider.drafters.method import NONE, lookup_names, offered
@@ -75,15 +74,15 @@ def build(
     length = max_length or loaded.model.max_length
     foreign = frozenset(filter(offered, config.methods) if drafters is None else drafters)
     method = "+".join(config.methods if drafters is None else drafters) or NONE
-    setup = {"num_slots": num_slots, "max_length": length, "device": device, "text_memory": text_memory}
+    setup = DrafterSetup(config, loaded, num_slots, length, device, text_memory)
     if drafters is None:
         draft_prefixes = None if prefix_folder is None else partial(_draft_prefixes, prefix_folder)
-        drafters = make_drafters(config, loaded, **setup, prefixes=draft_prefixes)
+        drafters = make_drafters(replace(setup, prefixes=draft_prefixes))
     for name, drafter in drafters.items():
         accept(name, drafter)
     every = dict(drafters)
     if any_method:
-        every = request_drafters(DrafterSetup(SpeculativeConfig.of(None), loaded, **setup)) | every
+        every = request_drafters(replace(setup, config=SpeculativeConfig.of(None))) | every
     roster = None
     if every:
         planner: Controller = make_planner(config, loaded, drafters or every, controller, calibrate)

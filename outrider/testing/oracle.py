@@ -20,47 +20,7 @@ Text = tuple[int, ...]
 Probs = list[Fraction]
 
 
-class Exact(Fraction):
-    """A fraction whose arithmetic skips what `Fraction` does for other kinds of numbers. It takes a third of the time."""
-
-    def __add__(self, other: Any) -> Any:
-        under = other.denominator
-        return _exact(self._numerator * under + other.numerator * self._denominator, self._denominator * under)
-
-    def __sub__(self, other: Any) -> Any:
-        under = other.denominator
-        return _exact(self._numerator * under - other.numerator * self._denominator, self._denominator * under)
-
-    def __rsub__(self, other: Any) -> Any:
-        under = other.denominator
-        return _exact(other.numerator * self._denominator - self._numerator * under, self._denominator * under)
-
-    def __mul__(self, other: Any) -> Any:
-        return _exact(self._numerator * other.numerator, self._denominator * other.denominator)
-
-    def __truediv__(self, other: Any) -> Any:
-        return _exact(self._numerator * other.denominator, self._denominator * other.numerator)
-
-    def __lt__(self, other: Any) -> bool:
-        return self._numerator * other.denominator < self._denominator * other.numerator
-
-    def __gt__(self, other: Any) -> bool:
-        return self._numerator * other.denominator > self._denominator * other.numerator
-
-    __radd__, __rmul__ = __add__, __mul__  # pyright: ignore[reportAssignmentType]
-    numerator, denominator = Fraction._numerator, Fraction._denominator  # pyright: ignore  # slots: no function is called
-
-
-def _exact(over: int, under: int) -> Exact:
-    """over / under in lowest terms."""
-    if under <= 0:
-        return Exact(over, under)  # turns the signs, or raises
-    common, fraction = math.gcd(over, under), object.__new__(Exact)
-    fraction._numerator, fraction._denominator = over // common, under // common
-    return fraction
-
-
-ZERO = Exact(0)
+ZERO = Fraction(0)
 
 
 class Oracle:
@@ -75,7 +35,7 @@ class Oracle:
     @property
     def weight(self) -> Fraction:
         """The probability of the branches taken."""
-        return _exact(self._over, self._under)
+        return Fraction(self._over, self._under)
 
     def pick(self, weights: Sequence[Fraction | int]) -> int:
         """An index with probability proportional to its weight. Branches without weight do not exist."""
@@ -122,7 +82,7 @@ def distribution(program: Callable[[Any], Hashable], oracle: type[Oracle] = Orac
 
 
 def total_variation(a: dict[Any, Fraction], b: dict[Any, Fraction]) -> float:
-    return float(sum(abs(a.get(k, Fraction(0)) - b.get(k, Fraction(0))) for k in {*a, *b}) / 2)
+    return float(sum(abs(a.get(k, ZERO) - b.get(k, ZERO)) for k in {*a, *b}) / 2)
 
 
 # Toy models: distributions that depend on the whole text before, with every kind of special case.
@@ -165,11 +125,11 @@ class Toy:
 
 def normal(weights: Sequence[int]) -> Probs:
     total = sum(weights)
-    return [Exact(w, total) for w in weights] if total else [Exact(1, len(weights))] * len(weights)
+    return [Fraction(w, total) for w in weights] if total else [Fraction(1, len(weights))] * len(weights)
 
 
 def point(token: int, vocab: int) -> Probs:
-    return [Exact(i == token) for i in range(vocab)]
+    return [Fraction(i == token) for i in range(vocab)]
 
 
 def toys(count: int, vocab: int = 3) -> Iterator[Toy]:
@@ -184,27 +144,6 @@ Drafted = tuple[list[int], list[int], list[Probs]]
 Drafter = Callable[[Toy, Text, Any], Drafted]
 
 
-def drawn_chain(
-    gamma: int, stop: Callable[[Text, Text, Any], bool] = lambda text, drafted, choose: False, length: int | None = None
-) -> Drafter:
-    """Draws up to gamma tokens from q. `stop(text, drafted, choose)` may end the chain before the next draw.
-
-    length: where the text ends. No token is drawn that could not be committed, as the real loop clips its budgets. Without
-    it the last step overshoots, which must not matter either.
-    """
-
-    def draft(toy: Toy, text: Text, choose: Any) -> Drafted:
-        drafted: Text = ()
-        q = []
-        room = gamma if length is None else min(gamma, length - len(text) - 1)
-        while len(drafted) < room and not stop(text, drafted, choose):
-            q.append(toy.q(text + drafted))
-            drafted += (choose.pick(q[-1]),)
-        return [0, *drafted], list(range(-1, len(drafted))), q
-
-    return draft
-
-
 Width = Callable[[Text], int]  # how many children a node gets, by its own path below the root
 
 
@@ -216,25 +155,27 @@ def by_level(*widths: int) -> Width:
 def grown_tree(width: Width, siblings: Siblings, length: int | None = None) -> Drafter:
     """Children chosen from q or drawn from it, as `siblings` says; level by level, all children of a node together.
 
-    length: where the text ends, as for `drawn_chain`. A node has fewer children if q has fewer tokens.
+    length: where the text ends. No token is drawn that could not be committed, as the real loop clips its budgets. Without
+    it the last step overshoots, which must not matter either. A node has fewer children if q has fewer tokens.
     """
 
     def draft(toy: Toy, text: Text, choose: Any) -> Drafted:
         tokens, parents, paths = [0], [-1], list[Text]([()])
         room = None if length is None else length - len(text) - 1
-        for node in itertools.count():
-            if node == len(tokens):
-                break
-            path = paths[node]
-            if len(path) == room:
-                continue
-            for token in children_of(toy.q(text + path), width(path), siblings, choose):
+        for node, path in enumerate(paths):  # it grows
+            wide = 0 if len(path) == room else width(path)
+            for token in children_of(toy.q(text + path), wide, siblings, choose):
                 tokens.append(token)
                 parents.append(node)
                 paths.append((*path, token))
         return tokens, parents, [toy.q(text + path) for path in paths]
 
     return draft
+
+
+def drawn_chain(gamma: int) -> Drafter:
+    """gamma tokens drawn from q."""
+    return grown_tree(by_level(*[1] * gamma), Siblings.IID)
 
 
 def children_of(q: Probs, width: int, siblings: Siblings, choose: Any) -> list[int]:
@@ -296,7 +237,7 @@ def composed(toy: Toy, rule: Rule, drafter: Drafter, length: int) -> dict[Text, 
     is much faster. `test_oracle` checks that the distribution is the same.
     """
     done: dict[Text, Fraction] = {}
-    open_texts: dict[Text, Fraction] = {(): Exact(1)}
+    open_texts: dict[Text, Fraction] = {(): Fraction(1)}
     while open_texts:
         text = min(open_texts, key=len)  # all ways to this text have been added up
         weight = open_texts.pop(text)
@@ -309,7 +250,7 @@ def composed(toy: Toy, rule: Rule, drafter: Drafter, length: int) -> dict[Text, 
 
 def plain(toy: Toy, length: int) -> dict[Text, Fraction]:
     """The distribution of plain decoding: the product of the target's own distributions."""
-    result: dict[Text, Fraction] = {(): Exact(1)}
+    result: dict[Text, Fraction] = {(): Fraction(1)}
     for _ in range(length):
         result = {
             (*text, token): weight * mass

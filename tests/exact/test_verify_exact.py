@@ -6,7 +6,7 @@ Every test compares the joint distribution of several tokens, written in as many
 from fractions import Fraction
 
 import pytest
-from oracles import RULES, chosen_chain, judging
+from oracles import RULES, chosen_chain, judging, stopping_chain
 
 from outrider.core.types import Siblings
 from outrider.testing.oracle import (
@@ -44,9 +44,9 @@ def ends_by_text(text, drafted, choose):
 
 CHAINS = {
     "drawn": drawn_chain(2),
-    "drawn, any length": drawn_chain(2, ends_at_random, length=3),
-    "drawn, stops after a zero": drawn_chain(2, ends_after_a_zero, length=3),
-    "drawn, length by text": drawn_chain(2, ends_by_text),
+    "drawn, any length": stopping_chain(2, ends_at_random, length=3),
+    "drawn, stops after a zero": stopping_chain(2, ends_after_a_zero, length=3),
+    "drawn, length by text": stopping_chain(2, ends_by_text),
     "chosen": chosen_chain(2),
     "none": chosen_chain(0),
 }
@@ -68,7 +68,7 @@ def test_four_tokens_keep_the_distribution(rule):
 @pytest.mark.parametrize("rule", ["rejection", "block", "traversal"])
 def test_longer_chains_keep_the_distribution(rule):
     for toy in toys(7):
-        assert composed(toy, RULES[rule], drawn_chain(3, ends_after_a_zero), 4) == plain(toy, 4), toy.kind
+        assert composed(toy, RULES[rule], stopping_chain(3, ends_after_a_zero), 4) == plain(toy, 4), toy.kind
     toy = Toy(2, "zeros")
     assert composed(toy, RULES[rule], drawn_chain(3), 4) == plain(toy, 4)
 

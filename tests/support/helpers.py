@@ -17,7 +17,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.tree import tree
 from outrider.core.types import Budget, Draft, Step
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, NoDraft
-from outrider.drafters.config import SpeculativeConfig, make_drafters
+from outrider.drafters.config import DrafterSetup, SpeculativeConfig, make_drafters
 from outrider.drafters.lookup.ngram import NgramDrafter
 from outrider.drafters.lookup.prediction import PredictionDrafter
 from outrider.drafters.lookup.suffix import SuffixDrafter
@@ -171,8 +171,8 @@ _plain: WeakKeyDictionary[LanguageModel, dict[str, list[int]]] = WeakKeyDictiona
 
 def configured(config: dict[str, Any], target: Loaded, num_slots: int, max_length: int) -> Any:
     """The drafter of a configuration with one method."""
-    sizes: dict[str, Any] = {"num_slots": num_slots, "max_length": max_length, "device": "cpu"}
-    [drafter] = make_drafters(SpeculativeConfig.of(config), target, **sizes).values()
+    setup = DrafterSetup(SpeculativeConfig.of(config), target, num_slots, max_length, "cpu")
+    [drafter] = make_drafters(setup).values()
     return drafter
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -45,5 +45,23 @@ def chosen_chain(gamma: int) -> Drafter:
             q = toy.q(text + drafted)
             drafted += (q.index(max(q)),)
         return [0, *drafted], list(range(-1, gamma)), [point(token, toy.vocab) for token in drafted]
+
+    return draft
+
+
+def stopping_chain(gamma: int, stop: Callable[[Text, Text, Any], bool], length: int | None = None) -> Drafter:
+    """Draws up to gamma tokens from q. `stop(text, drafted, choose)` may end the chain before the next draw.
+
+    length: where the text ends, as for `grown_tree`.
+    """
+
+    def draft(toy: Toy, text: Text, choose: Any) -> Drafted:
+        drafted: Text = ()
+        q = []
+        room = gamma if length is None else min(gamma, length - len(text) - 1)
+        while len(drafted) < room and not stop(text, drafted, choose):
+            q.append(toy.q(text + drafted))
+            drafted += (choose.pick(q[-1]),)
+        return [0, *drafted], list(range(-1, len(drafted))), q
 
     return draft

@@ -20,7 +20,7 @@ from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.types import Array, Guarantee
 from outrider.drafters import ModelDrafter, make_drafters
 from outrider.drafters.base import Drafter
-from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.config import DrafterSetup, SpeculativeConfig
 from outrider.engine.decoder import nth_seed
 from outrider.engine.llm import LLM
 from outrider.engine.request import Request
@@ -152,7 +152,7 @@ class EngineSubject(Subject):
     @cached_property
     def drafters(self) -> dict[str, Drafter]:
         """The configured drafters, by name; none for plain decoding."""
-        return make_drafters(self.config, self.loaded, num_slots=self.slots, max_length=self.max_length, device="auto")
+        return make_drafters(DrafterSetup(self.config, self.loaded, self.slots, self.max_length, "auto"))
 
     def _run(
         self,

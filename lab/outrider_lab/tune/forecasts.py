@@ -8,7 +8,7 @@ from typing import Any
 from outrider.control import CostModel, Fixed
 from outrider.drafters import make_drafters
 from outrider.drafters.base import Drafter
-from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.config import DrafterSetup, SpeculativeConfig
 from outrider.drafters.method import AUTO, lookup_names, method_of
 from outrider.engine.calibrate import AT_LOAD, measure
 from outrider_lab.bench.prompts import Prompt
@@ -82,9 +82,7 @@ class Forecasts:
             try:
                 checked = SpeculativeConfig.of(config)
                 length = self.racer.plain.decoder.max_length
-                more = make_drafters(
-                    checked, target, num_slots=TOGETHER, max_length=length, device=str(target.model.device)
-                )
+                more = make_drafters(DrafterSetup(checked, target, TOGETHER, length, str(target.model.device)))
             except (ValueError, OSError) as error:
                 self.problems[name] = " ".join(str(error).split())
                 continue

@@ -16,7 +16,7 @@ from outrider.control.costs import DraftCost
 from outrider.core.types import Draft
 from outrider.drafters import make_drafters
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, chains
-from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.config import DrafterSetup
 from outrider.models.load import load
 from outrider_lab.bench.prompts import Prompt
 from outrider_lab.bench.run import Run, Sample
@@ -271,8 +271,8 @@ class Failing(BaseDrafter):
 
 
 def test_a_drafter_that_fails_is_a_problem_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(config: SpeculativeConfig, *given: Any, **more: Any) -> dict[str, Drafter]:
-        return {"ngram": Failing()} if config.method == "ngram" else make_drafters(config, *given, **more)
+    def made(setup: DrafterSetup) -> dict[str, Drafter]:
+        return {"ngram": Failing()} if setup.config.method == "ngram" else make_drafters(setup)
 
     monkeypatch.setattr(forecasts, "make_drafters", made)
     racer = Racer(load("builtin:code-draft"), {"temperature": 0.0, "seed": 0, "max_tokens": 12, "ignore_eos": True})

@@ -85,11 +85,7 @@ class Index:
 
 def bordered(documents: Sequence[Sequence[int]]) -> np.ndarray:
     """int32: the tokens of documents in a row, with a border after each."""
-    return _joined([np.asarray([*d, BORDER], np.int32) for d in documents])
-
-
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.empty(0, np.int32)
+    return np.fromiter((token for d in documents for token in (*d, BORDER)), np.int32)
 
 
 def alike(a: Sequence[int], b: Sequence[int], start: int = 0) -> int:
@@ -135,7 +131,6 @@ class Corpus:
         self.limit, self.span = limit, span
         self._largest = min(limit // 4, LARGEST)
         self.segments: list[Index] = []  # the oldest first
-        self.dropped = 0  # tokens that had to go
 
     def __len__(self) -> int:
         return sum(map(len, self.segments))
@@ -143,7 +138,6 @@ class Corpus:
     def add(self, *documents: Sequence[int], since: float = 0.0) -> None:
         """Adds documents of one time, given as token ids. If they exceed `limit` tokens, the last tokens are kept."""
         new = bordered([d for d in documents if len(d)])
-        self.dropped += max(0, len(new) - self.limit)
         if len(new):
             self._merge(new[-self.limit :], since, None)
 
@@ -169,7 +163,7 @@ class Corpus:
             segments.pop()
         segments.append(Index(new, since=since) if index is None else index)
         while sum(map(len, segments)) > self.limit:
-            self.dropped += len(segments.pop(0))
+            segments.pop(0)
         self.segments = segments
 
     def contexts(self, tail: Sequence[int]) -> list[Context]:
@@ -253,7 +247,9 @@ def _token_lists(entry: Any, tokenizer: Any | None, vocab_size: int) -> Iterator
             raise ValueError(
                 f"the corpus {name} is text and this model has no tokenizer; give token ids, e.g. [17, 4, 9]"
             )
-        _check(ids, vocab_size, name)
+        wrong = [t for t in (min(ids, default=0), max(ids, default=0)) if not 0 <= t < vocab_size]
+        if wrong:
+            raise ValueError(f"the corpus {name} holds token {wrong[0]}, outside the target's {vocab_size} tokens")
         yield name, ids
 
 
@@ -308,9 +304,3 @@ def _text(path: Path) -> Iterator[tuple[str, str]]:
             if "\0" in part:
                 raise UnicodeDecodeError("utf-8", b"\0", part.index("\0"), part.index("\0") + 1, "a zero byte")
             yield repr(str(path)), part
-
-
-def _check(ids: Sequence[int], vocab_size: int, name: str) -> None:
-    wrong = [t for t in (min(ids, default=0), max(ids, default=0)) if not 0 <= t < vocab_size]
-    if wrong:
-        raise ValueError(f"the corpus {name} holds token {wrong[0]}, outside the target's {vocab_size} tokens")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from os import PathLike
@@ -114,7 +114,8 @@ class TextMemory:
                     entries.append((index.since, index, file))
         chosen, seen = list[tuple[float, Index, Path]](), set[bytes]()
         for since, index, file in sorted(entries, key=lambda one: -len(one[1])):
-            documents = {document.tobytes() for document in _documents(index.tokens)}
+            parts = np.split(index.tokens, np.flatnonzero(index.tokens == BORDER) + 1)
+            documents = {document.tobytes() for document in parts}
             if not documents <= seen:
                 chosen.append((since, index, file))
                 seen |= documents
@@ -165,14 +166,6 @@ class TextMemory:
         held.files = {}
         for file in self._path(held).glob("*.texts"):
             discard(file)
-
-
-def _documents(tokens: np.ndarray) -> Iterator[np.ndarray]:
-    """The documents of an index, without the borders."""
-    start = 0
-    for end in np.flatnonzero(tokens == BORDER).tolist():
-        yield tokens[start:end]
-        start = end + 1
 
 
 def _unknown(corpus: Corpus, tokens: list[int]) -> list[list[int]]:

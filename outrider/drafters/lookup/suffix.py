@@ -153,14 +153,11 @@ class SuffixDrafter(BaseDrafter):
             history, forced = context.warp.histories[b], list[int]()
             if budget.max_nodes and history.mask is not None:
                 forced = history.mask.forced_tokens(history.tokens, history.prompt_length)
-            offers.append(text.ends.offer(text.since(text.ends.read), self._corpora(context, b), forced, budget))
+            corpora = list(self.corpora)
+            if self.text_memory is not None:
+                corpora.append(self.text_memory.corpus(context.clients[b] if context.clients else ""))
+            offers.append(text.ends.offer(text.since(text.ends.read), corpora, forced, budget))
         return drafted(offers)
-
-    def _corpora(self, context: DraftContext, b: int) -> list[Corpus]:
-        """Where to look for an entry of the batch."""
-        if self.text_memory is None:
-            return self.corpora
-        return [*self.corpora, self.text_memory.corpus(context.clients[b] if context.clients else "")]
 
     def _text(self, slot: int, tokens: list[int], prompt_length: int) -> _Document:
         """A text that begins."""

@@ -56,7 +56,6 @@ class TokenRecyclingDrafter(BaseDrafter):
         if not 1 <= k <= vocab_size:
             raise ValueError(f"k must be in 1..{vocab_size}, the vocabulary, got {k}")
         self.k, self.table, self.ranks = k, np.full((vocab_size, k), -1), Ranks(k)
-        self._following: dict[int, list[tuple[int, float, int]]] = {}  # what `following` has read in this step
         self._chances: list[float] = []
         self._parents: dict[int, list[int]] = {}  # by slot, of the last proposal's nodes
 
@@ -66,7 +65,7 @@ class TokenRecyclingDrafter(BaseDrafter):
         self.ranks = Ranks(self.k)
 
     def propose(self, context: DraftContext) -> Draft:
-        self._following, self._chances = {}, self.ranks.chances()
+        self._chances = self.ranks.chances()
         offers = [
             replace(grow(tokens[-1], [Context(self, tokens[-1], 1.0, 1)], budget), match=0)
             for tokens, budget in zip(context.tokens, context.budgets, strict=True)
@@ -76,11 +75,8 @@ class TokenRecyclingDrafter(BaseDrafter):
         return drafted(offers)
 
     def following(self, state: int) -> tuple[float, list[tuple[int, float, int]]]:
-        following = self._following.get(state)
-        if following is None:
-            ranked = zip(self.table[state].tolist(), self._chances, strict=False)
-            following = self._following[state] = [(token, chance, token) for token, chance in ranked if token >= 0]
-        return 1.0, following
+        ranked = zip(self.table[state].tolist(), self._chances, strict=False)
+        return 1.0, [(token, chance, token) for token, chance in ranked if token >= 0]
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
         real = target.draft.parents != PADDING

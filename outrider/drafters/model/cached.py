@@ -62,9 +62,8 @@ class CachedLevels(Levels):
         each root. feeds: of `unread`. forward: `self.forward`, or one with other logits."""
         tokens, parents = chain([ids for ids, _ in feeds])
         features = [some for _, some in feeds if some is not None]
-        logits = forward(Nodes(tokens, self.cache, slots, parents), padded(features) if features else None, "last")[
-            :, 0
-        ]
+        nodes = Nodes(tokens, self.cache, slots, parents)
+        logits = forward(nodes, padded(features) if features else None, "last")[:, 0]
         for slot, (ids, _) in zip(slots, feeds, strict=True):
             self.ingested(slot, len(ids))
         return logits

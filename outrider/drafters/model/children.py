@@ -88,9 +88,8 @@ def children(
     if kind is Siblings.POINT:
         return _chosen(scores, width, noise, stream, position, greedy, subset)
     probs = np.where(scores.max(1, keepdims=True) == _NO, 0.0, softmax(scores))
-    log_probs = log(probs).astype(
-        np.float32
-    )  # draw from exactly what is returned, rounding included: the verifier divides by it
+    # draw from exactly what is returned, rounding included: the verifier divides by it
+    log_probs = log(probs).astype(np.float32)
     if kind is Siblings.IID:
         tokens = _independent(probs, width, noise, stream, position)
         keys = _at(log_probs, tokens)
@@ -113,13 +112,12 @@ def _chosen(
     greedy: Sequence[bool] | None,
     subset: TokenSubset | None,
 ) -> Children:
-    perturbed = scores
-    if greedy is None or not all(greedy):
+    keys, quiet = scores, np.array(greedy or [False] * len(scores))
+    if not quiet.all():
         # the same expression as the target's, so the same ties
-        perturbed = scores + _gumbel(noise, stream, position, scores.shape[1], subset)
-    if greedy is not None and any(greedy):
-        perturbed = np.where(np.array(greedy)[:, None], scores, perturbed)
-    tokens, keys = _largest(perturbed, width)
+        noisy = scores + _gumbel(noise, stream, position, scores.shape[1], subset)
+        keys = np.where(quiet[:, None], scores, noisy) if quiet.any() else noisy
+    tokens, keys = _largest(keys, width)
     total = scores.max(1, keepdims=True) - log_softmax(scores).max(1, keepdims=True)  # logsumexp
     log_q, keys = (np.where(tokens < 0, _NO, values - total) for values in (_at(scores, tokens), keys))
     return Children(tokens if subset is None else subset.tokens(tokens), log_q, keys, None)

@@ -266,8 +266,9 @@ def paired(draft: Loaded, target: Loaded) -> Pairing | None:
 
 def from_setup(setup: DrafterSetup) -> ModelDrafter | CrossTokenizerDrafter:
     """Load the draft model that a configuration names, and make its drafter."""
-    config, reduce = setup.config, DraftReduction.of(setup.config)
+    config = setup.config
     name, asked = config.model or "builtin:code-draft", config.quantization
+    reduce = DraftReduction(asked == "auto", config.draft_vocab, config.draft_vocab_corpus)
     quantization = None if asked in ("auto", "none") else asked
     chosen = reduce if reduce.may_leave_out(name) else None
     draft = load(name, device=setup.device, quantization=quantization, reduce=chosen)

@@ -19,7 +19,7 @@ import numpy as np
 
 from outrider.core.types import Array, Budget, Siblings
 from outrider.drafters.base import Resources
-from outrider.drafters.config import Prefixes, SpeculativeConfig
+from outrider.drafters.config import Prefixes
 from outrider.drafters.lookup.corpus import Entry, read_texts
 from outrider.drafters.model.cached import CachedLevels, Feed
 from outrider.drafters.model.grower import TreeDrafter
@@ -169,11 +169,6 @@ class DraftReduction:
     corpus: Any = None  # texts to count tokens in
     note: str | None = None  # what was left out, in words; None before the model is loaded, and if nothing was
 
-    @classmethod
-    def of(cls, config: SpeculativeConfig) -> DraftReduction:
-        """What a configuration asks for."""
-        return cls(config.quantization == "auto", config.draft_vocab, config.draft_vocab_corpus)
-
     def may_leave_out(self, model: Any) -> bool:
         """Whether anything of this model may be left out. If not, `load` needs no `reduce`, and can use saved packed weights."""
         blocks = isinstance(model, (str, Path)) and (str(model).endswith(".gguf") or model in DOWNLOADS)
@@ -184,17 +179,13 @@ class DraftReduction:
         dense = contents.stored in DTYPES  # the blocks of a GGUF file are kept as they are
         gains = dense and contents.quantizable and contents.weights >= SMALL
         quantization = "int4" if self.choose_quantization and gains else None
-        ids = self._head_ids(contents)
+        size = (0 if self.corpus is None else KEPT) if self.vocab is None else self.vocab
+        about = contents.vocab_size, contents.tokenizer, contents.end_ids
+        ids = draft_vocab(size, *about, self.corpus) if size else None
         parts = [f"{quantization} weights"] if quantization else []
         parts += [f"its head has {len(ids)} of {contents.vocab_size} tokens"] if ids is not None else []
         self.note = f"draft model: {', '.join(parts)}" if parts else None
         return quantization, ids
-
-    def _head_ids(self, contents: Contents) -> Array | None:
-        size = (0 if self.corpus is None else KEPT) if self.vocab is None else self.vocab
-        if not size:
-            return None
-        return draft_vocab(size, contents.vocab_size, contents.tokenizer, contents.end_ids, self.corpus)
 
 
 def draft_vocab(

@@ -62,20 +62,20 @@ def make(target: Loaded, **config: Any) -> Any:
 
 
 def test_auto_takes_what_there_is(code: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafters = make_drafters(SpeculativeConfig.of({"method": "auto"}), code, num_slots=1, max_length=256, device="cpu")
+    drafters = make_drafters(DrafterSetup(SpeculativeConfig.of({"method": "auto"}), code, 1, 256, "cpu"))
     assert list(drafters) == ["prediction", "suffix", "draft_model"]
     assert lookup_names(drafters) == ["prediction", "suffix"]
     assert 0.05 < level_cost("draft_model", drafters["draft_model"], code.model) < 0.4
     assert level_cost("suffix", drafters["suffix"], code.model) == 0
     unknown = Loaded(code.model, "some-model", code.tokenizer, code.end_ids, code.weights, code.source)
     ask = SpeculativeConfig.of({"method": "auto"})
-    made = make_drafters(ask, unknown, num_slots=1, max_length=256, device="cpu")
+    made = make_drafters(DrafterSetup(ask, unknown, 1, 256, "cpu"))
     assert list(made) == ["prediction", "suffix", "quantized_self"]
     coarse = Loaded(code.model, "some-model", code.tokenizer, code.end_ids, "int4", code.source)
-    assert list(make_drafters(ask, coarse, num_slots=1, max_length=256, device="cpu")) == ["prediction", "suffix"]
+    assert list(make_drafters(DrafterSetup(ask, coarse, 1, 256, "cpu"))) == ["prediction", "suffix"]
     monkeypatch.setattr(native, "available", lambda: False)
     monkeypatch.setattr(native, "why", lambda: "a test")
-    assert list(make_drafters(ask, unknown, num_slots=1, max_length=256, device="cpu")) == ["prediction", "suffix"]
+    assert list(make_drafters(DrafterSetup(ask, unknown, 1, 256, "cpu"))) == ["prediction", "suffix"]
     with pytest.raises(ValueError, match="needs the native kernels: a test"):
         make(unknown, method="quantized_self")
 
@@ -83,7 +83,7 @@ def test_auto_takes_what_there_is(code: Loaded, monkeypatch: pytest.MonkeyPatch)
 def test_no_node_is_no_draft(code: Loaded) -> None:
     for key in ("num_speculative_tokens", "tree_nodes"):
         config = SpeculativeConfig.of({"method": "suffix", key: 0})
-        assert make_drafters(config, code, num_slots=1, max_length=256, device="cpu") == {}
+        assert make_drafters(DrafterSetup(config, code, 1, 256, "cpu")) == {}
     assert SpeculativeConfig.of({"tree_width": 3, "tree_nodes": 7}).budget == Budget(5, 3, 7)
 
 
@@ -168,7 +168,7 @@ def test_a_drafter_of_ones_own(code: Loaded, plain: list[str]) -> None:
     both = SpeculativeConfig.of({"method": ["rowed", "suffix"]})
     assert both.budget.depth == 16
     assert SpeculativeConfig.of({"method": "rowed"}).budget.depth == 7
-    drafters = make_drafters(both, code, num_slots=1, max_length=256, device="cpu")
+    drafters = make_drafters(DrafterSetup(both, code, 1, 256, "cpu"))
     assert isinstance(drafters["rowed"], Wrong)
     assert lookup_names(drafters) == ["rowed", "suffix"]
 
@@ -201,7 +201,7 @@ def test_a_drafter_in_a_file(code: Loaded, plain: list[str], tmp_path: Path) -> 
         assert candidates(TuneInputs(code.weights), [config["method"]]) == [(config["method"], config)]
     assert make(code, method=f"{file}:make", options={"token": 7}).token == 7
     both = SpeculativeConfig.of({"method": [f"{file}:make", "suffix"]})
-    assert list(make_drafters(both, code, num_slots=1, max_length=256, device="cpu")) == both.methods
+    assert list(make_drafters(DrafterSetup(both, code, 1, 256, "cpu"))) == both.methods
     for wrong, words in ((f"{file}:other", "no attribute 'other'"), (f"{tmp_path}/gone.py:make", "No such file")):
         with pytest.raises(ValueError, match=words):
             make(code, method=wrong)
@@ -230,7 +230,7 @@ def test_a_method_is_added_in_one_place(code: Loaded, plain: list[str], monkeypa
     assert texts({"method": "wrong"}) == plain
     assert SpeculativeConfig.of({"method": "wrong"}).budget == Budget(3)
     ask = SpeculativeConfig.of({"method": "auto"})
-    made = make_drafters(ask, code, num_slots=1, max_length=256, device="cpu")
+    made = make_drafters(DrafterSetup(ask, code, 1, 256, "cpu"))
     assert list(made) == ["prediction", "suffix", "wrong", "draft_model"]
     setup = DrafterSetup(SpeculativeConfig(), code, 1, 64, "cpu")
     assert list(request_drafters(setup)) == ["prediction", "suffix", "ngram", "wrong"]

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from outrider import LLM, SamplingParams
 from outrider.drafters import make_drafters
-from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.config import DrafterSetup, SpeculativeConfig
 from outrider.drafters.heads.eagle import Pairs, eagle_model, read_eagle, survival
 from outrider.drafters.heads.files import open_head, own_head
 from outrider.drafters.heads.selftest import examine
@@ -56,7 +56,7 @@ def test_a_folder_is_enough(kind: str, tmp_path: Path) -> None:
     folder, method = str(head_folder(kind, tmp_path)), METHODS[kind].removesuffix("_qwen3").replace("dflash2", "dflash")
     assert SpeculativeConfig.of({"model": folder}).method == method
     ask = SpeculativeConfig.of({"method": "auto", "model": folder})
-    auto = make_drafters(ask, TARGET, num_slots=1, max_length=64, device="cpu")
+    auto = make_drafters(DrafterSetup(ask, TARGET, 1, 64, "cpu"))
     assert list(auto) == ["prediction", "suffix", method]
     assert 0 < level_cost(method, auto[method], TARGET.model) < 1
     tried = dict(candidates(TuneInputs(TARGET.weights, folder), None))
@@ -97,22 +97,22 @@ def test_auto_uses_a_head_where_the_package_has_one(tmp_path: Path, monkeypatch:
     ask = SpeculativeConfig.of({"method": "auto"})
 
     def drafters() -> list[str]:
-        return list(make_drafters(ask, target, num_slots=1, max_length=64, device="cpu"))
+        return list(make_drafters(DrafterSetup(ask, target, 1, 64, "cpu")))
 
     assert "eagle" not in drafters()
     by_name = SpeculativeConfig.of({"method": "eagle"})
     with pytest.raises(ValueError, match="this package has none for builtin:small"):
-        make_drafters(by_name, target, num_slots=1, max_length=64, device="cpu")
+        make_drafters(DrafterSetup(by_name, target, 1, 64, "cpu"))
     monkeypatch.setattr("outrider.models.builtin.shipped.data_folder", lambda: tmp_path)
     heads = tmp_path / "heads"
     heads.mkdir()
     copied("eagle31", heads).rename(heads / "small")
     assert "eagle" in drafters()
-    assert list(make_drafters(by_name, target, num_slots=1, max_length=64, device="cpu")) == ["eagle"]
+    assert list(make_drafters(DrafterSetup(by_name, target, 1, 64, "cpu"))) == ["eagle"]
     with pytest.raises(
         ValueError, match='"medusa" needs the folder of a trained head'
     ):  # the package's is of another kind
-        make_drafters(SpeculativeConfig.of({"method": "medusa"}), target, num_slots=1, max_length=64, device="cpu")
+        make_drafters(DrafterSetup(SpeculativeConfig.of({"method": "medusa"}), target, 1, 64, "cpu"))
     assert own_head("builtin:small") == heads / "small"
     assert own_head("builtin:other") is own_head("small") is own_head("builtin:") is None
 

@@ -28,7 +28,7 @@ from outrider import SamplingParams
 from outrider.control import Fixed
 from outrider.core.types import Array
 from outrider.drafters import make_drafters
-from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.config import DrafterSetup, SpeculativeConfig
 from outrider.drafters.heads.eagle import Pairs
 from outrider.drafters.heads.features import NativePairs
 from outrider.drafters.heads.mtp import mtp_model
@@ -246,7 +246,7 @@ def test_gguf_files_and_packs(folders: dict[str, Path], gguf: Path, tmp_path: Pa
     pack(str(gguf), tmp_path / "pack")
     found = []
     for loaded in (file, load(str(tmp_path / "pack"), device="cpu")):
-        made = make_drafters(SpeculativeConfig.of({"method": "auto"}), loaded, num_slots=1, max_length=64, device="cpu")
+        made = make_drafters(DrafterSetup(SpeculativeConfig.of({"method": "auto"}), loaded, 1, 64, "cpu"))
         assert list(made)[-1] == "mtp"
         model = mtp_model(loaded, 64)
         assert isinstance(model, NativePairs)
@@ -318,7 +318,7 @@ def test_a_target_with_recurrent_layers(tmp_path: Path) -> None:
 def test_it_is_found(folders: dict[str, Path]) -> None:
     loaded = target(folders["glm4_moe"], "glm4_moe")
     assert loaded.has_mtp
-    auto = make_drafters(SpeculativeConfig.of({"method": "auto"}), loaded, num_slots=1, max_length=64, device="cpu")
+    auto = make_drafters(DrafterSetup(SpeculativeConfig.of({"method": "auto"}), loaded, 1, 64, "cpu"))
     assert list(auto)[-1] == "mtp"
     # the weights of a token, and two of four experts; the output head is the target's, and both read it
     read = {
