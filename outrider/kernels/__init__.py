@@ -9,7 +9,7 @@ from outrider.kernels import cpu
 
 # The version of the native path's arithmetic, from weights to tokens. It is in every fingerprint. Raise it with each change after
 # which a text of the native path may have other bits: kernels, packing, rotary tables, sampling, noise.
-ARITHMETIC = 2
+ARITHMETIC = 3
 
 
 def why_no_kernels(device: object) -> str | None:
