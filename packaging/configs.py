@@ -81,9 +81,16 @@ def _row(kind: type[PretrainedConfig], name: str) -> dict[str, Any]:
     given = {f.name: f.default for f in dataclasses.fields(kind) if f.name not in (*_FORGOTTEN, *_COMMON)}
     given = {n: None if value is dataclasses.MISSING else value for n, value in given.items()}
     theta = kind.default_theta if isinstance(kind.default_theta, float | int) else None
+    made: Any = kind()
+    if (share := getattr(made, "partial_rotary_factor", None)) is not None:
+        given["partial_rotary_factor"] = share
+    follows = {"rope_theta": theta, "max_position_embeddings": getattr(made, "max_position_embeddings", None)}
+    rotary = getattr(made, "rope_parameters", None) or {}
+    rotary = {n: v for n, v in rotary.items() if n != "partial_rotary_factor" and follows.get(n, made) != v}
     row = {
         "class": name,
         "theta": theta,
+        "rotary": rotary,
         "names": names,
         "settings": {names.get(n, n): value for n, value in given.items()},
     }

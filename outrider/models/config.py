@@ -20,22 +20,6 @@ TABLE = Path(__file__).parents[1] / "data" / "configs.json"
 TEXT_KINDS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 _LAYERS = {"mamba": "linear_attention", "attention": "full_attention"}  # old names of kinds of layers
 _SCALED = ("llama3", "yarn", "longrope")  # rotary types that know the length of the training texts
-_ROTATED = {  # the part of a head that is rotated, where no setting says it
-    **dict.fromkeys(("bamba", "glm", "glm4", "glm4_moe", "nemotron", "phi"), 0.5),
-    **dict.fromkeys(("stablelm", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), 0.25),
-}
-_THETAS = {"gemma3_text": {"full_attention": 1e6, "sliding_attention": 1e4}}
-_THETAS["olmo3"] = dict.fromkeys(_THETAS["gemma3_text"], 5e5)
-_SPREAD = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-_GROWN = {"type": "yarn", "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0}
-_ROTARIES: dict[str, dict[str, Any]] = {  # where no setting says them
-    "gpt_oss": _SPREAD | {"original_max_position_embeddings": 4096},
-    "ministral3": _GROWN | {"rope_theta": 1e6, "original_max_position_embeddings": 16384, "llama_4_scaling_beta": 0.1},
-    "gemma4_text": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-    },
-}
 # Each so many layers there is one that attends to the whole text; the name of the number in old configurations.
 _EVERY: dict[str, tuple[int, str]] = {
     "cohere2": (4, "sliding_window_pattern"),
@@ -199,7 +183,7 @@ def _made(kind: str, given: Mapping[str, Any]) -> Config:
     if isinstance(layers, list) and len(layers) != c.get("num_hidden_layers", len(layers)):
         raise ValueError(f"num_hidden_layers is {c['num_hidden_layers']}, and layer_types names {len(layers)} layers")
     if "rope_parameters" in defaults:
-        _turn(kind, c, row["theta"])
+        _turn(kind, c, row["rotary"], row["theta"])
     return Config(row["class"], c | {"model_type": kind}, names, derived)
 
 
@@ -378,27 +362,25 @@ _MORE: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
 }
 
 
-def _turn(kind: str, c: dict[str, Any], theta: float | None) -> None:
-    """Write `rope_parameters` in one form: those of all layers, or of each kind of layers, with all that says how they turn."""
-    scaling, said = c.pop("rope_scaling", None), c.pop("rope_theta", None)
-    rotary = c["rope_parameters"] if c["rope_parameters"] is not None else copy.deepcopy(_ROTARIES.get(kind))
+def _turn(kind: str, c: dict[str, Any], usual: dict[str, Any], theta: float | None) -> None:
+    """Write `rope_parameters` in one form: those of all layers, or of each kind of layers, with all that says how they turn.
+
+    usual: where no setting says them."""
+    scaling, said, rotary = c.pop("rope_scaling", None), c.pop("rope_theta", None), c["rope_parameters"]
     if kind == "gemma4_text":
-        c["rope_parameters"] = rotary
+        c["rope_parameters"] = copy.deepcopy(usual) if rotary is None else rotary
         return
-    if kind == "ministral3" and c["rope_parameters"] is None:
-        rotary = {**(rotary or {}), "max_position_embeddings": c["max_position_embeddings"]}
-    if kind in _ROTATED:
-        c.setdefault("partial_rotary_factor", _ROTATED[kind])
-    if kind in _THETAS:
-        rotary = {name: {"rope_type": "default"} for name in _THETAS[kind]} if rotary is None else rotary
-        rotary["full_attention"] = {**(rotary.get("full_attention") or {"rope_type": "default"}), **(scaling or {})}
-        rotary["sliding_attention"] = rotary.get("sliding_attention") or {"rope_type": "default"}
+    if kind == "ministral3" and rotary is None:
+        usual = {**usual, "max_position_embeddings": c["max_position_embeddings"]}
+    if "full_attention" in usual:
         thetas = {"full_attention": said, "sliding_attention": c.pop("rope_local_base_freq", None)}
-        for name, usual in _THETAS[kind].items():
-            rotary[name].setdefault("rope_theta", usual if thetas[name] is None else thetas[name])
+        rotary = dict(rotary or {})
+        for name, own in usual.items():
+            more = (scaling or {}) if name == "full_attention" else {}
+            rotary[name] = {**(rotary.get(name) or {"rope_type": "default"}), **more}
+            rotary[name].setdefault("rope_theta", own["rope_theta"] if thetas[name] is None else thetas[name])
     else:
-        rotary = scaling or rotary or {}
-    rotary: Any = rotary
+        rotary = scaling or (copy.deepcopy(usual) if rotary is None else rotary)
     if not isinstance(rotary, dict):
         raise ValueError(f"rope_parameters are {rotary!r:.80}, and they must be settings by name")
     if kind == "phi3":
