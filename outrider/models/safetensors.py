@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -12,9 +12,8 @@ from outrider.models import checkpoint
 from outrider.models.checkpoint import Sizes, StoredTensor
 from outrider.models.config import Config, exact_tensors, optional_tensors
 from outrider.models.dtypes import DTYPES, STORED_DTYPES, dtype_name
-from outrider.models.matrix import rows_of
 from outrider.models.mtp import MTP, layer_in
-from outrider.models.tensors import Expert, Experts, Matrix, MissingTensor, missing_tensor
+from outrider.models.tensors import Expert, Experts, Matrix, MissingTensor, missing_tensor, stacked_experts
 
 # Names of older checkpoints -> those of the modules, by model type.
 _GRANITE = (
@@ -127,25 +126,14 @@ class FolderTensors:
         gated = f"{name}.gate_up_proj" in self
         first, last = f"{name}.{'gate_up' if gated else 'up'}_proj", f"{name}.down_proj"
         biased = self.has(f"{first}_bias") and self.has(f"{last}_bias")
-
-        def parts(whole: Any) -> tuple[Any, ...]:
-            half = whole.shape[0] // 2
-            cuts = (slice(0, None, 2), slice(1, None, 2)) if self._transposed else (slice(half), slice(half, None))
-            return tuple(rows_of(whole, cut) for cut in cuts) if gated else (whole,)
-
-        def read(i: int) -> Expert:
-            expert = Expert(parts(self._of_stack(first, i)), self._of_stack(last, i))
-            if not biased:
-                return expert
-            more: Any = parts(self._of_stack(f"{first}_bias", i)), self._of_stack(f"{last}_bias", i)
-            return expert._replace(up_biases=more[0], down_bias=more[1])
-
         (count, rows, columns), _ = self.shape(first), self.shape(last)
-        rows, columns = (columns, rows) if self._transposed else (rows, columns)
-        return Experts((count, rows // (2 if gated else 1), columns), gated, read)
+        shape = (count, columns, rows) if self._transposed else (count, rows, columns)
+        each = partial(self._of_stack, name)
+        return stacked_experts(each, shape, gated=gated, alternate=self._transposed, biased=biased)
 
-    def _of_stack(self, name: str, index: int) -> Matrix:
+    def _of_stack(self, mixture: str, part: str, index: int) -> Matrix:
         """A matrix [out, in] or a bias of one expert."""
+        name = f"{mixture}.{part}"
         values = self._cast(name, self.stored(name)[index])
         return values.T if self._transposed else values
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from outrider.kernels.blocks import Blocks
+from outrider.models.matrix import rows_of
 
 Matrix = np.ndarray | Blocks
 
@@ -35,6 +36,34 @@ class Experts:
 
     def __iter__(self) -> Iterator[Expert]:
         return map(self.read, range(self.shape[0]))
+
+
+def stacked_experts(
+    get: Callable[[str, int], Any], shape: tuple[int, ...], *, gated: bool, alternate: bool, biased: bool
+) -> Experts:
+    """Experts that are in one tensor for each part: gate and up, or up alone, and down.
+
+    Args:
+        get: a matrix [out, in] or a bias of one expert: ("down_proj", its number).
+        shape: (count, rows of gate and up, columns).
+        gated: they have a gate.
+        alternate: the rows of gate and up alternate. Else they follow one another.
+        biased: they have biases.
+    """
+    first, (count, rows, columns) = "gate_up_proj" if gated else "up_proj", shape
+
+    def parts(whole: Any) -> tuple[Any, ...]:
+        half = whole.shape[0] // 2
+        cuts = (slice(0, None, 2), slice(1, None, 2)) if alternate else (slice(half), slice(half, None))
+        return tuple(rows_of(whole, cut) for cut in cuts) if gated else (whole,)
+
+    def read(i: int) -> Expert:
+        expert = Expert(parts(get(first, i)), get("down_proj", i))
+        if not biased:
+            return expert
+        return expert._replace(up_biases=parts(get(f"{first}_bias", i)), down_bias=get("down_proj_bias", i))
+
+    return Experts((count, rows // 2 if gated else rows, columns), gated, read)
 
 
 class MissingTensor(KeyError, ValueError):

@@ -7,8 +7,9 @@ place of the output of the last layer it gives that of the final norm. So taps a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,6 @@ class ForwardState:
         self.nodes: Nodes | None = None
         self.attended: set[int] = set()  # layers that our attention computed
         self.windows: dict[int, int | None] = {}  # layer -> its window, as the survey found it
-        self._long: bool | None = None
 
     @contextmanager
     def running(self, nodes: Nodes) -> Iterator[None]:
@@ -45,11 +45,6 @@ class ForwardState:
             yield
         finally:
             self.nodes = None
-
-    def turns_to(self, long: bool) -> bool:
-        """Whether rotary embeddings had their factors for texts of another kind: long, or not."""
-        before, self._long = self._long, long
-        return before is not long
 
 
 def _attention(
@@ -146,46 +141,29 @@ class LayerStack:
         All taps but FINAL_NORM, which is the last of the `hidden_states` that transformers returns. Taps of a part count its
         layers. Raises ValueError for a tap that the model does not have.
         """
-        if self._part is None:
-            with self._recorded(taps) as hidden:
-                yield hidden
-            return
-        (owner, name), whole, config = self.place(), self.layers(), self._model.config.get_text_config()
-        setattr(owner, name, self._part)
-        config.num_hidden_layers = len(self._part)  # some models slice their list by this number
-        try:
-            with self._recorded(taps) as hidden:
-                yield hidden
-        finally:
-            setattr(owner, name, whole)
-            config.num_hidden_layers = self.num_layers
-
-    @contextmanager
-    def _recorded(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
         hidden: dict[int, Tensor] = {}
-        if not taps:
-            yield hidden
-            return
-        layers = self.layers()
-        check_taps(taps, len(layers))
 
-        def keep_output(tap: int) -> Any:
-            def hook(_: nn.Module, __: Any, out: Any) -> None:
-                hidden[tap] = out[0] if isinstance(out, tuple) else out
-
-            return hook
+        def keep_output(tap: int, _: nn.Module, __: Any, out: Any) -> None:
+            hidden[tap] = out[0] if isinstance(out, tuple) else out
 
         def keep_input(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             hidden[EMBEDDING] = args[0] if args else options["hidden_states"]
 
-        handles = [layers[t].register_forward_hook(keep_output(t)) for t in set(taps) if t >= 0]
-        if EMBEDDING in taps:
-            handles.append(layers[0].register_forward_pre_hook(keep_input, with_kwargs=True))
-        try:
+        with ExitStack() as back:
+            if self._part is not None:
+                (owner, name), config = self.place(), self._model.config.get_text_config()
+                back.callback(setattr, owner, name, self.layers())
+                back.callback(setattr, config, "num_hidden_layers", self.num_layers)
+                setattr(owner, name, self._part)
+                config.num_hidden_layers = len(self._part)  # some models slice their list by this number
+            if taps:
+                layers = self.layers()
+                check_taps(taps, len(layers))
+                handles = [layers[t].register_forward_hook(partial(keep_output, t)) for t in set(taps) if t >= 0]
+                handles.append(layers[0].register_forward_pre_hook(keep_input, with_kwargs=True))
+                for handle in handles:
+                    back.enter_context(handle)
             yield hidden
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _attends(layer: nn.Module) -> bool:

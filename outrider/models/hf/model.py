@@ -220,8 +220,6 @@ class HFModel(LanguageModel):
         first = parameters.get("original_max_position_embeddings")
         first = first or getattr(rope, "original_max_seq_len", None) or self.max_length
         long = length > first
-        if not self._call.turns_to(long):
-            return
         for rope, kind in self._ropes:
             at = torch.tensor([[length - 1 if long else 0]], device=self.device)
             rope.rope_type = kind
@@ -365,18 +363,13 @@ def _activations_float32_(model: nn.Module) -> None:
 
     Plain embeddings are large, so they keep their precision and only the looked-up rows are converted.
     """
-    done: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if type(module) is nn.Embedding and module.weight.dtype != torch.float32:
             module.register_forward_hook(lambda _, __, out: out.float())
             continue
-        for name, p in module._parameters.items():
-            if p is not None and p.is_floating_point() and p.dtype != torch.float32:
-                p = done.setdefault(id(p), nn.Parameter(p.detach().float(), requires_grad=False))
-                module._parameters[name] = p
-        for name, b in module._buffers.items():
-            if b is not None and b.is_floating_point() and b.dtype != torch.float32:
-                module._buffers[name] = b.float()
+        for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if t.is_floating_point():
+                t.data = t.data.float()
 
 
 __all__ = ["HFModel", "UnsupportedModel", "refuse", "shared_copy"]

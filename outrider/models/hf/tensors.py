@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from outrider.models.config import Config, config_of
 from outrider.models.dtypes import dtype_name
 from outrider.models.hf.arrays import as_array
 from outrider.models.native.program import NotNative
-from outrider.models.tensors import Expert, Experts
+from outrider.models.tensors import Experts, stacked_experts
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -58,27 +57,16 @@ class ModuleTensors:
 
     def experts(self, name: str) -> Experts:
         module: Any = self.raw.get_submodule(name)
-        count, hidden, width = module.down_proj.shape
-        if module.is_transposed:
+        transposed, (count, hidden, width) = module.is_transposed, module.down_proj.shape
+
+        def get(part: str, i: int) -> np.ndarray:
+            values = getattr(module, part)[i]
+            return as_array(values.T if transposed and values.dim() == 2 else values)
+
+        if transposed:
             hidden, width = width, hidden
-        return Experts((count, width, hidden), module.has_gate, partial(_expert, module))
+        shape = count, width * (2 if module.has_gate else 1), hidden
+        return stacked_experts(get, shape, gated=module.has_gate, alternate=transposed, biased=module.has_bias)
 
     def check(self, further: bool = True) -> None:
         """All that a class of transformers has was asked for by its family, or `outrider.models.hf.checked` would differ."""
-
-
-def _expert(module: Any, index: int) -> Expert:
-    """The matrices [out, in] and biases of an expert. Rows of gate and up alternate where they are transposed."""
-
-    def parts(name: str) -> tuple[Any, Any]:
-        values, bias = getattr(module, name)[index], getattr(module, f"{name}_bias")[index] if module.has_bias else None
-        matrix, half = as_array(values.T if module.is_transposed else values), values.shape[module.is_transposed] // 2
-        cuts = [slice(half), slice(half, None)]
-        if not name.startswith("gate"):
-            cuts = [slice(None)]
-        elif module.is_transposed:
-            cuts = [slice(0, None, 2), slice(1, None, 2)]
-        return tuple(matrix[cut] for cut in cuts), None if bias is None else tuple(as_array(bias)[cut] for cut in cuts)
-
-    (up, up_biases), ([down], last) = parts("gate_up_proj" if module.has_gate else "up_proj"), parts("down_proj")
-    return Expert(up, down, up_biases, last and last[0])

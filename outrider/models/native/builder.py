@@ -1,7 +1,7 @@
 """Builds the program of a model's forward, op by op.
 
 A family writes its forward with a `Builder`. Each call adds one op, and returns the value that the op makes. Weights come from a
-`WeightSource` by the names of their modules, so a family does not know where they are kept.
+`TensorSource` by the names of their modules, so a family does not know where they are kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outrider.kernels.cpu.library import (
 from outrider.kernels.cpu.packed import LANES, MOST, rounded
 from outrider.models.base import FINAL_NORM
 from outrider.models.native.program import AngleTable, NotNative, Op, Program, Value
-from outrider.models.native.weights import WeightSource
+from outrider.models.native.weights import StoredSource, TensorSource
 from outrider.models.rotary import power
 
 # By the names that configurations and families have for them: the finish of a linear over gate and up, and so on.
@@ -62,7 +62,7 @@ class Builder:
         layer: the one that is being built; -1 outside of layers.
     """
 
-    source: WeightSource
+    source: TensorSource | StoredSource
     layer: int = -1
     _ops: list[Op] = field(default_factory=list)
     _widths: list[int] = field(default_factory=list)
@@ -195,21 +195,20 @@ class Builder:
         if frequencies is None or frequencies.ndim != 1:
             raise NotNative(f"it has no frequencies {name}inv_freq")
         factor = float(self.source.number(f"{name}attention_scaling", 1.0))
-        return self._long_angles(settings or {}, factor) if kind == "longrope" else self.angles(frequencies, factor)
+        number = self.angles(frequencies, factor)
+        if kind == "longrope":
+            self._angles[number] = self._with_long(self._angles[number], settings or {})
+        return number
 
-    def _long_angles(self, settings: Mapping[str, Any], factor: float) -> int:
+    def _with_long(self, short: AngleTable, settings: Mapping[str, Any]) -> AngleTable:
         """LongRoPE: the longest text that a cache may hold chooses the frequencies, as in vLLM and `HFModel`. If a text chose,
         its earlier keys would have other frequencies, and a node would depend on how its prompt was cut."""
-        parts = [np.array(settings[f"{n}_factor"], np.float32) for n in ("short", "long")]
-        if parts[0].ndim != 1 or parts[0].shape != parts[1].shape:
+        factors = np.array(settings["long_factor"], np.float32)
+        if factors.shape != short.inv_freq.shape:
             raise ValueError("LongRoPE has two lists of factors of one length")
-        dim = 2 * len(parts[0])
-        powers = power(float(settings["rope_theta"]), np.arange(0, dim, 2, dtype=np.float32) / dim)
-        short, long = (1.0 / (part * powers) for part in parts)
-        number = self.angles(short, factor)
-        first = int(settings["original_max_position_embeddings"])
-        self._angles[number] = replace(self._angles[number], long=long, first=first)
-        return number
+        exponents = np.arange(0, 2 * len(factors), 2, dtype=np.float32) / (2 * len(factors))
+        long = 1.0 / (factors * power(float(settings["rope_theta"]), exponents))
+        return replace(short, long=long, first=int(settings["original_max_position_embeddings"]))
 
     def grown(self, table: int, beta: float, every: int, length: int) -> int:
         """The number of a table like another one, with a factor of 1 + beta * ln(1 + position // every) up to a length."""

@@ -60,45 +60,6 @@ class Tensors(Protocol):
         ...
 
 
-class WeightSource(Protocol):
-    """Gives weights by the names of modules. Raises KeyError for a name that is not there.
-
-    vocab_size: tokens of the model. head_ids: int64 [n], ascending: the tokens that its output head keeps; None for all.
-    """
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def head_ids(self) -> np.ndarray | None: ...
-
-    def matrix(self, *names: str, paired: bool = False) -> Packed:
-        """The linears of these names side by side, with their biases. paired: gate and up, see `Packed`; one
-        name is of a linear that has both."""
-        ...
-
-    def table(self, name: str) -> Packed | np.ndarray:
-        """An embedding: packed, or floats [vocab, hidden]."""
-        ...
-
-    def experts(self, name: str) -> Sequence[Packed]:
-        """Of a mixture: gate and up side by side (paired), or up alone, and then down, of each expert in turn."""
-        ...
-
-    def latent(self, name: str, heads: int, keys: int) -> Sequence[Packed]:
-        """Of the linear that makes the keys and values of all heads of a latent: [heads * latent, keys], which takes a query of a
-        head to the latent, and [heads * values, latent]. keys: numbers of a key."""
-        ...
-
-    def tensor(self, name: str) -> np.ndarray | None:
-        """A parameter or buffer as contiguous float32; None if there is none."""
-        ...
-
-    def number(self, name: str, default: Any = None) -> Any:
-        """A number that goes with a tensor, such as `model.rotary_emb.attention_scaling`."""
-        ...
-
-
 class Facts:
     """The settings that a family reads, remembered for packs. `facts.x` is setting x of the configuration.
 
@@ -123,7 +84,8 @@ class Facts:
 
 
 class TensorSource:
-    """The tensors of a checkpoint. Its matrices are packed when they are asked for.
+    """The weights of a program by the names of modules, from the tensors of a checkpoint. Matrices are packed when they are asked
+    for. Raises KeyError for a name that is not there.
 
     Args:
         tensors: of the checkpoint.
@@ -159,6 +121,8 @@ class TensorSource:
         return part
 
     def matrix(self, *names: str, paired: bool = False) -> Packed:
+        """The linears of these names side by side, with their biases. paired: gate and up, see `Packed`; one name is of a linear
+        that has both."""
         if names == (_HEAD,) and not (self._prefix and self._has(_HEAD)):
             return self.named[_HEAD]  # packed with the embedding
         matrices = [self._get(f"{name}.weight") for name in names]
@@ -172,6 +136,7 @@ class TensorSource:
         return self._keep(names[0], packed(matrices, kind, biases, paired=paired))
 
     def table(self, name: str) -> Packed | np.ndarray:
+        """An embedding: packed, or floats [vocab, hidden]."""
         if self._prefix and not self._has(name):
             return self.named[name]
         if _HEAD not in self.named:
@@ -179,6 +144,7 @@ class TensorSource:
         return self._keep(name, _table(self._get(f"{name}.weight")))
 
     def experts(self, name: str) -> Sequence[Packed]:
+        """Of a mixture: gate and up side by side (paired), or up alone, and then down, of each expert in turn."""
         mixture = self.tensors.experts(self._prefix + name)
         if self.packing == "gguf" and mixture.stored is not None:
             self.named[self._prefix + name] = mixture.stored
@@ -193,6 +159,8 @@ class TensorSource:
         return matrices
 
     def latent(self, name: str, heads: int, keys: int) -> Sequence[Packed]:
+        """Of the linear that makes the keys and values of all heads of a latent: [heads * latent, keys], which takes a query of a
+        head to the latent, and [heads * values, latent]. keys: numbers of a key."""
         if self._has(f"{name}.{LATENT[0]}"):
             matrices = [self._get(f"{name}.{part}.weight") for part in LATENT]
         else:
@@ -207,6 +175,7 @@ class TensorSource:
         ]
 
     def tensor(self, name: str) -> np.ndarray | None:
+        """A parameter or buffer as contiguous float32; None if there is none."""
         if self.tensors.has(self._prefix + name):
             values = np.array(dense(self._get(name)), order="C")  # a copy, so that no file stays mapped
             return self._keep(name, values)
@@ -214,6 +183,7 @@ class TensorSource:
         return self._keep(name, rotary.of_config(self.config, kind.rstrip("_"))[0]) if is_angles else None
 
     def number(self, name: str, default: Any = None) -> Any:
+        """A number that goes with a tensor, such as `model.rotary_emb.attention_scaling`."""
         kind, is_scale, _ = name.rpartition(".")[2].rpartition("attention_scaling")
         self.facts[name] = rotary.of_config(self.config, kind.rstrip("_"))[1] if is_scale else default
         return self.facts[name]
@@ -265,7 +235,7 @@ def _table(matrix: Matrix) -> Packed | np.ndarray:
 
 
 class StoredSource:
-    """A pack: packed matrices and tensors by the names of their modules, and the facts that were read when it was made."""
+    """As `TensorSource`, of a pack: packed matrices and tensors by the names of their modules, and facts that go with them."""
 
     head_ids = None
 
@@ -273,7 +243,6 @@ class StoredSource:
         self.facts, self.named, self.vocab_size = facts, named, vocab_size
 
     def part(self, name: str) -> StoredSource | None:
-        """As in `TensorSource`."""
         start, named = f"{name}.", self.named
         if not any(n.startswith(start) for n in named):
             return None

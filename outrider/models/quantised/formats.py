@@ -7,7 +7,7 @@ A matrix that a checkpoint leaves in floats has a plain `weight`, whatever the s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -98,18 +98,6 @@ def _mxfp4(values: ndarray, scales: ndarray) -> ndarray | None:
 def _nibbles(values: ndarray) -> ndarray:
     """uint8 [..., 32] of 0 to 15 -> uint8 [..., 16]: the first half in the low bits, the second in the high ones."""
     return values[..., :16] | (values[..., 16:] << 4)
-
-
-def joined(weights: Sequence[QuantisedWeight]) -> QuantisedWeight:
-    """Matrices of one format over the same inputs, one below the other."""
-    first = weights[0]
-    if any(w.tile != 1 or not np.array_equal(w.group, first.group) for w in weights):  # then each number has its scale
-        each = np.arange(first.shape[1])
-        scales = [w.scales[np.arange(w.shape[0]) // w.tile].astype(np.float32)[:, w.group] for w in weights]
-        values = np.concatenate([w.values.astype(np.float32) for w in weights])
-        return QuantisedWeight(values, np.concatenate(scales), each)
-    values, scales = np.concatenate([w.values for w in weights]), np.concatenate([w.scales for w in weights])
-    return QuantisedWeight(values, scales, first.group)
 
 
 class Format(NamedTuple):

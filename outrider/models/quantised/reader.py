@@ -107,10 +107,10 @@ class QuantisedTensors(FolderTensors):
     def _kept(self, weight: QuantisedWeight) -> Matrix:
         return weight.dense(self.dtype) if (blocks := weight.blocks()) is None else blocks
 
-    def _of_stack(self, name: str, index: int) -> Matrix:
-        if name not in self._mxfp4:
-            return super()._of_stack(name, index)
-        blocks, scales = (self.stored(f"{name}_{part}")[index] for part in ("blocks", "scales"))
+    def _of_stack(self, mixture: str, part: str, index: int) -> Matrix:
+        if (name := f"{mixture}.{part}") not in self._mxfp4:
+            return super()._of_stack(mixture, part, index)
+        blocks, scales = (self.stored(f"{name}_{kind}")[index] for kind in ("blocks", "scales"))
         return self._kept(mxfp4(blocks, scales, f"{name}_scales"))
 
     def check(self, further: bool = True) -> None:
