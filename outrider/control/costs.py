@@ -91,20 +91,20 @@ class Costs:
     """
 
     def __init__(self, model: CostModel) -> None:
-        self.model = model
-        self.stand(0.0)
+        self.model, self.behind, self._attention = model, 0.0, 0.0
         self._base = [model.forward(max(n, 1)) for n in range(MOST + 1)]
         self._logs, self._seen = [0.0] * 5, [0.0] * 5  # corrections at 1, 4, 16, 64 and 256 nodes, and their steps
         self._paces = {("", 1): (0.0, 0.0)}  # corrections of the target and of drafters, and steps
         self._pace, self._bent = (
             1.0,
-            list[float](),
-        )  # that of the target; seconds by nodes, corrected, as far as asked for
+            dict[int, float](),
+        )  # that of the target; corrected seconds by nodes, where asked for
 
     def stand(self, behind: float) -> None:
         """Steps are weighed behind so many tokens of a text from now on. Attention over them takes time in proportion."""
-        self.behind = behind
-        self._attention = self.model.attention * tokens_read(self.model.windows, behind)
+        if behind != self.behind:
+            self.behind = behind
+            self._attention = self.model.attention * tokens_read(self.model.windows, behind)
 
     def forward(self, nodes: float) -> float:
         """Seconds of a step without its draft, over so many nodes of all its sequences."""
@@ -112,13 +112,14 @@ class Costs:
 
     def forwards(self, nodes: float, count: int) -> list[float]:
         """`forward` of so many nodes, of one more, and so on: `count` of them."""
-        first, last, logs, bent = round(nodes), round(nodes) + count, self._logs, self._bent
-        for n in range(len(bent), last):
-            at, share = _PLACES[min(n, MOST)]
-            base = self._base[min(n, MOST)] * max(n / MOST, 1.0)
-            bent.append(base * math.exp(logs[at] + share * (logs[at + 1] - logs[at])))
-        pace, attention = self._pace, self._attention
-        return [pace * (seconds + attention * n) for n, seconds in enumerate(bent[first:last], first)]
+        out, first, logs, bent = list[float](), round(nodes), self._logs, self._bent
+        for n in range(first, first + count):
+            if (seconds := bent.get(n)) is None:
+                at, share = _PLACES[min(n, MOST)]
+                base = self._base[min(n, MOST)] * max(n / MOST, 1.0)
+                bent[n] = seconds = base * math.exp(logs[at] + share * (logs[at + 1] - logs[at]))
+            out.append(self._pace * (seconds + self._attention * n))
+        return out
 
     def call(self, name: str, rows: int) -> tuple[float, float]:
         """Seconds of a draft of one level for so many sequences together, and of each level more. Before it was seen for so many,

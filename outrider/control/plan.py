@@ -107,6 +107,7 @@ class StepForecast(NamedTuple):
     seconds: float  # of drafting
     around: float  # seconds around a draft
     forwards: Sequence[float]  # seconds of the rest, with 0, 1, ... nodes more
+    node: float = 0.0  # of these, a node of the largest draft adds so many
 
     def best(self, name: str, accepted: float, survival: Sequence[float], drafting: Sequence[float] = ()) -> Choice:
         """The prefix of a draft with which the step is fastest.

@@ -170,12 +170,18 @@ class Planner:
             views: What is known of the sequences.
             waiting: Sequences whose prompts are not read yet. A draft delays them.
         """
-        self.costs.stand(sum(view.length for view in views) / max(len(views), 1))
-        asked, plans = {name: sum(name in v.missing for v in views) for v in views for name in v.missing}, list[Plan]()
-        for _ in views[:2]:  # a draft for several sequences costs little more than one for one: how many share it?
-            plans = [self._plan(view, len(views) - 1, waiting, asked) for view in views]
+        self.costs.stand(sum([view.length for view in views]) / max(len(views), 1))
+        others, asked = len(views) - 1, dict[str, int]()
+        for view in views:
+            for name in view.missing:
+                asked[name] = asked.get(name, 0) + 1
+        plans = [self._plan(view, others, waiting, asked) for view in views]
+        if others:  # a draft for several sequences costs little more than one for one: how many share it?
             asked |= {name: count for name in asked if (count := sum(plan.drafter == name for plan in plans))}
+            plans = [self._plan(view, others, waiting, asked) for view in views]
         readers = [(v.missing[plan.read[0]], v.slot) for v, plan in zip(views, plans, strict=True) if plan.read]
+        if len(readers) < 2:
+            return plans
         return [  # one sequence reads in a step, the others wait
             replace(plan, read=None) if plan.read and view.slot != min(readers)[1] else plan
             for view, plan in zip(views, plans, strict=True)
@@ -186,16 +192,20 @@ class Planner:
         budget = view.budget.clipped(view.left - 1)
         if budget.depth < 1 or budget.max_nodes < 1 or not (view.offers or view.missing):
             return Plan(None)
-        tokens, nodes, drafting = (others * usual for usual in self._usual)
-        forwards = self.costs.forwards(nodes + 1, view.budget.max_nodes + 1)
+        tokens, nodes, drafting = [others * usual for usual in self._usual]
         state, around = self._sequence(view.slot), 0.0 if others else self.around  # others have a plan anyway
-        step = StepForecast(tokens + waiting + 1, drafting, around, forwards)
-        plain = step.best("", 1.0, ())
         offers = {name: offer for name, offer in view.offers.items() if len(offer.nodes) > 1}
+        deepest, most = min(budget.depth, budget.max_nodes, DEEPEST) if view.missing else 0, view.budget.max_nodes
+        forwards = self.costs.forwards(
+            nodes + 1, max(deepest, *[len(offer.nodes) - 1 for offer in offers.values()], 0) + 1
+        )
+        node = max(self.costs.forward(round(nodes + 1) + most) - forwards[0], 0.0) / most
+        step = StepForecast(tokens + waiting + 1, drafting, around, forwards, node)
+        plain = step.best("", 1.0, ())
         why = [self._lookup(step, name, offer, state, budget.width) for name, offer in offers.items()]
         looked = best = max([plain, *why], key=attrgetter("speed"))
         for name in view.missing:
-            one = self._model(step, name, state, min(budget.depth, budget.max_nodes, DEEPEST), asked[name])
+            one = self._model(step, name, state, deepest, asked[name])
             verdict = self._refusal(view, state, one, looked, others)
             why.append(one := one._replace(verdict=verdict) if verdict else one)
             if not verdict and (one.speed > best.speed or (best is plain and view.slot not in self.depths)):
@@ -232,9 +242,8 @@ class Planner:
         accepted, calls = self._accepted(name, state), [call + level * k for k in range(most)]
         drafting = [max(min(one / asked, one - step.seconds), 0.0) + reading for one in calls]
         one = step.best(name, accepted, [accepted**k for k in range(1, most + 1)], drafting)
-        node = max(step.forwards[-1] - step.forwards[0], 0.0) / (len(step.forwards) - 1)
-        stop = min(MARGIN * one.speed * (level / asked + node) / accepted, _SURE)
-        return one._replace(stop=stop, least=one.speed * node)
+        stop = min(MARGIN * one.speed * (level / asked + step.node) / accepted, _SURE)
+        return one._replace(stop=stop, least=one.speed * step.node)
 
     def _refusal(self, view: View, state: SequenceAverages, one: Choice, looked: Choice, others: int) -> str:
         """Why a draft model or head does not draft for a sequence; "" if it may. looked: the best choice without it.

@@ -51,7 +51,7 @@ class Budget:
         if self.depth < 0 or self.width < 0 or (self.nodes is not None and self.nodes < 0) or self.min_probability < 0:
             raise ValueError(f"a budget cannot be negative, got {self}")
 
-    @property
+    @cached_property
     def max_nodes(self) -> int:
         return self.depth * self.width if self.nodes is None else self.nodes
 

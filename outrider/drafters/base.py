@@ -73,7 +73,7 @@ class TargetPass:
 
     def select(self, entries: Sequence[int]) -> TargetPass:
         """Some entries of the batch."""
-        if len(entries) == len(self.draft.tokens):
+        if len(entries) == len(self.draft.host):
             return self
         some = list(entries)
         return TargetPass(Draft(self.draft.tokens[some], self.draft.parents[some]), self.logits[some])

@@ -98,8 +98,9 @@ class PlannedDrafter(BaseDrafter):
 
     def propose(self, context: DraftContext) -> Draft:
         self._proposals, self._charges = {}, []
-        offered = self._offered(context)
-        views = [self._view(context, b, offered) for b in range(len(context.slots))]
+        every = [self._drafters(context, b) for b in range(len(context.slots))]
+        offered = self._offered(context, every)
+        views = [self._view(context, b, names, offered) for b, names in enumerate(every)]
         plans = self.planner.plan(views, context.waiting)
         for slot, tokens, plan in zip(context.slots, context.tokens, plans, strict=True):
             if plan.read is not None:
@@ -169,40 +170,43 @@ class PlannedDrafter(BaseDrafter):
         except Exception as error:
             self.lose(name, slots, error)
 
-    def _offered(self, context: DraftContext) -> dict[tuple[str, int], Proposal]:
-        """What lookups propose, by drafter and entry of the batch."""
+    def _drafters(self, context: DraftContext, b: int) -> Sequence[str]:
+        """The names of those that may draft for an entry of the batch now. The first token waits for no draft, unless drafts of
+        one length are asked for."""
+        slot, budget = context.slots[b], context.budgets[b]
+        began = len(context.tokens[b]) > context.prompt_lengths[b] or self._fixed(slot)
+        return self.of_slot(slot) if began and budget.depth and budget.max_nodes else ()
+
+    def _offered(self, context: DraftContext, every: Sequence[Sequence[str]]) -> dict[tuple[str, int], Proposal]:
+        """What lookups propose, by drafter and entry of the batch. every: the drafters of each entry."""
         offers, asking = dict[tuple[str, int], Proposal](), list[int]()
-        for b, (slot, budget) in enumerate(zip(context.slots, context.budgets, strict=True)):
-            forced = context.warp.histories[b].mask is not None
-            if budget.max_nodes and budget.depth and self._may(context, b) and self.planner.asks_lookups(slot, forced):
+        for b, (slot, history) in enumerate(zip(context.slots, context.warp.histories, strict=True)):
+            if every[b] and self.planner.asks_lookups(slot, history.mask is not None):
                 asking.append(b)
         for name in self.lookups if asking else ():
             if name != PREDICTION or any(context.predictions) or getattr(self.drafters[name], "prediction", True):
-                budgets = {b: context.budgets[b] for b in asking if name in self.of_slot(context.slots[b])}
+                budgets = {b: context.budgets[b] for b in asking if name in every[b]}
                 if budgets:
                     offers |= {(name, b): one for b, one in self._asked(name, context, budgets).items()}
         return offers
 
-    def _view(self, context: DraftContext, b: int, offered: Mapping[tuple[str, int], Proposal]) -> View:
-        """What the planner may know of an entry of the batch."""
+    def _view(
+        self, context: DraftContext, b: int, names: Sequence[str], offered: Mapping[tuple[str, int], Proposal]
+    ) -> View:
+        """What the planner may know of an entry of the batch. names: of its drafters."""
         slot, tokens, budget = context.slots[b], context.tokens[b], context.budgets[b]
         offers, missing, written = dict[str, Offer](), dict[str, int](), len(tokens) - context.prompt_lengths[b]
-        if budget.depth and budget.max_nodes and self._may(context, b):
-            for name in self.of_slot(slot):
-                if (name, b) in offered:
-                    offers[name] = offered[name, b].offer
-                elif name not in self.lookups and (written or len(tokens) <= RARELY):
-                    missing[name] = self._guarded(name, [slot], self.drafters[name].missing, slot, tokens) or 0
+        for name in names:
+            if (name, b) in offered:
+                offers[name] = offered[name, b].offer
+            elif name not in self.lookups and (written or len(tokens) <= RARELY):
+                missing[name] = self._guarded(name, [slot], self.drafters[name].missing, slot, tokens) or 0
         left = context.left[b] if context.left else budget.depth + 1
         return View(slot, written, left, budget, offers, missing, self._fixed(slot), len(tokens))
 
     def _fixed(self, slot: int) -> bool:
         """Drafts of this sequence have one length."""
         return self.planner.lengths is not None or slot in self.planner.depths
-
-    def _may(self, context: DraftContext, b: int) -> bool:
-        """The first token waits for no draft, unless drafts of one length are asked for."""
-        return len(context.tokens[b]) > context.prompt_lengths[b] or self._fixed(context.slots[b])
 
     def _asked(
         self, name: str, context: DraftContext, budgets: Mapping[int, Budget], views: Sequence[View] = ()

@@ -23,7 +23,7 @@ class Proposal:
     draft: Draft
     entry: int
 
-    @property
+    @cached_property
     def nodes(self) -> NodeList:
         return self.draft.host[self.entry]
 
@@ -70,8 +70,8 @@ def own_commit(commit: Commit, nodes: NodeList | None) -> Commit:
 
 def cut(made: Proposal, kept: Sequence[int]) -> Proposal:
     """A proposal with these of its nodes, besides the root."""
-    place = {0: 0} | {old: new for new, old in enumerate(kept, 1)}
-    return Proposal(draft_of([[made.nodes[0], *((made.nodes[n][0], place[made.nodes[n][1]]) for n in kept)]]), 0)
+    nodes, place = made.nodes, {0: 0} | {old: new for new, old in enumerate(kept, 1)}
+    return Proposal(draft_of([[nodes[0], *[(nodes[n][0], place[nodes[n][1]]) for n in kept]]]), 0)
 
 
 def legal(context: DraftContext, b: int, nodes: NodeList, kept: Sequence[int]) -> list[int]:

@@ -164,7 +164,8 @@ class _StepCall:
         self.given, (slots, taps, *_), program = given, given, step.program
         check_taps(taps, program.num_layers)
         batch, self.room = len(slots), 1 << (count - 1).bit_length()
-        self._count, self._rows, self._head, self._features = 0, batch, program.head.n, len(taps) * program.hidden
+        self._count, self._rows, self._width = 0, batch, len(taps) * program.hidden
+        self._logits, self.features = np.empty((batch * self.room, program.head.n), np.float32), None
         self._places = (ctypes.c_int32 * (2 * batch + len(taps)))(*slots, *[0] * batch, *taps)
         self._lengths = (ctypes.c_int32 * batch).from_buffer(self._places, 4 * batch)
         self._tokens, self._parents, self._paths = [(ctypes.c_int64 * (batch * self.room))() for _ in range(3)]
@@ -181,6 +182,7 @@ class _StepCall:
             rows=at,
             lengths=at + 4 * batch,
             cache=ctypes.addressof(kept.table),
+            logits=address(self._logits),
             taps=at + 8 * batch,
             batch=batch,
             capacity=cache.capacity,
@@ -197,10 +199,10 @@ class _StepCall:
         job, size = self.job, self._rows * count
         if count != self._count:
             self._count = job.nodes = count
-            self.logits, self.features = np.empty((self._rows, count, self._head), np.float32), None
-            job.logits, job.parents = address(self.logits), ctypes.addressof(self._parents) if count > 1 else None
-        if self._features:  # drafters keep them
-            self.features = np.zeros((self._rows, count, self._features), np.float32)  # padding is not written
+            self.logits = self._logits[: self._rows * count].reshape(self._rows, count, -1)
+            job.parents = ctypes.addressof(self._parents) if count > 1 else None
+        if self._width:  # drafters keep them
+            self.features = np.zeros((self._rows, count, self._width), np.float32)  # padding is not written
             job.features = address(self.features)
         self._lengths[:] = lengths
         if count == 1:
