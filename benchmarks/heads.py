@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig, Llama
 from benchmarks.forwards import read_context, some_tokens
 from benchmarks.ruler import markdown, parser, turns
 from outrider.core.types import Array, Budget, Commit
-from outrider.drafters.heads.block import BlockConfig, BlockLattice
+from outrider.drafters.heads.block import BlockConfig, BlockLattice, BlockModel
 from outrider.drafters.heads.eagle import EagleConfig, MaskedPairs, Pairs, eagle_model, eagle_shapes
 from outrider.drafters.heads.mtp import mtp_model
 from outrider.drafters.heads.reading import HeadWeights
@@ -238,7 +238,8 @@ def sides_of_kinds(depth: int, draft_vocab: int, folder: Path) -> Iterator[Side]
     yield Side(TreeDrafter(Pairs(eagle, 1, ROOM)), 3 * size, "EAGLE-3", *on_target)
     masked = EagleConfig(**common, num_layers=2, mask_token_id=5, parallel_drafts=depth)
     shapes = paired | layer_of(1, size) | {"mask_hidden": (1, 1, 3 * size)}
-    slots = MaskedPairs(HeadWeights(masked, random_weights(shapes), ids), target, 1, ROOM, "none")
+    head = HeadWeights(masked, random_weights(shapes), ids)
+    slots = MaskedPairs(head, eagle_model(head, target, ROOM, "none"), 1, ROOM)
     yield Side(TreeDrafter(slots), 3 * size, "P-EAGLE, 2 layers", *on_target)
     block = BlockConfig(
         **common,
@@ -256,7 +257,8 @@ def sides_of_kinds(depth: int, draft_vocab: int, folder: Path) -> Iterator[Side]
         "markov_head.markov_w2.weight": (draft_vocab, RANK), "confidence_head.proj.weight": (1, size),
     }  # fmt: skip
     shapes = layer_of(0, size) | layer_of(1, size) | ends | norms | tables
-    lattice = BlockLattice(HeadWeights(block, random_weights(shapes), ids), target, 1, ROOM, "none")
+    drafter = HeadWeights(block, random_weights(shapes), ids)
+    lattice = BlockLattice(drafter, BlockModel(drafter, target, ROOM, "none"), 1, ROOM)
     yield Side(TreeDrafter(lattice), 3 * size, "DSpark, 2 layers", *on_target)
     yield mtp(folder)
 

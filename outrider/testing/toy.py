@@ -17,23 +17,15 @@ class ToyModel(LanguageModel):
     """logits(context) = table[hash of the last `order` tokens].
 
     error: how much of another table is added. A model with the same seed and an error is a draft model for this one.
-    scale: standard deviation of the logits.
     """
 
     def __init__(
-        self,
-        vocab_size: int = 11,
-        order: int = 3,
-        seed: int = 0,
-        *,
-        error: float = 0.0,
-        scale: float = 2.0,
-        max_length: int = 512,
+        self, vocab_size: int = 11, order: int = 3, seed: int = 0, *, error: float = 0.0, max_length: int = 512
     ) -> None:
         self.vocab_size, self.order, self.max_length = vocab_size, order, max_length
         self.device = "cpu"
         self.batch_invariant = True
-        self.table = scale * np.random.default_rng(seed).standard_normal((997, vocab_size))
+        self.table = 2.0 * np.random.default_rng(seed).standard_normal((997, vocab_size))
         if error:
             self.table += error * np.random.default_rng(seed + 1).standard_normal((997, vocab_size))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.core.types import Array
-from outrider.drafters.heads.block import BlockLattice, read_block
+from outrider.drafters.heads.block import BlockLattice, BlockModel, read_block
 from outrider.drafters.heads.eagle import EagleConfig, MaskedPairs, Pairs, eagle_model, read_eagle
 from outrider.drafters.heads.features import HeadOutput, PairModel, last_nodes
 from outrider.drafters.heads.files import head_kind
@@ -74,7 +74,7 @@ def small_target(vocab_size: int = 128, hidden_size: int = 32, layers: int = 8) 
 
 def features(target: Loaded, tokens: list[int], taps: tuple[int, ...]) -> Array:
     """float [position, feature]: what the target gives for a text."""
-    nodes = Nodes(torch.tensor([tokens]), target.model.new_cache(1, len(tokens)), [0])
+    nodes = Nodes(np.array([tokens]), target.model.new_cache(1, len(tokens)), [0])
     out = target.model.forward(nodes, taps=taps, want="none").features
     assert out is not None
     return out[0]
@@ -100,7 +100,9 @@ def drafter_of(folder: Path, target: Loaded, slots: int = 4, **settings: Any) ->
     head = replace(read, config=replace(read.config, **settings))
     if kind in ("eagle3", "eagle1"):
         return TreeDrafter(Pairs(eagle_model(head, model, 256, "none"), slots, 256))
-    return TreeDrafter((MaskedPairs if kind == "peagle" else BlockLattice)(head, model, slots, 256, "none"))
+    if kind == "peagle":
+        return TreeDrafter(MaskedPairs(head, eagle_model(head, model, 256, "none"), slots, 256))
+    return TreeDrafter(BlockLattice(head, BlockModel(head, model, 256, "none"), slots, 256))
 
 
 def reduced(name: str, rows: int) -> dict[str, Array]:

@@ -81,10 +81,10 @@ def demo(
     """
     files = FileOptions(json_file=json_)
     files.check()
-    from outrider.drafters.heads.files import own_head
+    from outrider.drafters.heads.files import head_of
 
     chosen, model = model, model or default_model()
-    head = own_head(model) if drafts.draft_model is None else None
+    head = head_of(None, model) if drafts.draft_model is None else None
     draft_model = drafts.draft_model or (str(head) if head else own_draft(model))
     method = "suffix" if draft_model is None else None  # one cause for one effect
     config = SpeculationOptions(

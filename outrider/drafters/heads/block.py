@@ -328,17 +328,10 @@ class BlockLattice(Lattice):
         hidden: float32 [line, drafts, hidden], of the last block of each line.
     """
 
-    def __init__(
-        self,
-        head: HeadWeights[BlockConfig],
-        target: LanguageModel,
-        num_slots: int,
-        max_length: int,
-        quantization: str = "auto",
-    ) -> None:
+    def __init__(self, head: HeadWeights[BlockConfig], model: BlockModel, num_slots: int, max_length: int) -> None:
         """num_slots, max_length: slots of the cache, and tokens of each."""
-        config, self.model = head.config, BlockModel(head, target, max_length, quantization)
-        self.cache = self.model.new_cache(num_slots, max_length)
+        config, self.model = head.config, model
+        self.cache = model.new_cache(num_slots, max_length)
         self.features, self.taps = FeatureCache(self.cache, pairs=False), config.taps
         super().__init__(config.vocab_size, config.drafts, head.subset)
         self.first_order = config.markov_rank + config.selector_rank > 0
@@ -367,4 +360,6 @@ class BlockLattice(Lattice):
 
 
 def from_setup(setup: DrafterSetup) -> TreeDrafter[BlockLattice]:
-    return head_drafter(setup, read_block, BlockLattice, {"from_anchor": "sample_from_anchor"}, parallel_survival)
+    return head_drafter(
+        setup, read_block, BlockModel, BlockLattice, {"from_anchor": "sample_from_anchor"}, parallel_survival
+    )

@@ -314,19 +314,12 @@ class MaskedPairs(Lattice):
     cache holds pairs of committed tokens only, as that of `Pairs` does.
     """
 
-    def __init__(
-        self,
-        head: HeadWeights[EagleConfig],
-        target: LanguageModel,
-        num_slots: int,
-        max_length: int,
-        quantization: str = "auto",
-    ) -> None:
+    def __init__(self, head: HeadWeights[EagleConfig], model: NativePairs, num_slots: int, max_length: int) -> None:
         """num_slots, max_length: slots of the cache, and tokens of each."""
-        config, self.model = head.config, eagle_model(head, target, max_length, quantization)
-        self.cache = self.model.new_cache(num_slots, max_length)
+        config, self.model = head.config, model
+        self.cache = model.new_cache(num_slots, max_length)
         self.features, self.taps = FeatureCache(self.cache, pairs=True), config.taps
-        super().__init__(config.vocab_size, config.parallel_drafts, self.model.subset)
+        super().__init__(config.vocab_size, config.parallel_drafts, model.subset)
         assert config.mask_token_id is not None
         self._mask = config.mask_token_id
         self._mask_features = head.tensors["mask_hidden"].astype(np.float32).reshape(1, -1)
@@ -348,20 +341,12 @@ class MaskedPairs(Lattice):
 def from_setup(setup: DrafterSetup) -> TreeDrafter[Pairs]:
     """Read the head of a configuration, and try it on a known text."""
     flags = {name: name for name in ("norm_output", "norm_before_residual")}
-    return head_drafter(
-        setup,
-        read_eagle,
-        lambda head, target, slots, length, precision: Pairs(
-            eagle_model(head, target, length, precision), slots, length
-        ),
-        flags,
-        survival,
-    )
+    return head_drafter(setup, read_eagle, eagle_model, lambda _, *given: Pairs(*given), flags, survival)
 
 
 def parallel_from_setup(setup: DrafterSetup) -> TreeDrafter[MaskedPairs]:
     flags = {"norm_before_residual": "norm_before_residual"}
-    return head_drafter(setup, read_eagle, MaskedPairs, flags, parallel_survival)
+    return head_drafter(setup, read_eagle, eagle_model, MaskedPairs, flags, parallel_survival)
 
 
 def survival(drafter: TreeDrafter[Pairs], text: Sequence[int], features: Array, right: Sequence[int]) -> DraftHits:

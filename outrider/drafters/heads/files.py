@@ -191,24 +191,21 @@ def _read(file: Path) -> dict[str, Array]:
     return {n: halves[n] if n in halves else t.numpy() for n, t in tensors.items()}
 
 
-def own_head(target: str) -> Path | None:
-    """The folder of the trained head that the package outrider-data has for a model; None if it has none, or is not installed.
+def head_of(model: Any, target: str) -> Any:
+    """The head's folder: the one that was given as `model`, else the one that the package outrider-data has for the target.
 
-    target: the name of a built-in model, or the path of a file with its content.
+    None if it has none, or is not installed. target: the name of a built-in model, or the path of a file with its content.
     """
     from outrider.models.builtin.download import name_of
     from outrider.models.builtin.shipped import data_folder
 
+    if model is not None:
+        return model
     name = target if target.startswith("builtin:") else name_of(target)
     if name is None or (data := data_folder()) is None:
         return None
     folder = data / "heads" / name.removeprefix("builtin:")
     return folder if (folder / "config.json").is_file() else None
-
-
-def head_of(model: Any, target: str) -> Any:
-    """The head's folder: the one that was given as `model`, or that of the package for the target."""
-    return own_head(target) if model is None else model
 
 
 def target_digest(target: Loaded) -> str | None:

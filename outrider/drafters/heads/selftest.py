@@ -50,6 +50,7 @@ CLEAR = 0.2  # by how much a misreading must be better, far more than chance ove
 DraftHits = tuple[float, ...]
 """What a head gets right along a text: the share of positions at which the draft tokens up to each depth are all right. Their
 sum is the number of draft tokens that are right on average."""
+_Model = TypeVar("_Model")
 _Source = TypeVar("_Source", bound=Levels)
 Misreading = tuple[
     str, tuple[int, ...], Callable[[], TreeDrafter[_Source]]
@@ -83,7 +84,8 @@ class HeadReport:
 def head_drafter(
     setup: DrafterSetup,
     read: Callable[[Any, Loaded], HeadWeights[Config]],
-    kind: Callable[[HeadWeights[Config], LanguageModel, int, int, str], _Source],
+    model: Callable[[HeadWeights[Config], LanguageModel, int, str], _Model],
+    levels: Callable[[HeadWeights[Config], _Model, int, int], _Source],
     flags: Mapping[str, str],
     hits: Hits[_Source],
 ) -> TreeDrafter[_Source]:
@@ -94,8 +96,9 @@ def head_drafter(
     head = read(path, target)
 
     def made(config: Config) -> TreeDrafter[_Source]:
-        read_so, quantization = replace(head, config=config), setup.config.quantization
-        return TreeDrafter(kind(read_so, target.model, setup.num_slots, setup.max_length, quantization))
+        read_so = replace(head, config=config)
+        runs = model(read_so, target.model, setup.max_length, setup.config.quantization)
+        return TreeDrafter(levels(read_so, runs, setup.num_slots, setup.max_length))
 
     drafter = made(head.config)
     if setup.config.model is None:

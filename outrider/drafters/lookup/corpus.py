@@ -52,12 +52,6 @@ class Index:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
-    def vocabulary(self) -> list[int]:
-        """The least and the largest token."""
-        real = self.tokens[self.tokens != BORDER]
-        return [int(real.min()), int(real.max())] if len(real) else []
-
     def longest(self, tail: Sequence[int]) -> int:
         """The length of the longest match of the text's end, at most REACH tokens."""
         query = _query(tail)

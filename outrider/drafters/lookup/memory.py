@@ -136,8 +136,8 @@ class TextMemory:
             index = Index(tokens, order, about.st_mtime)
         except ValueError:
             return None
-        least, largest = index.vocabulary or (0, 0)
-        return index if 0 <= least <= largest < self._vocab_size else None
+        real = tokens[tokens != BORDER]
+        return index if not len(real) or 0 <= real.min() <= real.max() < self._vocab_size else None
 
     def _keep(self, client: _Client, tokens: list[int], now: float) -> None:
         self._done += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import is_not
 
 from outrider.control.plan import Offer
@@ -18,6 +19,7 @@ from outrider.kernels.cpu.lookup import Lookup, SortedTexts
 
 _FEED = 256  # tokens of a running answer that are added to the shared store at a time
 _FORCED = 64  # length of match, in tokens, that what a grammar leaves no choice about counts as
+_DOUBT = 2.0  # match length, in tokens, at which a continuation seen once has probability 1/2
 _LEAD = 16  # earlier tokens that are stored with a piece, so that its start can be found
 
 
@@ -77,18 +79,14 @@ class PlainTextEnds:
         return contexts
 
 
+@dataclass(eq=False)
 class _Document:
-    """The text of a sequence as a document has it, and what followed its ends.
+    """The text of a sequence as a document has it, and what followed its ends."""
 
-    Args:
-        tokens: As committed.
-        head: The prompt in another order, where it has a gap.
-        stored: How many tokens are in the store.
-        ends: What followed the ends of the text.
-    """
-
-    def __init__(self, tokens: list[int], head: list[int], stored: int, ends: TextEnds | PlainTextEnds) -> None:
-        self.tokens, self.head, self.stored, self.ends = tokens, head, stored, ends
+    tokens: list[int]  # as committed
+    head: list[int]  # the prompt in another order, where it has a gap
+    stored: int  # how many tokens are in the store
+    ends: TextEnds | PlainTextEnds  # what followed the ends of the text
 
     def since(self, start: int) -> list[int]:
         """The tokens from a place on."""
@@ -111,7 +109,6 @@ class SuffixDrafter(BaseDrafter):
         shared: Most tokens in the store of other answers; the oldest go first; 0 for no store.
         text_memory: Finished texts, in place of the store.
         least: A path ends where its probability falls below this.
-        doubt: Match length, in tokens, at which a continuation seen once has probability 1/2.
         gap: Marks of a gap. What fills it is drafted as what follows the text before it.
     """
 
@@ -122,17 +119,16 @@ class SuffixDrafter(BaseDrafter):
         *,
         text_memory: TextMemory | None = None,
         least: float = 0.1,
-        doubt: float = 2.0,
         gap: Marks | None = None,
     ) -> None:
-        if shared < 0 or not 0 <= least <= 1 or doubt < 0:
-            raise ValueError(f"shared, doubt >= 0 and 0 <= least <= 1, got {shared}, {doubt} and {least}")
+        if shared < 0 or not 0 <= least <= 1:
+            raise ValueError(f"shared >= 0 and 0 <= least <= 1, got {shared} and {least}")
         self.corpora = [] if corpus is None else [corpus]
         self.store = Corpus(shared) if shared and text_memory is None else None
         self.text_memory = text_memory
         if self.store is not None:
             self.corpora.append(self.store)
-        self.least, self.doubt, self.gap = least, doubt, gap
+        self.least, self.gap = least, gap
         self._texts: dict[int, _Document] = {}
 
     def reset(self) -> None:
@@ -163,7 +159,7 @@ class SuffixDrafter(BaseDrafter):
         """A text that begins."""
         prompt = tokens[:prompt_length] if self.gap is not None else []
         head = in_order(prompt, self.gap)
-        ends = (TextEnds if available() else PlainTextEnds)(self.least, self.doubt)
+        ends = (TextEnds if available() else PlainTextEnds)(self.least, _DOUBT)
         self._texts[slot] = _Document(tokens, head if head != prompt else [], prompt_length, ends)
         return self._texts[slot]
 

@@ -78,8 +78,9 @@ class CachedLevels(Levels):
         self, context: DraftContext, grown: Mapping[int, Growth], opened: Mapping[int, list[int]], level: int
     ) -> list[Level]:
         self._scratch = {b: self._scratch[b] for b in opened}
-        width = max(map(len, opened.values()))
-        feed = np.zeros((len(opened), width), np.int64)
+        counts = [*map(len, opened.values())]
+        width = max(counts)
+        feed, real = np.zeros((len(opened), width), np.int64), np.arange(width) < np.array(counts)[:, None]
         for line, (b, nodes) in enumerate(opened.items()):
             growth, scratch = grown[b], self._scratch[b]
             for i, n in enumerate(nodes):
@@ -88,16 +89,12 @@ class CachedLevels(Levels):
                 growth.places[n] = len(scratch) + i
             scratch += [growth.places[growth.parents[n]] for n in nodes] + [PADDING] * (width - len(nodes))
         slots, parents = [context.slots[b] for b in opened], np.array([*self._scratch.values()])
-        lines = [i for i, nodes in enumerate(opened.values()) for _ in nodes]
-        columns = [i for nodes in opened.values() for i in range(len(nodes))]
-        logits = self.forward(Nodes(feed, self.cache, slots, parents), None, "all")[lines, columns]
+        logits = self.forward(Nodes(feed, self.cache, slots, parents), None, "all")[real]
         return [Level([(b, n) for b, nodes in opened.items() for n in nodes], logits, self.subset)]
 
     def draft_chains(self, context: DraftContext, chains: Mapping[int, Chain]) -> list[DrawnChain]:
-        whole = list[Chain]()
-        for b, one in chains.items():
-            tokens, features = self.unread(one.slot, context.tokens[b])
-            whole.append(one._replace(tokens=tokens, features=features))
+        feeds = [self.unread(one.slot, context.tokens[b]) for b, one in chains.items()]
+        whole = [one._replace(tokens=t, features=f) for one, (t, f) in zip(chains.values(), feeds, strict=True)]
         drawn = self.model.draft_chains(self.cache, whole)
         for one in whole:
             self.ingested(one.slot, len(one.tokens))

@@ -41,10 +41,8 @@ def child_scores(
     """
     if warp.all_greedy:
         return warp.processed(logits, extra, subset)
-    scores = warp.scores(logits, extra, subset)
-    if not any(warp.greedy):
-        return scores
-    return np.where(np.array(warp.greedy)[:, None], warp.processed(logits, extra, subset), scores)
+    scores, greedy = warp.scores(logits, extra, subset), np.array(warp.greedy)[:, None]
+    return np.where(greedy, warp.processed(logits, extra, subset), scores) if greedy.any() else scores
 
 
 def children(

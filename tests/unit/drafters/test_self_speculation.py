@@ -67,7 +67,7 @@ def test_a_release_leaves_the_targets_cache() -> None:
     model = HFModel(tiny("llama", num_hidden_layers=4))
     cache, drafter = model.new_cache(1, 16), TreeDrafter(TargetCache(model.layer_subset([0, 3])))
     drafter.release(0)
-    model.forward(Nodes(torch.tensor([[3, 1, 2]]), cache, [0]), want="none")
+    model.forward(Nodes(np.array([[3, 1, 2]]), cache, [0]), want="none")
     cache.commit([0], [range(3)])
     ask = replace(context([0], [[3, 1, 2, 5]], [Budget(2)], SamplingParams(temperature=0)), cache=cache)
     assert drafter.propose(ask).nodes == 3

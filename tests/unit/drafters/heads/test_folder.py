@@ -15,7 +15,7 @@ from outrider import LLM, SamplingParams
 from outrider.drafters import make_drafters
 from outrider.drafters.config import DrafterSetup, SpeculativeConfig
 from outrider.drafters.heads.eagle import Pairs, eagle_model, read_eagle, survival
-from outrider.drafters.heads.files import open_head, own_head
+from outrider.drafters.heads.files import head_of, open_head
 from outrider.drafters.heads.selftest import examine
 from outrider.drafters.method import level_cost
 from outrider.drafters.model.grower import TreeDrafter
@@ -113,8 +113,8 @@ def test_auto_uses_a_head_where_the_package_has_one(tmp_path: Path, monkeypatch:
         ValueError, match='"medusa" needs the folder of a trained head'
     ):  # the package's is of another kind
         make_drafters(DrafterSetup(SpeculativeConfig.of({"method": "medusa"}), target, 1, 64, "cpu"))
-    assert own_head("builtin:small") == heads / "small"
-    assert own_head("builtin:other") is own_head("small") is own_head("builtin:") is None
+    assert head_of(None, "builtin:small") == heads / "small"
+    assert head_of(None, "builtin:other") is head_of(None, "small") is head_of(None, "builtin:") is None
 
 
 def test_a_file_with_the_content_of_a_builtin_model_has_its_head(
@@ -130,9 +130,9 @@ def test_a_file_with_the_content_of_a_builtin_model_has_its_head(
     )
     monkeypatch.setattr("outrider.models.builtin.download.DOWNLOADS", {"builtin:small": known})
     monkeypatch.setattr("outrider.models.builtin.shipped.data_folder", lambda: tmp_path)
-    assert own_head(str(file)) == heads / "small"
+    assert head_of(None, str(file)) == heads / "small"
     file.write_bytes(b"wEights")  # the size alone does not tell
-    assert own_head(str(file)) is None
+    assert head_of(None, str(file)) is None
 
 
 @pytest.mark.parametrize("folder", sorted((data_folder() or Path()).glob("heads/*/")), ids=lambda p: p.name)
@@ -149,7 +149,7 @@ def test_the_shipped_head_is_right_along_a_text() -> None:
     """With the model that it was trained for, where that is on this machine."""
     if find(DOWNLOADS["builtin:smollm2-135m"]) is None:
         pytest.skip("builtin:smollm2-135m is not here")
-    target, head = load("builtin:smollm2-135m"), own_head("builtin:smollm2-135m")
+    target, head = load("builtin:smollm2-135m"), head_of(None, "builtin:smollm2-135m")
     assert head is not None
     model = eagle_model(read_eagle(head, target), target.model, 256)
     report = examine(TreeDrafter(Pairs(model, 1, 256)), [], survival, target, 256, head)

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from heads import GOLDEN, small_target
 from helpers import Loop, configured, plain_texts, request
 from hypothesis import given
@@ -75,7 +74,7 @@ def test_a_head_drafts_behind_any_text(name: str) -> None:
 def test_a_draft_depends_on_the_newest_features_alone(name: str) -> None:
     """However they came, and whatever was read before."""
     reader, other = made(name), made(name)
-    nodes = Nodes(torch.tensor([PROMPT[:-1]]), TARGET.model.new_cache(1, 130), [0])
+    nodes = Nodes(np.array([PROMPT[:-1]]), TARGET.model.new_cache(1, 130), [0])
     out = TARGET.model.forward(nodes, taps=reader.taps).features
     assert out is not None
     reader.start(0, PROMPT[:30], 0, out[0, :29])
