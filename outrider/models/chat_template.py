@@ -9,7 +9,6 @@ import hashlib
 import json
 import re
 import secrets
-from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache, partial
@@ -368,8 +367,7 @@ def _described(tool: Mapping[str, Any]) -> Message:
 
 def _paired(messages: Sequence[Message], ids: bool, short: bool) -> list[Message]:
     """Results with the names of their calls. ids: calls and results get an id. short: of nine letters and digits."""
-    out, names, numbers = list[Message](), dict[str, str](), count()
-    waiting = defaultdict[str, deque[Message]](deque)  # calls without an id of their own, by name; by "" all
+    out, names, numbers, unanswered = list[Message](), dict[str, str](), count(), list[Message]()
 
     def shortened(name: str) -> str:
         fits = not short or re.fullmatch("[A-Za-z0-9]{9}", name)
@@ -382,16 +380,16 @@ def _paired(messages: Sequence[Message], ids: bool, short: bool) -> list[Message
             for call in calls:
                 if ids:
                     call["id"] = shortened(call.get("id", f"call{next(numbers):05}"))
-                names[call.get("id", "")] = name = call["function"]["name"]
-                waiting[name].append(call)
-                waiting[""].append(call)
+                names[call.get("id", "")] = call["function"]["name"]
+            unanswered += calls
         if entry["role"] == "tool":
             call_id, name = entry.get("tool_call_id"), entry.get("name")
             if isinstance(call_id, str):
                 call_id = shortened(call_id)
                 name = names.get(call_id)
-            elif calls_left := waiting[name if isinstance(name, str) else ""]:
-                call = calls_left.popleft()
+                unanswered = [call for call in unanswered if call.get("id") != call_id]
+            elif left := [c for c in unanswered if not isinstance(name, str) or c["function"]["name"] == name]:
+                unanswered.remove(call := left[0])
                 call_id, name = call.get("id"), call["function"]["name"]
             entry = ({"name": name} if name else {}) | entry | ({"tool_call_id": call_id} if ids and call_id else {})
         out.append(entry)

@@ -130,10 +130,8 @@ class ChoiceReader:
 
     def whole(self) -> tuple[str, list[ToolCall]]:
         """The text and its calls in one piece, thoughts among the text."""
-        if self._tools is None:
-            return self.sequence.new_text, []
-        self._tools.feed(self.sequence.cursor.continued_text)
-        return self._tools.feed(self.sequence.new_text, last=True)
+        parts = self._split(self.sequence.new_text, last=True)
+        return "".join(part.text for part in parts), [part.call for part in parts if part.call]
 
     def ending(self, called: bool) -> Ending:
         """Why it ended. called: it has tool calls."""

@@ -60,23 +60,22 @@ class Reception:
                 return False
             oldest.cut()
         self.open[one.address] += 1
-        self.wait(one)
+        self.mark(one, waits=True)
         return True
 
     def leave(self, one: LimitedConnection) -> None:
         """A connection is gone."""
-        self.serve(one)
+        self.mark(one, waits=False)
         self.release(one)
         self.open[one.address] -= 1
         self.open += Counter()  # drops the addresses that have none
 
-    def wait(self, one: LimitedConnection) -> None:
-        """It has no complete request from now on."""
-        self.waiting.setdefault(one)
-
-    def serve(self, one: LimitedConnection) -> None:
-        """Its request is complete: it is not closed for others."""
-        self.waiting.pop(one, None)
+    def mark(self, one: LimitedConnection, waits: bool) -> None:
+        """waits: for the rest of a request. Else the request is complete, and the connection is not closed for others."""
+        if waits:
+            self.waiting.setdefault(one)
+        else:
+            self.waiting.pop(one, None)
 
     def hold(self, one: LimitedConnection, count: int) -> None:
         """Count bytes of a request. If they are too many, the largest unfinished one is refused."""
@@ -192,7 +191,7 @@ class LimitedConnection(_Base):
     def _mark(self) -> None:
         """Tell whether the client waits for us, or we for it."""
         ours = self.cycle is not None and not self._in_body and not self.cycle.response_complete
-        (self.reception.serve if ours else self.reception.wait)(self)
+        self.reception.mark(self, waits=not ours)
 
     def leave(self) -> None:
         """Count it no more."""

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
-from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
 
@@ -208,7 +208,7 @@ def install(app: FastAPI) -> None:
         return error.response(request.scope)
 
     async def http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, StarletteHTTPException)
+        assert isinstance(error, HTTPException)
         what = {
             400: _unread(error.__cause__),
             404: f"this server has no {request.url.path}; GET /openapi.json lists what it has",
@@ -227,6 +227,5 @@ def install(app: FastAPI) -> None:
 
     app.add_exception_handler(Refused, refused)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(StarletteHTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(ValidationError, invalid)  # of the request that a body of another protocol becomes

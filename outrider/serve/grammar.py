@@ -67,9 +67,10 @@ class Grammar:
             raise ValueError(f"{self.what} has {size} bytes and may have {MAX_BYTES}")
 
     @staticmethod
-    def schema(schema: dict[str, Any] | bool | str = '{"type": "object"}') -> Grammar:
-        """JSON that fits a schema."""
-        return Grammar("the schema", "start: @s0", (schema if isinstance(schema, str) else json.dumps(schema),))
+    def schema(schema: dict[str, Any] | bool | str | None = None) -> Grammar:
+        """JSON that fits a schema; an object without one."""
+        given = {"type": "object"} if schema is None else schema
+        return Grammar("the schema", "start: @s0", (given if isinstance(given, str) else json.dumps(given),))
 
     @staticmethod
     def regex(pattern: str) -> Grammar:

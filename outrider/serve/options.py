@@ -77,10 +77,6 @@ def _size(given: str | None) -> str | None:
     return given
 
 
-_DTYPE = setting("auto", "Model", "auto (as in the checkpoint), float32, bfloat16 or float16.")
-_QUANTIZATION = setting(None, "Model", "int8 or int4 weights, on the CPU.")
-
-
 class Options(BaseModel):
     """Options that belong together. A group does not change, and takes no name that it does not know.
 
@@ -98,16 +94,14 @@ class Options(BaseModel):
 class PrecisionOptions(Options):
     """How the weights of a model are kept. The names are those of `load`."""
 
-    dtype: str = _DTYPE
-    quantization: str | None = _QUANTIZATION
+    dtype: str = setting("auto", "Model", "auto (as in the checkpoint), float32, bfloat16 or float16.")
+    quantization: str | None = setting(None, "Model", "int8 or int4 weights, on the CPU.")
 
 
-class LoadOptions(Options):
+class LoadOptions(PrecisionOptions):
     """How a model is loaded. The names are those of `load` and `LLM`."""
 
-    dtype: str = _DTYPE
     device: str = setting("auto", "Model", "auto, cpu or cuda.")
-    quantization: str | None = _QUANTIZATION
     kv_cache_dtype: str = setting(
         "auto", "Model", "Keys and values: auto (bfloat16, or float32 for such weights), float32, bfloat16 or int8."
     )

@@ -321,14 +321,14 @@ class Service:
                 return Grammar.regex(outputs.regex)
             if outputs.choice is not None:
                 return Grammar.choice(outputs.choice)
-            return Grammar.schema() if outputs.json_ is None else Grammar.schema(outputs.json_)
+            return Grammar.schema(outputs.json_)
         assert form is not None
         schema = form.json_schema.schema_ if form.json_schema else None
         if form.type == "json_schema" and schema is None:
             raise ValueError(
                 'response_format is {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
             )
-        return Grammar.schema() if schema is None else Grammar.schema(schema)
+        return Grammar.schema(schema)
 
 
 def _continued(body: CommonRequest, count: int) -> list[list[int]]:

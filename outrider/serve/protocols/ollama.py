@@ -84,18 +84,13 @@ class OllamaOptions(JsonObject):
     def shared(self, room: int) -> dict[str, Any]:
         """The fields that chat and text completions have. room: tokens that the model holds."""
         limit = self.num_predict if self.num_predict and self.num_predict > 0 else None
-        return {
+        return {name: getattr(self, name) for name in _OPTIONS} | {
             "max_tokens": limit or room,
             "max_total_tokens": min(self.num_ctx or room, room),
             "seed": None if self.seed == -1 else self.seed,
             "stop": self.stop or None,
-            "temperature": self.temperature,
             "top_k": self.top_k or -1,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
             "repetition_penalty": self.repeat_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
         }
 
 
