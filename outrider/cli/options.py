@@ -77,13 +77,11 @@ def _word(file: Path, key: str, value: Any, one: Any) -> str:
     if isinstance(value, dict) and key.replace("-", "_") != "speculative_config":
         raise ValueError(f"--config {file}: only speculative_config may be a table, and {key} is one")
     if isinstance(value, bool) != bool(getattr(one, "is_flag", False)):
-        raise ValueError(
-            f"--config {file}: {key} = {json.dumps(value)}: true and false are for {_FLAGS}, and only they"
-        )
+        words = "true and false are for options without a value, and only they"
+        raise ValueError(f"--config {file}: {key} = {json.dumps(value)}: {words}")
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-_FLAGS = "options without a value"
 Config = Annotated[
     Path | None,
     typer.Option(
@@ -100,12 +98,6 @@ Config = Annotated[
 # -- groups ---------------------------------------------------------------------------------------------------------------
 
 
-def option_group(panel: str, base: type[Options] = Options, /, **fields: tuple[Any, Any, str]) -> Any:
-    """A group of options that another record declares: of each its type, its default here, and what is said of it there."""
-    members: Any = {name: (kind, setting(default, panel, text)) for name, (kind, default, text) in fields.items()}
-    return create_model("OptionGroup", __base__=base, **members)
-
-
 class SampledOptions(Options):
     """Options of `SamplingParams`. Raises ValueError for a value out of range."""
 
@@ -119,26 +111,34 @@ class SampledOptions(Options):
 def sampling(panel: str, **defaults: Any) -> Any:
     """A group of options of `SamplingParams`. defaults: by name, in the order of the help page."""
     kinds, said = get_type_hints(SamplingParams) | {"stop": list[str] | None}, arguments(SamplingParams)
-    fields = {name: (kinds[name], default, said[name].text) for name, default in defaults.items()}
-    return option_group(panel, SampledOptions, **fields)
+    members: Any = {n: (kinds[n], setting(default, panel, said[n].text)) for n, default in defaults.items()}
+    return create_model("OptionGroup", __base__=SampledOptions, **members)
 
 
-def _shape() -> dict[str, tuple[Any, Any, str]]:
-    """The options of `SpeculativeConfig` that say how large a draft is and how it is checked."""
-    fields = {name: SpeculativeConfig.model_fields[name] for name in _SHAPE}
-    said = {name: f"{field.description}." for name, field in fields.items()}
-    return {name: (one.annotation, one.default, said[name][0].upper() + said[name][1:]) for name, one in fields.items()}
+def _configured(name: str) -> Any:
+    """An option of `SpeculativeConfig`, with its default and its words."""
+    field = SpeculativeConfig.model_fields[name]
+    said = f"{field.description}."
+    return setting(field.default, "Speculation", said[0].upper() + said[1:])
 
 
 _SHAPE = ("num_speculative_tokens", "tree_width", "tree_nodes", "verifier")
-_METHOD = Annotated[str | None, AfterValidator(canonical_names)]
-_HOW = (_METHOD, None, "How to draft: `outrider methods`, or your own FILE.py:NAME. Default: auto.")
-_MODEL = (str | None, None, "A small model, or the folder of a trained head, that drafts.")
+"""Options that say how large a draft is and how it is checked."""
 
 
-class SpeculationOptions(option_group("Speculation", method=_HOW, draft_model=_MODEL, **_shape())):
+class SpeculationOptions(Options):
     """How to speculate: single options, or one JSON object in their place."""
 
+    method: Annotated[str | None, AfterValidator(canonical_names)] = setting(
+        None, "Speculation", "How to draft: `outrider methods`, or your own FILE.py:NAME. Default: auto."
+    )
+    draft_model: str | None = setting(
+        None, "Speculation", "A small model, or the folder of a trained head, that drafts."
+    )
+    num_speculative_tokens: int | None = _configured("num_speculative_tokens")
+    tree_width: int | None = _configured("tree_width")
+    tree_nodes: int | None = _configured("tree_nodes")
+    verifier: str = _configured("verifier")
     corpus: list[str] | None = setting(
         None, "Speculation", "A file or folder of texts for suffix. May be repeated.", metavar="PATH"
     )

@@ -10,16 +10,15 @@ from typing import Any
 
 import anyio
 from fastapi import FastAPI, Request
-from pydantic import BaseModel
 from starlette.responses import Response
 
 from outrider._version import __version__
 from outrider.core.files import public_name
 from outrider.engine.request import whose
 from outrider.serve import errors
-from outrider.serve.dashboard.viewers import HEADERS, EventStream
+from outrider.serve.dashboard.viewers import HEADERS, Viewer
 from outrider.serve.encoding import WIDE
-from outrider.serve.errors import OBJECT, Refused, answered, json_response, refusing
+from outrider.serve.errors import Refused, answered, json_response, refusing, schema_of
 from outrider.serve.guard import guards
 from outrider.serve.metrics import CONTENT_TYPE
 from outrider.serve.page import ASSETS, assemble, bundle
@@ -28,10 +27,11 @@ from outrider.serve.protocols import anthropic, ollama, openai, responses
 from outrider.serve.requests import DetokenizeRequest, TokenizeRequest
 
 
-def _errors(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """The documentation of errors. body: what a protocol makes of them."""
+def _errors(body: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """The documentation of errors. body: what a protocol makes of one."""
+    content = {"application/json": {"schema": schema_of(body)}}
     return {
-        status: {"description": text, "model": body}
+        status: {"description": text, "content": content}
         for status, text in {
             400: "The request is not valid; the message says why",
             401: "The API key is missing or wrong",
@@ -47,12 +47,7 @@ def _errors(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 
 
 MAX_TOKENIZE = 256 << 10  # characters of /tokenize, if the model holds less
-ANSWER: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The answer", "content": {**OBJECT, "text/event-stream": {"schema": {"type": "string"}}}}
-}
-LINES: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The answer", "content": {**OBJECT, "application/x-ndjson": {"schema": {"type": "string"}}}}
-}
+ANSWER = answered("The answer", "text/event-stream")
 
 
 def create_app(pool: ModelPool) -> FastAPI:
@@ -71,13 +66,13 @@ def create_app(pool: ModelPool) -> FastAPI:
         middleware=guards(pool.settings, pool.metrics),
         docs_url=None,  # the page would load scripts from another site
         redoc_url=None,
-        responses=_errors(errors.ErrorBody),
+        responses=_errors(Refused("").body),
     )
     errors.install(app)
     openai.install(app, pool, ANSWER)
     responses.install(app, pool, ANSWER)
-    anthropic.install(app, pool, _errors(errors.MessagesErrorBody) | ANSWER)
-    ollama.install(app, pool, _errors(errors.OllamaErrorBody) | LINES)
+    anthropic.install(app, pool, _errors(Refused("").messages_body(None)) | ANSWER)
+    ollama.install(app, pool, _errors({"error": ""}) | answered("The answer", "application/x-ndjson"))
     _model(app, pool)
     _state(app, pool)
     _pages(app, pool)
@@ -223,7 +218,7 @@ def _pages(app: FastAPI, pool: ModelPool) -> None:
 
     @app.get("/dashboard/events", include_in_schema=False)
     async def events(model: str | None = None) -> Response:
-        return EventStream(pool.dashboard(model))
+        return Viewer(pool.dashboard(model))
 
 
 def trouble(pool: ModelPool) -> str | None:

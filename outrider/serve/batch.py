@@ -25,10 +25,10 @@ from pydantic import ValidationError
 from outrider.core.files import written_whole
 from outrider.core.jsonl import JsonLines
 from outrider.engine import Engine
-from outrider.serve.assembly import load_llm
 from outrider.serve.errors import Refused, dumps, invalid_body, no_model, refusing
 from outrider.serve.logs import log
 from outrider.serve.options import BatchOptions, ServeOptions
+from outrider.serve.pool import load_llm
 from outrider.serve.protocols.openai import CompletionWriter
 from outrider.serve.protocols.responses import ResponsesRequest, ResponsesWriter
 from outrider.serve.requests import MAX_CHOICES, ChatRequest, CompletionRequest, check_body

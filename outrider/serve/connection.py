@@ -90,9 +90,8 @@ class Reception:
     def release(self, one: LimitedConnection) -> None:
         """Its request is answered."""
         self.bytes[one.address] -= one.held
+        self.bytes += Counter()
         one.held = 0
-        if not self.bytes[one.address]:
-            del self.bytes[one.address]
 
 
 class LimitedConnection(_Base):

@@ -73,7 +73,8 @@ class Encoder:
             raise Refused(message, param="chat_template_kwargs")
         prompted = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
         variables["add_generation_prompt"] = prompted
-        make = partial(chat_prompt, tools=body.tools_shown, continued=goes_on, check=check_body, **variables)
+        tools = None if body.tool_choice == "none" else body.tools
+        make = partial(chat_prompt, tools=tools, continued=goes_on, check=check_body, **variables)
         prompt = await self.run(lambda: make(tokenizer, body.messages), _size(body.messages), "messages")
         if isinstance(prompt, list):
             return prompt

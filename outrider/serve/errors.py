@@ -7,11 +7,11 @@ import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
@@ -19,7 +19,6 @@ from starlette.routing import Match
 from outrider.core.params import ContextOverflow
 from outrider.core.suggest import said
 
-OBJECT = {"application/json": {"schema": {"type": "object"}}}
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_TYPES = TYPES | {
     403: "permission_error",
@@ -27,42 +26,6 @@ ANTHROPIC_TYPES = TYPES | {
     413: "request_too_large",
     503: "overloaded_error",
 }
-
-
-class ErrorDetail(BaseModel):
-    """param: the field of the request that is wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    """What OpenAI's clients read."""
-
-    error: ErrorDetail
-
-
-class MessagesErrorDetail(BaseModel):
-    """type: one of Anthropic's names."""
-
-    type: str
-    message: str
-
-
-class MessagesErrorBody(BaseModel):
-    """What Anthropic's clients read."""
-
-    type: Literal["error"]
-    error: MessagesErrorDetail
-    request_id: str | None
-
-
-class OllamaErrorBody(BaseModel):
-    """What Ollama's clients read."""
-
-    error: str
 
 
 @dataclass(eq=False)
@@ -132,9 +95,18 @@ class Refused(Exception):
         return json_response(self.body_of(scope), self.status, headers)
 
 
-def answered(description: str) -> dict[int | str, dict[str, Any]]:
-    """The documentation of an answer that is an object."""
-    return {200: {"description": description, "content": OBJECT}}
+def schema_of(body: Any) -> dict[str, Any]:
+    """The JSON schema of bodies like this one, which has texts, nulls for texts that may be missing, and objects of both."""
+    if isinstance(body, dict):
+        fields = {name: schema_of(value) for name, value in body.items()}
+        return {"type": "object", "properties": fields, "required": [*fields]}
+    return {"type": ["string", "null"] if body is None else "string"}
+
+
+def answered(description: str, *streams: str) -> dict[int | str, dict[str, Any]]:
+    """The documentation of an answer that is an object. streams: the types of its other forms."""
+    kinds = {kind: {"schema": {"type": "string"}} for kind in streams}
+    return {200: {"description": description, "content": {"application/json": {"schema": {"type": "object"}}, **kinds}}}
 
 
 def no_model(name: str, served: Iterable[str]) -> Refused:

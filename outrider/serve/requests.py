@@ -288,12 +288,6 @@ class CommonRequest(sampling_fields()):
         return 0 if self.disable_spec_decode else self.num_speculative_tokens
 
     @property
-    def form(self) -> ResponseFormat | None:
-        """The form that the answer must have; None for any text."""
-        form = self.response_format
-        return None if form is None or form.type == "text" else form
-
-    @property
     def offer(self) -> ToolOffer | None:
         """The tools on offer; None without any. Raises ValueError for tools that are not valid."""
         return None
@@ -327,11 +321,6 @@ class CommonRequest(sampling_fields()):
     def echoes(self) -> bool:
         """The answer begins with the prompt."""
         return False
-
-    @property
-    def shows_tokens(self) -> bool:
-        """A token is shown even if it adds no text."""
-        return bool(self.return_token_ids) or self.alternatives is not None
 
     def params(self) -> SamplingParams:
         """The sampling parameters. Raises ValueError for invalid values, and for more than a limit of the server."""
@@ -483,11 +472,6 @@ class ChatRequest(CommonRequest):
     def called(self) -> dict[str, str]:
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return super().called | {"prompt": "messages", "max_tokens": limit, "logprobs": "top_logprobs"}
-
-    @property
-    def tools_shown(self) -> list[dict[str, Any]] | None:
-        """The tools that the prompt tells of."""
-        return None if self.tool_choice == "none" else self.tools
 
 
 class TokenizeRequest(JsonObject):

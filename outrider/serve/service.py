@@ -241,7 +241,8 @@ class Service:
         thoughts = None
         if body.tells_thoughts and thinks(self.template):
             thoughts = ThinkingReader(self.tokens.decode(sequence.prompt[-THOUGHT_TOKENS:]))
-        return ChoiceReader(place, sequence, body.shows_tokens, tools.reader and tools.reader(), thoughts)
+        shows_tokens = bool(body.return_token_ids) or body.alternatives is not None
+        return ChoiceReader(place, sequence, shows_tokens, tools.reader and tools.reader(), thoughts)
 
     @cached_property
     def fingerprints(self) -> Fingerprints:
@@ -281,7 +282,8 @@ class Service:
 
     async def _grammar(self, body: CommonRequest, forced: ToolOffer | None) -> MaskMaker | None:
         """A maker of masks, one for each text; None for a request without a grammar or a forced tool call. Raises Refused."""
-        form, outputs = body.form, body.structured_outputs
+        form, outputs = body.response_format, body.structured_outputs
+        form = None if form is None or form.type == "text" else form
         asked = sum(x is not None for x in (form, outputs, forced))
         if not asked:
             return None

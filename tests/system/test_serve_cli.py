@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from outrider.cli import main as cli
 from outrider.cli.serve import ready_lines
-from outrider.serve import assembly
+from outrider.serve import pool
 from outrider.serve.options import ServeOptions
 
 
@@ -98,7 +98,7 @@ def test_mistakes_are_one_line(options: list[str], words: str) -> None:
 
 
 def test_a_port_in_use_is_found_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "assemble", lambda *_: pytest.fail("it loads the model first"))
+    monkeypatch.setattr(pool, "assemble", lambda *_: pytest.fail("it loads the model first"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         result = CliRunner().invoke(cli.app, ["serve", "builtin:code", "--port", port])

@@ -57,11 +57,10 @@ class Dashboard:
         self.shows_text = trace is not None and trace.detail is not Detail.COUNTS
         self.speculates = service.engine.roster.default != NONE
 
-    def join(self) -> Viewer:
-        """A new viewer. The first one starts the ticks. Raises Refused if there are too many."""
+    def join(self, viewer: Viewer) -> None:
+        """A viewer has come. The first one starts the ticks. Raises Refused if there are too many."""
         if len(self.viewers) >= VIEWERS:
             raise Refused(f"the dashboard has {VIEWERS} viewers already; close one", 503, code="overloaded", retry=5)
-        viewer = Viewer()
         if self._ticker is None:
             self._past.clear()
             self.watch.clear()
@@ -69,7 +68,6 @@ class Dashboard:
             self._ticker = asyncio.get_running_loop().create_task(self._tick())
         viewer.offer(encoded("hello", self.hello()))
         self.viewers.append(viewer)
-        return viewer
 
     def leave(self, viewer: Viewer) -> None:
         """A viewer is gone. With the last one the ticks end."""
@@ -159,62 +157,46 @@ class Dashboard:
         return shown
 
 
-class Viewer:
-    """A client that looks. Its queue is short; `drop` ends its response, whatever that waits for."""
-
-    def __init__(self) -> None:
-        self._queue: asyncio.Queue[bytes] = asyncio.Queue(WAITING)
-        self._scope = anyio.CancelScope()
-
-    def offer(self, data: bytes) -> bool:
-        """Queue an event; False if the viewer has not read for too long."""
-        try:
-            self._queue.put_nowait(data)
-        except asyncio.QueueFull:
-            return False
-        return True
-
-    @property
-    def waiting(self) -> int:
-        """Events that it has not been sent."""
-        return self._queue.qsize()
-
-    def drop(self) -> None:
-        self._scope.cancel()
-
-    async def send_all(self, send: Send) -> None:
-        """Send what comes, until `drop`, or until the lease ends."""
-        with self._scope, anyio.move_on_after(LEASE):
-            while True:
-                await send({"type": "http.response.body", "body": await self._queue.get(), "more_body": True})
-
-
-class EventStream(Response):
-    """The events of a viewer. It ends when the client leaves or is dropped."""
+class Viewer(Response):
+    """The events of a client that looks. Its queue is short; `drop` ends it, whatever it waits for."""
 
     media_type = "text/event-stream"
 
     def __init__(self, dashboard: Dashboard) -> None:
         super().__init__(headers={**HEADERS, "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self.dashboard = dashboard
+        self.dashboard, self._scope = dashboard, anyio.CancelScope()
+        self._queue: asyncio.Queue[bytes] = asyncio.Queue(WAITING)
+
+    def offer(self, data: bytes) -> bool:
+        """Queue an event; False if the client has not read for too long."""
+        try:
+            self._queue.put_nowait(data)
+        except asyncio.QueueFull:
+            return False
+        return True
+
+    def drop(self) -> None:
+        self._scope.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        viewer = self.dashboard.join()
-
-        async def stream() -> None:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await viewer.send_all(send)
-            with anyio.move_on_after(1) as late:
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-            if late.cancelled_caught:  # one that does not read cannot be told
-                abort(scope)
-
+        """Send what comes, until the client leaves or is dropped, or until the lease ends."""
+        self.dashboard.join(self)
         try:
             with suppress(Refused):  # the client has left, so there is no answer
-                await unless_gone(receive, stream())
+                await unless_gone(receive, self._stream(scope, send))
         finally:
-            self.dashboard.leave(viewer)
+            self.dashboard.leave(self)
+
+    async def _stream(self, scope: Scope, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        with self._scope, anyio.move_on_after(LEASE):
+            while True:
+                await send({"type": "http.response.body", "body": await self._queue.get(), "more_body": True})
+        with anyio.move_on_after(1) as late:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        if late.cancelled_caught:  # one that does not read cannot be told
+            abort(scope)
 
 
 def encoded(name: str, event: abc.Mapping[str, Any]) -> bytes:

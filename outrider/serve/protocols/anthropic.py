@@ -114,8 +114,10 @@ class CountTokensRequest(CommonRequest):
             "tool_choice": choice,
             "parallel_tool_calls": not (choice or {}).get("disable_parallel_tool_use"),
             "continue_final_message": messages[-1]["role"] == "assistant" or None,
-            "reasoning_effort": self._effort,
+            "reasoning_effort": "none",
         }
+        if self.thinking is not None and self.thinking.type != "disabled":
+            shared["reasoning_effort"] = (self.output_config and self.output_config.effort) or "high"
         if self.metadata is not None and self.metadata.user_id:
             shared.setdefault("user", self.metadata.user_id)
         if self.output_config is not None and self.output_config.format is not None:
@@ -124,13 +126,6 @@ class CountTokensRequest(CommonRequest):
             shared["response_format"] = _format(self.output_format, "output_format")
         with called(MessagesChat.renamed):
             return MessagesChat.model_validate(shared)
-
-    @property
-    def _effort(self) -> str:
-        """How much the model thinks before it answers."""
-        if self.thinking is None or self.thinking.type == "disabled":
-            return "none"
-        return (self.output_config and self.output_config.effort) or "high"
 
 
 class MessagesRequest(CountTokensRequest):

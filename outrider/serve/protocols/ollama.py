@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from fastapi import FastAPI, Request
 from pydantic import ConfigDict, Field, model_validator
@@ -22,7 +22,7 @@ from outrider._version import __version__
 from outrider.serve.answer import Answer, ChoiceReader, Event, Part, Usage, Writer
 from outrider.serve.errors import Refused, called, dumps, json_response
 from outrider.serve.pool import ModelPool, PooledModel
-from outrider.serve.requests import ChatRequest, CompletionRequest, JsonObject, Objects, Texts
+from outrider.serve.requests import ChatRequest, CommonRequest, CompletionRequest, JsonObject, Objects, Texts
 from outrider.serve.service import Service
 from outrider.serve.tools import ToolForm, thinks
 
@@ -46,6 +46,9 @@ _NEUTRAL = {
 }
 _SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 _DURATION = r"-?(([0-9]+(\.[0-9]+)?(h|ms|m|s)){1,8}|[0-9]{1,9})"
+
+
+R = TypeVar("R", bound=CommonRequest)
 
 
 class OllamaOptions(JsonObject):
@@ -152,14 +155,16 @@ class OllamaRequest(JsonObject):
         """
         raise NotImplementedError
 
-    def _shared(self, room: int) -> dict[str, Any]:
-        return {
+    def _made(self, kind: type[R], room: int, **more: Any) -> R:
+        shared = {
             "model": self.name,
             "stream": self.stream,
             "response_format": _format(self.format),
             "reasoning_effort": _EFFORT.get(str(self.think), self.think),
             **(self.options or OllamaOptions.model_validate({})).shared(room),
         }
+        with called(CALLED):
+            return kind.model_validate(shared | more)
 
 
 class OllamaChatRequest(OllamaRequest):
@@ -175,9 +180,8 @@ class OllamaChatRequest(OllamaRequest):
     def request(self, room: int, chats: bool) -> ChatRequest:
         messages = [_message(m, f"messages.{n}") for n, m in enumerate(self.messages or ())]
         goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
-        more = {"messages": messages, "tools": self.tools or None, "continue_final_message": goes_on or None}
-        with called(CALLED):
-            return OllamaChat.model_validate(self._shared(room) | more)
+        more = {"tools": self.tools or None, "continue_final_message": goes_on or None}
+        return self._made(OllamaChat, room, messages=messages, **more)
 
 
 class OllamaGenerateRequest(OllamaRequest):
@@ -202,13 +206,9 @@ class OllamaGenerateRequest(OllamaRequest):
         if self.suffix or self.raw or not chats:
             if self.system:
                 raise Refused("system needs a chat template, and this prompt is read as it is", param="system")
-            more = {"prompt": self.prompt or "", "suffix": self.suffix or None}
-            with called(CALLED):
-                return OllamaCompletion.model_validate(self._shared(room) | more)
+            return self._made(OllamaCompletion, room, prompt=self.prompt or "", suffix=self.suffix or None)
         system = [{"role": "system", "content": self.system}] if self.system else []
-        messages = [*system, {"role": "user", "content": self.prompt}]
-        with called(CALLED):
-            return OllamaChat.model_validate(self._shared(room) | {"messages": messages})
+        return self._made(OllamaChat, room, messages=[*system, {"role": "user", "content": self.prompt}])
 
 
 class OllamaModelRequest(JsonObject):

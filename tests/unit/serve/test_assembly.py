@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from outrider.serve import assembly
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import ServeOptions
+from outrider.serve.pool import assemble
 
 
 @pytest.mark.parametrize(
@@ -21,9 +21,9 @@ from outrider.serve.options import ServeOptions
     ],
 )
 def test_texts_fit_in_the_memory_that_is_free(given, length, note, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.serve.assembly.spare", lambda device: 1 << 20)
+    monkeypatch.setattr("outrider.serve.pool.spare", lambda device: 1 << 20)
     options = ServeOptions(model="builtin:code", speculative_config={"method": "none"}, prefix_cache=0, **given)
-    made = assembly.assemble(options, math.inf, Metrics("outrider", "code"), fit=True)
+    made = assemble(options, math.inf, Metrics("outrider", "code"), fit=True)
     assert made.engine.decoder.max_length == length
     found = [text for text in made.notes if re.search(note or "fit", text)]
     assert len(found) == (note is not None)
