@@ -49,17 +49,10 @@ class Encoder:
         except (ValueError, RecursionError) as error:
             raise self._refused(error, param) from error
 
-    async def prompt(
-        self, given: str | abc.Mapping[str, Any], most: int | None = None, special: bool = True
-    ) -> list[int]:
-        """The ids of a text or of {"prompt_token_ids": ...}. most: characters of a text; None: what the model can hold. special:
-        with those that the model's prompts begin with.
-
-        Raises Refused.
-        """
-        if isinstance(given, str):
-            return await self.run(partial(self._ids, given, most, special), len(given), "prompt")
-        return await self.run(lambda: self.prompts.encode(given), len(given.get("prompt_token_ids", ())), "prompt")
+    async def prompt(self, text: str, most: int | None = None, special: bool = True) -> list[int]:
+        """The ids of a text. most: its characters; None: what the model can hold. special: with those that the model's prompts
+        begin with. Raises Refused."""
+        return await self.run(partial(self._ids, text, most, special), len(text), "prompt")
 
     async def chat(self, body: ChatRequest, most: int | None = None, special: bool = False) -> list[int]:
         """The ids of a chat. most, special: as of `prompt`. Raises Refused."""

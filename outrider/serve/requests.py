@@ -314,7 +314,7 @@ class CommonRequest(sampling_fields()):
 
     @property
     def prompts(self) -> list[Any]:
-        """Each a text or {"prompt_token_ids": [...]}. A chat has messages in their place."""
+        """Each a text or token ids. A chat has messages in their place."""
         return []
 
     @property
@@ -410,10 +410,7 @@ class CompletionRequest(CommonRequest):
     @property
     def prompts(self) -> list[Any]:
         prompt = self.prompt
-        many: list[Any] = (
-            [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
-        )
-        return [p if isinstance(p, str) else {"prompt_token_ids": p} for p in many]
+        return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
 
 
 class ChatRequest(CommonRequest):

@@ -203,7 +203,7 @@ class Service:
             raise Refused("prompt is an empty list", param="prompt")
         if body.suffix:
             return await self._infilled(body.prompts, body.suffix)
-        return [await self.encoder.prompt(prompt) for prompt in body.prompts], ()
+        return [p if isinstance(p, list) else await self.encoder.prompt(p) for p in body.prompts], ()
 
     async def _infilled(self, prompts: list[Any], suffix: str) -> tuple[list[list[int]], tuple[int, ...]]:
         """The prompts of gaps before one suffix, and the tokens that end an answer. Raises Refused."""

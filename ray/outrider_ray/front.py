@@ -221,7 +221,7 @@ def _beginning(body: dict[str, Any]) -> str:
 def _home(path: str, body: dict[str, Any]) -> str:
     """The replica that keeps the response that a request is about."""
     about = path.removeprefix(RESPONSES).strip("/") or body.get("previous_response_id")
-    parts = about.split("_", 2) if isinstance(about, str) else []  # as `response_id` writes it
+    parts = about.split("_", 2) if isinstance(about, str) else []  # resp_NUMBER_REPLICA
     return parts[2] if len(parts) == 3 and parts[0] == "resp" else ""
 
 

@@ -432,7 +432,8 @@ def install(app: FastAPI, pool: ModelPool, documented: dict[int | str, dict[str,
         def keep(response: dict[str, Any]) -> None:
             store.put(response, [*before, *body.items, *response["output"]])
 
-        name = response_id(pool.settings.replica_name)
+        home = pool.settings.replica_name  # keeps the response, so a request about it can be sent there
+        name = f"resp_{secrets.token_hex(16)}" + (f"_{home}" if home else "")
         make = partial(ResponsesWriter, name=name, body=body, keep=keep)
         return await service.respond(body.chat(before), request, make)
 
@@ -446,8 +447,3 @@ def install(app: FastAPI, pool: ModelPool, documented: dict[int | str, dict[str,
         """Forget a response."""
         store.drop(name)
         return json_response({"id": name, "object": "response", "deleted": True})
-
-
-def response_id(replica: str = "") -> str:
-    """A new id. replica: that keeps the response, so that a request about it can be sent there."""
-    return f"resp_{secrets.token_hex(16)}" + (f"_{replica}" if replica else "")
