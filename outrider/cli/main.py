@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import gc
 import os
 import re
 import sys
@@ -23,13 +24,14 @@ from outrider.cli.terminal import readable, show_warnings
 from outrider.core.docstrings import summary
 from outrider.core.extras import install
 
-# Variables that torch and transformers read when they are imported. Values of the user stay.
+# Variables that libraries read when they are imported. Values of the user stay.
 ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads that spin slow every other program on the same core
     "OPENBLAS_THREAD_TIMEOUT": "4",  # and those of numpy's library, which spin for 20 ms at its import
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "PYDANTIC_DISABLE_PLUGINS": "__all__",  # to find them, it reads a file of every installed package
 }
 
 GROUP = "outrider.commands"
@@ -50,8 +52,8 @@ class CommandTable(Mapping[str, Any]):
 
     @cached_property
     def entries(self) -> dict[str, EntryPoint]:
-        """Where each command is."""
-        engine = {name: EntryPoint(name, f"outrider.cli.{name}:{name}", GROUP) for name in ENGINE}
+        """Where each command is. It looks into every installed package."""
+        engine = {name: _engine(name) for name in ENGINE}
         for entry in entry_points(group=GROUP):
             engine.setdefault(entry.name, entry)
         return engine
@@ -59,6 +61,8 @@ class CommandTable(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name in SHORTER:
             return self["models"].commands[name]
+        if name in ENGINE:
+            return typer.main.get_command(_engine(name).load())
         entry = self.entries.get(name)
         if entry is None:
             return typer.main.get_command(_absent(name, f"outrider-{EXTRAS[name]}", EXTRAS[name]))
@@ -75,6 +79,10 @@ class CommandTable(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.entries)
+
+
+def _engine(name: str) -> EntryPoint:
+    return EntryPoint(name, f"outrider.cli.{name}:{name}", GROUP)
 
 
 def _absent(name: str, package: str, extra: str) -> typer.Typer:
@@ -167,4 +175,5 @@ def main() -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     show_warnings()  # also of what runs behind a command
+    gc.set_threshold(50_000)  # what is imported stays, and to look through it for garbage again and again takes time
     app()

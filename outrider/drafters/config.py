@@ -141,9 +141,9 @@ class SpeculativeConfig(BaseModel):
     def _consistent(self) -> SpeculativeConfig:
         from outrider.verify import VERIFIERS  # imports numpy, which the command line does not need for its help
 
-        names = [*METHODS, *plugins()]
         for method in self.methods:
-            if method not in names and offered(method) is None:
+            if method not in METHODS and offered(method) is None:
+                names = [*METHODS, *plugins()]
                 raise ValueError(f"unknown method {method!r}{did_you_mean(method, names)}; known: {', '.join(names)}")
         if isinstance(self.method, list) and ({NONE, AUTO} & set(self.method) or not self.method):
             raise ValueError(f'a list of methods names drafters, such as ["suffix", "draft_model"], got {self.method}')

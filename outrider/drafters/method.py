@@ -104,8 +104,9 @@ def _module(file: Path) -> ModuleType:
 
 def offered(name: str) -> EntryPoint | None:
     """What makes the drafters of a method that is not built in: an entry point of a package, or a name in a Python file."""
-    entry = FileEntry(name, name, PLUGINS) if ".py:" in name else None
-    return None if name in METHODS else entry or plugins().get(name)
+    if name in METHODS:
+        return None
+    return FileEntry(name, name, PLUGINS) if ".py:" in name else plugins().get(name)
 
 
 def canonical(name: str) -> str:

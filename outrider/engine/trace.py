@@ -84,7 +84,7 @@ class Detail(Enum):
 class TraceLine(BaseModel):
     """One line. Unknown fields are an error. The fields have the names of the file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings", defer_build=True)
 
     def json_line(self) -> bytes:
         """The line as it is in the file, with its line break."""

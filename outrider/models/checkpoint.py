@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 
 from outrider.core.files import read_settings
@@ -179,6 +180,15 @@ def tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
                 first, end = entry["data_offsets"]
                 out[name] = StoredTensor(file, start + first, end - first, tuple(entry["shape"]), entry["dtype"])
     return out
+
+
+def view(content: np.ndarray, tensor: StoredTensor, name: str) -> np.ndarray:
+    """A tensor in the bytes of its file. name: for the error. Raises ValueError for numbers of an unknown kind."""
+    if tensor.format not in STORED_DTYPES:
+        raise ValueError(f"{name} has type {tensor.format}, which outrider does not read")
+    raw, dtype = content[tensor.offset :][: tensor.bytes].view(np.ndarray), STORED_DTYPES[tensor.format]
+    raw = raw if tensor.offset % dtype.itemsize == 0 else raw.copy()
+    return raw.view(dtype).reshape(tensor.shape)
 
 
 def text_names(names: Collection[str]) -> dict[str, str]:

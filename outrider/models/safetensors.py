@@ -152,13 +152,9 @@ class FolderTensors:
     def stored(self, name: str) -> np.ndarray:
         """As it is in the file."""
         part = self._part(name)
-        if part.format not in STORED_DTYPES:
-            raise ValueError(f"tensor {name} of {self.name} has type {part.format}, which outrider does not read")
         if part.path not in self._maps:
             self._maps[part.path] = np.memmap(part.path, np.uint8, "c")
-        bytes_, dtype = self._maps[part.path][part.offset : part.offset + part.bytes], STORED_DTYPES[part.format]
-        bytes_ = bytes_ if part.offset % dtype.itemsize == 0 else bytes_.copy()
-        return bytes_.view(np.ndarray).view(dtype).reshape(part.shape)
+        return checkpoint.view(self._maps[part.path], part, f"tensor {name} of {self.name}")
 
     def _part(self, name: str) -> StoredTensor:
         self.asked.add(name)

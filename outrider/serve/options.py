@@ -84,7 +84,7 @@ class Options(BaseModel):
     """
 
     hidden: ClassVar[frozenset[str]] = frozenset()
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), defer_build=True)
 
     def with_(self, **changes: Any) -> Self:
         """The same with other values."""

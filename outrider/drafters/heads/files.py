@@ -14,14 +14,14 @@ from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import numpy as np
 from ml_dtypes import bfloat16
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
 from outrider.core.extras import needs
 from outrider.core.files import read_settings
 from outrider.core.types import Array
-from outrider.models.checkpoint import header, indexed
+from outrider.models.checkpoint import header, indexed, view
+from outrider.models.checkpoint import tensors as tensors_in
 from outrider.models.files import content
 from outrider.models.load import Loaded
 
@@ -179,11 +179,12 @@ def _files(path: Path) -> list[Path]:
 def _read(file: Path) -> dict[str, Array]:
     try:
         if file.suffix == ".safetensors":
-            return load_file(file)
+            content = np.memmap(file, np.uint8, "c")
+            return {name: view(content, t, f"{file}: {name}") for name, t in tensors_in([file]).items()}
         with needs("torch", f"{file}, which torch wrote,"):
             import torch
         tensors: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, SafetensorError, EOFError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{file} cannot be read as weights ({error}); download it again") from error
     if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
         raise ValueError(f"{file} holds no tensors by name; a head's weights are a state_dict")

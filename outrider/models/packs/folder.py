@@ -289,11 +289,9 @@ def _reading(file: Path, sums: Mapping[str, int]) -> Iterator[dict[str, np.ndarr
                 raise ValueError(f"{file} ends in the middle of {names[0]} to {names[-1]}")
             at += got
         for name in names:
-            t = table[name]
-            raw = memory[t.offset :][: t.bytes]
-            if checksum(raw) != sums[name]:
+            tensors[name] = checkpoint.view(memory, table[name], name)
+            if checksum(tensors[name]) != sums[name]:
                 raise ValueError(f"{file} is damaged: {name} has another checksum than when it was written")
-            tensors[name] = raw.view(STORED_DTYPES[t.format]).reshape(t.shape)
 
     threads = max(native.num_threads(), 2)
     with file.open("rb") as opened, ThreadPoolExecutor(threads) as pool:
