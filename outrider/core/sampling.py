@@ -324,30 +324,17 @@ class LogitsDistribution:
         """logits: float32 [batch, node, vocab]."""
         self.logits, self.draft, self.warp = logits, draft, warp
 
-    def _at(self, node: Array) -> tuple[Array, list[list[int]]]:
-        rows = self.logits[np.arange(len(node)), node]
-        if not any(self.warp.active):
-            return rows, [[]] * len(rows)
-        return rows, [self._ancestors(b, n) for b, n in enumerate(node.tolist())]
-
     def _ancestors(self, b: int, node: int) -> list[int]:
-        """The draft tokens from below the root down to `node`."""
-        parents, tokens = self.draft.parents[b], self.draft.tokens[b]
-        path: list[int] = []
-        while node > 0:
-            path.append(int(tokens[node]))
-            node = int(parents[node])
+        """The draft tokens from below the root down to `node`, if the parameters of row b read tokens."""
+        path, tree = list[int](), self.draft.host[b]
+        while self.warp.active[b] and node > 0:
+            token, node = tree[node]
+            path.append(token)
         return path[::-1]
 
-    def sample(self, node: Array, noise: Noise, position: Array) -> Array:
-        logits, extra = self._at(node)
-        return self.warp.draw(logits, extra, noise, Stream.TOKEN, position)
-
     def probs(self, node: Array) -> Array:
-        logits, extra = self._at(node)
-        return softmax(self.warp.scores(logits, extra))
+        rows = self.logits[np.arange(len(node)), node]
+        return softmax(self.warp.scores(rows, [self._ancestors(b, n) for b, n in enumerate(node.tolist())]))
 
     def sample_row(self, row: int, node: int, key: tuple[int, int, int, int]) -> int:
-        """`sample` for one row; see `outrider.verify.batched.RowTargetDistribution`."""
-        extra = self._ancestors(row, node) if self.warp.active[row] else ()
-        return self.warp.draw_row(row, self.logits[row, node], extra, key)
+        return self.warp.draw_row(row, self.logits[row, node], self._ancestors(row, node), key)

@@ -113,7 +113,7 @@ class Sequence:
     """One run of a request. `Decoder.sequence` makes it.
 
     Attributes:
-        request: What is asked.
+        request: What is asked. Its id, prompt, params, seed and client are here, too.
         slot: Of the cache; -1 without one.
         tokens: Committed ones: prompt, then output.
         checker: Decides where the text ends.
@@ -138,6 +138,8 @@ class Sequence:
             depth: As in `Counts`.
         """
         self.request, self.checker, self.slot = request, checker, -1
+        self.id, self.prompt, self.params = request.id, request.prompt, request.params
+        self.seed, self.client = request.seed, request.client
         self.tokens, prompt = [*request.prompt, *request.continued], len(request.prompt)
         self.state = SequenceState(request.params, end_ids, request.bad_words, self.tokens, prompt, request.mask)
         self.finish: FinishReason | None = None
@@ -148,26 +150,6 @@ class Sequence:
         if request.continued:  # their text counts as given out
             self.delta()
             self.cursor.continued_text = self.text[: self.cursor.characters]
-
-    @property
-    def id(self) -> int:
-        return self.request.id
-
-    @property
-    def prompt(self) -> list[int]:
-        return self.request.prompt
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
-
-    @property
-    def seed(self) -> int:
-        return self.request.seed
-
-    @property
-    def client(self) -> str:
-        return self.request.client
 
     @property
     def steps(self) -> int:

@@ -2,7 +2,7 @@
 
 `position` is the position of the token after the root. A verifier reads this noise:
 
-    match      TOKEN    at position + depth, in the target's own `sample`
+    match      TOKEN    at position + depth, in the target's own `sample_row`
     all others ACCEPT   at position + depth - 1 of the judged node, index = node
                RESIDUAL at position + accepted, for the token after the accepted nodes (residual or bonus)
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 
@@ -31,25 +31,16 @@ _QUIET = np.errstate(divide="ignore", invalid="ignore")  # rows without mass are
 class TargetDistribution(Protocol):
     """The target's distribution at the nodes of a draft. Each one is computed when a verifier asks for it."""
 
-    def sample(self, node: Array, noise: Noise, position: Array) -> Array:
-        """int64 [batch]: the target's own token after `node`, argmax(log probs + gumbel(TOKEN, position)).
+    def sample_row(self, row: int, node: int, key: tuple[int, int, int, int]) -> int:
+        """The target's own token after a node of one row: argmax(log probs + gumbel). Greedy decoding gives the argmax.
 
-        node: int64 [batch], one per row. position: int64 [batch], the position of the new token. Greedy decoding gives
-        the argmax. -1 means that the distribution has NaN or is empty. -1 equals no draft token, and becomes the
-        verdict's token.
+        key: the row of `Noise.keys` at the token's position. -1 means that the distribution has NaN or is empty. It equals no
+        draft token, and becomes the verdict's token.
         """
         ...
 
     def probs(self, node: Array) -> Array:
         """float32 [batch, vocab]: the distribution of the token after `node`. node: int64 [batch], one per row."""
-        ...
-
-
-class RowTargetDistribution(Protocol):
-    """A target that also samples for one row at a time, which is the fastest way on the CPU."""
-
-    def sample_row(self, row: int, node: int, key: tuple[int, int, int, int]) -> int:
-        """The token that `sample` gives for that row. key: the row of `Noise.keys` at the token's position."""
         ...
 
 
@@ -60,8 +51,9 @@ class FixedDistribution:
         """probs: float32 [batch, node, vocab]; probs[:, n] is the distribution of the token after node n."""
         self.table = probs
 
-    def sample(self, node: Array, noise: Noise, position: Array) -> Array:
-        return draw(self.probs(node), noise, Stream.TOKEN, position)
+    def sample_row(self, row: int, node: int, key: tuple[int, int, int, int]) -> int:
+        seed, stream, step, position = key
+        return int(draw(self.table[row, node][None], Noise([seed], [step]), Stream(stream), np.array([position]))[0])
 
     def probs(self, node: Array) -> Array:
         return self.table[np.arange(len(node)), node]
@@ -73,37 +65,12 @@ def match(target: TargetDistribution, draft: Draft, noise: Noise, position: Arra
     position: int64 [batch], the position of the token after the root (= the number of committed tokens). For each draft
     the tokens are those of plain decoding with the same seed. Batched twin of `reference_match`.
     """
-    if hasattr(target, "sample_row"):
-        return _match_row_by_row(cast(RowTargetDistribution, target), draft, noise, position)
-    tokens, parents, position = draft.tokens, draft.parents, np.asarray(position)
-    batch, nodes = tokens.shape
-    levels = int(depth(parents).max()) if batch else 0
-    index = np.arange(nodes, dtype=np.int64)
-    path, here, accepted = _only_roots(batch, levels), np.zeros(batch, np.int64), np.zeros(batch, np.int64)
-    token = target.sample(here, noise, position)
-    # A row that has stopped stays at its node, so its token does not change any more.
-    for level in range(1, levels + 1):
-        hit = (parents == here[:, None]) & (tokens == token[:, None])
-        child = np.where(hit, index, nodes).min(1)
-        walks = child < nodes
-        if not walks.any():
-            break
-        here, accepted = np.where(walks, child, here), accepted + walks
-        path[:, level] = np.where(walks, child, -1)
-        token = target.sample(here, noise, position + accepted)
-    return Verdict(path, accepted, token)
-
-
-def _match_row_by_row(
-    target: RowTargetDistribution, draft: Draft, noise: Noise, position: Array | Sequence[int]
-) -> Verdict:
-    """`match` on lists. One operation on an array of five numbers costs more than the whole walk."""
     trees = zip(draft.host, noise.keys(Stream.TOKEN, position), strict=True)
     return ListedVerdict.of([walk(target, row, nodes, key) for row, (nodes, key) in enumerate(trees)])
 
 
 def walk(
-    target: RowTargetDistribution, row: int, nodes: list[tuple[int, int]], key: tuple[int, int, int, int]
+    target: TargetDistribution, row: int, nodes: list[tuple[int, int]], key: tuple[int, int, int, int]
 ) -> tuple[list[int], int]:
     """`match` for one row: its entry of `Verdict.host`. nodes: of `Draft.host`. key: of `Noise.keys`, after the root."""
     path, (seed, stream, step, at) = [0], key

@@ -9,7 +9,6 @@ from outrider.kernels.cpu.ops import (
     VECTOR_FORMATS,
     AttentionPlan,
     Scoring,
-    argmax,
     argmax_gumbel,
     attention,
     gumbel,
@@ -21,7 +20,6 @@ from outrider.kernels.cpu.ops import (
     words,
 )
 from outrider.kernels.cpu.packed import FORMATS, KINDS, Packed, Reserve, zeros_in_large_pages
-from outrider.kernels.cpu.recurrence import delta_rule, selective
 from outrider.kernels.cpu.state import (
     available,
     build,
@@ -42,12 +40,10 @@ __all__ = [
     "Packed",
     "Reserve",
     "Scoring",
-    "argmax",
     "argmax_gumbel",
     "attention",
     "available",
     "build",
-    "delta_rule",
     "gumbel",
     "isa",
     "isas",
@@ -55,7 +51,6 @@ __all__ = [
     "log",
     "num_threads",
     "pack_vectors",
-    "selective",
     "set_num_threads",
     "softmax",
     "total",

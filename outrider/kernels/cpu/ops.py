@@ -179,12 +179,6 @@ def gumbel(seed: int, stream: int, step: int, position: int, n: int, ids: ArrayL
     return out
 
 
-def argmax(scores: ArrayLike) -> int:
-    """The index of the largest value of float32 [n]; the lowest of equals. Raises ValueError on NaN."""
-    row = _row(scores)
-    return _index(library().argmax(row.ctypes.data, row.size))
-
-
 def argmax_gumbel(
     scores: ArrayLike,
     seed: int,
@@ -200,11 +194,16 @@ def argmax_gumbel(
     ids: int64 [n], ascending: the token of each score, whose noise is added. The result is still an index of `scores`.
     None: score i is of token i. Raises ValueError on NaN, and for ids that do not fit.
     """
-    row, tokens = _row(scores), None if ids is None else np.ascontiguousarray(ids, np.int64)
+    row, tokens = np.ascontiguousarray(scores, np.float32), None if ids is None else np.ascontiguousarray(ids, np.int64)
+    if row.ndim != 1 or not row.size:
+        raise ValueError(f"expected scores [n] with n >= 1, got {[*row.shape]}")
     if tokens is not None and tokens.shape != row.shape:
         raise ValueError(f"ids must be int64 [{row.size}], got {[*tokens.shape]}")
     noise, place = (seed & _64, stream, step & _32, position & _32), None if tokens is None else tokens.ctypes.data
-    return _index(library().argmax_gumbel(row.ctypes.data, place, row.size, temperature, *noise))
+    found = library().argmax_gumbel(row.ctypes.data, place, row.size, temperature, *noise)
+    if found < 0:
+        raise ValueError("the scores hold NaN: the model's weights or its input are damaged")
+    return found
 
 
 def truncate(scores: np.ndarray, top_k: int, top_p: float, least: float) -> np.ndarray:
@@ -243,16 +242,3 @@ def total(values: ArrayLike) -> np.ndarray:
 
 
 _32, _64 = 2**32 - 1, 2**64 - 1
-
-
-def _row(scores: ArrayLike) -> np.ndarray:
-    row = np.ascontiguousarray(scores, np.float32)
-    if row.ndim != 1 or not row.size:
-        raise ValueError(f"expected scores [n] with n >= 1, got {[*row.shape]}")
-    return row
-
-
-def _index(found: int) -> int:
-    if found < 0:
-        raise ValueError("the scores hold NaN: the model's weights or its input are damaged")
-    return found

@@ -231,7 +231,7 @@ def test_lists_may_be_arrays_or_none() -> None:
 
 
 @pytest.mark.parametrize("trial", range(8))
-def test_match_row_by_row_is_match_on_arrays(trial: int) -> None:
+def test_match_takes_the_children_that_a_draw_at_their_parent_gives(trial: int) -> None:
     every = [
         SamplingParams(temperature=0),
         SamplingParams(),
@@ -243,15 +243,14 @@ def test_match_row_by_row_is_match_on_arrays(trial: int) -> None:
     parents = np.array([[-1, *(int(generator.integers(n)) for n in range(1, 9))]] * 4)
     parents[2, 6:] = -2
     draft = Draft(generator.integers(0, 5, (4, 9)), parents)
-    distributions = LogitsDistribution(logits, draft, LogitsWarper([history(p, [1, 2], 1) for p in every]))
-
-    class Batched:
-        sample, probs = staticmethod(distributions.sample), staticmethod(distributions.probs)
-
-    at = np.array([2, 2, 2, 2])
-    alone, together = (match(t, draft, noise([trial, 1, 2, 3]), at) for t in (distributions, Batched()))
-    assert alone.token.tolist() == together.token.tolist()
-    assert alone.accepted.tolist() == together.accepted.tolist()
-    width = alone.path.shape[1]
-    assert np.array_equal(alone.path, together.path[:, :width])
-    assert (together.path[:, width:] == -1).all()
+    histories, seeds = [history(p, [1, 2], 1) for p in every], [trial, 1, 2, 3]
+    distributions = LogitsDistribution(logits, draft, LogitsWarper(histories))
+    verdict = match(distributions, draft, noise(seeds), np.array([2, 2, 2, 2]))
+    for b, (path, token) in enumerate(verdict.host):
+        after, tokens = path[1:], draft.tokens[b, path[1:]].tolist()
+        for n, (node, chosen) in enumerate(zip(path, [*tokens, token], strict=True)):
+            at, one = np.array([2 + n]), LogitsWarper([histories[b]])
+            drawn = one.draw(logits[b, node][None], [tokens[:n]], noise(seeds[b : b + 1]), Stream.TOKEN, at)
+            assert drawn.tolist() == [chosen]
+            children = [k for k in range(9) if (draft.tokens[b, k], parents[b, k]) == (chosen, node)]
+            assert children[:1] == after[n : n + 1]

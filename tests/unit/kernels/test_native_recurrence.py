@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from native_parts import delta_rule, selective
 
 from outrider.kernels import cpu as native
 
@@ -60,12 +61,12 @@ def space_by_definition(inputs: list[np.ndarray], state: np.ndarray) -> tuple[np
 
 
 SHAPES: list[Any] = [
-    (native.delta_rule, rule_by_definition, rule(9, 2, 16, 32, False)),
-    (native.delta_rule, rule_by_definition, rule(9, 3, 24, 44, True)),
-    (native.delta_rule, rule_by_definition, rule(5, 1, 8, 3, False)),
-    (native.selective, space_by_definition, space(9, 2, 24, 32, False)),
-    (native.selective, space_by_definition, space(9, 1, 21, 16, True)),
-    (native.selective, space_by_definition, space(5, 3, 6, 5, True)),
+    (delta_rule, rule_by_definition, rule(9, 2, 16, 32, False)),
+    (delta_rule, rule_by_definition, rule(9, 3, 24, 44, True)),
+    (delta_rule, rule_by_definition, rule(5, 1, 8, 3, False)),
+    (selective, space_by_definition, space(9, 2, 24, 32, False)),
+    (selective, space_by_definition, space(9, 1, 21, 16, True)),
+    (selective, space_by_definition, space(5, 3, 6, 5, True)),
 ]
 
 
@@ -113,11 +114,11 @@ def test_what_does_not_fit_is_refused() -> None:
     inputs, start = rule(3, 2, 16, 32, False)
     chain = [[0, 1, 2]], [[False] * 3]
     with pytest.raises(ValueError, match=r"a state must be float32 \[2, 16, 32\]"):
-        native.delta_rule(*inputs, [start[:1]], *chain)
+        delta_rule(*inputs, [start[:1]], *chain)
     with pytest.raises(ValueError, match="query must be float32"):
-        native.delta_rule(inputs[0].astype(np.float64), *inputs[1:], [start], *chain)
+        delta_rule(inputs[0].astype(np.float64), *inputs[1:], [start], *chain)
     with pytest.raises(ValueError, match="row beyond the 3"):
-        native.delta_rule(*inputs, [start], [[0, 3]], [[False, False]])
+        delta_rule(*inputs, [start], [[0, 3]], [[False, False]])
     inputs, start = space(3, 2, 6, 8, True)
     with pytest.raises(ValueError, match="4 groups must divide 6"):
-        native.selective(*inputs[:3], *(np.tile(t, (1, 2, 1)) for t in inputs[3:]), [start], *chain)
+        selective(*inputs[:3], *(np.tile(t, (1, 2, 1)) for t in inputs[3:]), [start], *chain)

@@ -96,7 +96,7 @@ def test_greedy_targets_are_followed_as_far_as_the_draft_tokens_are_right(name):
         verdict = VERIFIERS[name](target, Draft(*chain([[0, *drafted]])), noise(), at(9))
         assert verdict.accepted.tolist() == [accepted]
         assert verdict.token.tolist() == [token]
-        assert verdict.path.tolist() == [[*range(accepted + 1), *[-1] * (3 - accepted)]]
+        assert verdict.host == [([*range(accepted + 1)], token)]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -115,7 +115,7 @@ def test_match_walks_trees_out_of_order_and_takes_the_lowest_of_equals():
     #  0 -> 1 (3), 2 (1), 3 (1);  2 -> 4 (0);  3 -> 5 (2);  the target says 1 after the root, and 2 after node 2
     draft = Draft(*tree([[(0, -1), (3, 0), (1, 0), (1, 0), (0, 2), (2, 3)]]))
     verdict = match(FixedDistribution(hot(1, 0, 2, 2, 0, 4)), draft, noise(), at(1))
-    assert (verdict.path.tolist(), verdict.token.tolist()) == ([[0, 2, -1]], [2])
+    assert verdict.host == [([0, 2], 2)]
     verdict = match(FixedDistribution(hot(1, 0, 0, 2, 3, 4)), draft, noise(), at(1))
     assert (verdict.path.tolist(), verdict.accepted.tolist(), verdict.token.tolist()) == ([[0, 2, 4]], [2], [3])
 
@@ -263,19 +263,20 @@ def test_the_coin_of_a_node_has_the_nodes_index(name):
 
 
 def test_match_reads_token_noise_at_absolute_positions():
-    seen = Recorded(np.array([1, 2]), np.array([4, 4]))
-    match(FixedDistribution(hot(1, 2, 3).repeat(2, 0)), Draft(*chain([[0, 1, 2], [0, 4]])), seen, at(50, 80))
-    assert seen.read == [(Stream.TOKEN, 50, 80), (Stream.TOKEN, 51, 80), (Stream.TOKEN, 52, 80)]
+    target = Counted(hot(1, 2, 3).repeat(2, 0))
+    match(target, Draft(*chain([[0, 1, 2], [0, 4]])), Noise(np.array([1, 2]), np.array([4, 4])), at(50, 80))
+    assert target.keys == [(1, 0, 0, 50), (1, 0, 0, 51), (1, 0, 0, 52), (2, 0, 0, 80)]
 
 
 class Counted(FixedDistribution):
     def __init__(self, probs):
         super().__init__(probs)
-        self.asked = []
+        self.asked, self.keys = [], []
 
-    def sample(self, node, noise, position):
-        self.asked.append(node.tolist())
-        return super().probs(node).argmax(-1)
+    def sample_row(self, row, node, key):
+        self.asked.append([node] if row == 0 else [0, node])
+        self.keys.append(key)
+        return self.table[row, node].argmax()
 
     def probs(self, node):
         self.asked.append(node.tolist())
@@ -300,4 +301,4 @@ def test_no_one_asks_beyond_the_end_of_a_row():
     target = Counted(hot(1, 2, 3, 4).repeat(2, 0))
     for name in ALL:
         VERIFIERS[name](target, Draft(*chain([[0, 1], [0, 1, 2, 3]])), noise(2), at(1, 1))
-    assert max(first for first, _ in target.asked) == 1
+    assert max(first for first, *_ in target.asked) == 1

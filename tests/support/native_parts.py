@@ -1,4 +1,4 @@
-"""Recurrent layers over chains of nodes: the gated delta rule, and the selective state space of Mamba."""
+"""Parts of native programs alone, as tests call them: the gated delta rule, the selective state space of Mamba, and argmax."""
 
 from __future__ import annotations
 
@@ -139,3 +139,11 @@ def _run(
     places = {name: t.ctypes.data for name, t in pointers.items()} | dict(zip(parts, ends, strict=False))
     library().scan(ScanStruct(count=len(begins), factor=1.0, kind=kind, **sizes, **places))
     return out, states
+
+
+def argmax(scores: np.ndarray) -> int:
+    """The index of the largest value of float32 [n]; the lowest of equals. Raises ValueError on NaN."""
+    found = library().argmax(scores.ctypes.data, scores.size)
+    if found < 0:
+        raise ValueError("NaN")
+    return found
