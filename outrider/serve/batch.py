@@ -20,12 +20,10 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from pydantic import ValidationError
-
 from outrider.core.files import written_whole
 from outrider.core.jsonl import JsonLines
 from outrider.engine import Engine
-from outrider.serve.errors import Refused, dumps, invalid_body, no_model, refusing
+from outrider.serve.errors import Refused, called, dumps, no_model, refusing
 from outrider.serve.logs import log
 from outrider.serve.options import BatchOptions, ServeOptions
 from outrider.serve.pool import load_llm
@@ -206,12 +204,10 @@ class BatchAnswerer:
         return await writer.whole()
 
     def _body(self, request: BatchRequest) -> Any:
-        try:
+        with called():
             with refusing():
                 check_body(json.dumps(request.body).encode())
-            body = BODIES[request.url].model_validate(request.body)
-        except ValidationError as error:
-            raise invalid_body(error.errors()) from None
+            body: Any = BODIES[request.url].model_validate(request.body)
         if body.model is not None and body.model not in self.service.settings.names:
             raise no_model(body.model, [self.service.settings.model_name])
         if body.stream:

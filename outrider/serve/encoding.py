@@ -60,7 +60,8 @@ class Encoder:
         if tokenizer is None or not tokenizer.chat_template:
             return await self.run(lambda: self.prompts.encode(body.messages), param="messages")  # says what is missing
         variables = _thinking(body.reasoning_effort, str(tokenizer.chat_template)) | (body.chat_template_kwargs or {})
-        reserved = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages"} - {"documents"}
+        functions = chat_prompt, tokenizer.apply_chat_template
+        reserved = {name for one in functions for name in inspect.signature(one).parameters} - {"documents"}
         if name := next((name for name in variables if name in reserved), None):
             message = f"chat_template_kwargs cannot set {name!r}, which the server sets; leave it out"
             raise Refused(message, param="chat_template_kwargs")

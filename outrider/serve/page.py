@@ -57,11 +57,12 @@ def assemble(html: Path, css: Path, script: Path, data: str = "", connect: bool 
         "form-action 'none'",
         *(["connect-src 'self'"] if connect else []),
     ]
+    # A data block is not a script. No `<` can end it early.
+    safe = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     parts = {
         "policy": f'<meta http-equiv="Content-Security-Policy" content="{"; ".join(allowed)}">',
         "style": f"<style>{style}</style>",
-        # A data block is not a script. No `<` can end it early.
-        "data": f'<script type="application/json" id="data">{json_text(data)}</script>' if data else "",
+        "data": f'<script type="application/json" id="data">{safe}</script>' if data else "",
         "script": f'<script type="module" src="{apart}"></script>'
         if apart
         else f'<script type="module">{code}</script>',
@@ -69,11 +70,6 @@ def assemble(html: Path, css: Path, script: Path, data: str = "", connect: bool 
     parts["title"], _, body = html.read_text(encoding="utf-8").partition("\n")
     parts["body"] = body.rstrip("\n")
     return re.sub(r"<!-- (\w+) -->", lambda found: parts[found[1]], FRAME)
-
-
-def json_text(data: str) -> str:
-    """JSON that is safe inside an HTML element: ASCII without `<`, `>` and `&`."""
-    return data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def bundle(script: Path) -> str:

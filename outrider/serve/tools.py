@@ -53,8 +53,7 @@ THOUGHT_TOKENS = 64  # of a prompt's end that may show that the template began a
 
 # Mistral's newer NAME{...}
 _NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w*\s*)?(?:\[ARGS\])?\s*(?=\{)")
-_BETWEEN = re.compile(r"[\s;,]*")
-_SPACE = re.compile(r"\s*")
+_BETWEEN = re.compile(r"\A[\s;,]+")
 
 
 def _no_number(constant: str) -> Any:
@@ -192,10 +191,8 @@ def offered(tools: Sequence[Any] | None, choice: Any, many: bool, form: ToolForm
         if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
             raise BadParameter(f"tools.{number}.{form.schema} is the JSON schema of an object", "tools")
         schemas[name] = parameters
-    if choice == "none" or (not schemas and choice in (None, "auto")):
-        return None
-    if choice in (None, "auto"):
-        return ToolOffer(schemas, many=many)
+    if choice in (None, "auto", "none"):
+        return ToolOffer(schemas, many=many) if schemas and choice != "none" else None
     if not schemas:
         raise BadParameter("tool_choice asks for a call, and the request has no tools", "tool_choice")
     if choice == "required":
@@ -284,7 +281,8 @@ class ToolCallReader:
         """Read calls from an opening on: (where they end, the calls or None for text). None alone: wait for more."""
         text, closing = self._text, self.form.closing
         opened = bool(self.form.opening) and text.startswith(self.form.opening)
-        start = _end(_SPACE, text, len(self.form.opening)) if opened else _end(_BETWEEN, text, 0)
+        left = text[len(self.form.opening) :].lstrip() if opened else _BETWEEN.sub("", text)
+        start = len(text) - len(left)
         if not opened and start < len(text) and text[start] != "{":  # bare calls are over
             return 0, None
         named = None if closing or self.form.bare else _NAMED.match(text, start)
@@ -297,10 +295,10 @@ class ToolCallReader:
                 return at + len(closing), None
             return (len(text), None if text[start:] or opened else []) if last else None
         if closing:
-            after = _end(_SPACE, text, end)
-            if text.startswith(closing, after):
-                end = after + len(closing)
-            elif not last and closing.startswith(text[after:]):
+            left = text[end:].lstrip()
+            if left.startswith(closing):
+                end = len(text) - len(left) + len(closing)
+            elif not last and closing.startswith(left):
                 return None
         return end, self._valid({"name": named[1], "arguments": value} if named else value)
 
@@ -313,16 +311,12 @@ class ToolCallReader:
                 return None
             arguments = item.get("arguments", item.get("parameters"))
             arguments = {} if arguments is None else arguments
-            if isinstance(arguments, str):
-                try:
-                    arguments = _JSON.decode(arguments)
-                except (ValueError, RecursionError):
-                    return None
-            if not isinstance(arguments, dict):
-                return None
             try:
+                arguments = _JSON.decode(arguments) if isinstance(arguments, str) else arguments
                 written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-            except ValueError:  # a number too large for a float
+            except (ValueError, RecursionError):  # also for a number too large for a float
+                return None
+            if not isinstance(arguments, dict):
                 return None
             calls.append(ToolCall(item["name"], written, secrets.token_hex(5)[:9]))
         return calls or None
@@ -390,9 +384,3 @@ def thinks(template: Any) -> bool:
 def begun(text: str, mark: str) -> int:
     """The number of characters at the end of a text that may begin a mark."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
-
-
-def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
-    match = pattern.match(text, at)
-    assert match is not None
-    return match.end()

@@ -178,8 +178,11 @@ class OllamaChatRequest(OllamaRequest):
         return not self.messages
 
     def request(self, room: int, chats: bool) -> ChatRequest:
-        messages = [_message(m, f"messages.{n}") for n, m in enumerate(self.messages or ())]
-        goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+        messages = [{**message, "content": message.get("content") or ""} for message in self.messages or ()]
+        for message in messages:
+            if "tool_name" in message:
+                message["name"] = message.pop("tool_name")
+        goes_on = messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
         more = {"tools": self.tools or None, "continue_final_message": goes_on or None}
         return self._made(OllamaChat, room, messages=messages, **more)
 
@@ -232,22 +235,6 @@ def _format(given: str | dict[str, Any] | None) -> dict[str, Any] | None:
     if isinstance(given, str):
         raise Refused('format is "json" or a JSON schema', param="format")
     return {"type": "json_schema", "json_schema": {"name": "format", "schema": given}}
-
-
-def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
-    """A message as chat completions have it. Raises Refused."""
-    if given.get("images"):
-        raise Refused(f"{where} has images; this model reads text only", param="messages")
-    message = {"role": given.get("role"), "content": given.get("content") or ""}
-    if thought := given.get("thinking"):
-        message["reasoning_content"] = thought
-    if name := given.get("tool_name"):
-        message["name"] = name
-    if call_id := given.get("tool_call_id"):
-        message["tool_call_id"] = call_id
-    if isinstance(calls := given.get("tool_calls"), Sequence) and calls:
-        message["tool_calls"] = [{"type": "function", **call} if isinstance(call, dict) else call for call in calls]
-    return message
 
 
 class OllamaWriter(Writer):

@@ -226,7 +226,7 @@ def test_texts_of_many_tokens_are_made_beside_the_loop(live: Live, monkeypatch: 
     assert not threads & loop
 
 
-@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "tokenize", "chat_template"])
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "check"])
 def test_the_variables_of_a_template_do_not_replace_the_requests_fields(live: Live, name: str) -> None:
     answer = live.post(
         "/v1/chat/completions", messages=[{"role": "user", "content": "x"}], chat_template_kwargs={name: 1}
