@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,7 +43,8 @@ class StopChecker:
         if params.stops and self._tokens.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; give LLM(..., tokenizer=...) or use stop_token_ids")
         self._reader = Detokenizer(self._tokens, prompt, params.skip_special_tokens)
-        self._unread, self._marks = list[int](), list[int]()  # tokens that are no text yet; of the others as `marks`
+        self._unread, self._marks = deque[int](), list[int]()  # tokens that are no text yet; of the others as `marks`
+        self._reading = threading.Lock()  # one thread writes the text, and others ask for it
         self._hold = 0 if params.include_stop_str_in_output else max((len(s) for s in params.stops), default=1) - 1
         self._cut: int | None = None  # where a stop string ends the text
         self.count, self.silent = 0, False  # tokens; whether the last one is no text, because it ended the text
@@ -78,10 +81,13 @@ class StopChecker:
 
     def _catch_up(self) -> None:
         """Make text of the tokens that were pushed: not before it is asked for, and then of all at once."""
-        for token in self._unread:
-            self._reader.push(token)
-            self._marks.append(len(self._reader.text))
-        self._unread.clear()
+        if not self._unread:
+            return
+        with self._reading:
+            while self._unread:
+                self._reader.push(self._unread[0])
+                self._marks.append(len(self._reader.text))
+                self._unread.popleft()  # last: who finds none need not wait
 
     def _shows(self, token: int) -> bool:
         """Whether a token that ended the text adds to it. It is no text, unless the parameters say so."""

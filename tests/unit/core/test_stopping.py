@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -118,3 +120,30 @@ def test_the_text_of_a_special_token_is_a_stop_string(stop: str, skip: bool, min
             break
     assert ending.text == text
     assert (ending.end and ending.end.reason) == (None if minimum else stop)
+
+
+class Nosy(TokenBytes):
+    """When the text is made of the token `x`, another thread asks for it, too."""
+
+    ending: StopChecker
+    asks: threading.Thread | None = None
+
+    def after(self, before: int | None, token: int) -> bytes:
+        if token == ord("x") and self.asks is None:
+            self.asks = threading.Thread(target=lambda: self.ending.text)
+            self.asks.start()
+            self.asks.join(0.5)  # it has its text, or waits for this thread
+        return super().after(before, token)
+
+
+def test_two_threads_may_ask_for_the_text_at_once() -> None:
+    """The engine makes it, and the answer's thread asks where a token begins: no token is read twice."""
+    tokens = Nosy(single_bytes())
+    tokens.ending = StopChecker(SamplingParams(max_tokens=99), (), 99, tokens)
+    for token in b"axb":
+        tokens.ending.push(token)
+    assert tokens.ending.text == "axb"
+    assert tokens.ending.marks == [1, 2, 3]
+    assert tokens.asks is not None
+    tokens.asks.join()
+    assert tokens.ending.text == "axb"
