@@ -1,7 +1,7 @@
 """Drafters propose draft tokens. Imports the kernel and the models; the loop imports it.
 
 `method` lists the drafting methods. `lookup/` holds drafters without a model, `model/` those with one, and
-`planned` puts several together. Names are imported when they are first used: the command line reads the methods without torch.
+`planned` puts several together. Names are imported when they are first used: the command line reads the methods without numpy.
 """
 
 from __future__ import annotations

@@ -282,5 +282,4 @@ def _fitting(setup: DrafterSetup) -> list[str]:
     """What "auto" means here: all lookups that say yes, and the first of the others; two models would read twice the weights."""
     possible = [method for method in METHODS.values() if method.auto is not None and method.auto(setup)]
     lookups = [method.name for method in possible if method.cost == "lookup"]
-    models = [method.name for method in possible if method.cost != "lookup"]
-    return lookups + models[:1]
+    return lookups + [method.name for method in possible if method.cost != "lookup"][:1]

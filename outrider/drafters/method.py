@@ -3,7 +3,7 @@
 To add a method, write its drafter in one file, with a function `from_setup` that makes it, and add one row to `METHODS`. The
 configuration, the help texts and `auto` read the rows. A package can offer a method by an entry point (`find`).
 
-This module imports no torch: the command line lists the methods before anything large is loaded.
+This module does not import numpy: the command line lists the methods before anything large is loaded.
 """
 
 from __future__ import annotations

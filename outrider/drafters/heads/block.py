@@ -194,17 +194,9 @@ class BlockModel:
         own = head.own_embedding
         self._embedded: Part = target.embedding_rows if own is None else lambda ids: own[ids].astype(np.float32)
         self.weight_bytes = (linears.bytes - read_once) // config.drafts
-        self._markov = self._confidence = self._selector = None
-        if config.markov_rank:
-            first, second = (tensors[f"markov_head.markov_w{n}.weight"] for n in (1, 2))
-            self._markov = first, second.astype(np.float32)
-        if config.confidence:
-            weight, bias = (tensors[f"confidence_head.proj.{n}"].astype(np.float32) for n in ("weight", "bias"))
-            self._confidence = weight[0], bias
-        if config.selector_rank:
-            names = ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
-            before, after, project = (tensors[f"candidate_selector.{n}"].astype(np.float32) for n in names)
-            self._selector = before, after, project
+        small = ("markov_head.markov_w2.", "confidence_head.", "candidate_selector.")
+        self._tables = {n: t.astype(np.float32) for n, t in tensors.items() if n.startswith(small)}
+        self._before = tensors.get("markov_head.markov_w1.weight")  # of the Markov head, by the token before
         frequencies, factor = config.rotary()
         length = self.max_length + SCRATCH + config.block_size
         angles = np.arange(length, dtype=np.float32)[:, None] * frequencies
@@ -259,22 +251,23 @@ class BlockModel:
 
     def bias(self, z: Array, token: int, places: Array | None) -> Array:
         """float32 [kept]: of a slot's logits after a token. z: float32 [hidden], of the slot. places: some of the columns."""
-        if self._selector is not None:
-            before, table, project = self._selector
+        if self.config.selector_rank:
+            names = ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
+            before, table, project = (self._tables[f"candidate_selector.{n}"] for n in names)
             vector = before[token] * np.einsum("rh,h->r", project, z)  # one thread, other than a product
         else:
-            assert self._markov is not None
-            table, vector = self._markov[1], self._markov[0][token].astype(np.float32)
+            assert self._before is not None
+            table, vector = self._tables["markov_head.markov_w2.weight"], self._before[token].astype(np.float32)
         return np.einsum("nr,r->n", table if places is None else table[places], vector)
 
     def log_confidence(self, z: Array, token: int) -> float:
         """Log probability that the token of a slot is right, given that the slot is reached. z: float32 [hidden], of the slot."""
-        if self._confidence is None:
+        if not self.config.confidence:
             return 0.0
-        weight, bias = self._confidence
-        if self.config.confidence_markov and self._markov is not None:
-            z = np.concatenate([z, self._markov[0][token]])
-        return -math.log1p(math.exp(-float(np.clip(weight @ z + bias, -30, 30)[0])))
+        weight, bias = (self._tables[f"confidence_head.proj.{n}"] for n in ("weight", "bias"))
+        if self.config.confidence_markov and self._before is not None:
+            z = np.concatenate([z, self._before[token]])
+        return -math.log1p(math.exp(-float(np.clip(weight[0] @ z + bias, -30, 30)[0])))
 
     def _turned(self, x: Array, positions: Array) -> Array:
         """x [..., head, dim], its halves turned as in Llama. positions: int64 [...]."""

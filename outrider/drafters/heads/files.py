@@ -155,9 +155,7 @@ def _kind(settings: Mapping[str, Any], names: set[str]) -> str | None:
         if "layers.0.input_layernorm.weight" not in plain:
             return EAGLE1
         return "mtp" if "pre_fc_norm_hidden.weight" in plain else None
-    if plain and all(n.startswith(("mtp.", "mtp_layers.")) for n in plain):
-        return "mtp"
-    return None
+    return "mtp" if plain and all(n.startswith(("mtp.", "mtp_layers.")) for n in plain) else None
 
 
 def _plain(name: str) -> str:

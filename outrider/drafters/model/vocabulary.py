@@ -202,14 +202,8 @@ def continued(vocabulary: Vocabulary, committed: Sequence[int], text: bytes) -> 
     ids = vocabulary.encode(tail + text)
     ends = itertools.accumulate((len(vocabulary.pieces[i] or b"") for i in ids), initial=0)
     border = next((n for n, end in enumerate(ends) if end >= len(tail)), 0)
-    same = vocabulary.decode(ids[:border]) == tail
-    return faithful(vocabulary, ids[border:] if same else vocabulary.encode(text), text)
-
-
-def faithful(vocabulary: Vocabulary, ids: Sequence[int], text: bytes) -> list[int]:
-    """The tokens up to the first that differs from the text. A tokenizer may change the text that it encodes."""
-    out: list[int] = []
-    for i in ids:
+    ids, out = ids[border:] if vocabulary.decode(ids[:border]) == tail else vocabulary.encode(text), list[int]()
+    for i in ids:  # up to the first that differs from the text: a tokenizer may change the text that it encodes
         piece = vocabulary.pieces[i]
         if not piece or not text.startswith(piece):
             break
