@@ -97,7 +97,13 @@ class TextSource:
         self.tokens, self.end = tokens, end
 
     def following(self, state: tuple[int, ...]) -> tuple[float, list[tuple[int, float, Hashable]]]:
-        tokens, n, groups = self.tokens, len(self.tokens), dict[int, list[int]]()
+        tokens, n = self.tokens, len(self.tokens)
+        if len(state) == 1:  # the usual case, and the tree's hot path
+            place = state[0]
+            if place >= n or tokens[place] == self.end:
+                return 0, []
+            return 1, [(tokens[place], 1, (place + 1,))]
+        groups: dict[int, list[int]] = {}
         for place in state:
             if place < n:
                 groups.setdefault(tokens[place], []).append(place + 1)
