@@ -96,7 +96,7 @@ class SlotCache:
         self.capacity = min(max_length, _BLOCK)
         self.layers: list[tuple[Any, Any]] = []  # arrays, or tensors on a device
         self.states = dict(states or {})
-        self.kept: dict[object, object] = {}  # what a program of native code keeps of it, by program
+        self.kept: dict[object, Any] = {}  # what a program of native code keeps of it, by program
 
     def layer(
         self, index: int, key: tuple[int, int], value: tuple[int, int], dtype: DTypeLike = np.float32

@@ -104,25 +104,22 @@ class Forwarded(NamedTuple):
 class _ChainBuffers:
     """What native code reads and writes of a chain."""
 
-    def __init__(self, chain: Chain) -> None:
-        self.chain, depth, width = chain, chain.depth, chain.width
-        self._features = None if chain.features is None else np.ascontiguousarray(chain.features, np.float32)
-        self._tokens = (ctypes.c_int64 * (len(chain.tokens) + depth))(*chain.tokens)
-        self._chances, self._siblings = (ctypes.c_float * (depth * width))(), (ctypes.c_int64 * (depth * (width - 1)))()
-
-    def struct(self, length: int) -> ctypes.Structure:
+    def __init__(self, chain: Chain, length: int) -> None:
         """length: committed tokens of its slot."""
-        chain, count, tokens = self.chain, len(self.chain.tokens), ctypes.addressof(self._tokens)
+        self.chain, count, depth, width = chain, len(chain.tokens), chain.depth, chain.width
+        self._features = None if chain.features is None else np.ascontiguousarray(chain.features, np.float32)
+        self._tokens = (ctypes.c_int64 * (count + depth))(*chain.tokens)
+        self._chances, self._siblings = (ctypes.c_float * (depth * width))(), (ctypes.c_int64 * (depth * (width - 1)))()
         seed, stream, step, position = chain.noise  # ctypes keeps the lower bits
-        return ChainStruct(
-            tokens=tokens,
+        self.struct = ChainStruct(
+            tokens=ctypes.addressof(self._tokens),
             features=address(self._features),
-            drafted=tokens + 8 * count,
+            drafted=ctypes.addressof(self._tokens) + 8 * count,
             count=count,
-            depth=chain.depth,
+            depth=depth,
             chances=ctypes.addressof(self._chances),
             siblings=ctypes.addressof(self._siblings),
-            width=chain.width,
+            width=width,
             seed=seed,
             row=chain.slot,
             length=length,
@@ -162,6 +159,7 @@ class _StepCall:
     ) -> None:
         """given: what it is kept for. count: nodes of the largest tree."""
         self.given, (slots, taps, *_), program = given, given, step.program
+        self.handle = step.handle(cache)
         check_taps(taps, program.num_layers)
         batch, self.room = len(slots), 1 << (count - 1).bit_length()
         self._count, self._rows, self._width = 0, batch, len(taps) * program.hidden
@@ -236,7 +234,7 @@ class NativeStep:
         self._forward, self._judged, self._chains = library.forward, library.step, library.draft_chains
         self._ops, self._recurrent = (programs[-1][0].ops, programs[-1][0].count), program.recurrent
 
-    def _handle(self, cache: SlotCache) -> Any:
+    def handle(self, cache: SlotCache) -> Any:
         """Of the program for this cache. All its texts have the same angles, however long they are."""
         return self._handles[len(self._handles) > 1 and cache.max_length > self.program.first_length]
 
@@ -296,7 +294,7 @@ class NativeStep:
             int(fused),
             self.states_of(cache),
         )
-        if error := self._forward(self._handle(cache), job):
+        if error := self._forward(self.handle(cache), job):
             raise self._explained(error, slots, held, tokens, parents)
         return Forwarded(logits, features, fed_back)
 
@@ -313,31 +311,28 @@ class NativeStep:
         if call is None or call.room < count or any(map(is_not, call.given, given)):
             call = kept.call = _StepCall(self, cache, kept, given, check, count)
         call.ask(trees, count, [cache.length[slot] for slot in slots], check)
-        if error := self._judged(self._handle(cache), call.job, call.draws):
+        if error := self._judged(call.handle, call.job, call.draws):
             raise self._explained(error, slots, 0, check.draft.tokens, check.draft.parents)
         return call.logits, call.features, call.told()
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
         """See `LanguageModel.draft_chains`. One native forward a token, for all chains."""
-        drawn = [DrawnChain([], [], []) for _ in chains]
-        asked = [i for i, c in enumerate(chains) if c.depth > 0]
-        if not asked:
-            return drawn
-        room = max(len(c.tokens) + c.depth - 1 for c in chains)
-        kept = self._kept(cache, [chains[i].slot for i in asked], room)
-        buffers = [_ChainBuffers(chains[i]) for i in asked]
-        structs = (ChainStruct * len(asked))(*(b.struct(cache.length[b.chain.slot]) for b in buffers))
-        job = ChainsStruct(
-            ctypes.addressof(structs), ctypes.addressof(kept.table), len(asked), cache.capacity, kept.vectors
-        )
-        error = self._chains(self._handle(cache), job)
-        if error:
-            width = max(len(chains[i].tokens) for i in asked)
-            tokens = np.array([[*chains[i].tokens, *[0] * width][:width] for i in asked])
-            raise self._explained(error, [], 0, tokens, None)
-        for i, b, struct in zip(asked, buffers, structs, strict=True):
-            drawn[i] = b.drawn(struct.made)
-        return drawn
+        asked = [chain for chain in chains if chain.depth > 0]
+        drawn = list[DrawnChain]()
+        if asked:
+            room = max([len(chain.tokens) + chain.depth - 1 for chain in asked])
+            kept = self._kept(cache, [chain.slot for chain in asked], room)
+            buffers = [_ChainBuffers(chain, cache.length[chain.slot]) for chain in asked]
+            structs = (ChainStruct * len(asked))(*[each.struct for each in buffers])
+            begin, table = ctypes.addressof(structs), ctypes.addressof(kept.table)
+            job = ChainsStruct(begin, table, len(asked), cache.capacity, kept.vectors)
+            if error := self._chains(self.handle(cache), job):
+                width = max(len(chain.tokens) for chain in asked)
+                tokens = np.array([[*chain.tokens, *[0] * width][:width] for chain in asked])
+                raise self._explained(error, [], 0, tokens, None)
+            drawn = [each.drawn(struct.made) for each, struct in zip(buffers, structs, strict=True)]
+        following = iter(drawn)
+        return [next(following) if chain.depth > 0 else DrawnChain([], [], []) for chain in chains]
 
     def states_of(self, cache: SlotCache) -> int | None:
         """The handle of a cache's states. Raises ValueError for a cache of another model."""
@@ -353,7 +348,7 @@ class NativeStep:
         if min(slots) < 0 or max(slots) >= cache.num_slots:
             raise IndexError(f"slots are 0 to {cache.num_slots - 1} of this cache, got {slots}")
         cache.reserve(slots, count)
-        kept = cast("_Kept | None", cache.kept.get(self))
+        kept: _Kept | None = cache.kept.get(self)
         if kept is not None and kept.layers is cache.layers:
             return kept
         dtype, cells = KV_CACHE_DTYPES[cache.dtype] or np.dtype(np.float32), self.program.cells
