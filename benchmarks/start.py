@@ -68,7 +68,8 @@ def main() -> None:
         sides += [(model, "llama.cpp") for model in args.models if model.endswith(".gguf")]
     figures: dict[tuple[str, str], list[tuple[float, float, float]]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as cache:
-        env = {**os.environ, "XDG_CACHE_HOME": cache}
+        env = {**os.environ, "XDG_CACHE_HOME": cache, "PYTHONPYCACHEPREFIX": f"{cache}/compiled"}
+        env.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is compiled
         for number, (model, who) in turns(sides, args.rounds):
             figure = spent(ours(model), env) if who == "outrider" else spent_by(args.peer, model)
             if number >= 0:

@@ -175,5 +175,7 @@ def main() -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     show_warnings()  # also of what runs behind a command
-    gc.set_threshold(50_000)  # what is imported stays, and to look through it for garbage again and again takes time
+    # What is imported stays. To look through it for garbage takes time at a start, and again at the end.
+    gc.set_threshold(100_000)
+    atexit.register(gc.freeze)
     app()

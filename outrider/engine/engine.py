@@ -8,13 +8,16 @@ import threading
 from collections import abc
 from dataclasses import dataclass
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from outrider.engine.memory import Memory
 from outrider.engine.prefix_cache import BYTES, PrefixCache
 from outrider.engine.request import Request, Sequence
 from outrider.engine.runtime import Runtime
 from outrider.engine.scheduler import CLOSING, Observer, Scheduler
-from outrider.engine.trace import Recorder
+
+if TYPE_CHECKING:
+    from outrider.engine.trace import Recorder
 
 log = logging.getLogger("outrider.engine")
 SHORTEST = 256  # tokens of a text for which a server makes room, however little memory is free

@@ -24,11 +24,12 @@ from outrider.engine.prompts import Prompt
 from outrider.engine.request import Request, Sequence
 from outrider.engine.runtime import build
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.trace import Recorder, describe
 from outrider.models.load import Loaded, load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from outrider.engine.trace import Recorder
 
 log = logging.getLogger("outrider.engine")
 
@@ -130,8 +131,11 @@ class LLM:
         )
         self.decoder, self.drafters, self.method = self.runtime.decoder, self.runtime.drafters, self.runtime.method
         self.prompts = self.runtime.prompts
-        self.trace = Recorder(trace) if isinstance(trace, (str, os.PathLike)) else trace
-        if self.trace is not None:
+        self.trace: Recorder | None = None
+        if trace is not None:
+            from outrider.engine.trace import Recorder, describe
+
+            self.trace = Recorder(trace) if isinstance(trace, (str, os.PathLike)) else trace
             self.trace.begin(describe(self.loaded, self.config, self.decoder))
 
     @cached_property

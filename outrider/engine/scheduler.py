@@ -15,7 +15,7 @@ import threading
 from collections import Counter, abc, deque
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import ref
 
 from outrider.core.outputs import Delta
@@ -25,7 +25,9 @@ from outrider.drafters.planned import PlannedDrafter
 from outrider.engine.decoder import Decoder
 from outrider.engine.queue import EngineStopped, FairQueue, QueueFull
 from outrider.engine.request import Request, Sequence
-from outrider.engine.trace import Recorder
+
+if TYPE_CHECKING:
+    from outrider.engine.trace import Recorder
 
 HEADROOM = 32  # tokens that a sequence with a slot must be able to grow by
 LATE, CLOSING = "the deadline of the request has passed", "the server is shutting down"

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 
 from outrider.core.files import read_settings
 from outrider.models.dtypes import DTYPES, QUANTIZATIONS, STORED_DTYPES, WEIGHT_BYTES
@@ -297,7 +296,14 @@ def free_memory(where: str) -> int:
         import torch
 
         return int(torch.cuda.mem_get_info(where)[0])
-    free = psutil.virtual_memory().available
+    try:
+        free = (
+            int(dict(x.split(":") for x in Path("/proc/meminfo").read_text().splitlines())["MemAvailable"][:-3]) << 10
+        )
+    except (OSError, LookupError, ValueError):  # another system
+        import psutil
+
+        free = psutil.virtual_memory().available
     # A container has a limit of its own. The page cache counts against it, but can be given back.
     try:
         limit, used = (Path(f"/sys/fs/cgroup/memory.{f}").read_text().strip() for f in ("max", "current"))

@@ -17,7 +17,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 
 from outrider.core.files import MEMORY_DAYS, MEMORY_DISK, PREFIX_DISK, byte_count, public_name
-from outrider.serve.tools import PARSERS
 
 Seconds = float
 Milliseconds = float
@@ -219,6 +218,8 @@ class ServeOptions(ModelOptions):
 
     @model_validator(mode="after")
     def _usable(self) -> Self:
+        from outrider.serve.tools import PARSERS
+
         if self.tool_call_parser not in PARSERS:
             raise ValueError(f"--tool-call-parser is one of {', '.join(PARSERS)}, got {self.tool_call_parser!r}")
         if not all(key.strip() for key in self.api_key):
