@@ -270,8 +270,8 @@ def write_head(head: HeadFolder, engine: str, target: str, folder: Path) -> Path
     loaded = load(target, device="cpu")
     dtype = next((t.dtype.name for t in head.tensors.values() if t.dtype.kind not in "ib"), "bfloat16")
     if head.kind == MEDUSA:
-        return write_medusa(out, read_medusa(head, loaded), "vllm", dtype=dtype)
-    return write_eagle(out, read_eagle(head, loaded), "flat", dtype=dtype)
+        return write_medusa(out, read_medusa(head.path, loaded), "vllm", dtype=dtype)
+    return write_eagle(out, read_eagle(head.path, loaded), "flat", dtype=dtype)
 
 
 def same_tokens(target: str, draft: str) -> bool | None:

@@ -7,9 +7,8 @@ in place of its own sampling loop. What it prepared is read back here, object by
 
 from __future__ import annotations
 
-import sys
+import inspect
 import threading
-import types
 import warnings
 import weakref
 from collections import abc
@@ -354,9 +353,7 @@ def _put(streamer: Any, rows: list[Sequence], sent: int, pad: int) -> int:
 def _dropped(model: PreTrainedModel, name: str) -> Any:
     """An argument of the `generate` call we are in. transformers (5.19) keeps `streamer` and `assistant_model` from
     callables (`_extract_generation_mode_kwargs`); a dropped streamer would leave its reader waiting for ever."""
-    frame: types.FrameType | None = sys._getframe(1)
-    for _ in range(4):
-        frame = frame.f_back if frame else None
-        if frame and frame.f_code.co_name == "generate" and frame.f_locals.get("self") is model:
-            return frame.f_locals.get(name)
+    for caller in inspect.stack(0)[2:6]:
+        if caller.function == "generate" and caller.frame.f_locals.get("self") is model:
+            return caller.frame.f_locals.get(name)
     return None

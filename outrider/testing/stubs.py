@@ -77,6 +77,3 @@ class Noisy(BaseDrafter):
         renumbered = [own_commit(c, self._proposals.get(slot)) for slot, c in zip(context.slots, commits, strict=True)]
         self._proposals = {}
         self.wrapped.update(context, renumbered, target)
-
-
-__all__ = ["Echo", "Noisy", "Wrong"]

@@ -310,7 +310,7 @@ def head_to_begin_with(method: str, folder: str, target: Loaded) -> Any:
             f"{opened.path} is a head of the kind {opened.kind!r}, and this run trains {method!r}; write: outrider train "
             f"{opened.kind if opened.kind in METHODS else EAGLE3} -m {target.name} -o HEAD --from {folder}, or leave out --from"
         )
-    return METHODS[method].read(opened, target)
+    return METHODS[method].read(opened.path, target)
 
 
 def taps_of(method: str, folder: str | None, target: Loaded) -> tuple[int, ...]:

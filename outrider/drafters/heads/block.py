@@ -19,7 +19,7 @@ from outrider.core.types import Array
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.config import HeadShape, setting
 from outrider.drafters.heads.features import HELD, FeatureCache
-from outrider.drafters.heads.files import DFLASH, DFLASH2, DSPARK, HeadFolder, settings_named
+from outrider.drafters.heads.files import DFLASH, DFLASH2, DSPARK, settings_named
 from outrider.drafters.heads.lattice import Lattice, largest_places
 from outrider.drafters.heads.layers import Linears, precision_of, silu
 from outrider.drafters.heads.reading import OUTPUT, HeadReader, HeadWeights, layer_shapes
@@ -88,7 +88,7 @@ def block_shapes(config: BlockConfig) -> dict[str, tuple[int, ...]]:
 
 
 @settings_named
-def read_block(folder: str | Path | HeadFolder, target: Loaded) -> HeadWeights[BlockConfig]:
+def read_block(folder: str | Path, target: Loaded) -> HeadWeights[BlockConfig]:
     """Read a DFlash, DFlash2 or DSpark drafter. Raises ValueError, naming both sides, for what does not fit."""
     reader = HeadReader(folder, target, DFLASH, DFLASH2, DSPARK)
     config, tensors = _config(reader), reader.tensors

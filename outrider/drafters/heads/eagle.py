@@ -18,7 +18,7 @@ from outrider.drafters.base import DraftContext
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.config import HeadShape, default_taps, setting
 from outrider.drafters.heads.features import HELD, FeatureCache, NativePairs, PairModel, last_nodes
-from outrider.drafters.heads.files import EAGLE1, EAGLE3, PEAGLE, HeadFolder, settings_named
+from outrider.drafters.heads.files import EAGLE1, EAGLE3, PEAGLE, settings_named
 from outrider.drafters.heads.lattice import Lattice
 from outrider.drafters.heads.layers import precision_of
 from outrider.drafters.heads.reading import OUTPUT, HeadReader, HeadWeights, layer_shapes, log
@@ -86,7 +86,7 @@ def eagle_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
 
 
 @settings_named
-def read_eagle(folder: str | Path | HeadFolder, target: Loaded) -> HeadWeights[EagleConfig]:
+def read_eagle(folder: str | Path, target: Loaded) -> HeadWeights[EagleConfig]:
     """Read a head of EAGLE-3, EAGLE-3.1, P-EAGLE or EAGLE-1 for a target.
 
     Raises ValueError, naming both sides, for settings, tensors or a vocabulary that do not fit each other or the target.

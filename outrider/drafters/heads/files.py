@@ -52,9 +52,6 @@ class HeadFolder:
     kind: str
     settings: dict[str, Any]
 
-    def __fspath__(self) -> str:
-        return str(self.path)
-
     @property
     def verifier(self) -> str | None:
         """The target's name, as far as the folder says; a hint only."""
@@ -76,7 +73,7 @@ def head_kind(folder: str | Path) -> str | None:
         return None  # the loader of models says what is wrong
 
 
-def open_head(folder: str | Path | HeadFolder) -> HeadFolder:
+def open_head(folder: str | Path) -> HeadFolder:
     """Read the settings of a head's folder. Raises ValueError for a folder that holds no head, or one of REFUSED."""
     path = Path(folder).expanduser()
     kind, settings, names = _looked(path)
@@ -115,7 +112,7 @@ def settings_named(read: _Reader) -> _Reader:
     """A reader of heads that raises ValueError, naming config.json, for a setting of another type than heads have."""
 
     @wraps(read)
-    def named(folder: str | Path | HeadFolder, target: Any) -> Any:
+    def named(folder: str | Path, target: Any) -> Any:
         try:
             return read(folder, target)
         except (ValueError, OSError):

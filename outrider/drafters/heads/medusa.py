@@ -17,7 +17,7 @@ from outrider.core.sampling import TokenSubset
 from outrider.core.types import Array
 from outrider.drafters.base import Resources
 from outrider.drafters.config import DrafterSetup
-from outrider.drafters.heads.files import MEDUSA, HeadFolder, head_of, settings_named
+from outrider.drafters.heads.files import MEDUSA, head_of, settings_named
 from outrider.drafters.heads.lattice import Lattice
 from outrider.drafters.heads.layers import Linear, Linears, precision_of, silu
 from outrider.drafters.heads.reading import OUTPUT, HeadReader, log
@@ -44,7 +44,7 @@ class MedusaWeights:
 
 
 @settings_named
-def read_medusa(folder: str | Path | HeadFolder, target: Loaded) -> MedusaWeights:
+def read_medusa(folder: str | Path, target: Loaded) -> MedusaWeights:
     """Read the layout of FasterDecoding and TGI, or that of vLLM. Raises ValueError, naming both sides, for what does not fit."""
     reader = HeadReader(folder, target, MEDUSA)
     path, settings, shared = reader.path, reader.given, reader.spare.get(OUTPUT)

@@ -13,7 +13,7 @@ import numpy as np
 from outrider.core.sampling import TokenSubset
 from outrider.core.types import Array
 from outrider.drafters.heads.config import HeadShape, fields_of, plain_rope, tap_of
-from outrider.drafters.heads.files import HeadFolder, open_head
+from outrider.drafters.heads.files import open_head
 from outrider.models.load import Loaded
 
 log = logging.getLogger("outrider.heads")
@@ -62,7 +62,7 @@ class HeadReader:
     anew, and notes about the target, are in neither. Each method raises ValueError, with the path, for what does not fit.
     """
 
-    def __init__(self, folder: str | Path | HeadFolder, target: Loaded, *kinds: str) -> None:
+    def __init__(self, folder: str | Path, target: Loaded, *kinds: str) -> None:
         """kinds: those that may be read. Raises ValueError for a head of another kind."""
         opened = open_head(folder)
         self.path, self.kind, self.given, self.target = opened.path, opened.kind, opened.settings, target

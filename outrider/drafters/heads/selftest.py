@@ -18,7 +18,7 @@ from outrider.core.files import read_settings
 from outrider.core.types import Array
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.config import tap_of
-from outrider.drafters.heads.files import TARGET_DIGEST, HeadFolder, head_of, target_digest
+from outrider.drafters.heads.files import TARGET_DIGEST, head_of, target_digest
 from outrider.drafters.heads.lattice import Lattice
 from outrider.drafters.heads.reading import Config, HeadWeights, log
 from outrider.drafters.model.grower import Levels, TreeDrafter
@@ -52,9 +52,8 @@ DraftHits = tuple[float, ...]
 sum is the number of draft tokens that are right on average."""
 _Model = TypeVar("_Model")
 _Source = TypeVar("_Source", bound=Levels)
-Misreading = tuple[
-    str, tuple[int, ...], Callable[[], TreeDrafter[_Source]]
-]  # in words, the taps, and the drafter read so
+# in words, the taps, and the drafter read so
+Misreading = tuple[str, tuple[int, ...], Callable[[], TreeDrafter[_Source]]]
 Hits = Callable[[TreeDrafter[_Source], Sequence[int], Array, Sequence[int]], DraftHits]
 
 
@@ -115,7 +114,7 @@ def examine(
     hits: Hits[_Source],
     target: Loaded,
     longest: int,
-    path: str | Path | HeadFolder,
+    path: str | Path,
 ) -> HeadReport | None:
     """Draft along a sample of text, and warn if almost nothing is right, with what mends it. Takes one forward of the target.
 

@@ -30,11 +30,6 @@ class TextEnds:
         self._lookup, self._segments = Lookup(least, doubt), list[list[Index]]()
         self._sorted = SortedTexts(())
 
-    @property
-    def read(self) -> int:
-        """Tokens of the text."""
-        return self._lookup.read
-
     def offer(self, new: Sequence[int], corpora: Sequence[Corpus], forced: Sequence[int], budget: Budget) -> Offer:
         """Read more of the text and propose what follows it. forced: what a grammar leaves no choice about."""
         segments = [corpus.segments for corpus in corpora]  # lists that do not change: another thread may give others
@@ -51,10 +46,6 @@ class PlainTextEnds:
         self.least, self.doubt = least, doubt
         self._text, self._behind = list[int](), dict[int, list[int]]()  # token -> the places after it
         self._source = TextSource(self._text)
-
-    @property
-    def read(self) -> int:
-        return len(self._text)
 
     def offer(self, new: Sequence[int], corpora: Sequence[Corpus], forced: Sequence[int], budget: Budget) -> Offer:
         for token in new:
@@ -87,6 +78,7 @@ class _Document:
     head: list[int]  # the prompt in another order, where it has a gap
     stored: int  # how many tokens are in the store
     ends: TextEnds | PlainTextEnds  # what followed the ends of the text
+    read: int = 0  # how many tokens `ends` has read
 
     def since(self, start: int) -> list[int]:
         """The tokens from a place on."""
@@ -152,7 +144,8 @@ class SuffixDrafter(BaseDrafter):
             corpora = list(self.corpora)
             if self.text_memory is not None:
                 corpora.append(self.text_memory.corpus(context.clients[b] if context.clients else ""))
-            offers.append(text.ends.offer(text.since(text.ends.read), corpora, forced, budget))
+            offers.append(text.ends.offer(text.since(text.read), corpora, forced, budget))
+            text.read = len(tokens)
         return drafted(offers)
 
     def _text(self, slot: int, tokens: list[int], prompt_length: int) -> _Document:

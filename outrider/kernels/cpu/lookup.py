@@ -43,7 +43,6 @@ class Lookup:
         weakref.finalize(self, library().lookup_free, self._handle)
         self._job, self._bounds = LookupStruct(least=least, doubt=doubt), (-1, -1, -1)
         self._texts: SortedTexts | None = None
-        self.read = 0  # tokens of the text
 
     def offer(
         self, new: Sequence[int], texts: SortedTexts, forced: Sequence[int], depth: int, width: int, nodes: int
@@ -64,7 +63,6 @@ class Lookup:
         if forced:
             job.forced = job.unread + 4 * len(new)
         self._call(self._handle, job)
-        self.read += len(new)
         tokens, parents, masses = self._out
         count = job.made
         return list(zip(tokens[:count], parents[:count], strict=True)), masses[:count], job.match
