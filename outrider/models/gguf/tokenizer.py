@@ -167,6 +167,8 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
     listing = file.metadata.get("tokenizer.ggml.merges")
     merges: list[tuple[str, str]] = [(left, right) for left, _, right in (m.partition(" ") for m in listing or ())]
     for _, token in [] if listing else sorted(zip(scores, tokens, strict=False), key=lambda scored: -scored[0]):
+        if " " in token:  # no text has one: each is a mark below
+            continue
         cuts = range(1, len(token))
         pairs = [(token[:cut], token[cut:]) for cut in cuts if token[:cut] in ids and token[cut:] in ids]
         merges += sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]])) if len(pairs) > 1 else pairs

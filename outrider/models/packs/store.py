@@ -26,7 +26,7 @@ LIMIT = "OUTRIDER_PACK_CACHE_GB"
 """The environment variable with the size of the cache in GB (10^9 bytes). 0 switches it off."""
 _DEFAULT_LIMIT = 20e9
 _SHARE = 0.25  # of the disk space that would be free without packs; the default limit is never more
-_CONTENT = 3  # of the packs of this cache; another number makes them all again
+_CONTENT = 4  # of the packs of this cache; another number makes them all again
 _jobs = dict[str, Future[None]]()  # of the packs that this process writes, by name
 
 
