@@ -117,9 +117,8 @@ def sampling(panel: str, **defaults: Any) -> Any:
 
 def _configured(name: str) -> Any:
     """An option of `SpeculativeConfig`, with its default and its words."""
-    field = SpeculativeConfig.model_fields[name]
-    said = f"{field.description}."
-    return setting(field.default, "Speculation", said[0].upper() + said[1:])
+    said = arguments(SpeculativeConfig)[name].text
+    return setting(SpeculativeConfig.model_fields[name].default, "Speculation", said)
 
 
 _SHAPE = ("num_speculative_tokens", "tree_width", "tree_nodes", "verifier")

@@ -43,81 +43,62 @@ _VLLM_RULES = {"standard": "rejection", "block": "block"}
 class SpeculativeConfig(BaseModel):
     """How to speculate. Give it as a dict to `LLM(speculative_config=...)`, or as JSON on the command line.
 
-    `SpeculativeConfig.model_fields` describes each key. docs/guides/choose.md and docs/trees.md say when a method helps.
-    Raises ValueError for an unknown key, method or verifier, with the nearest known name, and for keys that contradict each
-    other. Whether a method can draft for a model shows only when the model is loaded.
+    docs/guides/choose.md and docs/trees.md say when a method helps. Raises ValueError for an unknown key, method or verifier,
+    with the nearest known name, and for keys that contradict each other. Whether a method can draft for a model shows only when
+    the model is loaded.
+
+    Args:
+        method: How to draft: a name that `outrider methods` lists, FILE.py:NAME of your own, or a list of names.
+        model: The draft model: a folder, a GGUF file, a hub name, a built-in model (builtin:...) or a loaded model; or the
+            folder of a trained head.
+        num_speculative_tokens: Draft tokens in a row, at most; without it, as many as help.
+        controller: adaptive: as many draft tokens as are worth their time on this machine, none if drafting does not help.
+            fixed: always the given number. Default: adaptive with the verifier match. With every other verifier it is fixed,
+            because step times would change the text.
+        tree_width: Children of a node in the draft tree, at most; 1 is a chain. Without it a draft is a chain, and its tokens
+            get siblings where the planner finds that they pay.
+        tree_nodes: Draft tokens in a step, at most; without it, depth times width.
+        layers: For layer_skip: layer numbers, or a file that outrider layers wrote.
+        options: Arguments for a method of another package.
+        prompt_lookup_min: For ngram: shortest match, in tokens.
+        prompt_lookup_max: For ngram: longest match, in tokens.
+        prediction: For prediction: a text, or token ids, that each answer will mostly repeat; a request can bring its own.
+        corpus: For suffix: a file, a folder, {"text": ...}, token ids, or a list of these.
+        corpus_tokens: For suffix: tokens read from the corpus, at most.
+        suffix_shared_tokens: For suffix: tokens of other answers to remember; 0: none.
+        suffix_decoding_min_token_prob: For suffix: lowest estimated probability of a draft token.
+        verifier: How draft tokens are checked. match: the same tokens as plain decoding. rejection, block, traversal: the same
+            distribution of texts.
+        rejection_sample_method: The acceptance rule by vLLM's name.
+        quantization: Weights of the draft model, or of the copy of quantized_self. auto: int4 for a draft model with 16 or 32
+            bit weights, unless it is small, and int8 for the copy. none: as they are.
+        draft_vocab: For draft_model: tokens in its output head, the most frequent ones (FR-Spec). Without it, 32768 if
+            draft_vocab_corpus is given, else all; 0: all.
+        draft_vocab_corpus: For draft_model: texts like the answers, in which tokens are counted; given as the corpus is.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
 
-    method: str | list[str] = Field(
-        NONE,
-        description="how to draft: a name that `outrider methods` lists, FILE.py:NAME of your own, or a list of names",
-    )
-    model: Any = Field(
-        None,
-        description="the draft model: a folder, a GGUF file, a hub name, a built-in model (builtin:...) or a loaded model; or "
-        "the folder of a trained head",
-    )
-    num_speculative_tokens: int | None = Field(
-        None, ge=0, le=256, description="draft tokens in a row, at most; without it, as many as help"
-    )
-    controller: Literal["adaptive", "fixed"] | None = Field(
-        None,
-        description="adaptive: as many draft tokens as are worth their time on this machine, none if drafting does not help. "
-        "fixed: always the given number. Default: adaptive with the verifier match. With every other verifier it is fixed, "
-        "because step times would change the text",
-    )
-    tree_width: int | None = Field(
-        None,
-        ge=1,
-        le=64,
-        description="children of a node in the draft tree, at most; 1 is a chain. Without it a draft is a chain, and its tokens "
-        "get siblings where the planner finds that they pay",
-    )
-    tree_nodes: int | None = Field(
-        None, ge=0, le=4095, description="draft tokens in a step, at most; without it, depth times width"
-    )
-    layers: list[int] | str | None = Field(
-        None, description="for layer_skip: layer numbers, or a file that outrider layers wrote"
-    )
-    options: dict[str, Any] = Field({}, description="arguments for a method of another package")
-    prompt_lookup_min: int = Field(2, ge=1, description="for ngram: shortest match, in tokens")
-    prompt_lookup_max: int = Field(5, ge=1, description="for ngram: longest match, in tokens")
-    prediction: str | list[int] | None = Field(
-        None,
-        description="for prediction: a text, or token ids, that each answer will mostly repeat; a request can bring its own",
-    )
-    corpus: Any = Field(None, description='for suffix: a file, a folder, {"text": ...}, token ids, or a list of these')
-    corpus_tokens: int = Field(2**22, ge=1, description="for suffix: tokens read from the corpus, at most")
-    suffix_shared_tokens: int = Field(
-        2**18, ge=0, description="for suffix: tokens of other answers to remember; 0: none"
-    )
-    suffix_decoding_min_token_prob: float = Field(
-        0.1, ge=0, le=1, description="for suffix: lowest estimated probability of a draft token"
-    )
-    verifier: str = Field(
-        "match",
-        description="how draft tokens are checked. match: the same tokens as plain decoding. rejection, block, traversal: the "
-        "same distribution of texts",
-    )
-    rejection_sample_method: Literal["standard", "block"] | None = Field(
-        None, description="the acceptance rule by vLLM's name"
-    )
-    quantization: Literal["auto", "none", "int8", "int4"] = Field(
-        "auto",
-        description="weights of the draft model, or of the copy of quantized_self. auto: int4 for a draft model with 16 or 32 "
-        "bit weights, unless it is small, and int8 for the copy. none: as they are",
-    )
-    draft_vocab: int | None = Field(
-        None,
-        ge=0,
-        description="for draft_model: tokens in its output head, the most frequent ones (FR-Spec). Without it, 32768 if "
-        "draft_vocab_corpus is given, else all; 0: all",
-    )
-    draft_vocab_corpus: Any = Field(
-        None, description="for draft_model: texts like the answers, in which tokens are counted; given as the corpus is"
-    )
+    method: str | list[str] = NONE
+    model: Any = None
+    num_speculative_tokens: int | None = Field(None, ge=0, le=256)
+    controller: Literal["adaptive", "fixed"] | None = None
+    tree_width: int | None = Field(None, ge=1, le=64)
+    tree_nodes: int | None = Field(None, ge=0, le=4095)
+    layers: list[int] | str | None = None
+    options: dict[str, Any] = {}
+    prompt_lookup_min: int = Field(2, ge=1)
+    prompt_lookup_max: int = Field(5, ge=1)
+    prediction: str | list[int] | None = None
+    corpus: Any = None
+    corpus_tokens: int = Field(2**22, ge=1)
+    suffix_shared_tokens: int = Field(2**18, ge=0)
+    suffix_decoding_min_token_prob: float = Field(0.1, ge=0, le=1)
+    verifier: str = "match"
+    rejection_sample_method: Literal["standard", "block"] | None = None
+    quantization: Literal["auto", "none", "int8", "int4"] = "auto"
+    draft_vocab: int | None = Field(None, ge=0)
+    draft_vocab_corpus: Any = None
 
     @model_validator(mode="before")
     @classmethod

@@ -14,6 +14,7 @@ import pytest
 from helpers import configured
 
 from outrider import LLM, SamplingParams
+from outrider.core.docstrings import arguments
 from outrider.core.types import Budget
 from outrider.drafters import make_drafters
 from outrider.drafters.config import DrafterSetup, SpeculativeConfig, request_drafters
@@ -238,6 +239,10 @@ def test_a_method_is_added_in_one_place(code: Loaded, plain: list[str], monkeypa
     monkeypatch.delitem(METHODS, "layer_skip")
     with pytest.raises(ValueError, match='layers is for the method "wrong", got "suffix"'):
         SpeculativeConfig.of({"method": "suffix", "layers": [0]})
+
+
+def test_each_key_of_a_configuration_is_explained() -> None:
+    assert arguments(SpeculativeConfig).keys() == SpeculativeConfig.model_fields.keys()
 
 
 def test_the_list_of_methods_has_each_row_and_needs_no_numpy() -> None:
