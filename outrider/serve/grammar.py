@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from outrider.core.extras import install
 from outrider.core.types import Array
 from outrider.drafters.model.vocabulary import Vocabulary
 from outrider.serve.logs import log
@@ -98,12 +97,10 @@ class Grammars:
     """Compiles grammars for one tokenizer, and keeps what was used last.
 
     vocab_size: the model's. end_ids: the tokens that end a text. One of them is written when the grammar is complete.
-    Raises ImportError without llguidance, and ValueError if the model has no end token or no tokenizer.
+    Raises ValueError if the model has no end token or no tokenizer.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Sequence[int]) -> None:
-        if not available():
-            raise ImportError(f"grammars need llguidance: {install('grammar')}")
         if tokenizer is None or not end_ids:
             raise ValueError("a grammar needs a tokenizer and an end token, and this model lacks one of them")
         import llguidance

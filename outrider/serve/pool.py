@@ -188,7 +188,7 @@ class ModelPool:
     async def close(self) -> None:
         """End all models. Waits for one that is loaded at this moment."""
         self.closing = True
-        self._refuse([*self._waiting], Refused("the server is stopping", 503, code="stopped"))
+        self._answer([*self._waiting], Refused("the server is stopping", 503, code="stopped"))
         self._changed.set()
         await asyncio.gather(*self._tasks)
         for service in self.loaded:
@@ -249,9 +249,9 @@ class ModelPool:
                     log.error("%s cannot be loaded", one.name, exc_info=error)
                     said = str(error).replace(one.settings.model, one.name)
                     refused = Refused(f"{one.name} cannot be loaded: {said}", 503, code="model_not_loaded")
-                    self._refuse(self._those(one), refused)
+                    self._answer(self._those(one), refused)
                 if one.ready:
-                    self._hand_over(one)
+                    self._answer(self._those(one))
 
     def _make(self, one: PooledModel) -> Service:
         """Load a model. Raises what `assemble` raises, and ValueError for one that does not fit."""
@@ -287,7 +287,7 @@ class ModelPool:
         for other in self.models:
             if other.leaving:
                 other.leaving = False
-                self._hand_over(other)
+                self._answer(self._those(other))
         return bool(self._those(one))
 
     async def _leave(self, one: PooledModel) -> None:
@@ -309,18 +309,16 @@ class ModelPool:
     def _those(self, one: PooledModel) -> list[asyncio.Future[None]]:
         return [ready for ready, asked in self._waiting.items() if asked is one]
 
-    def _hand_over(self, one: PooledModel) -> None:
-        """Let the requests that wait for a model borrow it."""
-        for ready in self._those(one):
-            del self._waiting[ready]
-            if not ready.done():
+    def _answer(self, those: list[asyncio.Future[None]], refused: Refused | None = None) -> None:
+        """Let requests that wait borrow their model, or refuse them."""
+        for ready in those:
+            one = self._waiting.pop(ready)
+            if ready.done():
+                continue
+            if refused is None:
                 one.users, one.used = one.users + 1, perf_counter()
                 ready.set_result(None)
-
-    def _refuse(self, those: list[asyncio.Future[None]], refused: Refused) -> None:
-        for ready in those:
-            del self._waiting[ready]
-            if not ready.done():
+            else:
                 ready.set_exception(refused)
 
 

@@ -143,18 +143,6 @@ class OllamaRequest(JsonObject):
             keep = (-1 if keep.startswith("-") else 1) * sum(float(number) * _SECONDS[unit] for number, unit in units)
         return keep if keep is not None and 0 <= keep < 1e9 else None
 
-    @property
-    def empty(self) -> bool:
-        """It only loads the model, or lets it go."""
-        raise NotImplementedError
-
-    def request(self, room: int, chats: bool) -> ChatRequest | CompletionRequest:
-        """The request that this one stands for. room: tokens that the model holds. chats: it has a chat template.
-
-        Raises Refused.
-        """
-        raise NotImplementedError
-
     def _made(self, kind: type[R], room: int, **more: Any) -> R:
         shared = {
             "model": self.name,
@@ -175,9 +163,11 @@ class OllamaChatRequest(OllamaRequest):
 
     @property
     def empty(self) -> bool:
+        """It only loads the model, or lets it go."""
         return not self.messages
 
     def request(self, room: int, chats: bool) -> ChatRequest:
+        """The request that this one stands for. room: tokens that the model holds. chats: it has a chat template."""
         messages = [{**message, "content": message.get("content") or ""} for message in self.messages or ()]
         for message in messages:
             if "tool_name" in message:
@@ -203,9 +193,11 @@ class OllamaGenerateRequest(OllamaRequest):
 
     @property
     def empty(self) -> bool:
+        """It only loads the model, or lets it go."""
         return not self.prompt and not self.suffix
 
     def request(self, room: int, chats: bool) -> ChatRequest | CompletionRequest:
+        """As of `OllamaChatRequest`. Raises Refused."""
         if self.suffix or self.raw or not chats:
             if self.system:
                 raise Refused("system needs a chat template, and this prompt is read as it is", param="system")
@@ -307,7 +299,7 @@ def _nanoseconds(seconds: float) -> int:
 def install(app: FastAPI, pool: ModelPool, documented: dict[int | str, dict[str, Any]]) -> None:
     """Add the routes. documented: what is answered."""
 
-    async def answer(body: OllamaRequest, request: Request) -> Response:
+    async def answer(body: OllamaChatRequest | OllamaGenerateRequest, request: Request) -> Response:
         arrived, ends = perf_counter(), body.empty and body.keep == 0
         if ends and pool.find(body.name).service is None:
             return json_response(_line(body) | {"done_reason": "unload"})
