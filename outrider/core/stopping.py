@@ -87,7 +87,7 @@ class StopChecker:
             while self._unread:
                 self._reader.push(self._unread[0])
                 self._marks.append(len(self._reader.text))
-                self._unread.popleft()  # last: who finds none need not wait
+                self._unread.popleft()  # last: a thread that finds none need not wait
 
     def _shows(self, token: int) -> bool:
         """Whether a token that ended the text adds to it. It is no text, unless the parameters say so."""

@@ -72,8 +72,7 @@ class PromptEncoder:
             raise ValueError(f"a prompt is {forms}, got {prompt!r:.80}")
         if not getattr(self.loaded.tokenizer, "chat_template", None):
             raise ValueError(f"the tokenizer of {self.loaded.name} has no chat template; give the prompt as one string")
-        chat = chat_prompt(self.loaded.tokenizer, prompt, add_generation_prompt=True)
-        return chat if isinstance(chat, list) else list(self._ids_of(chat))
+        return list(self._ids_of(chat_prompt(self.loaded.tokenizer, prompt, add_generation_prompt=True)))
 
     def _ids_of(self, text: str, what: str = "a text", instead: str = "[17, 4]") -> tuple[int, ...]:
         """The token ids of a text within a request. what: it is. instead: how to give it without a tokenizer."""

@@ -27,7 +27,6 @@ Check = Callable[[bytes], object]
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _MARK = f"q{secrets.token_hex(6)}q"  # no text has it
 _SHORT_IDS = re.compile(r"\|\s*length\s*(!=|<)\s*9\b")  # Mistral's templates take ids of nine characters
-_PLAIN = ("transformers.tokenization_utils_base", "outrider.models.tokenizer")  # they only render a template
 _THINKING = re.compile(r"""\.thinking\b|\[["']thinking["']\]""")
 
 PLAIN = """\
@@ -56,8 +55,8 @@ def chat_prompt(
     continued: bool = False,
     check: Check = lambda _: None,
     **variables: Any,
-) -> str | list[int]:
-    """The prompt of a chat, without the tokens that begin other prompts. Token ids if the tokenizer has code for it.
+) -> str:
+    """The prompt of a chat, without the tokens that begin other prompts.
 
     Args:
         tokenizer: has a chat template.
@@ -77,15 +76,6 @@ def chat_prompt(
         raise ValueError(
             "the last message has tool_calls, after which no text goes on; leave out continue_final_message"
         )
-    method = getattr(type(tokenizer), "apply_chat_template", None)
-    if getattr(method, "__module__", _PLAIN[0]) not in _PLAIN:
-        chat = [_with_calls(message, lambda call: _loaded(call, check)) for message in chat]
-        ids = _tried(
-            lambda: tokenizer.apply_chat_template(
-                chat, tools=tools, tokenize=True, return_dict=True, continue_final_message=continued, **variables
-            )
-        )
-        return list(ids["input_ids"])
     source = source_of(tokenizer, bool(tools), "documents" in variables)
     tokens = getattr(tokenizer, "special_tokens_map", None) or {}
     special = {k: v if isinstance(v, list) else str(v) for k, v in tokens.items() if v is not None}

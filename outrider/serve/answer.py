@@ -186,7 +186,7 @@ class Answer:
         choice: Callable[[int, Sequence], ChoiceReader],
     ) -> None:
         self.engine, self.body, self._loop = engine, body, loop
-        self._deltas, self.results = asyncio.Queue[tuple[int, Delta | None]](), dict[int, Sequence]()
+        self._deltas, self._left = asyncio.Queue[tuple[int, Delta | None]](), len(requests)  # texts that have not ended
         self._ends_alone = False  # `end` needs no other delta; each wakes the event loop, and the engine waits for it
         try:
             self.sequences = engine.submit(
@@ -238,13 +238,13 @@ class Answer:
         """Each delta of each text with the text's index, until all texts have ended. None now and then.
 
         Raises Refused if a text fails."""
-        while len(self.results) < len(self.sequences):
+        while self._left:
             index, delta = await self._deltas.get()
             if delta is not None and delta.ended:
-                result = self.results[index] = self.sequences[index]
-                if result.finish and result.finish.finish == "error":
-                    why = f"the text could not be written: {result.finish.reason}"
-                    raise Refused(why, 500, code="generation_failed")
+                self._left -= 1
+                finish = self.sequences[index].finish
+                if finish and finish.finish == "error":
+                    raise Refused(f"the text could not be written: {finish.reason}", 500, code="generation_failed")
             yield index, delta
 
     def __enter__(self) -> Answer:
@@ -253,7 +253,7 @@ class Answer:
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
-        if len(self.results) < len(self.sequences):
+        if self._left:
             self.engine.cancel(self.sequences)
 
     def _tick(self) -> None:

@@ -6,7 +6,6 @@ Short work has a thread of its own, so that it never waits for a long prompt.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import sys
 import threading
@@ -26,6 +25,10 @@ from outrider.serve.requests import ChatRequest, check_body
 
 T = TypeVar("T")
 LONG = 16 << 10  # characters; what has more is long work
+# Variables of a template that a request cannot set: it says them in fields of its own, or they are arguments of `chat_prompt`.
+RESERVED = frozenset(
+    ["messages", "tools", "add_generation_prompt", "chat_template", "tokenize", "tokenizer", "continued", "check"]
+)
 WIDE = 32  # characters for each token that fits; text with more is looked at in part first
 
 
@@ -60,9 +63,7 @@ class Encoder:
         if tokenizer is None or not tokenizer.chat_template:
             return await self.run(lambda: self.prompts.encode(body.messages), param="messages")  # says what is missing
         variables = _thinking(body.reasoning_effort, str(tokenizer.chat_template)) | (body.chat_template_kwargs or {})
-        functions = chat_prompt, tokenizer.apply_chat_template
-        reserved = {name for one in functions for name in inspect.signature(one).parameters} - {"documents"}
-        if name := next((name for name in variables if name in reserved), None):
+        if name := next((name for name in variables if name in RESERVED), None):
             message = f"chat_template_kwargs cannot set {name!r}, which the server sets; leave it out"
             raise Refused(message, param="chat_template_kwargs")
         prompted = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
@@ -70,8 +71,6 @@ class Encoder:
         tools = None if body.tool_choice == "none" else body.tools
         make = partial(chat_prompt, tools=tools, continued=goes_on, check=check_body, **variables)
         prompt = await self.run(lambda: make(tokenizer, body.messages), _size(body.messages), "messages")
-        if isinstance(prompt, list):
-            return prompt
         return await self.run(partial(self._ids, prompt, most, special), len(prompt), "messages")
 
     def close(self) -> None:

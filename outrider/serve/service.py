@@ -216,12 +216,8 @@ class Service:
             )
         if not all(isinstance(prompt, str) for prompt in prompts):
             raise Refused("beside a suffix the prompt is a text, not token ids", param="prompt")
-        sizes = [len(prompt) + len(suffix) for prompt in prompts]
-        gaps = [
-            await self.encoder.run(partial(form.prompt, prompt, suffix), size, "suffix")
-            for prompt, size in zip(prompts, sizes, strict=True)
-        ]
-        return gaps, form.ends
+        run = self.encoder.run
+        return [await run(partial(form.prompt, p, suffix), len(p) + len(suffix), "suffix") for p in prompts], form.ends
 
     @cached_property
     def infilling(self) -> Infilling | None:
