@@ -130,8 +130,7 @@ def by_rank(steps: abc.Sequence[Step], width: int = WIDTH) -> list[float]:
     """The chance that the child of rank r is the accepted one, at visited nodes that have it; made not increasing."""
     hit, seen = np.zeros(width), np.zeros(width)
     for step in steps:
-        for parents, path in zip(step.draft.parents.tolist(), step.verdict.path.tolist(), strict=True):
-            nodes = [n for n in path if n >= 0]
+        for parents, (nodes, _) in zip(step.draft.parents.tolist(), step.verdict.host, strict=True):
             for at, follow in zip(nodes, [*nodes[1:], -1], strict=True):
                 children = [n for n, p in enumerate(parents) if p == at][:width]
                 seen[: len(children)] += 1

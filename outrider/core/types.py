@@ -13,6 +13,7 @@ from enum import Enum, auto
 from functools import cached_property
 from typing import Any, TypeAlias
 
+import numpy as np
 from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[Any]
@@ -114,23 +115,29 @@ class Draft:
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """What a verifier decided.
+    """What a verifier decided, of each sequence: the accepted nodes from the root down, node 0 first, and the next token.
 
-    path:     int64 [batch, level]; accepted nodes from the root down (path[:, 0] == 0), then -1.
-    accepted: int64 [batch]; draft tokens accepted, the root not counted.
-    token:    int64 [batch]; the next token, drawn at the last accepted node. If a child was rejected there, it is drawn from
-              the residual, else from the target's own distribution (the bonus token if everything was accepted).
+    That token is drawn at the last accepted node. If a child was rejected there, it is drawn from the residual, else from the
+    target's own distribution (the bonus token if everything was accepted). -1: no token is possible.
     """
 
-    path: Array
-    accepted: Array
-    token: Array
+    host: list[tuple[list[int], int]]
 
-    @cached_property
-    def host(self) -> list[tuple[list[int], int]]:
-        """(accepted nodes from the root down, next token) of each sequence, as lists."""
-        both = zip(self.path.tolist(), self.token.tolist(), strict=True)
-        return [([n for n in path if n >= 0], token) for path, token in both]
+    @property
+    def path(self) -> Array:
+        """int64 [batch, level]: the accepted nodes, then -1."""
+        levels = max((len(path) for path, _ in self.host), default=1)
+        return np.array([p + [-1] * (levels - len(p)) for p, _ in self.host], np.int64).reshape(-1, levels)
+
+    @property
+    def accepted(self) -> Array:
+        """int64 [batch]: draft tokens accepted, the root not counted."""
+        return np.array([len(path) - 1 for path, _ in self.host], np.int64)
+
+    @property
+    def token(self) -> Array:
+        """int64 [batch]: the next token."""
+        return np.array([token for _, token in self.host], np.int64)
 
 
 @dataclass(frozen=True, eq=False)

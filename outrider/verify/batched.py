@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -66,7 +65,7 @@ def match(target: TargetDistribution, draft: Draft, noise: Noise, position: Arra
     the tokens are those of plain decoding with the same seed. Batched twin of `reference_match`.
     """
     trees = zip(draft.host, noise.keys(Stream.TOKEN, position), strict=True)
-    return ListedVerdict.of([walk(target, row, nodes, key) for row, (nodes, key) in enumerate(trees)])
+    return Verdict([walk(target, row, nodes, key) for row, (nodes, key) in enumerate(trees)])
 
 
 def walk(
@@ -80,30 +79,6 @@ def walk(
         if not child:
             return path, token
         path.append(child)
-
-
-class ListedVerdict(Verdict):
-    """A verdict as lists. Its arrays are made when they are asked for."""
-
-    @classmethod
-    def of(cls, host: list[tuple[list[int], int]]) -> ListedVerdict:
-        """host: as in `Verdict`."""
-        verdict = cls.__new__(cls)
-        verdict.__dict__["host"] = host
-        return verdict
-
-    @cached_property
-    def path(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
-        levels = max((len(path) for path, _ in self.host), default=1)
-        return np.array([p + [-1] * (levels - len(p)) for p, _ in self.host], np.int64).reshape(-1, levels)
-
-    @cached_property
-    def accepted(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return np.array([len(path) - 1 for path, _ in self.host], np.int64)
-
-    @cached_property
-    def token(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return np.array([token for _, token in self.host], np.int64)
 
 
 @_QUIET
@@ -146,7 +121,7 @@ def rejection(target: TargetDistribution, draft: Draft, noise: Noise, position: 
         accepted = accepted + moved
         path[:, level] = np.where(moved, here, -1)
         probs = np.where(moved[:, None], target.probs(here).astype(np.float64), probs)
-    return Verdict(path, accepted, draw(probs, noise, Stream.RESIDUAL, position + accepted))
+    return _verdict(path, draw(probs, noise, Stream.RESIDUAL, position + accepted))
 
 
 @_QUIET
@@ -180,9 +155,8 @@ def block(target: TargetDistribution, draft: Draft, noise: Noise, position: Arra
         kept_p = np.where(keeps[:, None], p, kept_p)
     probs = residual(kept_weight[:, None], kept_p, proposal(draft, np.minimum(last_kept + 1, end), kept_p))
     probs = np.where((last_kept < length)[:, None], probs, kept_p.astype(np.float64))
-    index = np.arange(draft.nodes)
-    path = np.where(index <= last_kept[:, None], index, -1)
-    return Verdict(path, last_kept, draw(probs, noise, Stream.RESIDUAL, position + last_kept))
+    token = draw(probs, noise, Stream.RESIDUAL, position + last_kept)
+    return Verdict([([*range(n + 1)], t) for n, t in zip(last_kept.tolist(), token.tolist(), strict=True)])
 
 
 @_QUIET
@@ -233,7 +207,12 @@ def traversal(target: TargetDistribution, draft: Draft, noise: Noise, position: 
     for _ in range(levels + 1):  # ends at the root
         path[rows, level[rows, here]] = here
         here = np.maximum(draft.parents[rows, here], 0)
-    return Verdict(path, accepted, token)
+    return _verdict(path, token)
+
+
+def _verdict(path: Array, token: Array) -> Verdict:
+    """path: int64 [batch, level], with -1 after the accepted nodes. token: int64 [batch]."""
+    return Verdict([([n for n in row if n >= 0], t) for row, t in zip(path.tolist(), token.tolist(), strict=True)])
 
 
 def _only_roots(batch: int, levels: int) -> Array:

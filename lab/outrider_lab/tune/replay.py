@@ -219,9 +219,8 @@ class Machine:
             played.accepted += commit.num_accepted
         if self.drafter is not None:
             self.drafter.update(context, commits, TargetPass(draft, np.empty((len(commits), 0))))
-        none = np.zeros(len(slots), np.int64)
         seconds = {"draft": drafting, "target": forward, "verify": 0.0, "commit": 0.0}
-        self.planner.observe(Step(draft, Verdict(draft.tokens, none, none), commits, slots, before, budgets, seconds))
+        self.planner.observe(Step(draft, Verdict([]), commits, slots, before, budgets, seconds))
         self.seconds += drafting + forward
         return drafting + forward
 

@@ -44,7 +44,7 @@ from outrider.models.native.program import NotNative, Program
 from outrider.models.native.step import NativeStep
 from outrider.models.native.weights import Facts, ShapeSource, StoredSource, Tensors, TensorSource
 from outrider.models.nodes import Nodes
-from outrider.verify.batched import ListedVerdict, walk
+from outrider.verify.batched import walk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -215,7 +215,7 @@ class NativeModel(LanguageModel):
                     target = LogitsDistribution(logits, check.draft, check.warp)
                     key = check.noise.keys(Stream.TOKEN, check.positions)[row]
                     drawn[row] = walk(target, row, check.draft.host[row], key)
-            return ListedVerdict.of(drawn)
+            return Verdict(drawn)
 
         return Pending(Output(logits, features), judge)
 

@@ -44,9 +44,8 @@ def step(notes: list[PlanNote], accepted: list[int], seconds: float = 1.0, draft
         parents[b, : note.levels + 1] = np.arange(-1, note.levels)
     commits = [Commit(list(range(1, n + 2)), list(range(n + 1)), n) for n in accepted]
     taken = {"draft": draft, "target": seconds, "verify": 0.0, "commit": 0.0}
-    none = np.zeros(rows, np.int64)
     drawn = Draft(tokens, parents, notes=tuple(notes))
-    return Step(drawn, Verdict(tokens, none, none), commits, list(range(rows)), [9] * rows, [Budget(16)] * rows, taken)
+    return Step(drawn, Verdict([]), commits, list(range(rows)), [9] * rows, [Budget(16)] * rows, taken)
 
 
 def note(plan: Plan, one: View, nodes: int = 0, charges: tuple[Charge, ...] = ()) -> PlanNote:
