@@ -16,7 +16,6 @@ from docs.checked import table
 from outrider.kernels import cpu as native
 from outrider.models.config import config_of
 from outrider.models.hf import checked
-from outrider.models.hf import model as hf
 from outrider.models.hf.skeleton import skeleton_of
 from outrider.models.hf.tensors import ModuleTensors, config_for
 from outrider.models.load import load
@@ -72,14 +71,11 @@ def test_a_family_that_misreads_a_setting_does_not_serve(
 
 
 def test_it_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, asked = tiny("gemma2"), list[Any]()
-    monkeypatch.setattr(hf, "HFModel", lambda *given, **more: asked.append(given) or HF(*given, **more))
+    model, asked, compare = tiny("gemma2"), list[Any](), checked._difference
+    monkeypatch.setattr(checked, "_difference", lambda config: asked.append(config) or compare(config))
     assert differs(model) is None
     assert differs(model) is None
     assert len(asked) == 1
-
-
-HF = hf.HFModel
 
 
 def settings_of(model: Any) -> dict[str, Any]:
