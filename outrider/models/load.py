@@ -224,15 +224,15 @@ def _made(
         model = NativeModel(program, kv_cache_dtype=_kept(kv_cache_dtype, weights, where))
         return Loaded(model, request.name, tokenizer, ends, weights, source, config)
     with needs("torch", f"{request.name} ({why})"):
-        from outrider.models.hf import folder as hf_folder
+        from outrider.models.hf import experts, skeleton
         from outrider.models.hf import model as hf
     raw: Any = getattr(tensors, "raw", None)  # a model object, if it is one
     if raw is None:
         weights = weights.replace("gguf", "float32" if why_no_kernels("cpu") and where == "cpu" else tensors.floats)
         if tensors.sizes is not None:
             checkpoint.fits(request.name, tensors.sizes, request.quantization or weights, where)
-        raw = hf_folder.modules_of(tensors, config, weights)
-    weights, ids = chosen(weights, hf_folder.multiplied(raw), hf.vocabulary(raw))
+        raw = skeleton.module_of(tensors, config, weights if weights in DTYPES else "float32")
+    weights, ids = chosen(weights, experts.multiplied(raw), hf.vocabulary(raw))
     kept = _kept(kv_cache_dtype, weights, where)
     model = hf.HFModel(raw, weights=weights, own=source is not raw, head_ids=ids, kv_cache_dtype=kept, device=where)
     return Loaded(model, request.name, tokenizer, ends, weights, source, config)
@@ -285,12 +285,11 @@ def _read(request: LoadRequest) -> tuple[ReadModel, str | None]:
 
 
 def _read_folder(request: LoadRequest, path: str) -> ReadModel:
-    """By its tensors where a native program can run it, else as transformers reads it."""
-    if not why_no_kernels(request.device):
-        from outrider.models.folder import read_model
+    """By its tensors, if its class has a native program; else as transformers reads it."""
+    from outrider.models.folder import read_model
 
-        if (read := read_model(request, path)) is not None:
-            return read
+    if (read := read_model(request, path)) is not None:
+        return read
     with needs("torch", f"{request.name}, whose class has no native program,"):
         from outrider.models.hf.folder import read_folder
     return read_folder(request, path)

@@ -114,7 +114,7 @@ def test_a_head_can_begin_as_its_targets_last_layer() -> None:
     target = tensors(loaded), loaded.config
     head = Eagle(config)
     assert copy_last_layer_(head, *target, 1.0)
-    last = module_of(*target, torch.float32).float().model.layers[-1]  # pyright: ignore[reportAttributeAccessIssue]
+    last = module_of(*target, "float32").float().model.layers[-1]  # pyright: ignore[reportAttributeAccessIssue]
     x, e = torch.randn(1, 6, config.hidden_size), torch.zeros(1, 6, config.hidden_size)
     q = head.layer.self_attn.q_proj(torch.cat([e, head.layer.hidden_norm(x)], -1))
     assert torch.allclose(q, last.self_attn.q_proj(last.input_layernorm(x)), atol=1e-4)

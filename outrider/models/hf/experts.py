@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from outrider.models.hf.linear import PackedLinear
+from outrider.models.hf.linear import PackedLinear, linears
 
 NAME = "outrider"
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")  # how many a token has, in transformers' configurations
@@ -81,6 +81,11 @@ def _packed(module: nn.Module, name: str, weights: str) -> nn.ModuleList:
         if used in module._parameters:
             module._parameters[used] = None
     return out
+
+
+def multiplied(model: nn.Module) -> int:
+    """Numbers in the matrices that a forward of one token multiplies with, all experts counted."""
+    return sum(p.numel() for m in (*mixtures(model), *linears(model).values()) for p in m.parameters() if p.dim() > 1)
 
 
 def weight_bytes(model: nn.Module) -> int:

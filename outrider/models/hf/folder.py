@@ -1,4 +1,4 @@
-"""A folder of safetensors, a name on the hub or a model object, as the modules of transformers."""
+"""A folder, a name on the hub or a model object, as the modules of transformers, where no native program reads its tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from huggingface_hub import snapshot_download
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -19,33 +18,19 @@ from outrider.core.files import read_settings
 from outrider.core.suggest import did_you_mean
 from outrider.models import checkpoint
 from outrider.models.checkpoint import LoadRequest, ReadModel, UnsupportedModel, token_ids
-from outrider.models.config import TEXT_KINDS
-from outrider.models.dtypes import DTYPES
 from outrider.models.hf import precision
 from outrider.models.hf.experts import mixtures
 from outrider.models.hf.linear import linears
 from outrider.models.hf.model import refuse
-from outrider.models.hf.skeleton import module_of, skeleton_of
+from outrider.models.hf.skeleton import other_shape, skeleton_of
 from outrider.models.hf.tensors import ModuleTensors, config_for
-from outrider.models.native.weights import Tensors
 from outrider.models.quantised.reader import QuantisedTensors
-from outrider.models.safetensors import FolderTensors
 from outrider.models.tensors import missing_tensor
 from outrider.models.tokenizer import tokenizer_of
 
 # A table of the tensors that are not read, such as those for images. `read_folder` says what is missing.
 logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
 SMALL = 2**24  # weights that a configuration may ask for beside those of its files, such as buffers
-
-
-def modules_of(tensors: Tensors, config: Any, weights: str) -> PreTrainedModel:
-    """A model of transformers of these tensors. weights: the precision of its matrices; quantised ones begin as float32."""
-    if type(tensors) is FolderTensors:  # transformers reads it, and says what is wrong
-        request = LoadRequest(tensors.name, tensors.floats, tokenizer=False)
-        return read_folder(request, str(tensors.folder)).model.raw  # pyright: ignore[reportAttributeAccessIssue]
-    raw = module_of(tensors, config, getattr(torch, weights if weights in DTYPES else "float32"))
-    refuse(raw)
-    return raw
 
 
 @contextmanager
@@ -73,7 +58,9 @@ def read_folder(request: LoadRequest, path: str) -> ReadModel:
     if missing := sorted(info["missing_keys"]):
         held = info["unexpected_keys"]
         raise missing_tensor(request.name, missing[0], type(raw).__name__, raw.config, held)
-    _unmap_(raw)
+    packed = {*mixtures(raw), *linears(raw).values()}
+    for p in (p for module in raw.modules() if module not in packed for p in module.parameters(recurse=False)):
+        p.data = p.data.clone()  # it is a view of the mapped file. One that is left keeps the whole file in memory
     return read_object(raw, request.quantization, tokenizer, angles=False)
 
 
@@ -84,7 +71,7 @@ def _read_quantised(request: LoadRequest, folder: Path, config: Any, tokenizer: 
     tensors = QuantisedTensors(request.name, folder, config, request.dtype)
     del config.quantization_config
     checkpoint.fits(request.name, tensors.sizes, request.weights or tensors.floats, request.device)
-    _check_sizes(request.name, _shell(request.name, config), tensors.sizes, {})
+    _shell(request.name, config)
     return ReadModel(tensors, tokenizer, request.quantization, checkpoint.end_ids(folder, config), config)
 
 
@@ -146,25 +133,10 @@ def _check_sizes(
     """
     wanted = {n: t.shape for n, t in (*shell.named_parameters(), *shell.named_buffers())}
     if wrong := next((n for n, s in wanted.items() if n in shapes and math.prod(shapes[n]) != s.numel()), None):
-        raise ValueError(
-            f"{name}: tensor {wrong} is {list(shapes[wrong])} in the weights, and config.json asks for {list(wanted[wrong])}; "
-            "one of the two files is of another model"
-        )
+        raise other_shape(wrong, shapes[wrong], wanted[wrong])
     asked, held = sum(shape.numel() for shape in wanted.values()), stored.matrices + stored.rest
     if asked > 2 * held + SMALL:
         raise ValueError(f"config.json of {name} asks for {asked} weights, and its files hold {held} at most")
-
-
-def _unmap_(raw: PreTrainedModel) -> None:
-    """Copy the weights that are not repacked out of the mapped file.
-
-    Weights read from safetensors are views of that file. A single view that is left keeps the whole file in memory.
-    """
-    repacked = {*mixtures(raw), *linears(raw).values()}
-    for module in raw.modules():
-        if module not in repacked:
-            for p in module.parameters(recurse=False):
-                p.data = p.data.clone()
 
 
 def read_config(name: str, path: str) -> Any:
@@ -202,10 +174,6 @@ def read_config(name: str, path: str) -> Any:
 def _text(config: Any) -> Any:
     """The text model's configuration, if transformers has a class for it alone; else the one that is given."""
     text = config.get_text_config()
-    if kind := TEXT_KINDS.get(text.model_type):
-        values, names = text.to_dict() | {"model_type": kind}, CONFIG_MAPPING[kind]().to_dict()
-        values["rope_parameters"] = {k: v for k, v in values["rope_parameters"].items() if not k.startswith("mrope")}
-        text = CONFIG_MAPPING[kind].from_dict({k: values[k] for k in names if k in values})
     if type(text) is type(config) or type(text) not in AutoModelForCausalLM._model_mapping:  # pyright: ignore[reportOperatorIssue]
         return config
     text._name_or_path, tied = config._name_or_path, text.tie_word_embeddings or config.tie_word_embeddings
@@ -213,8 +181,3 @@ def _text(config: Any) -> Any:
     if settings := getattr(config, "quantization_config", None):
         text.update({"quantization_config": settings})
     return text
-
-
-def multiplied(raw: PreTrainedModel) -> int:
-    """Numbers in the matrices that a forward of one token multiplies with, all experts counted."""
-    return sum(p.numel() for m in (*mixtures(raw), *linears(raw).values()) for p in m.parameters() if p.dim() > 1)

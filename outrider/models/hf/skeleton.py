@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,14 @@ from outrider.models.config import Config
 from outrider.models.hf import precision
 from outrider.models.hf.arrays import as_tensor
 from outrider.models.hf.experts import is_mixture
+from outrider.models.hf.linear import linears
 from outrider.models.matrix import dense
 from outrider.models.native.weights import Tensors
 
 
-def module_of(tensors: Tensors, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+def module_of(tensors: Tensors, config: Any, dtype: str) -> PreTrainedModel:
     """The model of these tensors, see `filled`. config: of transformers, or of a model that runs natively."""
-    return filled(skeleton_of(config), tensors, dtype)
+    return filled(skeleton_of(config), tensors, getattr(torch, dtype))
 
 
 @precision.making()
@@ -37,7 +39,11 @@ def filled(model: PreTrainedModel, tensors: Tensors, dtype: torch.dtype, prefix:
 
     prefix: of the names of the tensors. Raises what `Tensors` raise, and ValueError for other shapes.
     """
+    for name, wanted in model.named_parameters(prefix.rstrip(".")):
+        if tensors.has(name):
+            _check_shape(name, tensors.shape(name), wanted.shape)  # before memory is taken for what settings say
     _compute_buffers_(model)
+    packed = {*linears(model).values()}
     inputs: Any = model.get_input_embeddings()
     outputs: Any = model.get_output_embeddings()
     tied = outputs if model.config.tie_word_embeddings else None
@@ -50,7 +56,8 @@ def filled(model: PreTrainedModel, tensors: Tensors, dtype: torch.dtype, prefix:
             if wanted is None or (module is tied and kind == "weight"):
                 continue
             if tensors.has(name):
-                _give_(module, kind, _shaped(name, _values(tensors.get(name), dtype), wanted.shape))
+                values = _shaped(name, _values(tensors.get(name), dtype), wanted.shape)
+                _give_(module, kind, values if module in packed else values.clone())  # no file stays mapped
             elif kind == "bias":
                 module.register_parameter(kind, None)
             elif wanted.is_meta:
@@ -65,11 +72,19 @@ def _values(matrix: Any, dtype: torch.dtype) -> Tensor:
     return as_tensor(dense(matrix)).to(dtype) if isinstance(matrix, Blocks) else as_tensor(np.ascontiguousarray(matrix))
 
 
+def other_shape(name: str, shape: Sequence[int], wanted: Sequence[int]) -> ValueError:
+    return ValueError(
+        f"tensor {name} is {[*shape]} in the weights, and the configuration asks for {[*wanted]}; one of them is of another model"
+    )
+
+
+def _check_shape(name: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
+    if [n for n in shape if n > 1] != [n for n in wanted if n > 1]:
+        raise other_shape(name, shape, wanted)
+
+
 def _shaped(name: str, values: Tensor, wanted: torch.Size) -> Tensor:
-    if [n for n in values.shape if n > 1] != [n for n in wanted if n > 1]:
-        raise ValueError(
-            f"tensor {name} has shape {[*values.shape]}, and the configuration asks for {[*wanted]}; the model is not consistent"
-        )
+    _check_shape(name, values.shape, wanted)
     return values.reshape(wanted)
 
 

@@ -88,7 +88,7 @@ def test_it_runs_as_the_model_of_its_values(kind: str, tmp_path: Path) -> None:
     stored = KINDS[kind][0](tmp_path)
     folder = stored.save()
     loaded = load(folder)
-    raw = module_of(opened(folder), loaded.config, torch.float32).float()
+    raw = module_of(opened(folder), loaded.config, "float32").float()
     for name, exact in stored.exact.items():
         module: Any = raw.get_submodule(name.removesuffix(".weight"))
         module.weight = nn.Parameter(exact)

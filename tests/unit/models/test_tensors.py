@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from outrider.models.config import config_of
+from outrider.models.hf.skeleton import module_of
 from outrider.models.safetensors import FolderTensors
 from outrider.models.tensors import MissingTensor
 
@@ -78,9 +79,12 @@ def test_a_folder_has_the_tensors_of_its_model(name: str, tmp_path: Path) -> Non
     kind, changes = FAMILIES[name]
     model: Any = tiny(kind, **changes).bfloat16()
     model.save_pretrained(tmp_path)
-    tensors = opened(tmp_path)
-    check(tensors, AutoModelForCausalLM.from_pretrained(tmp_path))
+    tensors, theirs = opened(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
+    check(tensors, theirs)
     assert {*tensors.parts} <= tensors.asked
+    made = module_of(opened(tmp_path), tensors.config, "bfloat16").state_dict()
+    assert made.keys() == theirs.state_dict().keys()
+    assert all(torch.equal(made[n], t) and made[n].dtype == t.dtype for n, t in theirs.state_dict().items())
     for dtype in ("float32", "float16"):
         check(opened(tmp_path, dtype), AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype))
     model.float().save_pretrained(tmp_path)

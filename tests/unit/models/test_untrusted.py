@@ -101,7 +101,7 @@ LIES = [
     ),
     (
         {"num_hidden_layers": 500, "layer_types": ["full_attention"] * 500},
-        r"config.json of .* asks for \d+ weights, and its files hold \d+",
+        r"config.json of .* asks for \d+ weights, and its files hold \d+|model.layers.2\S* of a \w+ is in no file",
     ),
     ({"num_hidden_layers": 0}, r"num_hidden_layers is 0, and a model has at least one"),
     (
@@ -110,28 +110,35 @@ LIES = [
     ),
     ({"num_key_value_heads": 0}, r"num_key_value_heads is 0, and a model has at least one"),
     ({"hidden_size": -8}, r"hidden_size is -8, and a model has at least one"),
-    ({"hidden_size": 2**31}, r"tensor \S+ is \[.*\] in the weights, and config.json asks for \[.*2147483648.*\]"),
-    ({"intermediate_size": 10**7}, r"tensor \S+ is \[.*\] in the weights, and config.json asks for \[.*10000000.*\]"),
+    (
+        {"hidden_size": 2**31},
+        r"tensor \S+ is \[.*\] in the weights, and the configuration asks for \[.*2147483648.*\]|makes no model",
+    ),
+    (
+        {"intermediate_size": 10**7},
+        r"tensor \S+ is \[.*\] in the weights, and the configuration asks for \[.*10000000.*\]",
+    ),
     (
         {"vocab_size": 10**12},
-        r"tensor \S+ is \[97, \d+\] in the weights, and config.json asks for \[1000000000000, \d+\]",
+        r"tensor \S+ is \[97, \d+\] in the weights, and the configuration asks for \[1000000000000, \d+\]",
     ),
     ({"vocab_size": 10**30}, r"vocab_size is beyond 64 bits"),
-    ({"head_dim": 24}, r"tensor \S+ is \[.*\] in the weights, and config.json asks for"),
+    ({"head_dim": 24}, r"tensor \S+ is \[.*\] in the weights, and the configuration asks for"),
     ({"text_config": {"num_hidden_layers": 10**9}}, r"text_config.num_hidden_layers is 1000000000"),
 ]
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "helium"])  # with a native program, and without
 @pytest.mark.parametrize(("lie", "said"), LIES, ids=[str(lie)[:40] for lie, _ in LIES])
 def test_a_configuration_is_compared_with_the_tensors_before_memory_is_taken(
-    lie: dict[str, Any], said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    lie: dict[str, Any], said: str, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read(*given: Any, **more: Any) -> None:
         raise AssertionError("weights were read")
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", read)
     monkeypatch.setattr(hf_folder, "SMALL", 0)
-    change(folder / CONFIG, **lie)
+    change(folder / CONFIG, model_type=kind, **lie)
     with pytest.raises(ValueError, match=said):
         load(folder)
 
