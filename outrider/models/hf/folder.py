@@ -71,7 +71,7 @@ def _read_quantised(request: LoadRequest, folder: Path, config: Any, tokenizer: 
     tensors = QuantisedTensors(request.name, folder, config, request.dtype)
     del config.quantization_config
     checkpoint.fits(request.name, tensors.sizes, request.weights or tensors.floats, request.device)
-    _shell(request.name, config)
+    refuse(skeleton_of(config))
     return ReadModel(tensors, tokenizer, request.quantization, checkpoint.end_ids(folder, config), config)
 
 
@@ -95,7 +95,8 @@ def read_object(
 def _from_floats(request: LoadRequest, path: str, config: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model, and transformers' report of missing and unexpected tensors."""
     name, folder = request.name, Path(path)
-    shell = _shell(name, config)
+    shell = skeleton_of(config)
+    refuse(shell)
     if folder.is_dir() and (stored := checkpoint.sizes(name, folder)):
         checkpoint.fits(name, stored, request.weights, request.device)
         _check_sizes(name, shell, stored, checkpoint.shapes(folder))
@@ -111,16 +112,6 @@ def _from_floats(request: LoadRequest, path: str, config: Any) -> tuple[PreTrain
         return loaded
     except Exception as error:  # each architecture fails in its own way
         raise ValueError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
-
-
-def _shell(name: str, config: Any) -> PreTrainedModel:
-    """The modules of a model that runs here, before its weights are fetched. Raises ValueError or UnsupportedModel."""
-    try:
-        shell = skeleton_of(config)
-    except Exception as error:  # each architecture checks its settings in its own way
-        raise ValueError(f"the configuration of {name} makes no model: {type(error).__name__}: {error}") from error
-    refuse(shell)
-    return shell
 
 
 def _check_sizes(

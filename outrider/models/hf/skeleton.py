@@ -27,11 +27,14 @@ def module_of(tensors: Tensors, config: Any, dtype: str) -> PreTrainedModel:
 
 @precision.making()
 def skeleton_of(config: Any) -> PreTrainedModel:
-    """Modules without memory for their weights."""
-    if isinstance(config, Config):
-        config = CONFIG_MAPPING[config.model_type].from_dict(config.to_dict())
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    """Modules without memory for their weights. Raises ValueError for settings of which transformers makes none."""
+    try:
+        own = CONFIG_MAPPING[config.model_type].from_dict(config.to_dict()) if isinstance(config, Config) else config
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(own, dtype=torch.float32)
+    except Exception as error:  # each architecture checks its settings in its own way
+        text = f"the configuration of {config._name_or_path} makes no model: {type(error).__name__}: {error}"
+        raise ValueError(text) from error
 
 
 def filled(model: PreTrainedModel, tensors: Tensors, dtype: torch.dtype, prefix: str = "") -> PreTrainedModel:
@@ -39,9 +42,10 @@ def filled(model: PreTrainedModel, tensors: Tensors, dtype: torch.dtype, prefix:
 
     prefix: of the names of the tensors. Raises what `Tensors` raise, and ValueError for other shapes.
     """
-    for name, wanted in model.named_parameters(prefix.rstrip(".")):
-        if tensors.has(name):
-            _check_shape(name, tensors.shape(name), wanted.shape)  # before memory is taken for what settings say
+    for path, module in model.named_modules():
+        for name, wanted in () if is_mixture(module) else module.named_parameters(prefix + path, recurse=False):
+            if tensors.has(name):  # before memory is taken for what settings say
+                _check_shape(name, tensors.shape(name), wanted.shape)
     _compute_buffers_(model)
     packed = {*linears(model).values()}
     inputs: Any = model.get_input_embeddings()

@@ -133,7 +133,7 @@ class TensorSource:
             matrices = [rows_of(matrices[0], part) for part in parts]
             biases = [None if biases[0] is None else biases[0][part] for part in parts]
         kind = "gguf" if names[0].rpartition(".")[2] in _ROUTERS else self.packing
-        return self._keep(names[0], packed(matrices, kind, biases, paired=paired))
+        return self._keep(names[0], self._packed(matrices, kind, biases, paired))
 
     def table(self, name: str) -> Packed | np.ndarray:
         """An embedding: packed, or floats [vocab, hidden]."""
@@ -141,7 +141,7 @@ class TensorSource:
             return self.named[name]
         if _HEAD not in self.named:
             return self._embedding(name)
-        return self._keep(name, _table(self._get(f"{name}.weight")))
+        return self._keep(name, self._table(self._get(f"{name}.weight")))
 
     def experts(self, name: str) -> Sequence[Packed]:
         """Of a mixture: gate and up side by side (paired), or up alone, and then down, of each expert in turn."""
@@ -170,7 +170,7 @@ class TensorSource:
             first, last = both[:, :keys].swapaxes(1, 2), both[:, keys:]
             matrices = [part.reshape(-1, part.shape[2]) for part in (first, last)]
         return [
-            self._keep(f"{name}.{part}", packed([matrix], self.packing, [None]))
+            self._keep(f"{name}.{part}", self._packed([matrix], self.packing, [None]))
             for part, matrix in zip(LATENT, matrices, strict=True)
         ]
 
@@ -197,10 +197,10 @@ class TensorSource:
         bias = self._bias(_HEAD, matrix.shape[0])
         if ids is not None:  # the largest first: while a matrix is packed, it is in memory twice
             matrix, bias = rows_of(matrix, ids), None if bias is None else bias[ids]
-        head = packed([matrix], "int8" if self.packing == "int4" else self.packing, [bias])
+        head = self._packed([matrix], "int8" if self.packing == "int4" else self.packing, [bias])
         del matrix
         self.named[_HEAD] = head
-        return self._keep(name, head if tied and ids is None else _table(self._get(f"{name}.weight")))
+        return self._keep(name, head if tied and ids is None else self._table(self._get(f"{name}.weight")))
 
     def _has(self, name: str) -> bool:
         return self.tensors.has(f"{self._prefix}{name}.weight")
@@ -218,6 +218,13 @@ class TensorSource:
             raise ValueError(f"{full} has shape {[*shape]} for {rows} outputs")
         return True
 
+    def _packed(self, matrices: Sequence[Any], kind: str, biases: Sequence[Any], paired: bool = False) -> Packed:
+        return packed(matrices, kind, biases, paired=paired)
+
+    def _table(self, matrix: Matrix) -> Packed | np.ndarray:
+        """A copy, so that no file stays mapped."""
+        return np.array(matrix) if isinstance(matrix, np.ndarray) else packed([matrix], "gguf", [None])
+
     def _keep(self, name: str, part: Any) -> Any:
         self.named[self._prefix + name] = part
         return part
@@ -227,11 +234,6 @@ def expert_names(name: str, matrices: Sequence[Packed]) -> dict[str, Packed]:
     """The matrices of a mixture of this name, by the names that a pack has for them."""
     parts = ("packed_pair", matrices[::2]), ("packed_down", matrices[1::2])
     return {f"{name}.{part}.{i}": matrix for part, each in parts for i, matrix in enumerate(each)}
-
-
-def _table(matrix: Matrix) -> Packed | np.ndarray:
-    """A copy, so that no file stays mapped."""
-    return np.array(matrix) if isinstance(matrix, np.ndarray) else packed([matrix], "gguf", [None])
 
 
 class StoredSource:
@@ -282,41 +284,24 @@ class _MatrixSize(NamedTuple):
 class ShapeSource(TensorSource):
     """The sizes of the tensors alone: a program over it shows whether the native step can run a model."""
 
-    def matrix(self, *names: str, paired: bool = False) -> Packed:
-        if names == (_HEAD,) and not self._has(_HEAD):
-            return self._size(_HEAD) if self.tensors.has(f"{_HEAD}.weight") else self.named[_HEAD]
-        shapes = [self.tensors.shape(f"{self._prefix}{name}.weight") for name in names]
-        if any(len(shape) != 2 or shape[1] != shapes[0][1] for shape in shapes):
-            raise ValueError(f"{names[0]} and what is beside it have shapes {shapes}")
-        for name, shape in zip(names, shapes, strict=True):
-            self._has_bias(name, shape[0])
-        n = 2 * rounded(shapes[0][0] // (3 - len(shapes))) if paired else sum(shape[0] for shape in shapes)
-        return cast("Packed", _MatrixSize(n, shapes[0][1]))
-
-    def tensor(self, name: str) -> np.ndarray | None:
-        if name.endswith("inv_freq") or not self.tensors.has(self._prefix + name):
-            return super().tensor(name)
-        return np.zeros(self.tensors.shape(self._prefix + name), np.float32)
-
     def experts(self, name: str) -> Sequence[Packed]:
         mixture = self.tensors.experts(self._prefix + name)
         count, width, hidden = mixture.shape
         up = 2 * rounded(width) if mixture.gated else width
         return cast("list[Packed]", [_MatrixSize(up, hidden), _MatrixSize(hidden, width)] * count)
 
-    def latent(self, name: str, heads: int, keys: int) -> Sequence[Packed]:
-        if self._has(f"{name}.{LATENT[0]}"):
-            sizes = [self.tensors.shape(f"{self._prefix}{name}.{part}.weight") for part in LATENT]
-        else:
-            n, k = self.tensors.shape(f"{self._prefix}{name}.weight")
-            sizes = [(heads * k, keys), (n - heads * keys, k)]
-        return cast("list[Packed]", [_MatrixSize(n, k) for n, k in sizes])
+    def _get(self, name: str) -> Any:
+        """Zeros without memory, but for angles."""
+        if name.endswith("inv_freq"):
+            return super()._get(name)
+        return np.broadcast_to(np.float32(0), self.tensors.shape(self._prefix + name))
 
-    def table(self, name: str) -> Packed | np.ndarray:
-        table = self._size(self._prefix + name if self._has(name) else name)
-        self.named.setdefault(_HEAD, table)  # for one that is tied to it
-        return table
+    def _packed(self, matrices: Sequence[Any], kind: str, biases: Sequence[Any], paired: bool = False) -> Packed:
+        shapes = [matrix.shape for matrix in matrices]
+        if any(len(shape) != 2 or shape[1] != shapes[0][1] for shape in shapes):
+            raise ValueError(f"matrices that are packed side by side have shapes {shapes}")
+        n = 2 * rounded(shapes[0][0]) if paired else sum(shape[0] for shape in shapes)
+        return cast("Packed", _MatrixSize(n, shapes[0][1]))
 
-    def _size(self, name: str) -> Packed:
-        n, k = self.tensors.shape(f"{name}.weight")
-        return cast("Packed", _MatrixSize(n, k))
+    def _table(self, matrix: Any) -> Packed | np.ndarray:
+        return self._packed([matrix], "", [None])
