@@ -122,7 +122,7 @@ def _difference(config: Config) -> str | None:
         torch.manual_seed(0)
         try:
             settings = CONFIG_MAPPING[config.model_type].from_dict(config.to_dict())
-            settings._attn_implementation = "eager"
+            settings._attn_implementation = settings._experts_implementation = "eager"
             model: Any = AutoModelForCausalLM.from_config(settings, dtype=torch.float32).eval()
         except Exception:  # each architecture checks its settings in its own way
             return None
