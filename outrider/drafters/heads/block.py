@@ -20,7 +20,7 @@ from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.config import HeadShape, setting
 from outrider.drafters.heads.features import HELD, FeatureCache
 from outrider.drafters.heads.files import DFLASH, DFLASH2, DSPARK, settings_named
-from outrider.drafters.heads.lattice import Lattice, largest_places
+from outrider.drafters.heads.lattice import Lattice
 from outrider.drafters.heads.layers import Linears, precision_of, silu
 from outrider.drafters.heads.reading import OUTPUT, HeadReader, HeadWeights, layer_shapes
 from outrider.drafters.heads.selftest import head_drafter, parallel_survival
@@ -328,7 +328,7 @@ class BlockLattice(Lattice):
         self.features, self.taps = FeatureCache(self.cache, pairs=False), config.taps
         super().__init__(config.vocab_size, config.drafts, head.subset)
         self.first_order = config.markov_rank + config.selector_rank > 0
-        self.learns = not self.first_order
+        self.learns, self.candidates = not self.first_order, config.candidates
         self.hidden = np.empty(0)
 
     def logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Array:
@@ -343,10 +343,6 @@ class BlockLattice(Lattice):
 
     def after_token(self, line: int, level: int, token: int, logits: Array, places: Array | None) -> Array:
         return logits + self.model.bias(self.hidden[line, level], token, places)
-
-    def possible(self, logits: Array) -> Array | None:
-        count = self.model.config.candidates
-        return largest_places(logits, count) if count else None
 
     def log_confidence(self, line: int, level: int, token: int) -> float:
         return self.model.log_confidence(self.hidden[line, level], token)

@@ -31,10 +31,11 @@ class Lattice(Levels):
         model: The head, with `weight_bytes`.
         features: What it holds of each text.
         first_order: The logits of a level depend on the token before it.
+        candidates: So many of the likeliest columns are what a level drafts from; 0 for all.
         subset: Tokens of the logits; None for all.
     """
 
-    first_order = False
+    first_order, candidates = False, 0
     scale = FOR_HEADS
     model: Any
     features: FeatureCache
@@ -74,7 +75,7 @@ class Lattice(Levels):
 
     def possible(self, logits: Array) -> Array | None:
         """int64, ascending: the columns that a level drafts from; None for all. logits: float32 [kept], of the level."""
-        return None
+        return largest_places(logits, self.candidates) if self.candidates else None
 
     def log_confidence(self, line: int, level: int, token: int) -> float:
         """Log probability that the token of a level is right if those before it are. line: index in the slots of `logits`."""
@@ -145,15 +146,12 @@ class Lattice(Levels):
 
     def _shortlist(self, context: DraftContext, b: int, level: int, logits: Array) -> Array:
         """int64 [short], ascending: the columns whose logits are the largest, with the noise that will be added."""
-        params = context.warp.histories[b].params
-        keys = logits
+        params, at = context.warp.histories[b].params, context.positions[[b]] + level
         if not params.greedy:
             ids = None if self.subset is None else self.subset.ids
-            noise = context.noise.select([b]).gumbel(
-                context.stream, context.positions[[b]] + level, self.vocab_size, ids
-            )
-            keys = logits / params.temperature + noise[0]
-        return largest_places(keys, _SHORTLIST)
+            noise = context.noise.select([b]).gumbel(context.stream, at, self.vocab_size, ids)
+            logits = logits / params.temperature + noise[0]
+        return largest_places(logits, _SHORTLIST)
 
 
 def largest_places(row: Array, count: int) -> Array:
