@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -153,14 +151,8 @@ def load(
     loaded = _made(model, read, request, tokenizer, kv_cache_dtype, reduce)
     if pack_name is not None:
         _keep(pack_name, loaded, perf_counter() - started)
-    _give_back()
+    checkpoint.give_back()
     return loaded
-
-
-def _give_back() -> None:
-    """Return freed memory to the system. glibc keeps it: a vocabulary of 262,144 tokens leaves 200 MB behind."""
-    with suppress(AttributeError, OSError, TypeError):  # another C library; Windows has no CDLL(None)
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _request(

@@ -28,6 +28,7 @@ from outrider.drafters.model.confidence import FOR_HEADS
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.kernels import cpu as native
 from outrider.models.base import FINAL_NORM, LanguageModel, Want
+from outrider.models.checkpoint import let_go
 from outrider.models.load import Loaded
 from outrider.models.native.builder import Builder
 from outrider.models.native.parts import attention, gated_mlp
@@ -200,7 +201,10 @@ class _EagleSource(StoredSource):
 
     def matrix(self, *names: str, paired: bool = False) -> native.Packed:
         biases = [self.named.get(f"{n}.bias") for n in names]
-        return native.Packed([self.named[f"{n}.weight"] for n in names], self._precision, biases, paired=paired)
+        weights = [self.named[f"{n}.weight"] for n in names]
+        packed = native.Packed(weights, self._precision, biases, paired=paired)
+        let_go(weights[0])
+        return packed
 
     def table(self, name: str) -> native.Packed | Array:
         return self._embedding

@@ -174,7 +174,7 @@ def _files(path: Path) -> list[Path]:
 def _read(file: Path) -> dict[str, Array]:
     try:
         if file.suffix == ".safetensors":
-            content = np.memmap(file, np.uint8, "c")
+            content = np.memmap(file, np.uint8, "r")
             return {name: view(content, t, f"{file}: {name}") for name, t in tensors_in([file]).items()}
         with needs("torch", f"{file}, which torch wrote,"):
             import torch

@@ -45,7 +45,7 @@ _PART = ".packed."  # between the name of a module and that of a buffer of its m
 _SAME = "same"  # the settings of a matrix that two modules share: the name of the first
 _LINE = 64  # bytes of the caches' lines
 _LARGE = 4 << 20  # bytes that are written at once: so Linux keeps a file in large pages
-_MOSTLY = 0.9  # of a file that must be in large pages, or it is not mapped
+_FIRST, _MOSTLY = 64 << 20, 0.9  # bytes of a file, of which this part must be in large pages, or it is not mapped
 _POPULATE_READ = 22  # of madvise, since Linux 5.14
 
 
@@ -223,6 +223,7 @@ def _read_parts(
     with _reading(folder / WEIGHTS, pack.sums) as tensors:
         if with_tokenizer:
             tokenizer = FastTokenizer.of_folder(folder) if (folder / FILE).is_file() else tokenizer_of(str(folder))
+            checkpoint.give_back()
     parts: dict[str, dict[str, np.ndarray]] = {name: {} for name in pack.matrices}
     for name in [*tensors]:
         owner, is_part, part = name.partition(_PART)
@@ -270,8 +271,8 @@ def save(arrays: Mapping[str, np.ndarray], file: Path) -> None:
 def _reading(file: Path, sums: Mapping[str, int]) -> Iterator[dict[str, np.ndarray]]:
     """Threads read every tensor of a safetensors file, while the block runs. The dict has them at the end of the block.
 
-    The block may keep the interpreter to itself: a thread reads its part by one call of the system. Nothing is read of a file
-    that can be mapped. Raises ValueError for a damaged file.
+    The block may keep the interpreter to itself: a thread reads its part by one call of the system. A file that can be mapped is
+    looked through after the block, which may need memory for a moment. Raises ValueError for a damaged file.
     """
     table = checkpoint.tensors([file])
     if table.keys() != sums.keys():
@@ -297,11 +298,12 @@ def _reading(file: Path, sums: Mapping[str, int]) -> Iterator[dict[str, np.ndarr
     with file.open("rb") as opened, ThreadPoolExecutor(threads) as pool:
         names = sorted(table, key=lambda name: table[name].offset)
         size = -(-len(names) // threads)
-        jobs = [pool.submit(read, opened.fileno(), names[i : i + size]) for i in range(0, len(names), size or 1)]
+        parts = [names[i : i + size] for i in range(0, len(names), size or 1)]
+        jobs = [pool.submit(read, opened.fileno(), part) for part in parts if mapped is None]
         for _ in jobs:
             begun.acquire()
         yield tensors
-        for job in jobs:
+        for job in jobs or [pool.submit(read, opened.fileno(), part) for part in parts]:
             job.result()
 
 
@@ -312,10 +314,12 @@ def _mapped(file: Path) -> np.ndarray | None:
         with file.open("rb") as opened:
             pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         pages.madvise(mmap.MADV_HUGEPAGE)
-        pages.madvise(_POPULATE_READ)
+        pages.madvise(_POPULATE_READ, 0, first := min(_FIRST, len(pages)))
+        if _in_large_pages() - before < _MOSTLY * first:
+            return None
     except (AttributeError, OSError, ValueError):  # an older system, or another one
         return None
-    return np.frombuffer(pages, np.uint8) if _in_large_pages() - before >= _MOSTLY * len(pages) else None
+    return np.frombuffer(pages, np.uint8)
 
 
 def _in_large_pages() -> int:
