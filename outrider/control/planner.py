@@ -83,9 +83,10 @@ class Planner:
         self._sequences: dict[int, SequenceAverages] = {}
 
     def budgets(self, slots: list[int]) -> list[Budget]:
-        limits = [self.limit] * len(slots) if self.lengths is None else self.lengths.budgets(slots)
-        if all(self._sequence(n).idle and not self.asks_lookups(n, self._sequence(n).forced) for n in slots):
+        states = [self._sequence(slot) for slot in slots]
+        if not any(not state.idle or self._asks(slot, state) for slot, state in zip(slots, states, strict=True)):
             return [PLAIN] * len(slots)
+        limits = [self.limit] * len(slots) if self.lengths is None else self.lengths.budgets(slots)
         depths = [self.depths.get(slot, limit.depth) for slot, limit in zip(slots, limits, strict=True)]
         return [b if n == b.depth else replace(b, depth=n) if n else PLAIN for b, n in zip(limits, depths, strict=True)]
 
@@ -93,7 +94,11 @@ class Planner:
         """Whether lookups are asked for the sequence in this step. forced: they tell what a grammar leaves no choice about."""
         state = self._sequence(slot)
         state.forced = forced
-        return forced or self.lengths is not None or slot in self.depths or self.steps % REST[state.rests] == 0
+        return self._asks(slot, state)
+
+    def _asks(self, slot: int, state: SequenceAverages) -> bool:
+        fixed = self.lengths is not None or slot in self.depths
+        return state.forced or fixed or self.steps % REST[state.rests] == 0
 
     def observe(self, step: Step) -> None:
         """Learn what a step cost, and what was accepted."""
@@ -176,9 +181,10 @@ class Planner:
             for name in view.missing:
                 asked[name] = asked.get(name, 0) + 1
         plans = [self._plan(view, others, waiting, asked) for view in views]
-        if others:  # a draft for several sequences costs little more than one for one: how many share it?
-            asked |= {name: count for name in asked if (count := sum(plan.drafter == name for plan in plans))}
-            plans = [self._plan(view, others, waiting, asked) for view in views]
+        # a draft for several sequences costs little more than one for one: how many share it?
+        share = {name: count for name in asked if (count := sum(plan.drafter == name for plan in plans))}
+        if others and asked | share != asked:
+            plans = [self._plan(view, others, waiting, asked | share) for view in views]
         readers = [(v.missing[plan.read[0]], v.slot) for v, plan in zip(views, plans, strict=True) if plan.read]
         if len(readers) < 2:
             return plans

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -103,11 +104,11 @@ class FeatureCache:
         cache: of what the head has read.
         pairs: it reads pairs of a feature and the token after it. The last pair that waits is that of the root, which is not
             committed.
-        waiting: by slot, float [position, feature] that follow those in the cache.
+        waiting: by slot, float [feature] of each position that follows those in the cache.
     """
 
     def __init__(self, cache: SlotCache, pairs: bool) -> None:
-        self.cache, self.pairs, self.waiting = cache, pairs, dict[int, Array]()
+        self.cache, self.pairs, self.waiting = cache, pairs, dict[int, deque[Array]]()
         self._next = dict[int, int]()  # slot -> the position after the last one that is in the cache or waits
 
     def add(self, slot: int, features: Array, first: int) -> None:
@@ -115,11 +116,12 @@ class FeatureCache:
         if first != self._next.get(slot, 0):
             self.release(slot)
         few, most = min(NEWEST, self.cache.max_length // 2), self.cache.max_length
-        held = self.waiting.get(slot, features[:0])
-        count = len(held) + len(features)
+        waiting = self.waiting.setdefault(slot, deque(maxlen=few))
+        count = len(waiting) + len(features)
         if count > few or self.cache.length[slot] + count > most - most // 8:
             self.cache.release(slot)
-        self.waiting[slot] = np.concatenate([held, features[-few:]])[-few:]
+        # rows of a step are views of its features; those of a long prompt would hold all of it
+        waiting.extend(features if len(features) <= few else features[-few:].copy())
         self._next[slot] = first + len(features)
 
     def release(self, slot: int) -> None:
@@ -136,7 +138,7 @@ class FeatureCache:
 
     def newest(self, slot: int) -> Array:
         """What waits: float32 [position, feature], contiguous."""
-        return np.ascontiguousarray(self.waiting[slot], np.float32)
+        return np.array([*self.waiting[slot]], np.float32)
 
     def pair_tokens(self, slot: int, tokens: Sequence[int]) -> list[int]:
         """The tokens of the waiting pairs, which are the last ones of the text."""
@@ -150,5 +152,5 @@ class FeatureCache:
 
     def keep(self, slot: int, count: int) -> None:
         """Let so many of the newest features wait; the others are in the cache."""
-        waiting = self.waiting[slot]
-        self.waiting[slot] = waiting[len(waiting) - count :]
+        while len(self.waiting[slot]) > count:
+            self.waiting[slot].popleft()

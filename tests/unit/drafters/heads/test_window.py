@@ -109,4 +109,4 @@ def test_the_newest_features_stay(sizes: list[int], count: int) -> None:
     assert held.pair_tokens(0, range(len(every) + 1)) == (newest[:, 0] + 1).tolist()
     count = min(count, len(newest))
     held.keep(0, count)
-    assert held.waiting[0].tolist() == newest[len(newest) - count :].tolist()
+    assert [row.tolist() for row in held.waiting[0]] == newest[len(newest) - count :].tolist()
