@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -33,10 +34,8 @@ class Shape:
     @functools.cached_property
     def widths(self) -> list[int]:
         """Children of each node."""
-        out = [0] * len(self.parents)
-        for parent in self.parents[1:]:
-            out[parent] += 1
-        return out
+        counts = Counter(self.parents)
+        return [counts[n] for n in range(len(self.parents))]
 
 
 def optimal_shape(budget: Budget, by_rank: Sequence[float] = BY_RANK) -> Shape:

@@ -54,18 +54,13 @@ class Index:
 
     def longest(self, tail: Sequence[int]) -> int:
         """The length of the longest match of the text's end, at most REACH tokens."""
-        query = _query(tail)
-        at = bisect_left(self._places, query, key=lambda j: self._reversed[4 * j : 4 * j + len(query)])
-        best = 0
-        for place in self._places[max(at - 1, 0) : at + 1]:
-            text = self._reversed[4 * place : 4 * place + len(query)].ljust(len(query), b"\xff")
-            differing = (int.from_bytes(text) ^ int.from_bytes(query)).bit_length()
-            best = max(best, (8 * len(query) - differing) // 32)
-        return best
+        at, end = self.interval(tail, REACH)[0], tail[: -REACH - 1 : -1]
+        near = self._places[max(at - 1, 0) : at + 1]
+        return max((alike(self.tokens[::-1][place : place + REACH].tolist(), end) for place in near), default=0)
 
     def interval(self, tail: Sequence[int], length: int) -> tuple[int, int]:
         """(low, high): order[low:high] are the places that follow the last `length` tokens."""
-        query = _query(tail[-length:])
+        query = np.asarray(tail[-length:][::-1], dtype=">u4").tobytes()
         key = lambda j: self._reversed[4 * j : 4 * j + len(query)]  # noqa: E731
         low = bisect_left(self._places, query, key=key)
         return low, bisect_right(self._places, query, lo=low, key=key)
@@ -86,10 +81,6 @@ def alike(a: Sequence[int], b: Sequence[int], start: int = 0) -> int:
     """Length of the common start of two token lists. start: how many tokens are known to be equal."""
     same = map(eq, islice(a, start, None), islice(b, start, None))
     return start + sum(takewhile(bool, same))
-
-
-def _query(tail: Sequence[int]) -> bytes:
-    return np.asarray(tail[-REACH:][::-1], dtype=">u4").tobytes()
 
 
 def _sorted(text: np.ndarray) -> np.ndarray:

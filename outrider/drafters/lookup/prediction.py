@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from operator import itemgetter
 
 from outrider.core.types import Draft
 from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.config import DrafterSetup
+from outrider.drafters.lookup.corpus import alike
 from outrider.drafters.lookup.mixture import Context, drafted, grow
 
 _TRUST = 8  # length of match, in tokens, that the prediction counts as before the answer starts
@@ -117,14 +119,9 @@ class Alignment:
 
     def _longest(self, places: Sequence[int]) -> tuple[int, int]:
         """(matching tokens, place) of the first place with the most."""
-        best, best_place = 0, 0
-        for place in places:
-            reach, run = min(place, len(self.answer), _REACH), 0
-            while run < reach and self.text[place - 1 - run] == self.answer[-1 - run]:
-                run += 1
-            if run > best:
-                best, best_place = run, place
-        return best, best_place
+        end = self.answer[: -_REACH - 1 : -1]
+        runs = [(alike(self.text[max(place - _REACH, 0) : place][::-1], end), place) for place in places]
+        return max(runs, key=itemgetter(0), default=(0, 0))
 
 
 class PredictionDrafter(BaseDrafter):

@@ -54,10 +54,8 @@ class Vocabulary:
                 self.pieces[i] = token.content.encode()
         # tokens of single bytes, which lose against a plain token for the same byte
         spelled = {i for t, i in plain.items() if FALLBACK.fullmatch(t)}
-        order = sorted((i in spelled, i) for i, piece in enumerate(self.pieces) if piece)
-        self.ids: dict[bytes, int] = {}
-        for _, i in order:
-            self.ids.setdefault(self.pieces[i] or b"", i)
+        order = sorted((i in spelled, i, piece) for i, piece in enumerate(self.pieces) if piece)
+        self.ids = {piece: i for _, i, piece in reversed(order)}
         begin = tokenizer.bos_token_id
         self.begin = begin if begin is not None and begin < size and begin in tokenizer("")["input_ids"][:1] else None
         self.end = next((i for i in end_ids if i < size), None)
