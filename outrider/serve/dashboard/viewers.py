@@ -23,8 +23,7 @@ from outrider.core.detokenizer import Detokenizer
 from outrider.drafters.method import NONE
 from outrider.engine.trace import Detail
 from outrider.serve.connection import abort, unless_gone
-from outrider.serve.dashboard.figures import WINDOWS, Tick, figures, outlook, recent
-from outrider.serve.dashboard.watch import EndedRequest, Watch
+from outrider.serve.dashboard.watch import WINDOWS, EndedRequest, Tick, Watch, figures, outlook, recent
 from outrider.serve.errors import Refused, dumps
 from outrider.serve.service import Service
 

@@ -25,8 +25,7 @@ from outrider.engine.engine import Stats
 from outrider.engine.llm import LLM
 from outrider.engine.request import Request, Sequence
 from outrider.serve.dashboard import viewers
-from outrider.serve.dashboard.figures import Tick, added, figures, gain, outlook, recent
-from outrider.serve.dashboard.watch import Watch
+from outrider.serve.dashboard.watch import Tick, Watch, added, figures, gain, outlook, recent
 from outrider_lab.bench.events import events
 from tests.support.serving import Live, builtin, serving
 
