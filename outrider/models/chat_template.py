@@ -168,9 +168,9 @@ class ChatTemplate:
             if not self._shows(chat):
                 alone, self.lists = self.lists, self.lists | {role, *["developer"] * (role == "system")}
                 self.lists = self.lists if self._shows(chat) else alone
-        asked, text = self._trial([user, _with_arguments(called[1], {_MARK: 1})]) or "", f'{{"{_MARK}": 1}}'
+        asked, text = self._trial([user, _with_arguments(called[1], lambda _: {_MARK: 1})]) or "", f'{{"{_MARK}": 1}}'
         if _MARK not in asked or f"'{_MARK}'" in asked:  # it raises, or writes an object as Python does
-            self.json_arguments = self._shows([user, _with_arguments(called[1], text)])
+            self.json_arguments = self._shows([user, _with_arguments(called[1], lambda _: text)])
 
     def prompt(
         self,
@@ -227,12 +227,10 @@ class ChatTemplate:
         """The messages with the roles and the fields that the template knows."""
         chat = list[Message]()
         for message in _paired(messages, "tool_call_id" in self.source, _SHORT_IDS.search(self.source) is not None):
-            calls = message.get("tool_calls", ())
-            if calls and "tool_calls" not in self.source:  # as the model wrote them
-                texts = [json.dumps(_loaded(call, check)["function"], ensure_ascii=False) for call in calls]
-                message = {**message, "content": "\n".join([message["content"]] * bool(message["content"]) + texts)}
-                del message["tool_calls"]
-            message = _with_calls(message, _as_json if self.json_arguments else lambda call: _loaded(call, check))
+            message = _with_arguments(message, _as_json if self.json_arguments else partial(_loaded, check=check))
+            if "tool_calls" in message and "tool_calls" not in self.source:  # as the model wrote them
+                texts = [json.dumps(call["function"], ensure_ascii=False) for call in message.pop("tool_calls")]
+                message["content"] = "\n".join([message["content"]] * bool(message["content"]) + texts)
             if "reasoning_content" in message and _THINKING.search(self.source):
                 message["thinking"] = message["reasoning_content"]
             chat.append(message)
@@ -386,33 +384,29 @@ def _paired(messages: Sequence[Message], ids: bool, short: bool) -> list[Message
     return out
 
 
-def _with_calls(message: Message, form: Callable[[Message], Message]) -> Message:
-    return (
-        {**message, "tool_calls": list(map(form, message["tool_calls"]))} if "tool_calls" in message else dict(message)
-    )
+def _with_arguments(message: Message, form: Callable[[Any], Any]) -> Message:
+    """The message with the arguments of its calls in another form."""
+
+    def changed(call: Message) -> Message:
+        return {**call, "function": {**call["function"], "arguments": form(call["function"]["arguments"])}}
+
+    return message | ({"tool_calls": list(map(changed, message["tool_calls"]))} if "tool_calls" in message else {})
 
 
-def _with_arguments(message: Message, arguments: Any) -> Message:
-    return _with_calls(message, lambda call: {**call, "function": {**call["function"], "arguments": arguments}})
-
-
-def _loaded(call: Message, check: Check) -> Message:
-    """A call whose arguments are an object, as most templates need them. What is no JSON stays."""
-    arguments = call["function"]["arguments"]
+def _loaded(arguments: Any, check: Check) -> Any:
+    """Arguments as an object, as most templates need them. What is no JSON stays."""
     if isinstance(arguments, str):
         try:
             check(arguments.encode())
             arguments = json.loads(arguments.strip() or "{}")
         except (ValueError, RecursionError):
-            return call
-    return {**call, "function": {**call["function"], "arguments": {} if arguments is None else arguments}}
+            return arguments
+    return {} if arguments is None else arguments
 
 
-def _as_json(call: Message) -> Message:
-    """A call whose arguments are JSON text."""
-    arguments = call["function"]["arguments"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": text or "{}"}}
+def _as_json(arguments: Any) -> str:
+    """Arguments as JSON text."""
+    return (arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)) or "{}"
 
 
 def _joined(first: Message, *others: Message) -> Message:

@@ -103,7 +103,8 @@ class CountTokensRequest(CommonRequest):
         system = "\n\n".join(filter(None, (_BILL.sub("", text) for text in texts)))
         with refusing("messages"):
             messages = [*([{"role": "system", "content": system}] if system else []), *_messages(self.messages)]
-        choice = self.tool_choice
+        choice, config = self.tool_choice, self.output_config or OutputConfig()
+        thinks = self.thinking is not None and self.thinking.type != "disabled"
         if choice is not None and choice.get("type") not in ("auto", "any", "none", "tool"):
             raise Refused(
                 'tool_choice is {"type": "auto"}, "any", "none", or {"type": "tool", "name": ...}', param="tool_choice"
@@ -114,14 +115,12 @@ class CountTokensRequest(CommonRequest):
             "tool_choice": choice,
             "parallel_tool_calls": not (choice or {}).get("disable_parallel_tool_use"),
             "continue_final_message": messages[-1]["role"] == "assistant" or None,
-            "reasoning_effort": "none",
+            "reasoning_effort": (config.effort or "high") if thinks else "none",
         }
-        if self.thinking is not None and self.thinking.type != "disabled":
-            shared["reasoning_effort"] = (self.output_config and self.output_config.effort) or "high"
         if self.metadata is not None and self.metadata.user_id:
             shared.setdefault("user", self.metadata.user_id)
-        if self.output_config is not None and self.output_config.format is not None:
-            shared["response_format"] = _format(self.output_config.format, "output_config.format")
+        if config.format is not None:
+            shared["response_format"] = _format(config.format, "output_config.format")
         elif self.output_format is not None:
             shared["response_format"] = _format(self.output_format, "output_format")
         with called(MessagesChat.renamed):
@@ -160,9 +159,9 @@ def _tools(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Tools as chat completions have them. Raises Refused."""
     with refusing():
         check_own(given, "custom", MessagesChat.tool_form)
-    functions = [{k: tool[k] for k in ("name", "description") if k in tool} for tool in given]
-    schemas = [{"parameters": tool.get("input_schema")} for tool in given]
-    return [{"type": "function", "function": f | s} for f, s in zip(functions, schemas, strict=True)]
+    names = {"name": "name", "description": "description", "input_schema": "parameters"}
+    functions = ({ours: tool[name] for name, ours in names.items() if name in tool} for tool in given)
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def _messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -154,31 +154,22 @@ class ResponsesRequest(CommonRequest):
 def _messages(items: Sequence[Any], before: int) -> list[dict[str, Any]]:
     """Chat messages of items. before: how many of them are of an earlier request. Raises ValueError."""
     messages, names, thought = list[dict[str, Any]](), dict[str, str](), ""
-
-    def answer(content: str) -> dict[str, Any]:
-        """A message of the assistant, with the thought before it."""
-        nonlocal thought
-        message, thought = {"role": "assistant", "content": content, "reasoning_content": thought or None}, ""
-        return message
-
     for place, item in enumerate(items):
         where = f"input.{place - before}"
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "message":
             check_role(item.get("role"), where)
             content = text_of(item.get("content"), f"{where}.content", "input_text")
-            messages.append(
-                answer(content) if item["role"] == "assistant" else {"role": item["role"], "content": content}
-            )
+            message: dict[str, Any] = {"role": item["role"], "content": content}
         elif kind == "function_call":
             call_id, name, arguments = item.get("call_id"), item.get("name"), item.get("arguments")
             if not (isinstance(call_id, str) and isinstance(name, str) and isinstance(arguments, str)):
                 raise ValueError(f"{where} is a function_call: call_id, name and arguments are texts")
             names[call_id] = name
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append(answer(""))
+            more = messages and messages[-1]["role"] == "assistant"
+            message = messages.pop() if more else {"role": "assistant", "content": ""}
             call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-            messages[-1].setdefault("tool_calls", []).append(call)
+            message.setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             call_id = item.get("call_id")
             if not isinstance(call_id, str) or call_id not in names:
@@ -187,15 +178,19 @@ def _messages(items: Sequence[Any], before: int) -> list[dict[str, Any]]:
                     "or the previous_response_id of the answer that made it"
                 )
             output = text_of(item.get("output"), f"{where}.output", "input_text")
-            messages.append({"role": "tool", "tool_call_id": call_id, "name": names[call_id], "content": output})
+            message = {"role": "tool", "tool_call_id": call_id, "name": names[call_id], "content": output}
         elif kind == "reasoning":  # encrypted ones only their writer can read
             parts = item.get("content") or item.get("summary") or []
             thought = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+            continue
         else:
             raise ValueError(
                 f"{where} has type {str(kind)[:40]!r}; this server takes message, function_call, function_call_output and "
                 "reasoning"
             )
+        if thought and message["role"] == "assistant" and "reasoning_content" not in message:
+            message["reasoning_content"], thought = thought, ""
+        messages.append(message)
     return messages
 
 
