@@ -76,19 +76,17 @@ def bundle(script: Path) -> str:
     """One module from a module and those that it imports. Each keeps its names to itself.
 
     Only `import {a, b} from "./file.js";`, `export` before function, const or class, and a list of exports at the end are known.
-    Raises ValueError for others.
+    No module may import one that needs it. Raises ValueError for other forms.
     """
     done = dict[str, str]()
     folders = [script.parent, ASSETS]
 
-    def visit(name: str, above: tuple[str, ...]) -> None:
-        if name in above:
-            raise ValueError(f"modules import each other in a circle: {' -> '.join([*above, name])}")
+    def visit(name: str) -> None:
         if name in done:
             return
         source = next(folder / name for folder in folders if (folder / name).exists()).read_text(encoding="utf-8")
         for _, other in _IMPORT.findall(source):
-            visit(other, (*above, name))
+            visit(other)
         exports = _EXPORT.findall(source)
         body = _IMPORT.sub(lambda m: f"const {{{m[1]}}} = {_variable(m[2])};\n", source)
         body = re.sub(r"^export ", "", body, flags=re.M)
@@ -99,7 +97,7 @@ def bundle(script: Path) -> str:
             raise ValueError(f"{name} has an import or export of a form that `bundle` does not know")
         done[name] = f"const {_variable(name)} = (() => {{\n{body}return {{ {', '.join(exports)} }};\n}})();\n"
 
-    visit(script.name, ())
+    visit(script.name)
     code = "".join(done.values())
     if "</script" in code.lower():
         raise ValueError(f"{script.name} or a module of it holds </script, which would end it")
