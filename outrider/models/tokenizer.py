@@ -86,9 +86,9 @@ class FastTokenizer:
         extra = [_text(x) for x in extra]
         given = sorted((settings.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
         added = [AddedToken(**{k: v for k, v in token.items() if k != "__type"}) for _, token in given]
-        known = {repr(token): token.content for token in backend.get_added_tokens_decoder().values()}
-        added = [token for token in added if repr(token) not in known]
-        there = {*known.values(), *(token.content for token in added)}
+        there = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+        added = [token for token in added if repr(token) != repr(there.get(token.content))]
+        there |= {token.content: token for token in added}
         more = dict.fromkeys(text for text in (*named.values(), *extra) if text not in there)
         backend.add_tokens(added + [AddedToken(text, special=True) for text in more])
         backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
