@@ -194,7 +194,6 @@ def sampling_fields() -> Any:
 class CommonRequest(sampling_fields()):
     """The fields of text completions and chat completions."""
 
-    model_config = ConfigDict(extra="allow")
     missing: ClassVar[dict[str, str]] = {
         "use_beam_search": "this server has no beam search; leave it out, or send temperature=0 for greedy decoding",
         **{old: f'send structured_outputs: {{"{new}": ...}} in its place' for old, new in _FORMS.items()},

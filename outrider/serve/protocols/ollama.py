@@ -114,7 +114,6 @@ class OllamaCompletion(CompletionRequest):
 class OllamaRequest(JsonObject):
     """What all requests for a text have. keep_alive: how long the model stays then, in seconds or as Go writes it."""
 
-    model_config = ConfigDict(extra="allow")
     missing: ClassVar[dict[str, str]] = {"logprobs": "ask for them at /v1/chat/completions"}
     is_chat: ClassVar[bool] = True  # it came to `/api/chat`
     model: str
@@ -209,7 +208,6 @@ class OllamaGenerateRequest(OllamaRequest):
 class OllamaModelRequest(JsonObject):
     """POST /api/show"""
 
-    model_config = ConfigDict(extra="allow")
     model: str | None = None
     name: str | None = Field(None, description="the older name of model")
 

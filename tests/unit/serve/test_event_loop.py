@@ -128,6 +128,10 @@ def test_validation_stops_at_the_first_wrong_item(cls: type[BaseModel], body: di
     assert wrong.value.error_count() < 8
 
 
+def test_a_field_that_only_the_library_has_is_ignored(live: Live) -> None:
+    assert live.post("/v1/completions", prompt="x", max_tokens=1, stops=["x"]).status_code == 200
+
+
 def test_many_unknown_fields_are_refused_and_few_are_compared(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []
     close = difflib.get_close_matches
