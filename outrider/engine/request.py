@@ -87,10 +87,6 @@ class Counts:
     depth: int = 0  # draft tokens per step, at most
     undrafted: str | None = None  # why its drafter was taken away
 
-    def lose(self, reason: str | None) -> None:
-        """Keep why its drafter was taken away, if it was."""
-        self.undrafted = reason or self.undrafted
-
     @property
     def speculative(self) -> SpeculativeMetrics:
         """The counts of draft tokens."""

@@ -320,7 +320,7 @@ class Scheduler:
         """Take a slot back from the sequence that has it, and keep why a drafter lost it."""
         sequence = self.running[slot]
         if self.roster is not None:
-            sequence.counts.lose(self.roster.lost.get(slot))
+            sequence.counts.undrafted = self.roster.lost.get(slot) or sequence.counts.undrafted
         if sequence.finish and sequence.finish.finish != "error":  # a conversation may go on after the answer
             self.decoder.remember(sequence)
             if self.decoder.text_memory is not None:

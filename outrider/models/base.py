@@ -120,13 +120,10 @@ class LanguageModel(ABC):
     skips_padding: bool = False
     # True if `draft_chains` can be called.
     has_draft_chains: bool = False
+    # How a forward runs. "native" is our own code alone, with the same bits on every machine.
+    path: str = "general"
     # How `new_cache` keeps keys and values: a name of `outrider.models.cache.KV_CACHE_DTYPES`.
     kv_cache_dtype: str = "auto"
-
-    @property
-    def path(self) -> str:
-        """How a forward runs. "native" is our own code alone, with the same bits on every machine."""
-        return "general"
 
     @abstractmethod
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache: ...

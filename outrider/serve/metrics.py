@@ -101,11 +101,11 @@ class ModelMetrics:
     def step(self, step: Step, seconds: list[float | None]) -> None:
         """See `Observer.step`."""
         own = self._own
-        for commit, drafted, waited in zip(step.commits, step.draft.num_draft_tokens.tolist(), seconds, strict=True):
-            own["generation_tokens"].inc(len(commit.tokens))
+        own["generation_tokens"].inc(sum([len(commit.tokens) for commit in step.commits]))
+        for commit, tree, waited in zip(step.commits, step.draft.host, seconds, strict=True):
             if waited is not None:
                 own["inter_token_latency_seconds"].observe(waited)
-            if drafted:
+            if drafted := len(tree) - 1:
                 own["spec_decode_num_drafts"].inc()
                 own["spec_decode_num_draft_tokens"].inc(drafted)
                 own["spec_decode_num_accepted_tokens"].inc(commit.num_accepted)

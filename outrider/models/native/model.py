@@ -153,6 +153,8 @@ class NativeModel(LanguageModel):
     Raises ValueError if the native step cannot run the model (see `supports`), or for tokens that it does not have.
     """
 
+    path = "native"
+
     def __init__(
         self,
         model: PreTrainedModel | Program,
@@ -179,10 +181,6 @@ class NativeModel(LanguageModel):
         self.windows = program.windows
         # A chain runs on cells that nothing has committed, and a state has no cells.
         self.has_draft_chains = not program.recurrent
-
-    @property
-    def path(self) -> str:
-        return "native"
 
     def layer_subset(self, layers: Sequence[int]) -> NativeModel:
         out = copy.copy(self)
