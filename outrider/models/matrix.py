@@ -29,23 +29,6 @@ def float_rows(matrix: Matrix, rows: np.ndarray) -> np.ndarray:
     return dense(rows_of(matrix, rows.reshape(-1))).reshape(*rows.shape, matrix.shape[1])
 
 
-def packed(
-    matrices: Sequence[Matrix], kind: str, biases: Sequence[np.ndarray | None], *, paired: bool = False
-) -> native.Packed:
-    """Pack matrices side by side. What is packed already stays as it is, whatever the other arguments say.
-
-    kind: "gguf" keeps everything in the format it has; others convert, see `native.Packed`."""
-    if isinstance(matrices[0], native.Packed):
-        return matrices[0]
-    sources = [m for m in matrices if not isinstance(m, native.Packed)]
-    if kind == "gguf":
-        floats = {m.dtype for m in sources if isinstance(m, np.ndarray)}
-        kind = floats.pop().name if len(floats) == 1 else "float32"
-    else:
-        sources = [m if isinstance(m, np.ndarray) else m.dense() for m in sources]
-    return native.Packed(sources, kind, biases, paired=paired)
-
-
 def joined(matrices: Sequence[np.ndarray | Blocks], order: np.ndarray | None = None) -> np.ndarray | Blocks:
     """Matrices below each other, then their rows in this order. Blocks of one format stay blocks; others become float32."""
     blocks = [m for m in matrices if isinstance(m, Blocks)]

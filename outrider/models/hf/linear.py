@@ -138,10 +138,8 @@ def one_thread(device: str) -> Iterator[None]:
     OpenMP's threads also spin for milliseconds after their work, on the cores that the kernels need next.
     """
     threads = torch.get_num_threads()
-    if device != "cpu" or threads == 1 or not native.available():
-        yield
-        return
-    torch.set_num_threads(1)
+    if device == "cpu" and native.available():
+        torch.set_num_threads(1)
     try:
         yield
     finally:
@@ -167,10 +165,6 @@ class BatchInvariantOps(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         return special(self, func, *args, **(kwargs or {}))
 
-    def count(self) -> None:
-        """This call would have depended on neighbours."""
-        self.needed += 1
-
     def packed(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         entry = self._packed.get(id(weight))
         if entry is None:
@@ -183,7 +177,7 @@ def _elementwise(mode: BatchInvariantOps, func: Callable[..., Any], x: Tensor, *
         return func(x, *args, **kwargs)
     if x.is_contiguous() and not x.numel() % _WIDE:
         return func(x, *args, **kwargs)
-    mode.count()
+    mode.needed += 1
     n = x.numel()
     padded = F.pad(x.reshape(-1), (0, -n % _WIDE))
     return func(padded, *args, **kwargs)[:n].view(x.shape)
@@ -199,7 +193,7 @@ def _power(
 
 def _reduce(mode: BatchInvariantOps, func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if x.dim() > 1 and x.shape[-1] > 1 and not x.is_contiguous() and x.stride(-1) != 1:
-        mode.count()
+        mode.needed += 1
         x = x.contiguous()
     return func(x, *args, **kwargs)
 
@@ -207,7 +201,7 @@ def _reduce(mode: BatchInvariantOps, func: Callable[..., Any], x: Tensor, *args:
 def _linear(
     mode: BatchInvariantOps, func: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    mode.count()
+    mode.needed += 1
     if isinstance(weight, nn.Parameter):  # it stays the same object from call to call
         return mode.packed(weight, bias)(x)
     flat = x.reshape(-1, x.shape[-1])
@@ -216,17 +210,17 @@ def _linear(
 
 def _matmul(mode: BatchInvariantOps, func: Callable[..., Any], x: Any, other: Any, *args: Any, **kwargs: Any) -> Tensor:
     if isinstance(x, nn.Parameter) and x.dim() == 2 and isinstance(other, Tensor) and other.dim() == 3:
-        mode.count()
+        mode.needed += 1
         return mode.packed(x, None)(other.transpose(1, 2)).transpose(1, 2)
     if not isinstance(other, Tensor) or other.dim() != 2 or other.shape[0] == 1 or args or kwargs or x.dim() < 2:
         return func(x, other, *args, **kwargs)
-    mode.count()
+    mode.needed += 1
     flat = x.reshape(-1, x.shape[-1])
     return torch.cat([func(row, other) for row in flat.split(1)]).view(*x.shape[:-1], other.shape[1])
 
 
 def _conv1d(mode: BatchInvariantOps, func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    mode.count()
+    mode.needed += 1
     return torch.cat([func(row, *args, **kwargs) for row in x.split(1)])
 
 

@@ -13,7 +13,7 @@ from outrider.kernels.cpu.packed import rounded
 from outrider.models import rotary
 from outrider.models.base import check_head_ids
 from outrider.models.checkpoint import Sizes
-from outrider.models.matrix import Matrix, dense, packed, rows_of
+from outrider.models.matrix import Matrix, dense, rows_of
 from outrider.models.tensors import Experts
 
 LATENT = ("latent_keys", "latent_values")
@@ -153,8 +153,8 @@ class TensorSource:
             matrices = list[Packed]()
             for expert in mixture:
                 biases = expert.up_biases or [None] * len(expert.up)
-                matrices.append(packed(expert.up, self.packing, biases, paired=mixture.gated))
-                matrices.append(packed([expert.down], self.packing, [expert.down_bias]))
+                matrices.append(self._packed(expert.up, self.packing, biases, mixture.gated))
+                matrices.append(self._packed([expert.down], self.packing, [expert.down_bias]))
         self.named |= expert_names(self._prefix + name, matrices)
         return matrices
 
@@ -219,11 +219,17 @@ class TensorSource:
         return True
 
     def _packed(self, matrices: Sequence[Any], kind: str, biases: Sequence[Any], paired: bool = False) -> Packed:
-        return packed(matrices, kind, biases, paired=paired)
+        """kind: "gguf" keeps everything in the format it has; others convert, see `Packed`."""
+        if kind == "gguf":
+            floats = {m.dtype for m in matrices if isinstance(m, np.ndarray)}
+            kind = floats.pop().name if len(floats) == 1 else "float32"
+        else:
+            matrices = [m if isinstance(m, np.ndarray) else m.dense() for m in matrices]
+        return Packed(matrices, kind, biases, paired=paired)
 
     def _table(self, matrix: Matrix) -> Packed | np.ndarray:
         """A copy, so that no file stays mapped."""
-        return np.array(matrix) if isinstance(matrix, np.ndarray) else packed([matrix], "gguf", [None])
+        return np.array(matrix) if isinstance(matrix, np.ndarray) else self._packed([matrix], "gguf", [None])
 
     def _keep(self, name: str, part: Any) -> Any:
         self.named[self._prefix + name] = part
