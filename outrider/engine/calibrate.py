@@ -66,7 +66,7 @@ def costs_of(config: SpeculativeConfig, target: Loaded) -> dict[str, str]:
     """
     free = {"controller", "verifier", "prediction", "num_speculative_tokens", "tree_width", "tree_nodes"}
     draft = config.model_dump_json(exclude=free, fallback=str)
-    cells = "" if target.kv_cache_dtype == "auto" else f" {target.kv_cache_dtype} keys and values"
+    cells = "" if target.model.kv_cache_dtype == "auto" else f" {target.model.kv_cache_dtype} keys and values"
     cells += "" if str(target.model.device) == "cpu" else f" on {target.model.device}"
     return {
         "target": f"{target.source} {target.weights} {fingerprint(target.source)}{cells}",

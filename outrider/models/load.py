@@ -56,14 +56,6 @@ class Loaded:
     config: Any = None  # the model's configuration
 
     @property
-    def is_packed(self) -> bool:
-        """Whether it was loaded from a GGUF file or a pack, and not from a checkpoint of transformers."""
-        source = self.source
-        if not isinstance(source, (str, Path)):
-            return False
-        return str(source).endswith(".gguf") or source in DOWNLOADS or packs.is_pack(source)
-
-    @property
     def checkpoint(self) -> str:
         """The name or path of its files; empty for a model object that was made here."""
         named = getattr(self.config, "_name_or_path", "") if _is_module(self.source) else self.source
@@ -75,25 +67,15 @@ class Loaded:
         return getattr(self.model, "program", None)
 
     @property
-    def hidden_size(self) -> int:
-        """Numbers of a hidden state."""
-        return int(self.config.get_text_config().hidden_size)
-
-    @property
     def has_mtp(self) -> bool:
         """Whether its files hold an MTP layer that can draft."""
         if self.program is not None:
             return self.program.mtp is not None
-        if self.config is None or self.is_packed:
+        if self.config is None:
             return False
         from outrider.models.hf.mtp import tensors_with_layer
 
         return tensors_with_layer(self.checkpoint, self.config) is not None
-
-    @property
-    def kv_cache_dtype(self) -> str:
-        """How its caches keep keys and values, as given to `load`."""
-        return self.model.kv_cache_dtype
 
 
 def tensors(loaded: Loaded) -> Tensors:

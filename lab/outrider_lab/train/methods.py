@@ -61,7 +61,7 @@ def new_block(start: Beginning) -> TrainedBlock:
         mask = mask_token(start.answers, loaded.model.vocab_size, loaded.tokenizer, loaded.end_ids)
     else:
         mask = int(start.decisions["mask_token_id"])
-    least, most, width = *MARKOV, loaded.hidden_size
+    least, most, width = *MARKOV, loaded.config.get_text_config().hidden_size
     config = config_for(
         BlockConfig,
         loaded.config,

@@ -40,7 +40,7 @@ class Teacher:
 
     def __init__(self, loaded: Loaded, taps: tuple[int, ...]) -> None:
         self.model: LanguageModel = loaded.model
-        self.hidden = loaded.hidden_size
+        self.hidden = loaded.config.get_text_config().hidden_size
         self.device, self.vocab_size = torch.device(self.model.device), self.model.vocab_size
         self.taps = taps
         self.scale = self._scale(loaded.name)

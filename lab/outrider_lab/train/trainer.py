@@ -90,7 +90,7 @@ def train(settings: TrainingSettings, budget: TrainingBudget, out: Path, llm: LL
         features = None
         if settings.keep_features:
             taps = taps_of(settings.method, settings.start, llm.loaded)
-            features = KeptFeatures(folder.features, llm.loaded.hidden_size, taps)
+            features = KeptFeatures(folder.features, llm.loaded.config.get_text_config().hidden_size, taps)
         write(folder, budget, llm, say, features)
         return Training(folder, budget, llm, say, features).run()
 

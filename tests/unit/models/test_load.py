@@ -66,10 +66,10 @@ def test_float32_computes_the_same_of_16_bit_weights(saved: Path) -> None:
 
 @pytest.mark.skipif(not native.available(), reason="needs the native kernels")
 def test_keys_and_values_are_rounded_where_the_weights_are(saved: Path) -> None:
-    kept = {kind: load(saved, quantization=kind).kv_cache_dtype for kind in ("int8", "int4", None)}
+    kept = {kind: load(saved, quantization=kind).model.kv_cache_dtype for kind in ("int8", "int4", None)}
     assert kept == {"int8": "bfloat16", "int4": "bfloat16", None: "bfloat16"}
     wide = load(saved, dtype="float32")
-    assert wide.model.new_cache(1, 8).dtype == wide.kv_cache_dtype == "auto"
+    assert wide.model.new_cache(1, 8).dtype == wide.model.kv_cache_dtype == "auto"
     exact, rounded = load(saved, kv_cache_dtype="float32").model, load(saved).model
     assert (exact.new_cache(1, 8).dtype, rounded.new_cache(1, 8).dtype) == ("float32", "bfloat16")
     gap = (logits(exact, prompts(9)[0]) - logits(rounded, prompts(9)[0])).abs().max()
