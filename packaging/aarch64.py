@@ -1,12 +1,12 @@
 """Run Python with the wheel for Linux on ARM, on an emulated processor. It shows texts and bits, and never a speed.
 
     make dist                                                               # the wheel
-    .venv-dist/bin/python packaging/aarch64.py FOLDER                       # a system for it, in FOLDER: 2 GB
+    .venv-dist/bin/python packaging/aarch64.py FOLDER                       # a system for it, in FOLDER: 0.5 GB
     python -m benchmarks.instruction_sets FILE.gguf --record texts.json     # on this machine
     .venv-dist/bin/python packaging/aarch64.py FOLDER -m benchmarks.instruction_sets FILE.gguf --against texts.json
 
 Needs `apt-get install debootstrap qemu-user`, and root to make the system. What follows FOLDER goes to Python, with this folder's
-benchmarks. The packs of this machine are used, so run the same here first. An import of torch takes a minute.
+benchmarks. The packs of this machine are used, so run the same here first.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEM = "python3.11,libgomp1"
-TORCH = "torch==2.7.1"  # the newest one for ARM whose wheel needs no CUDA packages
-OF_TORCH = ("sympy", "networkx", "fsspec", "typing-extensions")
 PLATFORMS = ("manylinux_2_28_aarch64", "manylinux_2_27_aarch64", "manylinux_2_17_aarch64", "manylinux2014_aarch64")
 
 
@@ -34,18 +32,17 @@ def make(folder: Path) -> None:
 
 
 def install(folder: Path) -> None:
-    """pip reads the conditions of torch's requirements for this machine, so they are named here."""
+    """The packages that the wheel needs, for ARM."""
     wheels = [*(ROOT / "dist").glob("outrider-*manylinux_2_28_aarch64.whl")]
     if len(wheels) != 1:
         sys.exit(
             f"{ROOT / 'dist'} has {len(wheels)} wheels for Linux on ARM, and one is needed: remove them, then `make dist`"
         )
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    needed = [name for name in needed if not name.startswith("torch")]
     pip = [sys.executable, "-m", "pip", "install", "--target", str(folder / "opt/site"), "--upgrade", "--no-compile"]
     pip += ["--only-binary=:all:", "--python-version=3.11", *(f"--platform={name}" for name in PLATFORMS)]
-    subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), *needed, *OF_TORCH], check=True)
-    subprocess.run([*pip, "--no-deps", TORCH, str(wheels[0])], check=True)
+    subprocess.run([*pip, *needed], check=True)
+    subprocess.run([*pip, "--no-deps", str(wheels[0])], check=True)
 
 
 def main() -> int:

@@ -169,7 +169,10 @@ def emulated(tag: str, file: Path, folder: Path) -> str:
 
 
 def installed(files: list[Path], folder: Path) -> str:
-    """The wheel of this machine in a new environment without a compiler: a text, the kernels, and a part of the tests."""
+    """The wheel of this machine in a new environment without a compiler: a text, the kernels, and a part of the tests.
+
+    Nothing brings torch there. Among the tests are those that write the recorded texts again.
+    """
     venv.create(folder / "env", with_pip=True)
     bin_ = folder / "env" / "bin"
     pip = [str(bin_ / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
@@ -187,9 +190,12 @@ def installed(files: list[Path], folder: Path) -> str:
         sys.exit("the installed library has chosen the portable instruction set on this machine")
     output([*pip, "pytest", "hypothesis"])
     away = folder / "away"
-    shutil.copytree(ROOT / "tests", away / "tests")
-    shutil.copy2(ROOT / "pyproject.toml", away)
+    for name in ("tests", "lab/tests"):
+        shutil.copytree(ROOT / name, away / name)
+    for name in ("pyproject.toml", "conftest.py"):
+        shutil.copy2(ROOT / name, away)
     parts = ("tests/unit/kernels", "tests/exact/test_recorded.py", "tests/unit/models/test_untrusted.py")
+    parts += ("lab/tests/test_fingerprints.py",)
     printed = output([str(bin_ / "python"), "-m", "pytest", *parts], env=alone, cwd=away)
     last = next(line for line in reversed(printed.splitlines()) if " passed" in line)
     return f"kernels {isa}; {took}; tests of the installed package: {last}"

@@ -6,14 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+from light import Late
 from typer.testing import CliRunner, Result
 
 from outrider.cli.main import app
 from outrider.drafters.heads.eagle import EagleConfig
 from outrider.drafters.heads.files import head_kind
 from outrider.models.load import load
-from outrider_lab.heads.modules import Eagle, config_for
 from outrider_lab.heads.writers import write_eagle
+
+head_modules = Late("outrider_lab.heads.modules")
 
 
 def run(*words: str) -> Result:
@@ -47,7 +49,10 @@ def test_json_and_files(tmp_path: Path) -> None:
 
 
 def test_a_head_is_written_for_the_engine(tmp_path: Path) -> None:
-    head = write_eagle(tmp_path / "head", Eagle(config_for(EagleConfig, load("builtin:code").config)).weights())
+    head = write_eagle(
+        tmp_path / "head",
+        head_modules.Eagle(head_modules.config_for(EagleConfig, load("builtin:code").config)).weights(),
+    )
     config = json.dumps({"method": "eagle", "model": str(head)})
     told = run(config, "--to", "sglang")
     assert "--out FOLDER and -m MODEL write it so" in told.stdout

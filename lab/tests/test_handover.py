@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from heads import GOLDEN, eagle1_folder, medusa_folder
+from light import Late
 
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.eagle import EagleConfig
@@ -20,8 +21,9 @@ from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.load import Loaded, load
 from outrider.verify import VERIFIERS
 from outrider_lab.handover import ENGINES, TABLES, EngineCommand, exports, head_of, same_tokens, write_head
-from outrider_lab.heads.modules import Eagle, config_for
 from outrider_lab.heads.writers import write_eagle
+
+head_modules = Late("outrider_lab.heads.modules")
 
 KNOWN = json.loads((Path(__file__).parent / "data" / "handover-parsers.json").read_text())
 PARSED = {"method": "draft_model", "model": "builtin:code-draft", "num_speculative_tokens": 4}
@@ -444,7 +446,9 @@ def code() -> Loaded:
 
 @pytest.fixture
 def head(code: Loaded, tmp_path: Path) -> Path:
-    return write_eagle(tmp_path / "head", Eagle(config_for(EagleConfig, code.config)).weights())
+    return write_eagle(
+        tmp_path / "head", head_modules.Eagle(head_modules.config_for(EagleConfig, code.config)).weights()
+    )
 
 
 @pytest.mark.parametrize("engine", ["sglang", "trt-llm"])
@@ -485,7 +489,9 @@ def test_heads_that_an_engine_does_not_run(tmp_path: Path) -> None:
 
 
 def test_a_head_is_not_overwritten(code: Loaded, tmp_path: Path) -> None:
-    own = write_eagle(tmp_path / "head-sglang", Eagle(config_for(EagleConfig, code.config)).weights())
+    own = write_eagle(
+        tmp_path / "head-sglang", head_modules.Eagle(head_modules.config_for(EagleConfig, code.config)).weights()
+    )
     with pytest.raises(ValueError, match="is the head itself"):
         write_head(open_head(own), "sglang", "builtin:code", tmp_path)
 

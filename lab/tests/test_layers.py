@@ -6,18 +6,19 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import torch
 from architectures import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from light import Late, torch
 
 from outrider.drafters.config import DrafterSetup, SpeculativeConfig
 from outrider.drafters.model.self_speculation import layer_skip_from_setup
 from outrider.models.base import LanguageModel
-from outrider.models.hf.model import HFModel
 from outrider.models.load import Loaded
 from outrider_lab.gain import expected_tokens, geometric, speedup
 from outrider_lab.layers import search_layers
+
+hf = Late("outrider.models.hf.model")
 
 
 @given(alpha=st.floats(0.01, 0.99), gamma=st.integers(0, 20), c=st.floats(0, 1))
@@ -35,7 +36,7 @@ def test_the_search_leaves_out_the_layer_that_does_nothing(tmp_path: Path) -> No
         for module in (raw.model.layers[1], raw.model.layers[2]):  # pyright: ignore
             module.self_attn.o_proj.weight.zero_()
             module.mlp.down_proj.weight.zero_()
-    model = HFModel(raw)
+    model = hf.HFModel(raw)
     texts = [[1, 2, 3, 4, 5, 6, 7, 8] * 3]
 
     calls = count()

@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 from crossed import crossed
 from helpers import VOCAB, decoder, request
+from light import torch
 from traces import GREEDY, RICH, SAMPLED, loop, record, replays, three
 from typer.testing import CliRunner
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from light import transformers
 from oracles import RULES, judging
-from transformers import LlamaForCausalLM
 
 from outrider import LLM, SamplingParams
 from outrider.control import Fixed
@@ -87,8 +87,8 @@ PARAMS: list[dict[str, Any]] = [
 
 
 @cache
-def pair() -> tuple[Loaded, LlamaForCausalLM]:
-    return load("builtin:code"), LlamaForCausalLM.from_pretrained(builtin_folder("builtin:code-draft"))
+def pair() -> tuple[Loaded, transformers.LlamaForCausalLM]:
+    return load("builtin:code"), transformers.LlamaForCausalLM.from_pretrained(builtin_folder("builtin:code-draft"))
 
 
 @cache

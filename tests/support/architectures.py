@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from light import torch, transformers
 
 VOCAB = 97  # no multiple of anything
 
@@ -225,14 +224,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 _SEEDS = {"mistral": 1, "stablelm": 1, "mixtral": 1}  # 0 gives a near-tie somewhere in the tests' texts
 
 
-def tiny(name: str, **changes: Any) -> PreTrainedModel:
+def tiny(name: str, **changes: Any) -> transformers.PreTrainedModel:
     """A model of this architecture, float32, with weights large enough that its likeliest token stands out."""
     torch.manual_seed(_SEEDS.get(name, 0))
-    config = AutoConfig.for_model(
+    config = transformers.AutoConfig.for_model(
         name, **{**(ARCHITECTURES | DENSE | RECURRENT | SHARED_KEYS | MIXTURES)[name], **changes}
     )
     # transformers' sdpa leaves out Gemma 2's soft-cap; its eager attention is the definition
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for where, parameter in model.named_parameters():
             if where.endswith(("A_log", "dt_bias")):  # logarithms of decay rates, which would make states explode

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from light import torch
 
 SECONDS, ROOM = 60, 1 << 29
 NUMBERS = (0, 1, -1, 2, 7, 2**31 - 1, 2**31, 2**32, 2**36, 2**40, 2**63 - 1, 2**63, 2**64 - 1, 10**30, 0.5, 1e300, -1e9)

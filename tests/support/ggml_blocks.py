@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gguf
 import numpy as np
-import torch
-from torch import Tensor
+from light import torch
 
 from outrider.kernels.blocks import Blocks
 
@@ -43,6 +42,6 @@ def random_blocks(name: str, rows: int, columns: int, fill: int | None = None) -
     return Blocks(raw.reshape(rows, -1), name, columns)
 
 
-def spread(rows: int, columns: int) -> Tensor:
+def spread(rows: int, columns: int) -> torch.Tensor:
     """float32 activations with a few outliers."""
     return torch.randn(rows, columns) * (1 + 7 * (torch.rand(rows, columns) < 1 / 64))

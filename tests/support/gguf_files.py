@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from ggml_blocks import random_blocks
 from gguf import (
     GGML_QUANT_SIZES,
@@ -21,8 +20,7 @@ from gguf import (
 )
 from gguf_writer import tokenizer_metadata as tokenizer_metadata
 from gguf_writer import write_file as write_file
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from light import torch, transformers
 
 # transformers' model type -> the architecture of the file. Others have the same name.
 ARCHITECTURE = {
@@ -45,13 +43,13 @@ RANDOM = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "
 
 
 def write_gguf(
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     path: Path,
     kind: str | Callable[[str], str] = "F32",
     *,
     parts: int = 1,
     metadata: dict[str, Any] | None = None,
-    mtp: PreTrainedModel | None = None,
+    mtp: transformers.PreTrainedModel | None = None,
 ) -> None:
     """Write a model, and change its own weights to the values that are in the file: the reference.
 
@@ -78,7 +76,7 @@ def write_gguf(
 
 
 def _tensors(
-    model: PreTrainedModel, architecture: str, kind: str | Callable[[str], str]
+    model: transformers.PreTrainedModel, architecture: str, kind: str | Callable[[str], str]
 ) -> dict[str, tuple[np.ndarray, str]]:
     config: Any = model.config
     number = next(n for n, name in MODEL_ARCH_NAMES.items() if name == architecture)
@@ -130,7 +128,7 @@ def _tensors(
                 heads = config.num_attention_heads if found[1] == "q" else config.num_key_value_heads
                 # the definition in llama.cpp's converter: [head, half, pair] -> [head, pair, half]
                 order = torch.arange(len(values)).view(heads, 2, -1).swapaxes(1, 2).reshape(-1)
-            if suffix == "weight" and isinstance(module, (nn.Linear, nn.Embedding)):
+            if suffix == "weight" and isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
                 if path.endswith("linear_attn.out_proj") and order is not None:
                     out[name] = (values[:, order].numpy(), "F32")
                     continue
@@ -172,7 +170,7 @@ def _tensors(
 
 
 def _mtp(
-    layer: PreTrainedModel, architecture: str, kind: str | Callable[[str], str], block: int
+    layer: transformers.PreTrainedModel, architecture: str, kind: str | Callable[[str], str], block: int
 ) -> dict[str, tuple[np.ndarray, str]]:
     """The tensors of an MTP layer: those of a model of one layer, and three others."""
     layer = copy.deepcopy(layer)
@@ -185,7 +183,7 @@ def _mtp(
     return found | {f"{start}nextn.eh_proj.weight": _matrix(parts["fc"], None, given)}
 
 
-def _latent(values: Tensor, layer: str, config: Any, kind: str) -> dict[str, tuple[np.ndarray, str]]:
+def _latent(values: torch.Tensor, layer: str, config: Any, kind: str) -> dict[str, tuple[np.ndarray, str]]:
     """The matrices that make keys and values of a latent. Those of keys are transposed, head by head."""
     both = values.view(config.num_attention_heads, -1, values.shape[1])
     keys = config.qk_nope_head_dim
@@ -199,7 +197,7 @@ def _latent(values: Tensor, layer: str, config: Any, kind: str) -> dict[str, tup
     return out
 
 
-def _by_part(values: Tensor, layer: str, config: Any, kind: str) -> dict[str, tuple[np.ndarray, str]]:
+def _by_part(values: torch.Tensor, layer: str, config: Any, kind: str) -> dict[str, tuple[np.ndarray, str]]:
     """Qwen3-Next has queries, keys, values and gates of one key head after another. The converter sorts them."""
     groups, keys = config.linear_num_key_heads, config.linear_key_head_dim
     each = config.linear_num_value_heads // groups * config.linear_value_head_dim
@@ -214,7 +212,7 @@ def _by_part(values: Tensor, layer: str, config: Any, kind: str) -> dict[str, tu
 
 
 def _recurrent(
-    names: TensorNameMap, path: str, suffix: str, values: Tensor, config: Any
+    names: TensorNameMap, path: str, suffix: str, values: torch.Tensor, config: Any
 ) -> dict[str, tuple[np.ndarray, str]] | None:
     """The tensor of a parameter that only recurrent layers have, as llama.cpp's converter makes it."""
     path = path.replace("model.", "backbone.", 1) if "mixer" in path else path
@@ -240,7 +238,7 @@ def _recurrent(
     return None
 
 
-def _value_heads(path: str, config: Any) -> Tensor | None:
+def _value_heads(path: str, config: Any) -> torch.Tensor | None:
     """int64: the first value head of each key head, then the second of each: as the converter orders those of Qwen 3.5."""
     if ".linear_attn." not in path or config.model_type == "qwen3_next":
         return None
@@ -253,7 +251,7 @@ def _value_heads(path: str, config: Any) -> Tensor | None:
     return None if path.endswith("norm") else order
 
 
-def _multiplier(path: str, config: Any) -> float | Tensor:
+def _multiplier(path: str, config: Any) -> float | torch.Tensor:
     """By what the converter multiplies a matrix of Falcon-H1."""
     inner, state = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
     parts = torch.tensor(config.ssm_multipliers).repeat_interleave(
@@ -275,7 +273,7 @@ def _multiplier(path: str, config: Any) -> float | Tensor:
 
 
 def _experts(
-    values: Tensor, suffix: str, layer: str, architecture: str, kind: str | Callable[[str], str]
+    values: torch.Tensor, suffix: str, layer: str, architecture: str, kind: str | Callable[[str], str]
 ) -> dict[str, tuple[np.ndarray, str]]:
     """The tensors of a parameter of all experts. gpt-oss has matrices [in, out], and gate and up in turns; Gemma 4 one tensor."""
     out, bias, alternate = dict[str, tuple[np.ndarray, str]](), suffix.endswith("_bias"), architecture == "gpt-oss"
@@ -295,7 +293,7 @@ def _experts(
     return out
 
 
-def _matrix(values: Tensor, order: Tensor | None, kind: str) -> tuple[np.ndarray, str]:
+def _matrix(values: torch.Tensor, order: torch.Tensor | None, kind: str) -> tuple[np.ndarray, str]:
     """The bytes in the file. `values` becomes what they mean."""
     rows = (values if order is None else values[order]).contiguous().numpy()
     if rows.shape[1] % GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]:
@@ -307,7 +305,7 @@ def _matrix(values: Tensor, order: Tensor | None, kind: str) -> tuple[np.ndarray
     return data, kind
 
 
-def _metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
+def _metadata(model: transformers.PreTrainedModel, architecture: str) -> dict[str, Any]:
     config: Any = model.config
     if architecture == "mamba2":
         own = {

@@ -60,14 +60,18 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def write_toy(path: Path, kind: str = "Q8_0") -> None:
-    """A Llama of two layers with random weights, a byte-level vocabulary and a chat template."""
+def write_toy(path: Path, kind: str = "Q8_0", tokenizer: Any = None, metadata: dict[str, Any] | None = None) -> None:
+    """A Llama of two layers with random weights and a chat template. Its vocabulary is byte-level unless another is given.
+
+    metadata: more keys.
+    """
+    tokenizer = tokenizer or byte_level(_VOCAB)
     draw = np.random.default_rng(0)
     sizes = {"attn_q": (_WIDTH, _WIDTH), "attn_k": (_WIDTH // 2, _WIDTH), "attn_v": (_WIDTH // 2, _WIDTH)}
     sizes |= {"attn_output": (_WIDTH, _WIDTH), "ffn_gate": (_INNER, _WIDTH), "ffn_up": (_INNER, _WIDTH)}
     sizes |= {"ffn_down": (_WIDTH, _INNER)}
     shapes = {f"blk.{n}.{name}.weight": shape for n in range(_LAYERS) for name, shape in sizes.items()}
-    shapes |= {"token_embd.weight": (_VOCAB, _WIDTH), "output.weight": (_VOCAB, _WIDTH)}
+    shapes |= {"token_embd.weight": (len(tokenizer), _WIDTH), "output.weight": (len(tokenizer), _WIDTH)}
     tensors: dict[str, tuple[np.ndarray, str]] = {}
     for name, shape in shapes.items():
         floats = draw.normal(0, 0.2, shape).astype(np.float32)
@@ -75,8 +79,8 @@ def write_toy(path: Path, kind: str = "Q8_0") -> None:
     norms = [f"blk.{n}.{name}.weight" for n in range(_LAYERS) for name in ("attn_norm", "ffn_norm")]
     tensors |= {name: (np.ones(_WIDTH, np.float32), "F32") for name in (*norms, "output_norm.weight")}
     given = {"context_length": 256, "embedding_length": _WIDTH, "block_count": _LAYERS, "feed_forward_length": _INNER}
-    given |= {"attention.head_count": _HEADS, "attention.head_count_kv": _HEADS // 2, "vocab_size": _VOCAB}
+    given |= {"attention.head_count": _HEADS, "attention.head_count_kv": _HEADS // 2, "vocab_size": len(tokenizer)}
     given |= {"attention.layer_norm_rms_epsilon": 1e-5, "rope.dimension_count": _WIDTH // _HEADS, "rope.freq_base": 1e4}
-    metadata = {"general.architecture": "llama"} | {f"llama.{name}": value for name, value in given.items()}
+    keys = {"general.architecture": "llama"} | {f"llama.{name}": value for name, value in given.items()}
     template = {"tokenizer.chat_template": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"}
-    write_file(path, metadata | tokenizer_metadata(byte_level(_VOCAB), "gpt-2") | template, tensors)
+    write_file(path, keys | tokenizer_metadata(tokenizer, "gpt-2") | template | (metadata or {}), tensors)

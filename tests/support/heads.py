@@ -6,15 +6,15 @@ import itertools
 import json
 import shutil
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import torch
+from light import Late, torch, transformers
+from plain import write_checkpoint
 from safetensors import numpy as arrays
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.core.types import Array
 from outrider.drafters.heads.block import BlockLattice, BlockModel, read_block
@@ -27,11 +27,12 @@ from outrider.drafters.model.grower import TreeDrafter
 from outrider.kernels.cpu import Scoring
 from outrider.models.attention import attend, write
 from outrider.models.base import Want
-from outrider.models.hf.linear import pack_linears_
-from outrider.models.load import Loaded
+from outrider.models.load import Loaded, load
 from outrider.models.native.model import NativeModel
 from outrider.models.nodes import Nodes
-from outrider_lab.heads.modules import Eagle, KeysValues
+
+linears = Late("outrider.models.hf.linear")
+head_modules = Late("outrider_lab.heads.modules")
 
 VOCAB, WIDTH = 64, 64  # of `chain_model`
 GOLDEN = Path(__file__).parents[1] / "unit" / "drafters" / "heads" / "golden"
@@ -39,11 +40,12 @@ EAGLE3 = ("eagle3", "eagle3_full_vocab", "eagle31", "eagle3_before_fc", "eagle3_
 MEDUSA = ("vllm", "old", "shared", "target")
 KINDS = ("eagle31", "eagle3_full_vocab", "eagle1", "peagle", "peagle_qwen3", *(f"medusa-{layout}" for layout in MEDUSA),
          "dflash", "dspark", "dspark-small", "dflash2")  # fmt: skip
+_FOLDERS = TemporaryDirectory()  # of targets, until the tests end
 PROMPT = [(7 * i * i + 3 * i + 11) % 127 for i in range(60)]
 
 
-def small_config(vocab_size: int = 128, hidden_size: int = 32, layers: int = 8) -> LlamaConfig:
-    return LlamaConfig(
+def small_config(vocab_size: int = 128, hidden_size: int = 32, layers: int = 8) -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=48,
@@ -57,18 +59,37 @@ def small_config(vocab_size: int = 128, hidden_size: int = 32, layers: int = 8) 
     )
 
 
+@cache
 def small_target(vocab_size: int = 128, hidden_size: int = 32, layers: int = 8) -> Loaded:
     """A target of the golden heads' shape, with their embedding and output head where the sizes agree; float32."""
+    given: dict[str, Any] = {"intermediate_size": 48, "max_position_embeddings": 256, "num_hidden_layers": layers}
+    given |= {"vocab_size": vocab_size, "hidden_size": hidden_size}
+    given |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+    folder, draw = Path(_FOLDERS.name, f"{vocab_size}-{hidden_size}-{layers}"), np.random.default_rng(7)
+    file = write_checkpoint(folder, seed=7, **given) / "model.safetensors"
+    tensors = {
+        name: x * np.float32(0.6) if x.ndim > 1 else np.ones_like(x) for name, x in arrays.load_file(file).items()
+    }
+    tensors["model.norm.weight"] = draw.uniform(0.5, 1.5, hidden_size).astype(np.float32)
+    if (vocab_size, hidden_size) == (128, 32):
+        tables = arrays.load_file(GOLDEN / "target.safetensors")
+        tensors["model.embed_tokens.weight"] = tables["embedding"].astype(np.float32)
+        tensors["lm_head.weight"] = tables["lm_head"].astype(np.float32)
+    arrays.save_file(tensors, file)
+    return replace(load(folder, device="cpu"), name="golden-target")
+
+
+def torch_target() -> Loaded:
+    """Such a target whose other weights torch draws: what a misreading costs depends on them, and is known for these."""
     torch.manual_seed(7)
-    raw = LlamaForCausalLM(small_config(vocab_size, hidden_size, layers)).eval()
+    raw = transformers.LlamaForCausalLM(small_config()).eval()
     for p in raw.parameters():
         if p.dim() == 2:
             p.data.normal_(0, 0.15)
     raw.model.norm.weight.data.uniform_(0.5, 1.5)
-    if (vocab_size, hidden_size) == (128, 32):
-        tables = load_file(GOLDEN / "target.safetensors")
-        raw.get_input_embeddings().weight.data = tables["embedding"].float()
-        raw.get_output_embeddings().weight.data = tables["lm_head"].float()
+    tables = arrays.load_file(GOLDEN / "target.safetensors")
+    raw.get_input_embeddings().weight.data = torch.from_numpy(tables["embedding"].astype(np.float32))
+    raw.get_output_embeddings().weight.data = torch.from_numpy(tables["lm_head"].astype(np.float32))
     return Loaded(NativeModel(raw), "golden-target", None, (), "float32", raw, raw.config)
 
 
@@ -125,7 +146,7 @@ def golden(name: str) -> dict[str, Array]:
 
 
 def copied(
-    head: str | Path, into: Path, settings: dict[str, Any] | None = None, **tensors: Tensor | Array | None
+    head: str | Path, into: Path, settings: dict[str, Any] | None = None, **tensors: torch.Tensor | Array | None
 ) -> Path:
     """A golden head, or one of a folder, with some settings and tensors changed; None leaves one out."""
     source = GOLDEN / head if isinstance(head, str) else head
@@ -149,7 +170,11 @@ def copied(
 
 def medusa_folder(into: Path, layout: str = "vllm", heads: int = 3, layers: int = 2) -> Path:
     """Random heads; the biases matter. Layouts: that of vLLM with own or with one shared output, and the old one."""
-    torch.manual_seed(5)
+    draw = np.random.default_rng(5)
+
+    def normal(*shape: int) -> Array:
+        return draw.normal(size=shape).astype(np.float32)
+
     out = into / f"medusa-{layout}"
     out.mkdir()
     config: dict[str, Any] = {
@@ -158,22 +183,22 @@ def medusa_folder(into: Path, layout: str = "vllm", heads: int = 3, layers: int 
         "num_hidden_layers": layers,
         "vocab_size": 128,
     }
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Array] = {}
     for i, j in itertools.product(range(heads), range(layers)):
         name = f"{i}.{j}.linear" if layout == "old" else f"blocks.{i}.layers.{j}"
-        tensors |= {f"{name}.weight": torch.randn(32, 32) * 0.3, f"{name}.bias": torch.randn(32)}
+        tensors |= {f"{name}.weight": normal(32, 32) * np.float32(0.3), f"{name}.bias": normal(32)}
     if layout == "shared":
-        ids = torch.randperm(128)[:40]
+        ids = draw.permutation(128)[:40]
         config |= {"original_lm_head": True, "truncated_vocab_size": 40, "medusa_fc_bias": True}
-        tensors |= {"lm_head.weight": torch.randn(40, 32), "token_map": ids}
+        tensors |= {"lm_head.weight": normal(40, 32), "token_map": ids}
     elif layout != "target":
         name = "{i}.{layers}.weight" if layout == "old" else "lm_heads.{i}.weight"
-        tensors |= {name.format(i=i, layers=layers): torch.randn(128, 32) for i in range(heads)}
+        tensors |= {name.format(i=i, layers=layers): normal(128, 32) for i in range(heads)}
     if layout == "old":
         config = {"medusa_num_heads": heads, "medusa_num_layers": layers, "base_model_name_or_path": "golden-target"}
-        torch.save({f"medusa_heads.{n}": t for n, t in tensors.items()}, out / "medusa_lm_head.pt")
+        torch.save({f"medusa_heads.{n}": torch.as_tensor(t) for n, t in tensors.items()}, out / "medusa_lm_head.pt")
     else:
-        save_file(tensors, out / "model.safetensors")
+        arrays.save_file(tensors, out / "model.safetensors")
     (out / "config.json").write_text(json.dumps(config))
     return out
 
@@ -200,8 +225,12 @@ def eagle1_folder(into: Path) -> Path:
 
 
 def causal(
-    head: Eagle, tokens: Tensor, g: Tensor, past: KeysValues | None = None, first: int | None = None
-) -> tuple[Tensor, KeysValues]:
+    head: head_modules.Eagle,
+    tokens: torch.Tensor,
+    g: torch.Tensor,
+    past: head_modules.KeysValues | None = None,
+    first: int | None = None,
+) -> tuple[torch.Tensor, head_modules.KeysValues]:
     """Read pairs causally, after those of `past`. Returns y [batch, pair, hidden] and the keys and values of all.
 
     tokens: int64 [batch, pair], x_{t+1}. g: [batch, pair, hidden], of `fuse` or of `feedback`. first: position of the first
@@ -219,16 +248,21 @@ def causal(
 class TorchPairs(PairModel):
     """The equations of an EAGLE head in torch, over the slot cache and at draft trees: the slow twin of `NativePairs`."""
 
-    def __init__(self, head: HeadWeights[EagleConfig], embedding: Tensor, max_length: int, precision: str) -> None:
-        self.head = Eagle.of(head, embedding).eval()
-        pack_linears_(self.head, "auto" if precision == "none" else precision)
+    def __init__(
+        self, head: HeadWeights[EagleConfig], embedding: torch.Tensor, max_length: int, precision: str
+    ) -> None:
+        self.head = head_modules.Eagle.of(head, embedding).eval()
+        linears.pack_linears_(self.head, "auto" if precision == "none" else precision)
         self.taps, self.vocab_size, self.max_length = head.config.taps, head.config.vocab_size, max_length
         self.weight_bytes, self.subset = sum(t.nbytes for t in head.tensors.values()), head.subset
 
-    @torch.no_grad()
     def forward(
         self, nodes: Nodes, features: Array | None = None, *, g: Array | None = None, want: Want | int = "all"
     ) -> HeadOutput:
+        with torch.no_grad():
+            return self._forward(nodes, features, g, want)
+
+    def _forward(self, nodes: Nodes, features: Array | None, g: Array | None, want: Want | int) -> HeadOutput:
         head, tokens, positions = self.head, torch.as_tensor(nodes.tokens), torch.as_tensor(nodes.positions)
         nodes.cache.reserve(nodes.slots, nodes.total)
         states = torch.as_tensor(g) if features is None else head.fuse(torch.as_tensor(features))
@@ -246,10 +280,10 @@ class TorchPairs(PairModel):
         return HeadOutput(logits[some], fed_back[some])
 
 
-def chain_model(vocab: int = VOCAB, weights: tuple[float, ...] = (8.0, 7.0, 6.0)) -> LlamaForCausalLM:
+def chain_model(vocab: int = VOCAB, weights: tuple[float, ...] = (8.0, 7.0, 6.0)) -> transformers.LlamaForCausalLM:
     """Each token has successors of different weight, and the layers add nothing: a Markov chain."""
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=vocab,
         hidden_size=WIDTH,
         intermediate_size=64,
@@ -261,7 +295,7 @@ def chain_model(vocab: int = VOCAB, weights: tuple[float, ...] = (8.0, 7.0, 6.0)
         eos_token_id=0,
         tie_word_embeddings=False,
     )
-    model = LlamaForCausalLM(config).eval()
+    model = transformers.LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()

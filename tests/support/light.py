@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from traceback import extract_tb
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TORCH = (
@@ -21,9 +23,18 @@ HAS_RAY = bool(
 _TESTS = ("tests/", "lab/tests/", "ray/tests/", "certify/tests/")
 
 
-def imports_torch(file: str | Path) -> bool:
-    """Whether a file of this checkout may import torch when it is imported."""
-    return Path(file).relative_to(ROOT).as_posix().startswith(TORCH)
+class Late:
+    """A package that is imported when something of it is used: a file may have tests that need it beside tests that do not."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self._name), name)
+
+
+torch: Any = Late("torch")
+transformers: Any = Late("transformers")
 
 
 def absent(error: BaseException | None) -> str | None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import typer
+from light import torch
 
 from benchmarks.table import DOCUMENT, MARKER, README, TREES, newest
 from outrider.cli.main import app

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from gguf import GGMLQuantizationType, GGUFReader, quants
 from gguf_files import write_file
+from light import Late, torch
 from serving import server_here
 
 from benchmarks import serve
@@ -30,8 +30,9 @@ from benchmarks.shapes import FAMILIES, cut, write
 from outrider.core.params import SamplingParams
 from outrider.drafters.heads.eagle import EagleConfig
 from outrider.models.load import load
-from outrider_lab.heads.modules import Eagle, config_for
 from outrider_lab.heads.writers import write_eagle
+
+head_modules = Late("outrider_lab.heads.modules")
 
 STUB = """#!{python}
 import json, sys
@@ -106,8 +107,8 @@ def test_every_method_writes_the_plain_text_and_a_run_goes_on_where_it_was(tmp_p
 def test_a_head_sees_the_prompts_and_is_in_the_record(tmp_path: Path) -> None:
     """A made head that repeats the last token: it drafts from the first step on, and its file is named by its hash."""
     target = load("builtin:code")
-    config = config_for(EagleConfig, target.config, norm_output=True, fc_norm=True)
-    head = Eagle(config).initialise_(torch.from_numpy(target.model.embedding_rows(np.arange(8192))))
+    config = head_modules.config_for(EagleConfig, target.config, norm_output=True, fc_norm=True)
+    head = head_modules.Eagle(config).initialise_(torch.from_numpy(target.model.embedding_rows(np.arange(8192))))
     write_eagle(tmp_path / "made-head", head.weights())
     command = ["--target", "builtin:code", "--head", str(tmp_path / "made-head"), "--methods", "plain", "head 2"]
     command += ["--workloads", "code", "--texts", "1", "--tokens", "12", "--length", "512", "--temperatures", "0"]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 from helpers import VOCAB, decoder, plain_texts, planned, request
+from light import torch
 
 from outrider import LLM, SamplingParams
 from outrider.core.types import Budget, Commit, Draft

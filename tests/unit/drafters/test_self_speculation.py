@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from architectures import tiny
 from helpers import decoder, plain_texts, request
+from light import Late, torch
 
 from outrider import LLM
 from outrider.core.params import SamplingParams
@@ -17,11 +17,12 @@ from outrider.core.types import Budget
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.drafters.model.self_speculation import TargetCache
 from outrider.models.base import LanguageModel
-from outrider.models.hf.model import HFModel
 from outrider.models.native.model import NativeModel, supports
 from outrider.models.nodes import Nodes
 from outrider.testing.contract import context
 from outrider.testing.toy import ToyModel
+
+hf = Late("outrider.models.hf.model")
 
 
 def fused() -> NativeModel:
@@ -33,9 +34,9 @@ def fused() -> NativeModel:
 
 MODELS = {
     "llama, fused": fused,
-    "llama": lambda: HFModel(tiny("llama", num_hidden_layers=4)),
-    "gpt2": lambda: HFModel(tiny("gpt2", n_layer=4)),
-    "gemma2": lambda: HFModel(
+    "llama": lambda: hf.HFModel(tiny("llama", num_hidden_layers=4)),
+    "gpt2": lambda: hf.HFModel(tiny("gpt2", n_layer=4)),
+    "gemma2": lambda: hf.HFModel(
         tiny("gemma2", num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2)
     ),
 }
@@ -64,7 +65,7 @@ def test_all_layers_are_the_model(name: str) -> None:
 
 def test_a_release_leaves_the_targets_cache() -> None:
     """Also before the first draft. The loop alone releases the target's slots, as for a drafter that failed."""
-    model = HFModel(tiny("llama", num_hidden_layers=4))
+    model = hf.HFModel(tiny("llama", num_hidden_layers=4))
     cache, drafter = model.new_cache(1, 16), TreeDrafter(TargetCache(model.layer_subset([0, 3])))
     drafter.release(0)
     model.forward(Nodes(np.array([[3, 1, 2]]), cache, [0]), want="none")
@@ -77,7 +78,7 @@ def test_a_release_leaves_the_targets_cache() -> None:
 
 def test_a_part_is_the_model_without_the_others() -> None:
     raw = tiny("llama", num_hidden_layers=4)
-    whole = HFModel(raw)
+    whole = hf.HFModel(raw)
     short = tiny("llama", num_hidden_layers=2)
     kept = [(k, v) for k, v in raw.state_dict().items() if "layers.1." not in k and "layers.2." not in k]
     short.load_state_dict({k.replace("layers.3.", "layers.1."): v for k, v in kept})
@@ -98,7 +99,7 @@ def test_a_part_is_the_model_without_the_others() -> None:
 @pytest.mark.parametrize("layers", [[], [4], [-1, 2], [2, 1], [1, 1]])
 def test_layers_out_of_range_are_refused(layers: list[int]) -> None:
     with pytest.raises(ValueError, match=r"increasing numbers from 0 to 3.*\[0, 2\]"):
-        HFModel(tiny("llama", num_hidden_layers=4)).layer_subset(layers)
+        hf.HFModel(tiny("llama", num_hidden_layers=4)).layer_subset(layers)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from crossed import crossed
 from engines import read, run, submit
 from helpers import Loop, RandomTree, TargetTree, plain_texts, planned, request
-from torch import Tensor
+from light import torch
 
 from outrider import LLM, SamplingParams
 from outrider.control import Fixed
@@ -40,7 +40,7 @@ class Tapped(BaseDrafter):
     def __init__(self, wrapped: Drafter, taps: tuple[int, ...] = TAPS) -> None:
         self.wrapped, self.taps = wrapped, taps
         self.seen: dict[int, int] = {}  # slot -> the position after the last one whose features came
-        self.held = defaultdict[int, list[Tensor]](list)  # slot -> its features since the slot was free
+        self.held = defaultdict[int, list[torch.Tensor]](list)  # slot -> its features since the slot was free
         self.texts: dict[int, Sequence[int]] = {}
         self.positions = 0  # checked so far, over all sequences
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from helpers import VOCAB, counts, decoder, plain_texts, planned, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from light import torch, transformers
 from vocabularies import CODE, END, TOY, TOY_DRAFT, byte_level, letters, pairing, vocabulary
 
 from outrider import LLM, SamplingParams
@@ -66,7 +65,9 @@ def test_what_tokens_stand_for() -> None:
 
 def test_a_begin_token_is_put_before_the_text_once() -> None:
     tokenizer = byte_level(300)
-    begun = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, bos_token=END, eos_token=END)
+    begun = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, bos_token=END, eos_token=END
+    )
     draft = Vocabulary(tokenizer, len(tokenizer))
     draft.begin = 0
     target = Vocabulary(begun, len(begun))
@@ -274,10 +275,10 @@ def test_both_ways_draft_under_a_planner_and_the_text_stays() -> None:
     assert [r.output for r in rows] == plain_texts(ToyModel(VOCAB), asked)
 
 
-def tiny(vocab_size: int) -> LlamaForCausalLM:
+def tiny(vocab_size: int) -> transformers.LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=vocab_size, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=vocab_size, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
                     num_attention_heads=2, max_position_embeddings=512, eos_token_id=0, tie_word_embeddings=True)
     )  # fmt: skip
 

@@ -7,12 +7,14 @@ from itertools import zip_longest
 from typing import Any
 
 import pytest
+from light import Late
 from patience import PATIENCE
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from outrider import LLM, Delta, SamplingParams
 from outrider.core.outputs import SpeculativeMetrics
 from outrider.drafters import BaseDrafter
+
+logs = Late("transformers.utils.logging")
 
 PAIR = {"method": "draft_model", "model": "builtin:code-draft", "num_speculative_tokens": 4}
 PROMPTS = [
@@ -151,11 +153,11 @@ def test_wrong_arguments_say_what_would_work(given: dict, words: str) -> None:
 
 
 def test_loading_draws_no_bar(capfd: pytest.CaptureFixture[str]) -> None:
-    enable_progress_bar()  # the other tests run without, as the command line does
+    logs.enable_progress_bar()  # the other tests run without, as the command line does
     try:
         LLM("builtin:code")
     finally:
-        disable_progress_bar()
+        logs.disable_progress_bar()
     assert capfd.readouterr().err == ""
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 from engines import LONG, engine, read, run, settled
 from helpers import VOCAB, request
+from light import torch
 
 from outrider.drafters import ModelDrafter
 from outrider.engine.memory import Memory, per_token

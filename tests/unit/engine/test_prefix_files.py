@@ -14,6 +14,7 @@ import pytest
 from architectures import tiny
 from heads import GOLDEN, small_target
 from helpers import Loop, request
+from light import Late
 
 from outrider import LLM
 from outrider.control import Fixed
@@ -29,9 +30,10 @@ from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.prefix_files import PrefixFiles
 from outrider.engine.request import Request, Sequence
 from outrider.kernels import cpu as native
-from outrider.models.hf.model import HFModel
 from outrider.models.load import Loaded, load
 from outrider.models.native.model import NativeModel
+
+hf = Late("outrider.models.hf.model")
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="bit-identical prefixes need the native kernels")
 ROOM, LENGTH, SEGMENT = 1 << 30, 120, 16
@@ -53,7 +55,7 @@ def kind(name: str) -> Kind:
         head = eagle_model(read_eagle(GOLDEN / "eagle31", target), target.model, LENGTH, "none")
         return Kind(target, lambda: TreeDrafter(Pairs(head, 2, LENGTH)))
     if name == "hybrid":
-        return Kind(hybrid(HFModel(tiny("qwen3_5_text")), name), NoDraft)
+        return Kind(hybrid(hf.HFModel(tiny("qwen3_5_text")), name), NoDraft)
     if name == "native hybrid":
         return Kind(hybrid(NativeModel(tiny("lfm2")), name), NoDraft)
     if name == "draft model":
@@ -294,7 +296,7 @@ def test_an_llm_with_a_folder(tmp_path: Path) -> None:
         assert (llm.runtime.files.read > 0) == read
         assert llm.runtime.files.folder.limit == 10**6
     with pytest.raises(ValueError, match="the model has no files here"):
-        LLM(small_target(), prefix_dir=tmp_path)
+        LLM(replace(small_target(), source=""), prefix_dir=tmp_path)
 
 
 def test_states_have_longer_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

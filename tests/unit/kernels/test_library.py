@@ -13,16 +13,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from ggml_blocks import random_blocks
+from light import Late, torch
 from patience import PATIENCE
-from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
 from outrider.kernels.cpu.library import ENUMERATIONS, STRUCTS, AnglesStruct, layout, load
-from outrider.models.hf.linear import PackedLinear, pack_linears_
+
+linears = Late("outrider.models.hf.linear")
+pytorch_utils = Late("transformers.pytorch_utils")
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
 
@@ -167,23 +167,25 @@ def test_several_matrices_side_by_side() -> None:
 def test_pack_linears_replaces_every_linear(fallback: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if fallback:
         monkeypatch.setattr(native, "available", lambda: False)
-    conv = Conv1D(24, 40)
-    nn.init.normal_(conv.bias)
-    model = nn.Sequential(nn.Linear(32, 40), nn.Sequential(nn.ReLU(), conv), nn.Linear(24, 9, bias=False)).eval()
+    conv = pytorch_utils.Conv1D(24, 40)
+    torch.nn.init.normal_(conv.bias)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(32, 40), torch.nn.Sequential(torch.nn.ReLU(), conv), torch.nn.Linear(24, 9, bias=False)
+    ).eval()
     x = torch.randn(2, 7, 32)
     with torch.no_grad():
         before = model(x)
-        pack_linears_(model)
-        assert sum(isinstance(m, PackedLinear) for m in model.modules()) == 3
+        linears.pack_linears_(model)
+        assert sum(isinstance(m, linears.PackedLinear) for m in model.modules()) == 3
         after = model(x)
         ones = torch.cat([torch.cat([model(x[b : b + 1, i : i + 1]) for i in range(7)], 1) for b in range(2)])
-    assert not any(isinstance(m, (nn.Linear, Conv1D)) for m in model.modules())
+    assert not any(isinstance(m, (torch.nn.Linear, pytorch_utils.Conv1D)) for m in model.modules())
     assert (before - after).abs().max() < 1e-5
     assert torch.equal(after, ones)
 
 
 def test_packed_linear_takes_other_dtypes() -> None:
-    layer = PackedLinear(torch.randn(8, 16), weights="int8")
+    layer = linears.PackedLinear(torch.randn(8, 16), weights="int8")
     assert layer(torch.randn(3, 16).bfloat16()).dtype == torch.bfloat16
     assert layer(torch.randn(0, 16)).shape == (0, 8)
 

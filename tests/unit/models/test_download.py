@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from huggingface_hub import HfApi
+from light import torch
 
 from outrider.core.files import cache_folder
 from outrider.models.builtin import download

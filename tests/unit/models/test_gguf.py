@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from architectures import FAMILIES, LLAMA3, VOCAB, prompts, tiny
 from gguf_files import CORRECTIONS, tokenizer_metadata, write_file, write_gguf
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from light import Late, torch, transformers
 
 from outrider import LLM, SamplingParams
 from outrider.core.extras import MissingExtra
@@ -20,11 +19,12 @@ from outrider.models import checkpoint
 from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.gguf.model import sizes
 from outrider.models.gguf.reader import PACKED_FORMATS, read
-from outrider.models.hf.model import HFModel
 from outrider.models.load import Loaded
 from outrider.models.load import load as load_model
 from outrider.models.native.model import NativeModel, supports
 from outrider.models.nodes import Nodes
+
+hf = Late("outrider.models.hf.model")
 
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 _LONG = FAMILIES["phi3-long"][1]["rope_parameters"] | {"original_max_position_embeddings": 64}
@@ -110,7 +110,7 @@ def far(ours: torch.Tensor, reference: torch.Tensor) -> float:
     return float((ours - reference).norm() / reference.norm())
 
 
-def expected(raw: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+def expected(raw: transformers.PreTrainedModel, ids: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         return raw(torch.tensor([ids])).logits[0]
 
@@ -134,7 +134,7 @@ def test_an_architecture_gives_the_logits_of_transformers(name: str, tmp_path: P
     assert isinstance(loaded.model, NativeModel) == (supports(raw) is None)
     [ids] = prompts(12)
     # transformers' own Nemotron-H limits its time steps in a prompt, and not in the tokens that follow
-    reference = logits(HFModel(raw), ids) if kind == "nemotron_h" else expected(raw, ids)
+    reference = logits(hf.HFModel(raw), ids) if kind == "nemotron_h" else expected(raw, ids)
     torch.testing.assert_close(logits(loaded.model, ids), reference, atol=3e-4, rtol=1e-4)
 
 
@@ -219,8 +219,8 @@ def test_a_tied_embedding_is_packed_once_and_nothing_of_the_file_stays_mapped(tm
 
 def test_a_draft_model_in_a_file_keeps_the_text(tmp_path: Path) -> None:
     target, draft = tmp_path / "target.gguf", tmp_path / "draft.gguf"
-    source = AutoModelForCausalLM.from_pretrained(builtin_folder("builtin:code"), dtype=torch.float32)
-    tokens = tokenizer_metadata(AutoTokenizer.from_pretrained(builtin_folder("builtin:code")), "gpt-2")
+    source = transformers.AutoModelForCausalLM.from_pretrained(builtin_folder("builtin:code"), dtype=torch.float32)
+    tokens = tokenizer_metadata(transformers.AutoTokenizer.from_pretrained(builtin_folder("builtin:code")), "gpt-2")
     write_gguf(source, target, "Q8_0", metadata=tokens)
     write_gguf(source, draft, "Q4_0", metadata=tokens)
     plain = LLM(str(target)).generate("def add(a, b):", SamplingParams(temperature=0, max_tokens=24))
@@ -237,7 +237,7 @@ def test_without_kernels_the_blocks_become_float32(kind: str, tmp_path: Path, mo
     monkeypatch.setattr(native, "available", lambda: False)
     monkeypatch.setattr(native, "why", lambda: "a test")
     loaded = load(file)
-    assert (loaded.weights, type(loaded.model)) == ("float32", HFModel)
+    assert (loaded.weights, type(loaded.model)) == ("float32", hf.HFModel)
     [ids] = prompts(9)
     assert far(logits(loaded.model, ids), expected(raw, ids)) < 3e-5
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from architectures import tiny
 from gguf_files import tokenizer_metadata, write_file, write_gguf
+from light import transformers
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
-from transformers import AutoTokenizer, GemmaTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase, Qwen2Tokenizer
 
 from outrider.models.builtin.download import DOWNLOADS, find
 from outrider.models.builtin.shipped import builtin_folder
@@ -41,8 +41,8 @@ def file_with(metadata: dict[str, Any], path: Path) -> GGUFFile:
 
 
 @pytest.fixture(scope="module")
-def code() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(builtin_folder("builtin:code"))
+def code() -> transformers.PreTrainedTokenizerBase:
+    return transformers.AutoTokenizer.from_pretrained(builtin_folder("builtin:code"))
 
 
 def cut(tokenizer: Any, *parts: Any) -> Any:
@@ -53,7 +53,9 @@ def cut(tokenizer: Any, *parts: Any) -> Any:
 
 
 @pytest.mark.parametrize("pieces", ["gpt-2", "smollm", "dbrx"])
-def test_the_ids_of_bytes_are_those_of_the_original(pieces: str, code: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_the_ids_of_bytes_are_those_of_the_original(
+    pieces: str, code: transformers.PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     parts = {
         "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
         "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
@@ -69,9 +71,11 @@ def test_the_ids_of_bytes_are_those_of_the_original(pieces: str, code: PreTraine
     assert made.batch_decode(expected) == code.batch_decode(expected)
 
 
-@pytest.mark.parametrize(("pieces", "kind"), [("gpt-2", GPT2Tokenizer), ("qwen2", Qwen2Tokenizer)])
+@pytest.mark.parametrize(
+    ("pieces", "kind"), [("gpt-2", transformers.GPT2Tokenizer), ("qwen2", transformers.Qwen2Tokenizer)]
+)
 def test_the_ids_are_those_of_transformers(
-    pieces: str, kind: Any, code: PreTrainedTokenizerBase, tmp_path: Path
+    pieces: str, kind: Any, code: transformers.PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     stored = tokenizer_metadata(code, pieces)
     merges = [tuple(m.split(" ")) for m in stored["tokenizer.ggml.merges"]]
@@ -122,7 +126,7 @@ def test_the_ids_of_sentencepiece_are_those_of_gemma(listed: bool, trained: Any,
     more = listing if listed else {}
     made = tokenizer_of(file_with(sentencepiece(trained, **more), tmp_path / "model.gguf"))
     assert made is not None
-    gemma = GemmaTokenizer(vocab=known, merges=cast("Any", merges))
+    gemma = transformers.GemmaTokenizer(vocab=known, merges=cast("Any", merges))
     expected = gemma(lines(), add_special_tokens=False)["input_ids"]
     assert made(lines(), add_special_tokens=False)["input_ids"] == expected
     assert made("a b")["input_ids"][0] == 2  # the default of this kind
@@ -175,7 +179,7 @@ def test_end_tokens(metadata: dict[str, Any], ends: tuple[int, ...], tmp_path: P
     assert end_ids(file) == ends
 
 
-def test_the_chat_template_is_the_file_s(code: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_the_chat_template_is_the_file_s(code: transformers.PreTrainedTokenizerBase, tmp_path: Path) -> None:
     template = "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
     stored = tokenizer_metadata(code, "gpt-2") | {"tokenizer.chat_template": template}
     stored |= {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 0}
@@ -185,7 +189,9 @@ def test_the_chat_template_is_the_file_s(code: PreTrainedTokenizerBase, tmp_path
     assert text == "<|endoftext|>[user]hi<|endoftext|>"
 
 
-def test_a_file_may_have_a_template_for_chats_with_tools(code: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_a_file_may_have_a_template_for_chats_with_tools(
+    code: transformers.PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     """Published files name the others in `tokenizer.chat_templates`, and keep each under its name."""
     key, one = "tokenizer.chat_template", "{{ messages[0].content }}"
     other = "{{ tools[0].function.name }}: " + one
@@ -211,7 +217,7 @@ def test_a_tokenizer_that_outrider_cannot_make_leaves_token_ids(metadata: dict[s
         assert load(file).tokenizer is None
 
 
-def test_a_file_without_a_tokenizer_takes_token_ids(tmp_path: Path, code: PreTrainedTokenizerBase) -> None:
+def test_a_file_without_a_tokenizer_takes_token_ids(tmp_path: Path, code: transformers.PreTrainedTokenizerBase) -> None:
     file, other = tmp_path / "model.gguf", tmp_path / "other.gguf"
     write_gguf(tiny("llama"), file)
     assert load(file).tokenizer is None
@@ -230,7 +236,7 @@ def test_a_file_without_a_tokenizer_takes_token_ids(tmp_path: Path, code: PreTra
     ],
 )
 def test_a_vocabulary_that_is_not_consistent_is_named(
-    changes: dict[str, Any], message: str, code: PreTrainedTokenizerBase, tmp_path: Path
+    changes: dict[str, Any], message: str, code: transformers.PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
         tokenizer_of(file_with(tokenizer_metadata(code, "gpt-2") | changes, tmp_path / "model.gguf"))

@@ -12,17 +12,17 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import torch
 from architectures import VOCAB, prompts, tiny
 from huggingface_hub import HfApi, errors
-from transformers import AutoModelForCausalLM
+from light import Late, torch, transformers
 
 from outrider.kernels import cpu as native
 from outrider.models import checkpoint
-from outrider.models.hf.model import HFModel, UnsupportedModel
 from outrider.models.load import load
 from outrider.models.nodes import Nodes
 from tests.support.tiny_models import tiny_config, whole_config
+
+hf = Late("outrider.models.hf.model")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_dtype_auto_keeps_what_is_stored(saved: Path) -> None:
     loaded = load(saved, kv_cache_dtype="float32")
     assert (loaded.weights, loaded.end_ids, loaded.tokenizer, loaded.name) == ("bfloat16", (5, 7), None, str(saved))
     with torch.inference_mode():
-        raw = AutoModelForCausalLM.from_pretrained(saved).float()
+        raw = transformers.AutoModelForCausalLM.from_pretrained(saved).float()
         expected = raw(torch.tensor(prompts(9))).logits[0]
     torch.testing.assert_close(logits(loaded.model, prompts(9)[0]), expected, atol=2e-4, rtol=1e-4)
 
@@ -128,7 +128,7 @@ def test_without_the_native_kernels(saved: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(native, "why", lambda: "of this test")
     with pytest.warns(RuntimeWarning, match="not in use \\(of this test\\)"):
         loaded = load(saved)
-    assert isinstance(loaded.model, HFModel)
+    assert isinstance(loaded.model, hf.HFModel)
     torch.testing.assert_close(logits(loaded.model, prompts(9)[0]), expected, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="quantization='int8' needs the native CPU kernels: of this test"):
         load(saved, quantization="int8")
@@ -197,11 +197,11 @@ def test_configurations_that_cannot_run(folder: Path) -> None:
         ({"model_type": "lama"}, ValueError, r"model_type 'lama' .* does not know \(did you mean 'llama'"),
         ({"model_type": None}, ValueError, "model_type None"),
         ({"model_type": "own", "auto_map": {}}, ValueError, "its own code .* is not run here.*give the object: LLM"),
-        ({"model_type": "t5"}, UnsupportedModel, "an encoder-decoder"),
-        ({"model_type": "vit"}, UnsupportedModel, "transformers has no causal language model"),
+        ({"model_type": "t5"}, hf.UnsupportedModel, "an encoder-decoder"),
+        ({"model_type": "vit"}, hf.UnsupportedModel, "transformers has no causal language model"),
         (
             {"quantization_config": {"quant_method": "gptq"}},
-            UnsupportedModel,
+            hf.UnsupportedModel,
             "quantised by gptq.*give the unquantised",
         ),
         ({"hidden_size": "wide"}, ValueError, "cannot be read"),
@@ -280,7 +280,7 @@ def test_a_model_that_cannot_run_is_refused_by_its_configuration(tmp_path: Path)
     """A class whose memory of earlier tokens is not one of each token: why, and what would run. Its weights are not needed."""
     tiny_config(whole_config("rwkv")).save_pretrained(tmp_path)
     says = r"^RwkvForCausalLM cannot .* \(it has a recurrent state\).*give another model.*docs/models.md.*transformers alone"
-    with pytest.raises(UnsupportedModel, match=says):
+    with pytest.raises(hf.UnsupportedModel, match=says):
         load(tmp_path)
 
 

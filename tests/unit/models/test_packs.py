@@ -23,11 +23,13 @@ import pytest
 from architectures import prompts, tiny
 from crossed import crossed
 from gguf_files import write_gguf
+from ml_dtypes import bfloat16
 from patience import PATIENCE
+from plain import write_checkpoint
+from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
 
 from outrider.core.files import disk_bytes
 from outrider.core.store import PACKS, Store
@@ -82,12 +84,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny Llama in bfloat16, with a tokenizer."""
-    folder, raw = tmp_path_factory.mktemp("models") / "llama", tiny("llama").bfloat16()
-    raw.generation_config.eos_token_id = [5, 7]  # pyright: ignore[reportOptionalMemberAccess]
-    raw.save_pretrained(folder)
+    folder = write_checkpoint(tmp_path_factory.mktemp("models") / "llama", dtype=bfloat16)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
     tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(97)}, "w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text("{}")
     return folder
 
 
@@ -172,7 +174,7 @@ def test_the_tensors_of_a_pack_are_those_of_its_source(source: Path, tmp_path: P
     pack(source, tmp_path / "packed", quantization="int8")
     loaded = load(tmp_path / "packed")
     made, wanted = loading.tensors(loaded), loading.tensors(load(source))
-    assert all(np.array_equal(made.get(name), wanted.get(name)) for name in tiny("llama").state_dict())
+    assert all(np.array_equal(made.get(name), wanted.get(name)) for name in load_file(source / "model.safetensors"))
     shutil.rmtree(source)
     with pytest.raises(ValueError, match="has packed weights alone"):
         loading.tensors(loaded)

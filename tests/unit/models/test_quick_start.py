@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from architectures import tiny
-from gguf_files import tokenizer_metadata, write_gguf
+from gguf_writer import write_toy
+from light import Late
 
 from outrider.drafters.heads.eagle import EagleConfig
 from outrider.engine.llm import LLM
@@ -17,8 +17,9 @@ from outrider.kernels import cpu as native
 from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.load import load, pack
 from outrider.models.tokenizer import FastTokenizer
-from outrider_lab.heads.modules import Eagle, config_for
 from outrider_lab.heads.writers import write_eagle
+
+head_modules = Late("outrider_lab.heads.modules")
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
 
@@ -40,9 +41,8 @@ for config in ({"method": "auto"}, head):
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model in GGUF with the tokenizer of builtin:code, and a chat template."""
     tokenizer = FastTokenizer.of_folder(Path(builtin_folder("builtin:code")))
-    given = tokenizer_metadata(tokenizer, "gpt-2") | {"tokenizer.chat_template": "{{ messages[0]['content'] }}!"}
     out = tmp_path_factory.mktemp("model") / "model.gguf"
-    write_gguf(tiny("qwen2", vocab_size=len(tokenizer), hidden_size=64), out, "Q8_0", metadata=given)
+    write_toy(out, tokenizer=tokenizer, metadata={"tokenizer.chat_template": "{{ messages[0]['content'] }}!"})
     return out
 
 
@@ -71,7 +71,9 @@ def test_the_package_imports_nothing_large() -> None:
 
 
 def test_a_second_start_imports_nothing_large_with_a_head_or_without(packed: Path, tmp_path: Path) -> None:
-    write_eagle(tmp_path / "head", Eagle(config_for(EagleConfig, load(packed).config)).weights())
+    write_eagle(
+        tmp_path / "head", head_modules.Eagle(head_modules.config_for(EagleConfig, load(packed).config)).weights()
+    )
     found = imported(SECOND_START, packed, tmp_path / "head")
     assert {name for name in found if not name.startswith("outrider")} == set()
 

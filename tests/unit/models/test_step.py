@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
-from architectures import FAMILIES, VOCAB, tiny
 from helpers import noise
 from hypothesis import given
 from hypothesis import strategies as st
+from plain import VOCAB, write_checkpoint
+from safetensors.numpy import load_file, save_file
 
 from outrider.core import sampling
 from outrider.core.params import SamplingParams
@@ -19,7 +21,7 @@ from outrider.core.tree import tree
 from outrider.core.types import Draft
 from outrider.kernels import cpu
 from outrider.models.base import LanguageModel, Verification
-from outrider.models.native.model import NativeModel
+from outrider.models.load import load
 from outrider.models.nodes import Nodes
 from outrider.verify import VERIFIERS
 
@@ -39,13 +41,18 @@ BY_HOST = [
 
 
 @pytest.fixture(scope="module")
-def model() -> NativeModel:
-    return NativeModel(
-        tiny(*FAMILIES["llama-odd"][:1], max_position_embeddings=512, **FAMILIES["llama-odd"][1]), "float32"
-    )
+def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    odd = {
+        "hidden_size": 100,
+        "intermediate_size": 77,
+        "num_hidden_layers": 3,
+        "head_dim": 20,
+        "tie_word_embeddings": True,
+    }
+    return load(write_checkpoint(tmp_path_factory.mktemp("odd"), max_position_embeddings=512, **odd)).model
 
 
-def test_a_step_decides_what_its_twin_does(model: NativeModel) -> None:
+def test_a_step_decides_what_its_twin_does(model: LanguageModel) -> None:
     """Chains, trees and padding. The drafts hold what the target draws up to some level: paths of all lengths are walked."""
     random, lengths = np.random.default_rng(0), set[int]()
     for case, (drawn, more) in enumerate(itertools.product(DRAWN, BY_HOST)):
@@ -80,10 +87,12 @@ def _check(drafts: list[list[tuple[int, int]]], warp: LogitsWarper, seeds: sampl
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
-def test_a_damaged_row_draws_nothing(broken: float) -> None:
-    raw = tiny("llama", max_position_embeddings=64)
-    raw.get_input_embeddings().weight.data[1] = broken
-    damaged = NativeModel(raw, "float32")
+def test_a_damaged_row_draws_nothing(broken: float, tmp_path: Path) -> None:
+    file = write_checkpoint(tmp_path, max_position_embeddings=64) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][1] = broken
+    save_file(tensors, file)
+    damaged = load(tmp_path).model
     for params in (SamplingParams(temperature=0.0), SamplingParams(top_p=0.5), SamplingParams(top_k=2, min_p=0.1)):
         warp = LogitsWarper([SequenceState(params, (), (), [1], 1)])
         check = Verification(VERIFIERS["match"], Draft(*tree([[(1, -1)]])), warp, noise([3]), [1])

@@ -6,15 +6,17 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from architectures import tiny
 from crossed import crossed
 from heads import GOLDEN, small_target
-from safetensors.torch import load_file, save_file
+from ml_dtypes import bfloat16
+from plain import write_checkpoint
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models
 from typer.testing import CliRunner
 
@@ -23,21 +25,19 @@ from outrider.drafters.heads.eagle import eagle_model, read_eagle
 from outrider.kernels import cpu as native
 from outrider.kernels.cpu import Packed
 from outrider.models.checkpoint import LoadRequest
-from outrider.models.hf import folder as hf_folder
-from outrider.models.hf.arrays import as_array
 from outrider.models.load import load, tokenizer_named
 from outrider.models.load import pack as write_pack
 from outrider.models.packs import folder as packs
 from outrider.models.packs.folder import CONFIG, MANIFEST, WEIGHTS, BadPack
 from outrider.models.tokenizer import FastTokenizer, OwnCode
 
+needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen 3, which has norms of queries and keys."""
-    folder = tmp_path_factory.mktemp("models") / "qwen3"
-    tiny("qwen3").bfloat16().save_pretrained(folder)
-    return folder
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", bfloat16)
 
 
 @pytest.fixture
@@ -61,6 +61,7 @@ def evil(folder: Path) -> Path:
     return folder
 
 
+@needs_transformers
 @pytest.mark.parametrize("read", [load, lambda folder: tokenizer_named(str(folder))], ids=["model", "tokenizer"])
 def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked(
     read: Callable[[Path], Any], evil: Path, monkeypatch: pytest.MonkeyPatch
@@ -75,6 +76,7 @@ def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked(
     assert not (evil / "marker").exists()
 
 
+@needs_transformers
 def test_the_command_leaves_its_standard_input_to_the_prompt(evil: Path) -> None:
     run = CliRunner().invoke(app, ["generate", "-", "-m", str(evil)], input="y\n")
     assert (run.exit_code, run.stdout) == (2, "")
@@ -137,7 +139,7 @@ def test_a_configuration_is_compared_with_the_tensors_before_memory_is_taken(
         raise AssertionError("weights were read")
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", read)
-    monkeypatch.setattr(hf_folder, "SMALL", 0)
+    monkeypatch.setattr("outrider.models.hf.folder.SMALL", 0)
     change(folder / CONFIG, model_type=kind, **lie)
     with pytest.raises(ValueError, match=said):
         load(folder)
@@ -173,6 +175,7 @@ def test_a_header_is_compared_with_itself(entry: dict[str, Any], said: str, tmp_
 
 # -- packs ----------------------------------------------------------------------------------------------------------------
 
+needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 needs_kernels = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
 
 
@@ -253,12 +256,10 @@ TENSORS = (
 def test_tensors_of_a_pack_have_the_sizes_of_the_settings(name: str, pack: Path) -> None:
     """The checksums are in the same folder, so whoever writes it can make them right."""
     tensors = load_file(pack / WEIGHTS)
-    tensors[name] = (
-        tensors[name].repeat(*[2] * tensors[name].dim()) if "inv_freq" in name else tensors[name][1:].clone()
-    )
+    tensors[name] = np.tile(tensors[name], [2] * tensors[name].ndim) if "inv_freq" in name else tensors[name][1:].copy()
     save_file(tensors, pack / WEIGHTS)
     given = json.loads((pack / MANIFEST).read_text())
-    given["sums"][name] = packs.checksum(as_array(tensors[name]))
+    given["sums"][name] = packs.checksum(tensors[name])
     (pack / MANIFEST).write_text(json.dumps(given))
     with pytest.raises(BadPack):
         packs.read(pack, LoadRequest("a pack"))

@@ -15,7 +15,6 @@ from grammars import accepts
 from helpers import Loop, RandomTree, planned
 from serving import PAIR, serving
 from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import PreTrainedTokenizerFast
 
 from outrider import LLM, SamplingParams
 from outrider.control import CostModel, Costs, Fixed
@@ -26,6 +25,7 @@ from outrider.drafters import Drafter, SuffixDrafter
 from outrider.drafters.base import DraftContext, NoDraft
 from outrider.drafters.proposal import legal
 from outrider.engine.request import Request
+from outrider.models.tokenizer import FastTokenizer
 from outrider.serve.grammar import KEPT, MAX_BYTES, Grammar, Grammars
 from outrider.serve.options import ServeOptions
 from outrider.serve.tools import PLAIN, ToolOffer
@@ -401,7 +401,7 @@ def test_grammars_are_kept_up_to_a_number(grammars: Grammars) -> None:
     assert grammars.compiled(Grammar.regex("a{1}b")) is not made[0]
 
 
-def _spaced() -> PreTrainedTokenizerFast:
+def _spaced() -> FastTokenizer:
     """As Llama 2's: `▁` for a space, before a text too, and tokens of bytes for the rest. The end token is no special one."""
     letters = [f"<0x{byte:02X}>" for byte in range(256)]
     vocab = {t: n for n, t in enumerate(["<unk>", "</s>", *letters, "▁", "▁true", "true", "a", "▁a", '"', '▁"', "{"])}
@@ -409,7 +409,7 @@ def _spaced() -> PreTrainedTokenizerFast:
     made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])  # type: ignore[assignment]
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     made.decoder = decoders.Sequence(parts)  # type: ignore[assignment]
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    return FastTokenizer(made, {"unk_token": "<unk>"})
 
 
 def test_a_vocabulary_of_sentencepiece_with_ends_and_unused_tokens() -> None:

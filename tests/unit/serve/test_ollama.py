@@ -11,8 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from architectures import tiny
-from gguf_files import write_gguf
+from gguf_writer import write_toy
 from serving import TEMPLATE, Live, builtin, serving
 
 from outrider.models.load import load
@@ -45,7 +44,7 @@ def test_the_precision_is_called_as_the_file_calls_it(
     tmp_path: Path, file: str | None, quantization: str | None, named: str
 ) -> None:
     if file:
-        write_gguf(tiny("llama"), tmp_path / file, "Q8_0", metadata={"general.file_type": 15})
+        write_toy(tmp_path / file, metadata={"general.file_type": 15})
     model = str(tmp_path / file) if file else "builtin:code"
     loaded = load(model, quantization=quantization, dtype="auto" if file else "bfloat16")
     service: Any = SimpleNamespace(runtime=SimpleNamespace(loaded=loaded))

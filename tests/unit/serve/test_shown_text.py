@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from architectures import tiny
 from patience import PATIENCE
+from plain import write_checkpoint
 from serving import TEMPLATE, Live, serving
 from tokenizers import normalizers, processors
 from vocabularies import decoded
@@ -24,14 +25,15 @@ EMOJI = "🦜🪁🫠 ᚠᛇᚻ"
 
 
 @pytest.fixture(scope="module")
-def lives() -> Iterator[dict[str, Live]]:
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Live]]:
     """A server of a random model for each kind of vocabulary."""
     with ExitStack() as stack:
         found = {}
         for kind in KINDS:
             tokenizer = decoded(kind)
             tokenizer.chat_template = TEMPLATE
-            llm = LLM(tiny("llama", vocab_size=len(tokenizer)), tokenizer=tokenizer, any_method=True)
+            folder = write_checkpoint(tmp_path_factory.mktemp(kind), vocab_size=len(tokenizer))
+            llm = LLM(str(folder), tokenizer=tokenizer, any_method=True)
             found[kind] = stack.enter_context(serving(llm, ServeOptions(model="tiny", host="0.0.0.0")))
         yield found
 
@@ -134,13 +136,13 @@ def test_echo_begins_with_the_prompt_that_was_sent(kind: str, n: int, lives: dic
             assert choice["text"][places[i] : places[i + 1]] in (names[i], names[i] + "\ufffd", "\ufffd" + names[i])
 
 
-def test_a_normalizer_and_begin_tokens_do_not_move_the_echo() -> None:
+def test_a_normalizer_and_begin_tokens_do_not_move_the_echo(tmp_path: Path) -> None:
     tokenizer = decoded("byte-level composed")
     raw = tokenizer.backend_tokenizer
     raw.normalizer = normalizers.NFC()
     begin = ("<|im_start|>", raw.token_to_id("<|im_start|>"))
     raw.post_processor = processors.TemplateProcessing(single=f"{begin[0]} $A", special_tokens=[begin])
-    llm = LLM(tiny("llama", vocab_size=len(tokenizer)), tokenizer=tokenizer, any_method=True)
+    llm = LLM(str(write_checkpoint(tmp_path, vocab_size=len(tokenizer))), tokenizer=tokenizer, any_method=True)
     with serving(llm, ServeOptions(model="tiny", host="0.0.0.0")) as live:
         prompt = "cafe\u0301 ok"
         choice = live.ask("/v1/completions", prompt=prompt, max_tokens=1, echo=True, logprobs=1, temperature=0)[

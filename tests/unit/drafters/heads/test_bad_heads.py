@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from heads import GOLDEN, copied, eagle1_folder, medusa_folder, small_target
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.numpy import load_file
 
 from outrider import LLM
+from outrider.core.types import Array
 from outrider.drafters.heads.block import read_block
 from outrider.drafters.heads.eagle import read_eagle
 from outrider.drafters.heads.medusa import read_medusa
@@ -26,10 +26,16 @@ READERS: dict[str, Callable[[Path, Loaded], Any]] = {
     "eagle3": read_eagle, "eagle31": read_eagle, "peagle": read_eagle, "dflash": read_block, "dspark": read_block,
     "medusa": read_medusa,
 }  # fmt: skip
-ONE = torch.ones(1)
+
+
+def ones(*shape: int) -> Array:
+    return np.ones(shape, np.float32)
+
+
+ONE = ones(1)
 
 # (head, what is wrong) -> changed settings, changed tensors, what the error says
-BROKEN: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Tensor | None], str]] = {
+BROKEN: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Array | None], str]] = {
     ("eagle3", "a layer less in the settings"): (
         {KEY: [2, 4]}, {}, rf"which is 3 layers .* name 2 layers, so 64\. Write .* as {KEY} in",
     ),
@@ -38,10 +44,10 @@ BROKEN: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Tensor | None], st
     ("eagle3", "another head_dim"): ({"head_dim": 16}, {}, r"q_proj.weight is \(32, 64\), and the settings say \(64, 64\)"),
     ("eagle3", "another vocabulary"): ({"vocab_size": 200}, {}, "200 tokens in the vocabulary .* has 128"),
     ("eagle3", "another draft vocabulary"): ({"draft_vocab_size": 40}, {}, "the map has 48 draft tokens, .* 40"),
-    ("eagle3", "an index for offsets"): ({}, {"d2t": D2T + torch.arange(48), "t2d": None}, "holds token ids"),
+    ("eagle3", "an index for offsets"): ({}, {"d2t": D2T + np.arange(48), "t2d": None}, "holds token ids"),
     ("eagle3", "a map beyond the vocabulary"): ({}, {"d2t": D2T + 60, "t2d": None}, "they must ascend, from 0 to 127"),
-    ("eagle3", "a map that descends"): ({}, {"d2t": D2T.flip(0), "t2d": None}, "they must ascend"),
-    ("eagle3", "two maps"): ({}, {"t2d": torch.arange(128) < 48}, "d2t and t2d name different tokens"),
+    ("eagle3", "a map that descends"): ({}, {"d2t": D2T[::-1].copy(), "t2d": None}, "they must ascend"),
+    ("eagle3", "two maps"): ({}, {"t2d": np.arange(128) < 48}, "d2t and t2d name different tokens"),
     ("eagle3", "no map"): ({}, {"d2t": None, "t2d": None}, "48 draft tokens of 128 and no map"),
     ("eagle3", "a missing tensor"): ({}, {"norm__weight": None}, r"lacks norm\.weight; .* Download it again"),
     ("eagle3", "a tensor left over"): (
@@ -54,13 +60,13 @@ BROKEN: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Tensor | None], st
     ),
     ("eagle3", "a method by another name"): ({"speculators_model_type": "newest"}, {}, "'newest', which outrider does not know"),
     ("eagle3", "mtp"): ({"speculators_model_type": "mtp"}, {}, "kind 'mtp', which outrider does not run"),
-    ("eagle3", "an output head of all tokens"): ({}, {"lm_head__weight": torch.zeros(128, 32)}, "has a row for all 128 tokens"),
+    ("eagle3", "an output head of all tokens"): ({}, {"lm_head__weight": ones(128, 32)}, "has a row for all 128 tokens"),
     ("peagle", "no mask"): ({"mask_token_id": None}, {}, "mask_token_id is None; it must be a token of the target"),
     ("peagle", "no feature for masks"): ({}, {"mask_hidden": None}, "lacks mask_hidden"),
-    ("peagle", "a feature of another width"): ({}, {"mask_hidden": torch.ones(1, 1, 64)}, r"mask_hidden is \(1, 1, 64\)"),
+    ("peagle", "a feature of another width"): ({}, {"mask_hidden": ones(1, 1, 64)}, r"mask_hidden is \(1, 1, 64\)"),
     ("peagle", "a layer less"): ({"num_hidden_layers": 1}, {}, "holds layers.1.* that no P-EAGLE head"),
     ("peagle", "a layer more"): ({"num_hidden_layers": 3}, {}, "lacks layers.2"),
-    ("peagle", "another embedding"): ({}, {"embed_tokens__weight": torch.ones(2, 32)}, r"embed_tokens.weight is \(2, 32"),
+    ("peagle", "another embedding"): ({}, {"embed_tokens__weight": ones(2, 32)}, r"embed_tokens.weight is \(2, 32"),
     ("peagle", "no count of drafts"): ({"speculators_config": {"verifier": {}}}, {}, "names no speculative_tokens"),
     ("dspark", "a mask beyond the vocabulary"): ({"mask_token_id": 128}, {}, "mask_token_id is 128"),
     ("dspark", "a block of one"): ({"block_size": 1}, {}, "block_size is 1"),
@@ -73,7 +79,7 @@ BROKEN: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Tensor | None], st
     ("dspark", "another Markov head"): ({"markov_head_type": "rnn"}, {}, "kind 'rnn'"),
     ("dspark", "a tensor left over"): ({}, {"what__weight": ONE}, r"holds what\.weight that no block drafter .* Give it"),
     ("dspark", "a missing tensor"): ({}, {"layers__1__mlp__up_proj__weight": None}, "lacks layers.1.mlp.up_proj.weight"),
-    ("dspark", "a wrong shape"): ({}, {"norm__weight": torch.ones(31)}, r"norm.weight is \(31,\)"),
+    ("dspark", "a wrong shape"): ({}, {"norm__weight": ones(31)}, r"norm.weight is \(31,\)"),
     ("dspark", "another number of layers"): ({"num_hidden_layers": 3}, {}, "has 2 layers, and config.json says 3"),
     ("dflash", "a kind that does not run"): (
         {"speculators_model_type": None}, {"lilicorr__slot_embedding": ONE},
@@ -85,9 +91,9 @@ BROKEN: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Tensor | None], st
     ("medusa", "another vocabulary"): ({"vocab_size": 99}, {}, "99 tokens in the vocabulary, and golden-target has 128"),
     ("medusa", "an output missing"): ({}, {"lm_heads__2__weight": None}, r"output matrices of the heads \[0, 1\]"),
     ("medusa", "a tensor left over"): ({}, {"what__is__this": ONE}, "holds what.is.this"),
-    ("medusa", "fewer rows without a map"): ({}, {"lm_heads__0__weight": torch.ones(40, 32)}, "40 rows for 128 tokens"),
+    ("medusa", "fewer rows without a map"): ({}, {"lm_heads__0__weight": ones(40, 32)}, "40 rows for 128 tokens"),
     ("medusa", "a map that repeats"): (
-        {}, {"token_map": torch.arange(40) // 2, "lm_head__weight": torch.ones(40, 32)}, "token_map must hold different tokens",
+        {}, {"token_map": np.arange(40) // 2, "lm_head__weight": ones(40, 32)}, "token_map must hold different tokens",
     ),
 }  # fmt: skip
 

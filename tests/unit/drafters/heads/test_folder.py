@@ -5,11 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from heads import GOLDEN, KINDS, copied, head_folder, small_target
 from helpers import configured
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 
 from outrider import LLM, SamplingParams
 from outrider.drafters import make_drafters
@@ -87,7 +87,7 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.mkdir()
     (plain / "config.json").write_text("{}")
-    save_file({"model.layers.0.self_attn.q_proj.weight": torch.zeros(1)}, plain / "model.safetensors")
+    save_file({"model.layers.0.self_attn.q_proj.weight": np.zeros(1, np.float32)}, plain / "model.safetensors")
     with pytest.raises(ValueError, match="holds no head that outrider knows"):
         make(method="eagle", model=str(plain))
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from crossed import crossed
 from engines import read, run
 from heads import KINDS, PROMPT, drafter_of, head_folder, small_target
@@ -146,7 +145,7 @@ def test_a_damaged_head_changes_no_text(make: Callable[[], TreeDrafter[Any]]) ->
     """Logits that are NaN draft nothing."""
     made = make()
     opens = made.levels.open
-    made.levels.open = lambda *at: [part._replace(logits=part.logits * torch.nan) for part in opens(*at)]
+    made.levels.open = lambda *at: [part._replace(logits=part.logits * np.nan) for part in opens(*at)]
     asked = [request(PROMPT[:9], SamplingParams(max_tokens=8, temperature=1), 1)]
     loop = Loop(TARGET.model, made, controller=Fixed(3, 2), num_slots=1, max_length=160)
     rows = loop.generate(asked)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from heads import GOLDEN, copied, drafter_of, golden, small_target
-from safetensors.torch import load_file, save_file
+from light import torch
+from ml_dtypes import bfloat16
+from safetensors.numpy import load_file, save_file
 
 from outrider.drafters.heads.eagle import read_eagle
 from outrider.drafters.heads.files import head_kind, open_head
@@ -43,7 +44,8 @@ def test_other_files_and_names(tmp_path: Path) -> None:
     folder = tmp_path / "bin"
     folder.mkdir()
     shutil.copy(GOLDEN / "eagle31" / "config.json", folder)
-    torch.save(weights, folder / "pytorch_model.bin")
+    floats = {name: x.astype(np.float32) if x.dtype == bfloat16 else x for name, x in weights.items()}
+    torch.save({name: torch.from_numpy(x) for name, x in floats.items()}, folder / "pytorch_model.bin")
     assert head_kind(folder) == "eagle3"
     got = read_eagle(folder, TARGET)
     assert got.config == want.config
@@ -83,7 +85,7 @@ def test_a_pickle_that_runs_code_is_not_run(tmp_path: Path) -> None:
 def test_an_embedding_of_its_own_is_used_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     same = read_eagle(GOLDEN / "eagle3", TARGET)
     assert same.own_embedding is None
-    folder = copied("eagle3", tmp_path, embed_tokens__weight=torch.randn(128, 32))
+    folder = copied("eagle3", tmp_path, embed_tokens__weight=np.ones((128, 32), np.float32))
     with caplog.at_level(logging.WARNING, "outrider.heads"):
         own = read_eagle(folder, TARGET)
     assert "an embedding of its own" in caplog.text

@@ -13,10 +13,9 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-import torch
-from heads import GOLDEN, copied, drafter_of, features, small_target
+from heads import GOLDEN, copied, drafter_of, features, torch_target
 from helpers import configured
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 
 from outrider.core.types import Budget
 from outrider.drafters.heads.eagle import survival
@@ -30,7 +29,7 @@ from outrider.models.nodes import Nodes
 from outrider.testing.contract import GREEDY, context
 from outrider_lab.heads.writers import name_target
 
-TARGET = small_target()
+TARGET = torch_target()
 TEXT = [(7 * i * i + 3 * i + 11) % 127 for i in range(80)]
 HEAD = GOLDEN / "eagle31"
 KEY = "eagle_aux_hidden_state_layer_ids"
@@ -116,7 +115,7 @@ def test_later_tokens_are_fed_back() -> None:
     cache.commit([0], [range(t)])
     logits, g = head.forward(Nodes(np.array([TEXT[t + 1 : t + 2]]), cache, [0]), states[None, t : t + 1])
     first = int(logits[0, 0].argmax())
-    parents = torch.tensor([[-1, 0]])
+    parents = np.array([[-1, 0]])
     again = head.forward(Nodes(np.array([TEXT[t + 2 : t + 3]]), cache, [0], parents), g=g)
     second = int(again.logits[0, 0].argmax())
     assert head.subset is not None
@@ -144,7 +143,7 @@ def test_a_head_that_names_its_model_is_compared_with_it_first(
 ) -> None:
     folder = copied("eagle31", tmp_path / "head")
     (tmp_path / "config.json").write_text("{}")
-    save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors")
+    save_file({"x": np.ones(2)}, tmp_path / "model.safetensors")
     loaded = replace(TARGET, tokenizer=lambda text, **_: {"input_ids": TEXT}, source=str(tmp_path))
     if digest is not None:
         found = target_digest(loaded)
@@ -157,10 +156,10 @@ def test_a_head_that_names_its_model_is_compared_with_it_first(
 
 def medusa_folder(into: Path) -> Path:
     """Two random heads; the second is not like the first."""
-    torch.manual_seed(2)
-    tensors = {f"blocks.{i}.layers.0.weight": torch.randn(32, 32) * 0.3 for i in range(2)}
-    tensors |= {f"lm_heads.{i}.weight": torch.randn(128, 32) for i in range(2)}
-    save_file(tensors, into / "model.safetensors")
+    draw = np.random.default_rng(2)
+    tensors = {f"blocks.{i}.layers.0.weight": 0.3 * draw.normal(size=(32, 32)) for i in range(2)}
+    tensors |= {f"lm_heads.{i}.weight": draw.normal(size=(128, 32)) for i in range(2)}
+    save_file({name: values.astype(np.float32) for name, values in tensors.items()}, into / "model.safetensors")
     settings = {"model_type": "medusa", "num_heads": 2, "num_hidden_layers": 1, "vocab_size": 128}
     (into / "config.json").write_text(json.dumps(settings))
     return into
