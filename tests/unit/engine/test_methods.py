@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from time import sleep
 
 import pytest
 from engines import LONG, TARGET, engine, read, run, settled
 from helpers import VOCAB, costs, plain_texts, planned, request
 
-from outrider.control import Costs, Planner
+from outrider.control import CostModel, Costs, Planner
 from outrider.control.plan import PLAIN, Plan, View
 from outrider.core.params import SamplingParams
 from outrider.core.types import Budget
@@ -37,7 +38,14 @@ def ask(llm: LLM, eng: Engine, prediction: list[int] | None = None, method: str 
     return run(eng, [read(asked, method=method)])[0]
 
 
-def test_a_prediction_is_used_on_a_server_whose_draft_model_does_not_pay() -> None:
+def test_a_prediction_is_used_on_a_server_whose_draft_model_does_not_pay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Costs are given, because a busy machine may measure a step of two nodes at twice one of one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        "outrider.engine.calibrate.measure", lambda model, models, key, *_: CostModel(dict(key), {1: 0.003, 17: 0.005})
+    )
     config = {"method": "draft_model", "model": "builtin:code-draft"}
     llm = LLM("builtin:code", speculative_config=config, drafter=SlowAndWrong(), max_num_seqs=2, any_method=True)
     eng = Engine(llm.runtime)
