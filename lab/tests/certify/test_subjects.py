@@ -172,7 +172,7 @@ def unloadable(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("nowhere", "there is no folder .*; give a model folder"),
         ("missing.gguf", "there is no file .*; give the path of a GGUF file"),
         ("unknown", "model_type 'flyingfish'.* does not know.* A newer transformers may"),
-        ("incomplete", "are incomplete: model.layers.1.input_layernorm.weight of .* Download it again"),
+        ("incomplete", "are incomplete: .*model.layers.1.* Download it again"),
         ("empty", "has no config.json and no .gguf file; give the folder"),
         ("cut.gguf", "cut.gguf .*download it again"),
     ],
