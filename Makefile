@@ -2,6 +2,7 @@
 # proves it.  make quick: the exact proofs and the loop alone.  make light: what needs no torch, where torch is not installed.
 PYTHON ?= python3
 BIN = .venv/bin
+LIGHT ?= tests lab/tests
 FILES = pyproject.toml data/pyproject.toml certify/pyproject.toml lab/pyproject.toml ray/pyproject.toml setup.py constraints.txt
 BUILT = $(FILES) $(wildcard outrider/kernels/cpu/src/* outrider/kernels/cpu/src/simd/*)
 # compat: otherwise a program in the folder above would import the clone's folder, if that is called outrider.
@@ -16,7 +17,7 @@ install: .venv/.installed
 	@echo "Installing everything into .venv: several minutes, and pip says nothing. Without a GPU, see docs/guides/operate.md#install first."
 	@$(VENV)
 	$(PIP) --quiet --upgrade pip
-	$(PIP) --quiet -e ./data -e ./certify -e ./lab -e ./ray -e '.[dev]'
+	$(PIP) --quiet -e '.[dev]' -e ./data -e ./certify -e ./lab -e ./ray
 	@touch $(@D)/.demo $@
 
 .venv/.demo: $(BUILT)
@@ -37,7 +38,7 @@ test: install
 	@touch $@
 
 light: .venv-light/.installed
-	.venv-light/bin/python -m pytest -n 2 --dist loadfile tests lab/tests
+	.venv-light/bin/python -m pytest -n 2 --dist loadfile $(LIGHT)
 
 quick: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/exact tests/unit/core tests/unit/verify tests/unit/control tests/unit/engine

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from forked import Forked
+from light import HAS_RAY
 from patience import PATIENCE
 from serving import builtin
 from typer.testing import CliRunner
@@ -131,6 +132,9 @@ def test_broken_and_refused_lines_are_errors_and_the_others_are_answered(tmp_pat
     assert "do not follow each other" in rows[7]["response"]["body"]["error"]["message"]
 
 
+has_ray = pytest.mark.skipif(not HAS_RAY, reason="needs: pip install ./ray")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -140,8 +144,8 @@ def test_broken_and_refused_lines_are_errors_and_the_others_are_answered(tmp_pat
         (["in.jsonl", "-o", "in.jsonl"], "is the file of requests itself"),
         (["in.jsonl", "-o", "./link.jsonl"], "is the file of requests itself"),
         (["in.jsonl", "-o", "none/out.jsonl"], "there is no folder"),
-        (["in.jsonl", "--ray", "127.0.0.1:9"], "no Ray cluster answers at '127.0.0.1:9'"),
-        (["in.jsonl", "--ray", "ray://no-such-host.invalid:10001"], "or take --ray local"),
+        pytest.param(["in.jsonl", "--ray", "127.0.0.1:9"], "no Ray cluster answers at '127.0.0.1:9'", marks=has_ray),
+        pytest.param(["in.jsonl", "--ray", "ray://no-such-host.invalid:10001"], "or take --ray local", marks=has_ray),
         (["in.jsonl", "-m", "builtin:cod"], "did you mean 'builtin:code'"),
     ],
 )

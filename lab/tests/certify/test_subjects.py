@@ -187,6 +187,7 @@ def test_a_model_that_cannot_be_loaded_is_explained(
 
 
 def test_a_draft_model_and_a_reference_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)  # the certificate's journal is written there
     why = "there is no folder /nowhere; give a model folder"
     draft = ("--speculative-config", '{"method": "draft_model", "model": "/nowhere"}')
@@ -196,6 +197,7 @@ def test_a_draft_model_and_a_reference_that_cannot_be_loaded(monkeypatch: pytest
 
 
 def test_a_model_that_does_not_fit_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)  # nothing is to be written
     monkeypatch.setattr(checkpoint, "free_memory", lambda where: 30_000_000)
     said = outrider("builtin:code", "--budget", "1s", "--dtype", "float32", code=2)

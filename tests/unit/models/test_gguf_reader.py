@@ -156,6 +156,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_broken_file_or_one_of_another_kind_is_named(fault: str, file: Path) -> None:
     change, message = BROKEN[fault]
+    if fault == "another shape":  # a shape that the native step does not know is left to transformers, which refuses it
+        pytest.importorskip("torch")
     change(file)
     with pytest.raises((ValueError, UnsupportedModel), match=message):
         load(file)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from light import HAS_RAY
 
 from outrider.cli.main import app
 from outrider.serve.options import PANELS, BatchOptions, ServeOptions, panel, shown
@@ -49,7 +50,12 @@ def test_front_and_replica_get_their_own_options_and_a_file_has_no_key() -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("serve", ServeOptions), ("deploy", DeployOptions), ("batch", BatchOptions)]
+    ("name", "kind"),
+    [
+        ("serve", ServeOptions),
+        pytest.param("deploy", DeployOptions, marks=pytest.mark.skipif(not HAS_RAY, reason="needs: pip install ./ray")),
+        ("batch", BatchOptions),
+    ],
 )
 def test_a_command_has_every_option_that_is_declared_with_its_default_and_help(name: str, kind: type) -> None:
     command = typer.main.get_command(app).commands[name]  # pyright: ignore[reportAttributeAccessIssue]
