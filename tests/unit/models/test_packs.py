@@ -108,7 +108,7 @@ def whole(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def quantised(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def quantised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts the matrices that are packed."""
     counted, init = list[int](), native.Packed.__init__
     monkeypatch.setattr(native.Packed, "__init__", lambda self, *a, **k: (counted.append(1), init(self, *a, **k))[1])
