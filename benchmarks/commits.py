@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.ruler import median_interval, parser, shown, turns
-from benchmarks.scale_up import synthetic
 from outrider.kernels import cpu as native
 from outrider.kernels.cpu import FORMATS
 from outrider.kernels.cpu.library import PackedStruct
@@ -86,7 +85,10 @@ def checkouts(args: argparse.Namespace) -> None:
     """Texts of one and of eight sequences, plainly and with a draft model."""
     draft = {"method": "draft_model", "model": args.draft_model, "num_speculative_tokens": 4, "controller": "fixed"}
     models = {Path(args.model).name: (args.model, SIZES["160M"])} if args.model else {}
-    models = models or {size: (str(synthetic(size)), tokens) for size, tokens in SIZES.items()}
+    if not models:
+        from benchmarks.scale_up import synthetic
+
+        models = {size: (str(synthetic(size)), tokens) for size, tokens in SIZES.items()}
     sides = [Checkout(args.old), Checkout(args.new)]
     for name, (model, lengths) in models.items():
         for batch, count in zip((1, 8), lengths, strict=True):

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.ruler import markdown, parser, save
-from benchmarks.scale_up import synthetic
 from benchmarks.stretches import TimedRun, interleave
 from outrider.control import Costs, Planner
 from outrider.core.intervals import interval
@@ -104,7 +103,11 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=768)
     options.add_argument("--out", type=Path)
     args = options.parse_args()
-    model = args.model or str(synthetic("160M"))
+    model = args.model
+    if not model:
+        from benchmarks.scale_up import synthetic
+
+        model = str(synthetic("160M"))
     target, records = load(model, device="cpu"), list[dict[str, Any]]()
     every = cases(target, args.draft)
     for name in args.cases:

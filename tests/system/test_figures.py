@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
-from light import torch
+from ml_dtypes import bfloat16
 
 from benchmarks.table import DOCUMENT, MARKER, README, TREES, newest
 from outrider.cli.main import app
@@ -66,7 +66,7 @@ def classes(path: str | None = None) -> str:
 
 
 def int8_of_bfloat16() -> str:
-    return f"{100 * packed_width(64, np.dtype(np.int8)) / (64 * torch.bfloat16.itemsize):.0f}"
+    return f"{100 * packed_width(64, np.dtype(np.int8)) / (64 * np.dtype(bfloat16).itemsize):.0f}"
 
 
 def accepted(arm: str) -> str:
