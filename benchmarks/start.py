@@ -80,13 +80,8 @@ def main() -> None:
         size = Path(model).stat().st_size / 1e6 if Path(model).is_file() else 0.0
         rows.append([Path(model).name, who, f"{wall:.2f}", f"{processor:.2f}", f"{memory:.0f}", f"{memory - size:.0f}"])
     print(markdown(["model", "program", "wall, s", "processor, s", "peak, MB", "beyond, MB"], rows))
-    print(
-        save(
-            "start",
-            args.out,
-            figures={f"{Path(model).name} {who}": measured for (model, who), measured in figures.items()},
-        )
-    )
+    named = {f"{Path(model).name} {who}": measured for (model, who), measured in figures.items()}
+    print(save("start", args.out, figures=named))
 
 
 if __name__ == "__main__":
