@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -27,12 +27,32 @@ FINAL_NORM = -1  # the output of the final norm: what the output head reads
 EMBEDDING = -2  # the input of layer 0: `hidden_states[0]` of transformers
 
 
+class LazyArray:
+    """An array on a device. Indexed as numpy's; it is copied to the host when it is first read."""
+
+    def __init__(self, read: Callable[[], np.ndarray]) -> None:
+        self._read = read
+
+    @cached_property
+    def host(self) -> np.ndarray:
+        """The copy. The next forward may overwrite what was not read."""
+        return self._read()
+
+    def __getitem__(self, at: Any) -> np.ndarray:
+        return self.host[at]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.host, dtype, copy=copy)
+
+
 class Output(NamedTuple):
     """What a forward gives.
 
     logits: float32 [batch, node, vocab]. Of all new nodes ("all"), of the last one of each tree ("last": node = 1), or
     of no node ("none": node = 0).
     features: float32 [batch, node, len(taps) * hidden], the tapped hidden states side by side, or None without taps.
+
+    Those of a `step` may be a `LazyArray`, so index them or call `np.asarray`.
     """
 
     logits: np.ndarray

@@ -11,6 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TORCH = (
+    "outrider/models/gpu/",
     "outrider/models/hf/",
     "outrider/integrations/transformers.py",
     "lab/outrider_lab/heads/modules.py",

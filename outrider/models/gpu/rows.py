@@ -1,0 +1,73 @@
+"""The rows of a forward: all that kernels read of its nodes, in one buffer that one copy fills."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ALIGN = 4  # numbers: a field begins at 16 bytes, so kernels may read it in wide steps
+
+
+class Rows:
+    """Views of a buffer, int32 [number], for `entries` sequences of `nodes` nodes each, one entry after another.
+
+    width: nodes of the longest path of a tree; 0: chains, whose cells are their positions, and which have no `paths`.
+
+    Attributes:
+        seeds: int64 [entry], of the noise.
+        temperatures: float32 [entry]; 0: greedy.
+        slots, starts: int32 [entry]: of the cache, and the committed tokens there. Entries that are unused have 0.
+        tokens, positions, cells: int32 [row]: a token, its place in the text, and the cell of the slot that it is written to. The
+            position is -1 for rows that are unused: they write nothing and read nothing.
+        parents: int32 [row]: the parent's node; -1: the root, -2: unused. Trees and chains have it.
+        paths: int32 [row, width]: the scratch nodes from the root down to the row's own, then 0. Node n is in cell start + n.
+    """
+
+    def __init__(self, buffer: Tensor, entries: int, nodes: int, width: int = 0) -> None:
+        self.entries, self.nodes, self.width, self.count = entries, nodes, width, entries * nodes
+        at = 0
+
+        def field(kind: torch.dtype, *shape: int) -> Tensor:
+            nonlocal at
+            size = int(np.prod(shape)) * kind.itemsize // 4
+            begin, at = at, at + -(-size // _ALIGN) * _ALIGN
+            return buffer[begin : begin + size].view(kind).view(shape)
+
+        self.seeds = field(torch.int64, entries)
+        self.temperatures = field(torch.float32, entries)
+        self.slots, self.starts = field(torch.int32, entries), field(torch.int32, entries)
+        self.tokens, self.positions, self.cells, self.parents = (field(torch.int32, self.count) for _ in range(4))
+        self.paths = field(torch.int32, self.count, width) if width else None
+        self.size = at
+
+    @staticmethod
+    def room(rows: int, width: int) -> int:
+        """Numbers of a buffer that holds any rows up to so many, with paths of this width."""
+        return rows * (5 + 4 + width) + 9 * _ALIGN
+
+
+class RowBuffer:
+    """The buffer of a device, and the one of the host that is copied to it."""
+
+    def __init__(self, device: str, rows: int, width: int) -> None:
+        """rows, width: the largest."""
+        size = Rows.room(rows, width)
+        self.device = torch.zeros(size, dtype=torch.int32, device=device)
+        self.host = torch.zeros(size, dtype=torch.int32, pin_memory=self.device.is_cuda)
+        self._views = dict[tuple[int, int, int], tuple[Rows, dict[str, Any]]]()
+
+    def views(self, entries: int, nodes: int, width: int) -> tuple[Rows, dict[str, np.ndarray]]:
+        """The rows of the device, and the same fields of the host."""
+        key = entries, nodes, width
+        if key not in self._views:
+            here = vars(Rows(self.host, *key))
+            arrays = {name: field.numpy() for name, field in here.items() if isinstance(field, Tensor)}
+            self._views[key] = Rows(self.device, *key), arrays
+        return self._views[key]
+
+    def send(self, size: int) -> None:
+        """Copy so many numbers to the device."""
+        self.device[:size].copy_(self.host[:size], non_blocking=True)
