@@ -120,15 +120,15 @@ def divergence(target_logits: Tensor, draft_logits: Tensor, weight: float) -> tu
 
 def loss_of(
     head: TrainedHead, rows: Tensor, batch: Batch, taught: Taught, anchors: Anchors, weight: float
-) -> tuple[Tensor, list[float]]:
-    """(loss, acceptance of each draft token) on a batch. The acceptance is 1 - TV over the draft vocabulary, at temperature 1.
+) -> tuple[Tensor, Tensor]:
+    """(loss, acceptance of each draft token) on a batch, both on its device. The acceptance is 1 - TV over the draft vocabulary, at temperature 1.
 
     rows: [draft_vocab, hidden], the target's output head. weight: of the total variation in the loss. The teacher is the
     target's distribution over the draft vocabulary, renormalised. A confidence learns the acceptance.
     """
     device = taught.last.device
     tokens, at, valid = batch.tokens.to(device), anchors.at.to(device), anchors.valid.to(device)
-    total, accepted = torch.zeros((), device=device), list[float]()
+    total, accepted = torch.zeros((), device=device), list[Tensor]()
     scale = sum(head.decay**k for k in range(head.depth)) * valid.sum()
     for step, (logits, confidence) in enumerate(head.drafts(tokens, taught, at)):
         with torch.no_grad():
@@ -139,5 +139,5 @@ def loss_of(
             sure = F.binary_cross_entropy_with_logits(confidence.float(), 1 - tv.detach(), reduction="none")
             loss = loss + CONFIDENCE * sure
         total = total + head.decay**step * (loss * valid).sum()
-        accepted.append(float(1 - (tv * valid).sum() / valid.sum()))
-    return total / scale, accepted
+        accepted.append(1 - (tv * valid).sum() / valid.sum())
+    return total / scale, torch.stack(accepted)

@@ -275,9 +275,10 @@ class Training:
             optimiser.param_groups[0]["lr"] = base * rate(done, FALL)
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
-        if not torch.isfinite(loss.detach()):
-            raise FloatingPointError(f"the loss became {loss.item()} at step {progress.step}")
-        return loss.item(), accepted
+        lost, *shares = torch.cat([loss.detach()[None], accepted]).tolist()  # a device is waited for once
+        if not math.isfinite(lost):
+            raise FloatingPointError(f"the loss became {lost} at step {progress.step}")
+        return lost, shares
 
     def _measure(self, loss: float) -> list[Survival]:
         """Measure the held-out answers, and write head and card."""
