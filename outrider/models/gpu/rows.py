@@ -8,13 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_SHORT = 1024  # tokens; the first of the lengths of `reach`
 _ALIGN = 4  # numbers: a field begins at 16 bytes, so kernels may read it in wide steps
 
 
 class Rows:
     """Views of a buffer, int32 [number], for `entries` sequences of `nodes` nodes each, one entry after another.
 
-    width: nodes of the longest path of a tree; 0: chains, whose cells are their positions, and which have no `paths`.
+    width: nodes of the longest path of a tree; 0: chains, whose cells are their positions, and which have no `paths`. length: no
+    position reaches it; see `reach`.
 
     Attributes:
         seeds: int64 [entry], of the noise.
@@ -22,12 +24,13 @@ class Rows:
         slots, starts: int32 [entry]: of the cache, and the committed tokens there. Entries that are unused have 0.
         tokens, positions, cells: int32 [row]: a token, its place in the text, and the cell of the slot that it is written to. The
             position is -1 for rows that are unused: they write nothing and read nothing.
+        last: int32 [entry]: the rows whose logits are wanted, where only the last ones are.
         parents: int32 [row]: the parent's node; -1: the root, -2: unused. Trees and chains have it.
         paths: int32 [row, width]: the scratch nodes from the root down to the row's own, then 0. Node n is in cell start + n.
     """
 
-    def __init__(self, buffer: Tensor, entries: int, nodes: int, width: int = 0) -> None:
-        self.entries, self.nodes, self.width, self.count = entries, nodes, width, entries * nodes
+    def __init__(self, buffer: Tensor, entries: int, nodes: int, width: int = 0, length: int = 0) -> None:
+        self.entries, self.nodes, self.width, self.count, self.length = entries, nodes, width, entries * nodes, length
         at = 0
 
         def field(kind: torch.dtype, *shape: int) -> Tensor:
@@ -38,7 +41,7 @@ class Rows:
 
         self.seeds = field(torch.int64, entries)
         self.temperatures = field(torch.float32, entries)
-        self.slots, self.starts = field(torch.int32, entries), field(torch.int32, entries)
+        self.slots, self.starts, self.last = (field(torch.int32, entries) for _ in range(3))
         self.tokens, self.positions, self.cells, self.parents = (field(torch.int32, self.count) for _ in range(4))
         self.paths = field(torch.int32, self.count, width) if width else None
         self.size = at
@@ -46,7 +49,12 @@ class Rows:
     @staticmethod
     def room(rows: int, width: int) -> int:
         """Numbers of a buffer that holds any rows up to so many, with paths of this width."""
-        return rows * (5 + 4 + width) + 9 * _ALIGN
+        return rows * (6 + 4 + width) + 10 * _ALIGN
+
+
+def reach(length: int) -> int:
+    """A length that texts of a forward share: 1,024 and its multiples by four. It sets how many programs read a text, and no bit."""
+    return next(bound for n in range(16) if (bound := _SHORT << 2 * n) >= length)
 
 
 class RowBuffer:
@@ -57,11 +65,11 @@ class RowBuffer:
         size = Rows.room(rows, width)
         self.device = torch.zeros(size, dtype=torch.int32, device=device)
         self.host = torch.zeros(size, dtype=torch.int32, pin_memory=self.device.is_cuda)
-        self._views = dict[tuple[int, int, int], tuple[Rows, dict[str, Any]]]()
+        self._views = dict[tuple[int, int, int, int], tuple[Rows, dict[str, Any]]]()
 
-    def views(self, entries: int, nodes: int, width: int) -> tuple[Rows, dict[str, np.ndarray]]:
+    def views(self, entries: int, nodes: int, width: int, length: int) -> tuple[Rows, dict[str, np.ndarray]]:
         """The rows of the device, and the same fields of the host."""
-        key = entries, nodes, width
+        key = entries, nodes, width, length
         if key not in self._views:
             here = vars(Rows(self.host, *key))
             arrays = {name: field.numpy() for name, field in here.items() if isinstance(field, Tensor)}

@@ -58,7 +58,7 @@ def test_logits_are_fetched_by_those_who_read_them(drafter: Any, asked: dict[str
 @pytest.mark.parametrize(("entries", "nodes", "width"), [(1, 1, 0), (3, 5, 0), (4, 8, 6), (32, 8, 8)])
 def test_the_fields_of_rows_are_apart(entries: int, nodes: int, width: int) -> None:
     buffer = RowBuffer("cpu", 256, 64)
-    rows, here = buffer.views(entries, nodes, width)
+    rows, here = buffer.views(entries, nodes, width, 1024)
     fields = [field for field in vars(rows).values() if isinstance(field, torch.Tensor)]
     places = [
         range(t.storage_offset() * t.element_size(), t.storage_offset() * t.element_size() + t.nbytes) for t in fields
