@@ -31,11 +31,11 @@ from triton.runtime import interpreter
 backend_registration._setup_privateuseone_for_python_backend("pretend")  # device guards that do nothing
 DEVICE = torch.device("pretend", 0)
 _CPU = torch.device("cpu")
-_MAKES = {*"empty empty_like new_empty empty_strided new_empty_strided zeros ones full arange clone _to_copy".split()}
-_VIEWS = _MAKES - {"zeros", "ones", "full", "arange", "clone", "_to_copy"} | set(
-    "view _unsafe_view expand permute transpose t slice select unsqueeze squeeze split detach alias as_strided unbind "
-    "split_with_sizes lift_fresh lift diagonal narrow view_as_real is_pinned _reshape_alias unfold".split()
-)
+_ALLOTS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+_MAKES = _ALLOTS | {"zeros", "ones", "full", "arange", "clone", "_to_copy"}
+_VIEWS = """view _unsafe_view expand permute transpose t slice select unsqueeze squeeze split detach alias as_strided unbind
+split_with_sizes lift_fresh lift diagonal narrow view_as_real is_pinned _reshape_alias unfold"""
+_NO_KERNEL = _ALLOTS | set(_VIEWS.split())
 _READS = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "_unique2", "unique_consecutive", "masked_select"}
 _MIXES = ("copy_", "_to_copy", "set_", "index_put_", "index", "_index_put_impl_")
 
@@ -95,13 +95,13 @@ class Pretend(TorchDispatchMode):
     def __enter__(self) -> Pretend:
         Pretend.now, self._stack, launch = self, ExitStack(), interpreter.GridExecutor.__call__
 
-        def __call__(executor: Any, *args: Any, **kwargs: Any) -> None:
+        def call(executor: Any, *args: Any, **kwargs: Any) -> None:
             self._launched(executor, args, kwargs)
             given, named = tree_map(lambda a: a.memory if isinstance(a, DeviceTensor) else a, (args, kwargs))
             with _disable_current_modes():
                 launch(executor, *given, **named)
 
-        self._stack.enter_context(patch.object(interpreter.GridExecutor, "__call__", __call__))
+        self._stack.enter_context(patch.object(interpreter.GridExecutor, "__call__", call))
         # a Python tensor cannot be made within it
         self._stack.enter_context(patch.object(torch, "inference_mode", torch.no_grad))
         self._stack.enter_context(_Made())
@@ -133,9 +133,9 @@ class Pretend(TorchDispatchMode):
         asked = kwargs.get("device")
         target = None if asked is None else torch.device(asked).type
         out_there = bool(there) if target is None else target == DEVICE.type
-        if there and target is None and name not in _MIXES:
-            if [t for t in tensors if not isinstance(t, DeviceTensor) and t.dim()]:
-                raise RuntimeError(f"Expected all tensors to be on the same device ({name} at {self.where()})")
+        apart = [t for t in tensors if not isinstance(t, DeviceTensor) and t.dim()]
+        if there and target is None and name not in _MIXES and apart:
+            raise RuntimeError(f"Expected all tensors to be on the same device ({name} at {self.where()})")
         if name in ("index", "index_put_", "_index_put_impl_") and there:
             if not isinstance(args[0], DeviceTensor):
                 raise RuntimeError(f"indices are on the device and the tensor is not ({name} at {self.where()})")
@@ -158,7 +158,7 @@ class Pretend(TorchDispatchMode):
             self.waits[f"{name}, {self.where()}"] += 1
             if name in ("_local_scalar_dense", "equal", "is_nonzero"):
                 return out
-        if (there or out_there) and name not in _VIEWS:
+        if (there or out_there) and name not in _NO_KERNEL:
             self.kernels[name] += 1
         if not out_there:
             return out

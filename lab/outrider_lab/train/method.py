@@ -121,7 +121,8 @@ def divergence(target_logits: Tensor, draft_logits: Tensor, weight: float) -> tu
 def loss_of(
     head: TrainedHead, rows: Tensor, batch: Batch, taught: Taught, anchors: Anchors, weight: float
 ) -> tuple[Tensor, Tensor]:
-    """(loss, acceptance of each draft token) on a batch, both on its device. The acceptance is 1 - TV over the draft vocabulary, at temperature 1.
+    """(loss, acceptance of each draft token) on a batch, both on its device. The acceptance is 1 - TV over the draft vocabulary,
+    at temperature 1.
 
     rows: [draft_vocab, hidden], the target's output head. weight: of the total variation in the loss. The teacher is the
     target's distribution over the draft vocabulary, renormalised. A confidence learns the acceptance.

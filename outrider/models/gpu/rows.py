@@ -53,7 +53,7 @@ class Rows:
 
 
 def reach(length: int) -> int:
-    """A length that texts of a forward share: 1,024 and its multiples by four. It sets how many programs read a text, and no bit."""
+    """A length that texts of a forward share: 1,024, 4,096 and so on. It sets how many programs read a text, and no bit."""
     return next(bound for n in range(16) if (bound := _SHORT << 2 * n) >= length)
 
 
