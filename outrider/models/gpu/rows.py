@@ -62,13 +62,16 @@ class RowBuffer:
 
     def __init__(self, device: str, rows: int, width: int) -> None:
         """rows, width: the largest."""
-        size = Rows.room(rows, width)
+        self.width, size = width, Rows.room(rows, width)
         self.device = torch.zeros(size, dtype=torch.int32, device=device)
         self.host = torch.zeros(size, dtype=torch.int32, pin_memory=self.device.is_cuda)
+        self._sent = torch.cuda.Event() if self.device.is_cuda else None
         self._views = dict[tuple[int, int, int, int], tuple[Rows, dict[str, Any]]]()
 
     def views(self, entries: int, nodes: int, width: int, length: int) -> tuple[Rows, dict[str, np.ndarray]]:
-        """The rows of the device, and the same fields of the host."""
+        """The rows of the device, and the same fields of the host to fill before `send`. It waits for the copy of the last."""
+        if self._sent is not None:
+            self._sent.synchronize()
         key = entries, nodes, width, length
         if key not in self._views:
             here = vars(Rows(self.host, *key))
@@ -79,3 +82,5 @@ class RowBuffer:
     def send(self, size: int) -> None:
         """Copy so many numbers to the device."""
         self.device[:size].copy_(self.host[:size], non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
