@@ -32,16 +32,11 @@ class StopChecker:
         prompt: Sequence[int] = (),
     ) -> None:
         """end_ids: tokens that end the text, beside those of params. limit: the most tokens. tokens: of the tokenizer; without
-        them there is no text.
-
-        Raises ValueError for stop strings without a tokenizer.
-        """
+        them there is no text, and no stop string."""
         self.params, self.limit = params, limit
         self._ends = {token: FinishReason("stop", token) for token in params.stop_token_ids}
         self._ends |= dict.fromkeys(end_ids, FinishReason("stop"))
         self._tokens = tokens or TokenBytes(None)
-        if params.stops and self._tokens.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer; give LLM(..., tokenizer=...) or use stop_token_ids")
         self._reader = Detokenizer(self._tokens, prompt, params.skip_special_tokens)
         self._unread, self._marks = deque[int](), list[int]()  # tokens that are no text yet; of the others as `marks`
         self._reading = threading.Lock()  # one thread writes the text, and others ask for it

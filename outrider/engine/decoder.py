@@ -125,6 +125,8 @@ class Decoder:
                 vocab = self.target.vocab_size
                 raise BadParameter(f"{name} token {wrong[0]!s:.20} is outside the vocabulary of {vocab} tokens", name)
         p.check_vocab(self.target.vocab_size)
+        if p.stops and self.tokens.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer; give LLM(..., tokenizer=...) or use stop_token_ids")
         if n >= self.max_length:
             raise ContextOverflow(n, self.max_length)
         if request.prefill_only:

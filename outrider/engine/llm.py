@@ -8,6 +8,7 @@ import os
 import warnings
 from collections import abc, deque
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -182,12 +183,16 @@ class LLM:
             raise ValueError(
                 f"{len(params)} sampling_params for {len(many)} prompts; give one for all, or one per prompt"
             )
-        groups = [self.requests(self.encode(prompt), each) for prompt, each in zip(many, params, strict=True)]
-        done = iter(self.scheduler.generate(itertools.chain.from_iterable(groups)))
-        return [
-            self._output(prompt, list(itertools.islice(done, len(group))))
-            for prompt, group in zip(many, groups, strict=True)
-        ]
+        requests = (
+            request
+            for prompt, each in zip(many, params, strict=True)
+            for request in self.requests(self.encode(prompt), each)
+        )
+        with closing(self.scheduler.each(requests)) as done:
+            return [
+                self._output(prompt, [*itertools.islice(done, each.n)])
+                for prompt, each in zip(many, params, strict=True)
+            ]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
         """Continue one prompt, given as to `generate`, and yield what each step adds to the text, from no tokens to many.

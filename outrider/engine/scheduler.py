@@ -13,7 +13,8 @@ import logging
 import math
 import threading
 from collections import Counter, abc, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 from weakref import ref
@@ -82,7 +83,6 @@ class Scheduler:
         self.queue = FairQueue[Sequence](max_queue)
         self.preemptions = self.accepted = 0
         self.lock = threading.RLock()  # of the queue
-        # two locks hand the turn on, so that waiting threads step in the order in which they came
         self._next_in_line, self._stepping = threading.Lock(), threading.Lock()
         # When sequences that are left end with what they have, and why no more are taken from then on.
         self.stop_at, self.stopped = math.inf, CLOSING
@@ -111,13 +111,16 @@ class Scheduler:
         """Whether so many sequences, which hold so many tokens together, can all grow. One alone always can."""
         return held + HEADROOM * count <= self.kv_limit
 
+    def _sequence(self, request: Request) -> Sequence:
+        roster = self.roster
+        if roster is None:
+            return self.decoder.sequence(request)
+        method = roster.method(request.method, bool(request.prediction))
+        return self.decoder.sequence(request, method, roster.planner.limit.depth)
+
     def add(self, requests: Iterable[Request]) -> list[Sequence]:
         """Queue a sequence of each request, all or none. Raises ValueError, QueueFull or EngineStopped."""
-        sequences, roster, drafts = list[Sequence](), self.roster, (NONE, 0)
-        for request in requests:
-            if roster is not None:
-                drafts = roster.method(request.method, bool(request.prediction)), roster.planner.limit.depth
-            sequences.append(self.decoder.sequence(request, *drafts))
+        sequences = [self._sequence(request) for request in requests]
         with self.lock:
             if self.stop_at < math.inf:
                 raise EngineStopped(self.stopped)
@@ -170,39 +173,70 @@ class Scheduler:
 
         Threads may do so at once. They step in turns, and each step moves the sequences of all.
         """
-        ended = 0  # all before it have
         try:
-            while True:
-                while ended < len(mine) and mine[ended].finish is not None:
-                    ended += 1
-                if ended == len(mine):
-                    break
-                with self._next_in_line:
-                    self._stepping.acquire()
-                try:
-                    moved = self.step()
-                finally:
-                    self._stepping.release()
-                yield moved
-            with self._next_in_line, self._stepping:
+            for sequence in mine:
+                while sequence.finish is None:
+                    with self._turn():
+                        moved = self.step()
+                    yield moved
+            with self._turn():
                 pass  # a step of another thread that ended the last one has told its reader, too
         finally:
-            left = [sequence for sequence in mine[ended:] if sequence.finish is None]
-            for sequence in left:
-                self.cancel(sequence)  # ends it with the next step, if another thread is within one
-            if left and self._stepping.acquire(blocking=False):
-                try:
-                    for sequence in left:
-                        self.finish(sequence, "abort", "cancelled")
-                finally:
-                    self._stepping.release()
+            self._leave(mine)
 
     def generate(self, requests: Iterable[Request]) -> list[Sequence]:
         """Run sequences of these requests to their ends; returns them in the same order."""
-        sequences = self.add(requests)
-        for _ in self.run(sequences):
-            pass
-        return sequences
+        return [*self.each(requests)]
+
+    def each(self, requests: Iterable[Request]) -> Generator[Sequence, None, None]:
+        """Run these requests to their ends, and yield their sequences in the same order. A reader may stop early.
+
+        All are checked before one runs. Each is queued when its turn is near: a sequence is many objects, and Python's garbage
+        collector would look through those of all again and again. Raises what `add` raises.
+        """
+        rest, arrived, slots = deque(requests), perf_counter(), self.decoder.cache.num_slots
+        for request in rest:
+            check = self._sequence if request.continued or request.method else self.decoder.check
+            check(request)
+        mine = deque[Sequence]()
+        try:
+            while rest or mine:
+                if rest and (len(self.queue) < slots or not mine):  # as many as a step can seat
+                    new = self.add(rest.popleft() for _ in range(min(slots, len(rest))))
+                    for sequence in new:
+                        sequence.clock.arrived = arrived
+                    mine += new
+                with self._turn():
+                    if mine[0].finish is None:
+                        self.step()
+                    done = list[Sequence]()
+                    while mine and mine[0].finish is not None:
+                        done.append(mine.popleft())
+                yield from done
+        finally:
+            self._leave(mine)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The turn to step, which waiting threads have in the order in which they came."""
+        with self._next_in_line:
+            self._stepping.acquire()
+        try:
+            yield
+        finally:
+            self._stepping.release()
+
+    def _leave(self, mine: Iterable[Sequence]) -> None:
+        """Cancel those that have not ended."""
+        left = [sequence for sequence in mine if sequence.finish is None]
+        for sequence in left:
+            self.cancel(sequence)  # ends it with the next step, if another thread is within one
+        if left and self._stepping.acquire(blocking=False):
+            try:
+                for sequence in left:
+                    self.finish(sequence, "abort", "cancelled")
+            finally:
+                self._stepping.release()
 
     def _end_what_is_over(self, now: float) -> None:
         """End the sequences that are late or cancelled; all of them where the scheduler has stopped."""

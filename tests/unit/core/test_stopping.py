@@ -69,12 +69,10 @@ def test_a_token_that_ends_a_text_is_no_part_of_it(given: dict) -> None:
         assert ending.text == text + "d" * ("min_tokens" in more)
 
 
-def test_length_and_missing_tokenizer() -> None:
+def test_the_last_token_of_a_limit_ends_the_text() -> None:
     ending = StopChecker(SamplingParams(), (), 2, TOKENS)
     assert ending.push(65) is None
     assert ending.push(66).finish == "length"  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="need a tokenizer"):
-        StopChecker(SamplingParams(stop="x"), (), 2)
 
 
 @given(
