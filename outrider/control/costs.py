@@ -15,6 +15,10 @@ from outrider.core.suggest import faults
 RATE = 0.05  # of all moving averages. [half, double] cost so many hundredths in `benchmarks.replays`: [0.1, 1.2; -0.4, 1.8]
 GROSS = 0.8  # bound on the logarithm of seconds taken over seconds believed: a machine pauses now and then. 0.4, 1.6 cost 0.0
 MOST = 256  # nodes of a step up to which costs bend
+# So many nodes more cost a plain step at most, until steps show more: what looks too dear is not tried, so no step would tell.
+# [half, double] cost first requests in `benchmarks.replays` so many hundredths: right costs [0.0, 0.0], costs of several nodes
+# that are five times too high [38.0, -7.7], and without a bound 74; four nodes that cost 2.4 plain steps [0.0, 1.0].
+STEEP = 3.0
 
 
 @dataclass(frozen=True)
@@ -87,13 +91,15 @@ class Costs:
     """The costs of a cost model, corrected by what steps take.
 
     All steps of the target share a pace, and steps of 4, 16, 64 and 256 nodes have a correction of their own; between them it is
-    interpolated. A drafter has a pace for each power of two of the sequences that it drafts for.
+    interpolated, and sizes that were not seen yet follow smaller ones. A drafter has a pace for each power of two of the
+    sequences that it drafts for.
     """
 
     def __init__(self, model: CostModel) -> None:
         self.model, self.behind, self._attention = model, 0.0, 0.0
-        self._base = [model.forward(max(n, 1)) for n in range(MOST + 1)]
-        self._logs, self._seen = [0.0] * 5, [0.0] * 5  # corrections at 1, 4, 16, 64 and 256 nodes, and their steps
+        plain = model.forward(1)
+        self._base = [min(model.forward(max(n, 1)), plain + plain * max(n - 1, 0) / STEEP) for n in range(MOST + 1)]
+        self._logs, self._seen = [0.0] * 5, [0.0] * 5  # corrections at 1, 4, 16, 64 and 256 nodes, and what showed them
         self._paces = {("", 1): (0.0, 0.0)}  # corrections of the target and of drafters, and steps
         self._pace, self._bent = (
             1.0,
@@ -145,11 +151,17 @@ class Costs:
         at, share = _PLACES[min(nodes, MOST)]
         self._learn(("", 1), ratio, 1.0 if nodes == 1 else 0.25)  # the curve may explain a step over several nodes
         self._pace = self._factor("", 1)
-        for place, part in ((at, 1 - share), (at + 1, share)):
-            if place and part:  # the curve at one node is the pace
-                self._seen[place] += part
-                self._logs[place] += part * max(RATE, 1 / (self._seen[place] + 2)) * _bounded(ratio)
-                self._bent.clear()
+        if nodes == 1:
+            return  # the curve at one node is the pace
+        parts = [(place, part) for place, part in ((at, 1 - share), (at + 1, share)) if place and part]
+        whole, move = sum([part * part for _, part in parts]), 0.0
+        for place, part in parts:  # the first step counts in full
+            move = part * max(RATE, 1 / (self._seen[place] + whole)) * _bounded(ratio)
+            self._logs[place] += move
+            self._seen[place] += part * part
+        for place in range(parts[-1][0] + 1, len(self._logs)):
+            self._logs[place] += 0.0 if self._seen[place] else move
+        self._bent.clear()
 
     def observe_draft(self, name: str, rows: int, levels: int, read: int, seconds: float) -> None:
         """A draft of so many levels took so long, with the reading of so many missed tokens before it."""

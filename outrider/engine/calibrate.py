@@ -153,8 +153,9 @@ def measure(
 ) -> CostModel:
     """Measure a cost model in real steps over a text of `_PROMPT` tokens.
 
-    Every setting is timed once a round, and its fastest time counts: other programs can only slow a step down. The first round
-    does not count. models: drafters that cost something; they forget the text. sizes: nodes of a forward, the root counted.
+    Every setting is timed once a round, and its fastest time counts: other programs can only slow a step down, and seldom all
+    rounds of one setting. The first round of a drafter does not count. models: drafters that cost something; they forget the
+    text. sizes: nodes of a forward, the root counted.
     """
     store.wait()  # a pack that is being written slows some of the steps
     with Workbench(target, Different(target.vocab_size)) as bench:
@@ -162,7 +163,8 @@ def measure(
         first = bench.seconds(1)[1]
         if first > _SLOW and sizes == AT_LOAD:
             rounds = 1
-        seconds = {n: min(bench.seconds(n)[1] for _ in range(rounds + (n == 1))) for n in sizes}
+        times = [[bench.seconds(n)[1] for n in sizes] for _ in range(rounds + 1)]
+        seconds = dict(zip(sizes, map(min, zip(*times, strict=True)), strict=True))
         for few, many in zip(sizes[-2::-1], sizes[:0:-1], strict=True):  # more nodes never take less
             seconds[few] = min(seconds[few], seconds[many])
     drafters = _drafters(target, models, seconds[1], rounds - (rounds == 2))

@@ -151,6 +151,37 @@ def test_wrong_costs_are_recovered_from(machine: str) -> None:
         assert by_kind(fresh(costs, some, believed=believed), costs)["all"] > 0.79 * first, believed
 
 
+WRONG = {"right": (1.0, 1.0), "twice": (2.0, 2.0), "five times": (5.0, 5.0), "a busy start": (2.5, 6.0), "half": (0.5, 0.5),
+         "a fifth": (0.2, 0.2)}  # fmt: skip
+"""Calibrations that other programs made wrong: seconds of four and of sixteen nodes, over the true ones."""
+
+
+@cache
+def start_and_rest(machine: str, wrong: str) -> tuple[float, float]:
+    """Tokens a second of the first 300 tokens of a server, and of later ones, in four orders of the texts."""
+    costs, plain = MACHINES[machine], MACHINES[machine].forward(1)
+    some = texts("smollm2-head" if machine == "head" else "qwen2.5-coder", 0.0)
+    names = ("suffix", *costs.drafters)
+    sizes = zip((1, 4, 16), (1.0, *WRONG[wrong]), strict=True)
+    believed = replace(costs, target={n: max(costs.forward(n) * factor, plain) for n, factor in sizes})
+    parts = [[0, 0.0], [0, 0.0]]
+    for order in range(4):
+        server, written = Machine(costs, planner(costs, believed), names, ["suffix"], jitter=0.05, seed=order), 0
+        for text in shuffled(some, order)[:24]:
+            [played], part = server.write([text]), parts[written >= 300]
+            written, part[0], part[1] = written + played.tokens, part[0] + played.tokens, part[1] + played.seconds
+    return parts[0][0] / parts[0][1], parts[1][0] / parts[1][1]
+
+
+@pytest.mark.parametrize("wrong", [name for name in WRONG if name != "right"])
+@pytest.mark.parametrize("machine", ["head", "quiet", more("vnni"), more("gpu")])
+def test_a_calibration_beside_other_programs_is_soon_forgotten(machine: str, wrong: str) -> None:
+    """What looks too dear is not tried, so nothing would correct it."""
+    start, rest = (a / b for a, b in zip(start_and_rest(machine, wrong), start_and_rest(machine, "right"), strict=True))
+    assert start > 0.95
+    assert rest > 0.98
+
+
 def test_noise_costs_little() -> None:
     costs, some = MACHINES["quiet"], texts("qwen2.5-coder", 0.0)
     right = in_a_row("quiet", 0.0)["all"]

@@ -70,8 +70,24 @@ def test_a_correction_reaches_the_sizes_on_both_sides() -> None:
         costs.observe_forward(8, 3 * costs.forward(8))
     grown = {n: costs.forward(n) / costs.forward(1) / was for n, was in before.items()}
     assert 1.1 < grown[3] < grown[6]
+    assert grown[32] == pytest.approx(grown[128]), "sizes that were not seen follow"
     assert grown[32] > 1.1
-    assert grown[128] == pytest.approx(1)
+    for _ in range(40):
+        costs.observe_forward(64, 2 * costs.forward(64))
+    before = costs.forward(64) / costs.forward(1)
+    costs.observe_forward(6, 3 * costs.forward(6))
+    assert costs.forward(64) / costs.forward(1) == pytest.approx(before), "those that were seen do not"
+
+
+def test_what_looks_far_too_dear_is_tried() -> None:
+    """A plan asks for it, and one step tells what it takes."""
+    costs = Costs(CostModel({}, {1: 1.0, 4: 5.0, 16: 30.0}))
+    assert [costs.forward(n) for n in (2, 4, 16)] == pytest.approx([4 / 3, 2.0, 6.0])
+    for _ in range(3):
+        costs.observe_forward(1, 1.0)
+    costs.observe_forward(2, 1.05)
+    assert costs.forward(2) / costs.forward(1) == pytest.approx(1.05, abs=0.02)
+    assert costs.forward(4) < 1.35
 
 
 def test_a_text_costs_each_node_its_length() -> None:

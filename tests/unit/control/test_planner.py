@@ -203,6 +203,8 @@ def test_a_lookup_with_a_long_match_wins_and_is_cut_where_it_does_not_pay() -> N
     verified = [alive for alive in plan.chosen.survival if alive >= plan.chosen.least]
     assert 3 <= len(verified) == plan.chosen.levels <= 16
     steep = Planner(Budget(16), Costs(CostModel({}, {1: 1.0, 16: 20.0}, {})))
+    for nodes in (1, 4, 16) * 5:  # steps show that it is so steep
+        steep.costs.observe_forward(nodes, steep.costs.model.forward(nodes))
     [plan] = steep.plan([replace(one, missing={})])
     assert plan.chosen is None or plan.chosen.levels < 4
 
