@@ -183,16 +183,10 @@ class LLM:
             raise ValueError(
                 f"{len(params)} sampling_params for {len(many)} prompts; give one for all, or one per prompt"
             )
-        requests = (
-            request
-            for prompt, each in zip(many, params, strict=True)
-            for request in self.requests(self.encode(prompt), each)
-        )
+        requests = itertools.chain.from_iterable(map(self.requests, map(self.encode, many), params))
         with closing(self.scheduler.each(requests)) as done:
-            return [
-                self._output(prompt, [*itertools.islice(done, each.n)])
-                for prompt, each in zip(many, params, strict=True)
-            ]
+            outputs = ([*itertools.islice(done, asked.n)] for asked in params)
+            return [*map(self._output, many, outputs)]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
         """Continue one prompt, given as to `generate`, and yield what each step adds to the text, from no tokens to many.

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
 
-
-class Queued(Protocol):
-    """What waits in a queue, such as a `Sequence`. client: those of different clients take turns."""
-
-    @property
-    def client(self) -> str: ...
-
-
-T = TypeVar("T", bound=Queued)
+from outrider.engine.request import Sequence
 
 
 class QueueFull(Exception):
@@ -29,30 +20,30 @@ class EngineStopped(Exception):
     """The engine takes no requests: it is shutting down, or its thread has died."""
 
 
-class FairQueue(Generic[T]):
+class FairQueue:
     """First come, first served within a client; clients take turns. Bounded. Any thread may ask for its length."""
 
     def __init__(self, limit: float) -> None:
         self.limit, self._count = limit, 0
-        self._clients: OrderedDict[str, deque[T]] = OrderedDict()
+        self._clients: OrderedDict[str, deque[Sequence]] = OrderedDict()
 
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[Sequence]:
         return (sequence for sequences in self._clients.values() for sequence in sequences)
 
-    def put(self, sequence: T) -> None:
+    def put(self, sequence: Sequence) -> None:
         self._count += 1
         self._clients.setdefault(sequence.client, deque()).append(sequence)
 
-    def put_back(self, sequence: T) -> None:
+    def put_back(self, sequence: Sequence) -> None:
         """A sequence that was preempted is the next one."""
         self._count += 1
         self._clients.setdefault(sequence.client, deque()).appendleft(sequence)
         self._clients.move_to_end(sequence.client, last=False)
 
-    def pop(self) -> T:
+    def pop(self) -> Sequence:
         """Take the sequence whose turn it is, the first in order; its client goes to the end of the line."""
         client, sequences = next(iter(self._clients.items()))
         sequence = sequences.popleft()
@@ -62,7 +53,7 @@ class FairQueue(Generic[T]):
             self._clients[client] = sequences
         return sequence
 
-    def remove(self, sequence: T) -> None:
+    def remove(self, sequence: Sequence) -> None:
         sequences = self._clients[sequence.client]
         sequences.remove(sequence)
         self._count -= 1

@@ -80,7 +80,7 @@ class Scheduler:
         self.trace, self.raises = trace, raises
         self._chunk_alone = max(prefill_chunk or 0, decoder.chunk)
         self._chunk = prefill_chunk or decoder.chunk
-        self.queue = FairQueue[Sequence](max_queue)
+        self.queue = FairQueue(max_queue)
         self.preemptions = self.accepted = 0
         self.lock = threading.RLock()  # of the queue
         self._next_in_line, self._stepping = threading.Lock(), threading.Lock()
@@ -112,11 +112,10 @@ class Scheduler:
         return held + HEADROOM * count <= self.kv_limit
 
     def _sequence(self, request: Request) -> Sequence:
-        roster = self.roster
-        if roster is None:
+        if (roster := self.roster) is None:
             return self.decoder.sequence(request)
-        method = roster.method(request.method, bool(request.prediction))
-        return self.decoder.sequence(request, method, roster.planner.limit.depth)
+        method, depth = roster.method(request.method, bool(request.prediction)), roster.planner.limit.depth
+        return self.decoder.sequence(request, method, depth)
 
     def add(self, requests: Iterable[Request]) -> list[Sequence]:
         """Queue a sequence of each request, all or none. Raises ValueError, QueueFull or EngineStopped."""

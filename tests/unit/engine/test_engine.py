@@ -256,7 +256,7 @@ def test_a_long_prompt_does_not_stop_those_who_write() -> None:
     settled(eng)
 
 
-class WatchedQueue(FairQueue[Sequence]):
+class WatchedQueue(FairQueue):
     """Counts the sequences that somebody looks at."""
 
     seen = 0

@@ -16,7 +16,7 @@ class Turns(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = FairQueue[SimpleNamespace](9)
+        self.queue = FairQueue(9)
         self.turns: list[tuple[str, list[SimpleNamespace]]] = []
 
     def of(self, client: str) -> list[SimpleNamespace] | None:
