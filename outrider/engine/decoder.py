@@ -116,15 +116,14 @@ class Decoder:
 
     def check(self, request: Request) -> int:
         """Raise ValueError if the request cannot run. Returns how many tokens may be written."""
-        p, n = request.params, len(request.prompt)
+        p, n, vocab = request.params, len(request.prompt), self.target.vocab_size
         if not n:
             message = "the prompt is empty; a model continues at least one token (its begin token will do)"
             raise BadParameter(message, "prompt")
         for name, tokens in (("prompt", request.prompt), ("continued", request.continued)):
-            if wrong := [t for t in tokens if not 0 <= t < self.target.vocab_size]:
-                vocab = self.target.vocab_size
+            if wrong := [t for t in tokens if not 0 <= t < vocab]:
                 raise BadParameter(f"{name} token {wrong[0]!s:.20} is outside the vocabulary of {vocab} tokens", name)
-        p.check_vocab(self.target.vocab_size)
+        p.check_vocab(vocab)
         if p.stops and self.tokens.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; give LLM(..., tokenizer=...) or use stop_token_ids")
         if n >= self.max_length:
@@ -201,9 +200,7 @@ class Decoder:
     @property
     def live(self) -> list[Sequence]:
         """The sequences that decode."""
-        return [
-            sequence for sequence in self.sequences.values() if sequence not in self.waiting and sequence.finish is None
-        ]
+        return [s for s in self.sequences.values() if s not in self.waiting and s.finish is None]
 
     def round(self, live: list[Sequence]) -> Step:
         """One draft-verify round of some of the sequences that decode."""

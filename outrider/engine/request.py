@@ -227,11 +227,6 @@ class Sequence:
             self.clock.done = perf_counter()
             self.checker.finish(self.finish)
 
-    def fail(self, reason: str) -> None:
-        """End it with an error, also when a step that failed had ended it."""
-        self.finish = None
-        self.end("error", reason)
-
     def delta(self) -> Delta:
         """What was written since the last call. Text that may still become a stop string is held back. `ended` is true from the
         end on."""

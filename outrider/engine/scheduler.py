@@ -13,13 +13,12 @@ import logging
 import math
 import threading
 from collections import Counter, abc, deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 from weakref import ref
 
-from outrider.core.outputs import Delta
 from outrider.core.types import Step
 from outrider.drafters.method import NONE
 from outrider.drafters.planned import PlannedDrafter
@@ -232,8 +231,7 @@ class Scheduler:
             self.cancel(sequence)  # ends it with the next step, if another thread is within one
         if left and self._stepping.acquire(blocking=False):
             try:
-                for sequence in left:
-                    self.finish(sequence, "abort", "cancelled")
+                self._end_what_is_over(0.0)
             finally:
                 self._stepping.release()
 
@@ -296,9 +294,8 @@ class Scheduler:
             held, last = d.cache.length[slot], len(sequence.tokens) - 1
             if sequence.slot != slot or held > last or (held < last) != (sequence in d.waiting):
                 wrong.append(f"slot {slot} holds {held} of {last} tokens")
-        left = set[int]()
-        if self.roster:
-            left |= {*self.roster.assigned, *self.roster.planner.depths, *self.roster.lost}
+        r = self.roster
+        left = {*r.assigned, *r.planner.depths, *r.lost} if r else set[int]()
         if not left <= set(d.sequences):
             wrong.append(f"the drafters remember slots {sorted(left - set(d.sequences))}, which are free")
         return wrong + (d.prefixes.check() if d.prefixes else [])
@@ -398,10 +395,8 @@ class Scheduler:
             return None
         if self.trace:
             self.trace.keep(step, live)
-        if observers := self.observers:
-            seconds = [s.clock.between for s in live]
-            for observer in observers:
-                observer.step(step, seconds)
+        for observer in self.observers:
+            observer.step(step, [sequence.clock.between for sequence in live])
         for sequence in live:
             self._progress(sequence)
         return step
@@ -426,10 +421,8 @@ class Scheduler:
         log.error("request %s failed: %s", sequence.id, error, exc_info=error)
         memory = isinstance(error, MemoryError) or "memory" in str(error).lower()
         reason = "the server ran out of memory" if memory else "the server failed on this request"
-        if self.trace:
-            self.trace.end(sequence, "error")
-        sequence.fail(reason)
-        self._progress(sequence)
+        sequence.finish = None  # also where a step that failed had ended it
+        self._end(sequence, "error", reason)
 
     def _progress(self, sequence: Sequence) -> None:
         """Hand out what is new. If that was the end, the slot is free before a reader hears of it."""
@@ -437,12 +430,10 @@ class Scheduler:
             if self.running.get(sequence.slot) is sequence:
                 self._free(sequence.slot)
             self._seconds += 0.2 * (sequence.clock.total - sequence.clock.queued - self._seconds)
-        if sequence.request.sink is not None and not sequence.cursor.ended:
-            self._tell(sequence, sequence.request.sink)
-
-    def _tell(self, sequence: Sequence, sink: Callable[[Delta], None]) -> None:
-        """Give the reader what is new. Exactly one delta says that the sequence ended."""
-        if sequence.finish is not None:
+        sink = sequence.request.sink
+        if sink is None or sequence.cursor.ended:
+            return
+        if sequence.finish is not None:  # exactly one delta says so
             for observer in self.observers:
                 observer.finished(sequence)
         try:
