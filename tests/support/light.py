@@ -11,13 +11,14 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TORCH = (
+    "outrider/kernels/gpu/",
     "outrider/models/gpu/",
     "outrider/models/hf/",
     "outrider/integrations/transformers.py",
     "lab/outrider_lab/heads/modules.py",
     "lab/outrider_lab/train/",
 )
-"""Files and folders whose modules import torch or transformers when they are imported. It only gets shorter."""
+"""Files and folders whose modules import torch, transformers or triton when they are imported."""
 HAS_RAY = bool(
     entry_points(group="outrider.commands", name="deploy")
 )  # the folder of the checkout is imported without it, too

@@ -14,13 +14,13 @@ from light import ROOT, TORCH
 from outrider.kernels import cpu
 from outrider.models.builtin.shipped import builtin_folder
 
-LARGE = ("torch", "transformers")
+LARGE = ("torch", "transformers", "triton")
 FILES = [
     file for folder in ("outrider", "lab/outrider_lab", "ray/outrider_ray") for file in (ROOT / folder).rglob("*.py")
 ]
 needs_kernels = pytest.mark.skipif(not cpu.available(), reason="needs the native kernels")
 
-ADVICE = "What runs natively needs neither torch nor transformers: import them under outrider/models/hf (see TORCH of light.py)"
+ADVICE = "What runs natively needs none of these packages: import them in files of TORCH (see light.py)"
 
 # What a user does with a model: a first start, a second one, drafts, a chat, a schema.
 USE = """

@@ -1,0 +1,128 @@
+"""The target's own token at each row, and the path of a draft that agrees with it: rule `match`.
+
+The noise has the bits of `core.noise`, whose operations are repeated one by one. A token is the one that `core.sampling` draws.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from torch import Tensor
+
+from outrider.kernels.gpu import RowTensors
+from outrider.kernels.gpu.jit import blocks, jit, power_of_two, settings
+
+BLOCK = 1024  # tokens of the vocabulary of a program
+
+
+def blocks_of(vocab: int) -> int:
+    """Numbers that `choose` leaves of each row."""
+    return blocks(vocab, BLOCK)
+
+
+@jit
+def _log(x):
+    """Of positive normal numbers; `log8` of the CPU kernels, each operation rounded as there."""
+    bits = x.to(tl.int32, bitcast=True)
+    e = (bits - 0x3F3504F3) >> 23
+    n = e.to(tl.float32)
+    f = (bits - (e << 23)).to(tl.float32, bitcast=True) - 1.0
+    z = f * f
+    p = tl.fma(f, 7.0376836292e-2, -1.1514610310e-1)
+    p = tl.fma(p, f, 1.1676998740e-1)
+    p = tl.fma(p, f, -1.2420140846e-1)
+    p = tl.fma(p, f, 1.4249322787e-1)
+    p = tl.fma(p, f, -1.6668057665e-1)
+    p = tl.fma(p, f, 2.0000714765e-1)
+    p = tl.fma(p, f, -2.4999993993e-1)
+    p = tl.fma(p, f, 3.3333331174e-1)
+    y = tl.fma(n, -2.12194440e-4, p * f * z)
+    y = f + tl.fma(z, -0.5, y)
+    return tl.fma(n, 0.693359375, y)
+
+
+@jit
+def gumbel(seed, position, first, STREAM: tl.constexpr, V: tl.constexpr):
+    """Noise of V tokens from `first` on, at a position: float32 [V]. V and `first` are multiples of 4."""
+    quads, zero = (first // 4 + tl.arange(0, V // 4)).to(tl.uint32), tl.zeros((V // 4,), tl.uint32)
+    a, b, c, d = tl.philox(seed, quads, zero + position.to(tl.uint32), zero + STREAM, zero)
+    word = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (V,))  # the words of a quad stand beside each other
+    half = (word.to(tl.int64) * 2 + 1).to(tl.float32)  # 2 * (word + 1/2), rounded once
+    u = tl.minimum(half * 1.1641532182693481e-10, 0.9999999403953552)  # times 2 ** -33; at most 1 - 2 ** -24
+    w = 1.0 - u
+    return -_log(-(_log(w) + tl.div_rn((1.0 - w) - u, w)))
+
+
+@jit(do_not_specialize=["each"])
+def _choose(logits, best, index, seeds, temperatures, positions, each, vocab, blocks, logits_step, V: tl.constexpr):
+    row, block = tl.program_id(0), tl.program_id(1)
+    position, at = tl.load(positions + row), block * V + tl.arange(0, V)
+    if position < 0:
+        return
+    score = tl.load(logits + row.to(tl.int64) * logits_step + at, at < vocab, float("-inf"))
+    temperature = tl.load(temperatures + row // each)
+    if temperature > 0:  # Stream.TOKEN, at the position of the token that is drawn
+        noise = gumbel(tl.load(seeds + row // each), position + 1, block * V, 0, V)
+        score = tl.div_rn(score, temperature + tl.zeros((V,), tl.float32)) + noise
+    bad = tl.max((score != score).to(tl.int32), 0)
+    top = tl.where(bad > 0, float("inf"), tl.max(score, 0))
+    tl.store(best + row * blocks + block, top)
+    tl.store(index + row * blocks + block, tl.min(tl.where(score == top, at, 2147483647), 0))
+
+
+def choose(logits: Tensor, best: Tensor, index: Tensor, rows: RowTensors, seeds: Tensor, temperatures: Tensor) -> None:
+    """The largest score of each block of the vocabulary, and its token: logits / temperature + noise, or the logits if it is 0.
+
+    logits: float32 [R, vocab]. best: float32 [R, `blocks_of(vocab)`]; inf where the logits have NaN. index: int32, like best.
+    seeds: int64 [E]. temperatures: float32 [E]; 0: greedy."""
+    (count, vocab), many = logits.shape, best.shape[1]
+    _choose[count, many](
+        logits, best, index, seeds, temperatures, rows.positions, count // len(seeds), vocab, many, logits.stride(0), V=BLOCK,
+        **settings(),
+    )  # fmt: skip
+
+
+@jit
+def _walk(
+    best, index, tokens, positions, parents, path, accepted, drawn, nodes, blocks, N: tl.constexpr, B: tl.constexpr
+):
+    entry, n = tl.program_id(0), tl.arange(0, N)
+    row = entry * nodes + n
+    there = n < nodes
+    there = there & (tl.load(positions + row, there, -1) >= 0)
+    top, token = tl.full((N,), float("-inf"), tl.float32), tl.full((N,), -1, tl.int32)
+    for first in range(0, blocks, B):
+        block = first + tl.arange(0, B)
+        at, seen = row[:, None] * blocks + block[None, :], there[:, None] & (block < blocks)[None, :]
+        score = tl.load(best + at, seen, float("-inf"))
+        most = tl.max(score, 1)
+        place = tl.min(tl.where(score == most[:, None], tl.load(index + at, seen, 2147483647), 2147483647), 1)
+        token = tl.where(most > top, place, token)  # blocks rise, so the first of equals is the lowest token
+        top = tl.maximum(top, most)
+    token = tl.where(top < float("inf"), token, -1)
+    tl.store(drawn + row, token, n < nodes)
+    given, parent = tl.load(tokens + row, there, -2), n - 1
+    if parents is not None:
+        parent = tl.load(parents + row, there, -2)
+    tl.store(path + row, tl.where(n == 0, 0, -1), n < nodes)
+    tl.debug_barrier()  # the path is written again below, by other threads
+    here, length = 0, 0
+    for _ in range(1, nodes):
+        own = tl.sum(tl.where(n == here, token, 0), 0)
+        here = tl.min(tl.where((parent == here) & (given == own) & there & (n > 0), n, N), 0)  # N has no children
+        length += (here < N).to(tl.int32)
+        tl.store(path + entry * nodes + length, here, here < N)
+    tl.store(accepted + entry, length)
+
+
+def walk(best: Tensor, index: Tensor, rows: RowTensors, path: Tensor, accepted: Tensor, drawn: Tensor) -> None:
+    """The token drawn at each row, and the path of nodes that were drawn at their parents; among equals the lowest node.
+
+    best, index: of `choose`. path: int32 [E, N], node numbers from the root on, and -1 after the last. accepted: int32 [E], nodes
+    after the root. drawn: int32 [E, N]; -1 where logits have NaN or inf, or nothing can be drawn. The last token of a step is
+    drawn[path[accepted]]."""
+    (entries, nodes), many = path.shape, best.shape[1]
+    n = power_of_two(nodes)
+    _walk[entries,](
+        best, index, rows.tokens, rows.positions, rows.parents, path, accepted, drawn, nodes, many, N=n,
+        B=min(power_of_two(many), max(16, 2048 // n)), **settings(),
+    )  # fmt: skip

@@ -1,0 +1,179 @@
+"""Compiles the kernels of `kernels.gpu` for GPUs that are not there, as their launches ask for: `python gpu_compiled.py 90 80`.
+
+A launch of this process runs nothing. It is compiled by triton, whose wheel has the assembler, and prints a line of JSON.
+Arguments are tensors of the device "meta" with the shapes of real models. Without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from outrider.kernels.gpu import attention, choice, elementwise, linear, norms, rope
+
+PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
+compiled = dict[tuple[Any, ...], None]()
+architecture = 0
+
+
+def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    """In the place of a run: compile for `architecture`, unless it was, and print what the code is made of."""
+    given = dict(zip(self.arg_names, args, strict=False)) | {k: v for k, v in options.items() if k in self.arg_names}
+    options = {k: v for k, v in options.items() if k not in self.arg_names}
+    signature, constants, aligned = dict[str, str](), dict[str, Any](), dict[tuple[int], Any]()
+    for place, parameter in enumerate(self.params):
+        value = given[parameter.name]
+        general = parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and not general):
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+            continue
+        tensor = isinstance(value, torch.Tensor)
+        kind = (
+            TYPES[value.dtype] if tensor else "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
+        )
+        signature[parameter.name] = kind
+        address = value.storage_offset() * value.element_size() if tensor else value
+        if (tensor or (isinstance(value, int) and not general)) and address % 16 == 0:
+            aligned[(place,)] = [["tt.divisibility", 16]]
+    key = (architecture, self.__name__, *signature.items(), *map(repr, constants.items()), *aligned, *options.items())
+    if key in compiled:
+        return
+    compiled[key] = None
+    source = ASTSource(self, signature, constants, aligned)
+    code = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(code.asm["ptx"])
+        file.flush()
+        suffix = "a" if architecture >= 90 else ""
+        command = [PTXAS, "-v", "--fmad=false", f"-arch=sm_{architecture}{suffix}", file.name, "-o", "/dev/null"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    blocks = code.asm["ttgir"].split('"tt.reduce"')[1:]
+    instructions = re.findall(r"(?:wgmma\.mma_async|tcgen05\.mma|mma)\S*m\d+n\d+k\d+|tcgen05\.mma", code.asm["ptx"])
+    said = {
+        "architecture": architecture,
+        "kernel": self.__name__.removeprefix("_"),
+        "constants": {k: v for k, v in constants.items() if self.params[self.arg_names.index(k)].is_constexpr},
+        "warps": options["num_warps"],
+        "grid": list(grid),
+        "registers": int(re.search(r"Used (\d+) registers", report)[1]),  # pyright: ignore[reportOptionalSubscript]
+        "spilled": int(re.search(r"(\d+) bytes spill stores", report)[1]),  # pyright: ignore[reportOptionalSubscript]
+        "shared": code.metadata.shared,
+        "products": sorted(set(instructions)),
+        "asynchronous": len(re.findall(r"cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", code.asm["ptx"])),
+        "narrow": len(re.findall(r"cp\.async\.ca\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x4", code.asm["ptx"])),
+        "float_sums": sum("arith.addf" in block[:600] for block in blocks),
+        "fused": len(re.findall(r"\bfma\.rn\.f32", code.asm["ptx"])),
+    }
+    print(json.dumps(said), flush=True)
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def whole(*shape: int) -> torch.Tensor:
+    return tensor(*shape, dtype=torch.int32)
+
+
+def halves(*shape: int) -> torch.Tensor:
+    return tensor(*shape, dtype=torch.bfloat16)
+
+
+def rows(entries: int, nodes: int, tree: bool = False) -> Any:
+    count = entries * nodes
+    return SimpleNamespace(
+        tokens=whole(count), positions=whole(count), cells=whole(count), slots=whole(entries), starts=whole(entries),
+        paths=whole(count, 64) if tree else None, parents=whole(count) if tree else None,
+    )  # fmt: skip
+
+
+def layer(count: int, hidden: int, heads: int, kv_heads: int, dim: int, middle: int, *, qk: bool = False) -> None:
+    """The kernels of a layer whose forward has `count` rows of one chain."""
+    n = (heads + 2 * kv_heads) * dim
+    each, cache = rows(1, count), halves(4, kv_heads, 4096, dim)
+    parts, _ = linear.split(n, hidden)
+    query, key = tensor(count, heads * dim), tensor(count, hidden)
+    made = tensor(parts if count <= 64 else 1, count, n)
+    linear.linear(key, halves(n, hidden), made)
+    norm = (tensor(dim), tensor(dim)) if qk else None
+    rope.rope_store(
+        made,
+        tensor(n),
+        query,
+        cache,
+        cache,
+        each,
+        tensor(4096, dim // 2),
+        tensor(4096, dim // 2),
+        heads=heads,
+        norms=norm,
+    )
+    attend(count, heads, kv_heads, dim, each)
+    parts, _ = linear.split(hidden, heads * dim)
+    out = tensor(parts if count <= 64 else 1, count, hidden)
+    linear.linear(query, halves(hidden, heads * dim), out)
+    norms.sum_norm(out, None, key, key, weight=tensor(hidden), eps=1e-6)
+    linear.gated(key, halves(2 * middle, hidden), None, tensor(count, middle), "silu")
+    parts, _ = linear.split(hidden, middle)
+    out = tensor(parts if count <= 64 else 1, count, hidden)
+    linear.linear(tensor(count, middle), halves(hidden, middle), out)
+    norms.sum_norm(out, None, key, key, weight=tensor(hidden), eps=1e-6)
+
+
+def attend(count: int, heads: int, kv_heads: int, dim: int, each: Any, **settings: Any) -> None:
+    splits, cache = 16, halves(4, kv_heads, 4096, dim)
+    query, out = tensor(count, heads * dim), tensor(count, heads * dim)
+    room = None if count > 64 else tensor(attention.workspace_size(count, heads, dim, splits))
+    attention.attend(query, cache, cache, each, out, room, heads=heads, scale=dim**-0.5, splits=splits, **settings)
+
+
+def main(architectures: list[int]) -> None:
+    global architecture
+    JITFunction.run = launch
+    for architecture in architectures:
+        for count in (1, 8, 32, 48, 512):
+            layer(count, 1536, 12, 2, 128, 8960)
+        if architecture != architectures[0]:
+            continue
+        layer(8, 4096, 32, 8, 128, 14336, qk=True)
+        for heads, kv_heads, dim in ((14, 2, 64), (32, 8, 128), (4, 1, 256)):
+            attend(20, heads, kv_heads, dim, rows(1, 20, tree=True), softcap=50.0, window=512)
+            attend(1, heads, kv_heads, dim, rows(1, 1), sinks=tensor(heads))
+            attend(512, heads, kv_heads, dim, rows(1, 512))
+            attend(128, heads, kv_heads, dim, rows(2, 64, tree=True))
+        wide, angles = tensor(8, 2048), tensor(4096, 64)
+        linear.linear(wide, halves(152064, 2048), tensor(1, 8, 152064), tensor(152064), factor=0.5, softcap=30.0)
+        linear.gated(wide, halves(8192, 2048), tensor(8192), tensor(8, 4096), "gelu_tanh")
+        norms.sum_norm(
+            wide[None], wide[0], wide, wide, weight=wide[0], shift=wide[0], layer_norm=True, post=(wide[0], None, 1e-6)
+        )
+        norms.group_norm(wide, wide, wide[0], group=128, eps=1e-6)
+        rope.rope(wide, whole(8), angles, angles, dim=128)
+        rope.store(wide, wide, halves(4, 16, 4096, 128), halves(4, 16, 4096, 128), rows(1, 8))
+        attention.move(halves(56, 4, 2, 4096, 128), rows(2, 4), whole(2, 4), whole(2))
+        elementwise.embed(whole(8), halves(152064, 2048), wide, 2.0)
+        for function in ("silu", "gelu_tanh", "relu2", "sigmoid"):
+            elementwise.gate(wide, wide, function, wide)
+        for function in ("identity", "softplus", "exp"):
+            elementwise.map_rows(wide, function, wide, scale=wide[0], shift=wide[0], factor=0.5)
+        elementwise.take(wide, whole(8), wide)
+        best, index = tensor(8, choice.blocks_of(152064)), whole(8, choice.blocks_of(152064))
+        choice.choose(tensor(8, 152064), best, index, rows(1, 8), tensor(1, dtype=torch.int64), tensor(1))
+        choice.walk(best, index, rows(1, 8, tree=True), whole(1, 8), whole(1), whole(1, 8))
+
+
+if __name__ == "__main__":
+    main([int(a) for a in sys.argv[1:]])

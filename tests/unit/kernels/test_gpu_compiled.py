@@ -1,0 +1,66 @@
+"""The kernels of GPUs, compiled for cards that are not there: instructions, registers, and float sums by reduction."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from light import ROOT
+
+pytest.importorskip("triton", reason="needs triton")
+SUMMED = {"sum_norm", "rope_store"}  # one program a row, and a block of its width
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """One for each kernel and each setting of it, for Hopper; those with products for Ampere, too."""
+    folder = tmp_path_factory.mktemp("triton")
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    clean = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "DISABLE_MMA_V3", "DISABLE_MMA_V5")}
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests/support/gpu_compiled.py", "90", "80"],
+        capture_output=True,
+        text=True,
+        env=clean | {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": paths},
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_kernel_is_compiled(compiled: list[dict[str, Any]]) -> None:
+    kernels = {each["kernel"] for each in compiled if each["architecture"] == 90}
+    assert kernels == {
+        "attend", "choose", "combine", "linear", "map", "move", "rope_store", "sum_norm", "take", "walk"
+    }  # fmt: skip
+    assert {each["kernel"] for each in compiled if each["architecture"] == 80} >= {"attend", "linear"}
+
+
+def test_every_product_is_by_one_instruction(compiled: list[dict[str, Any]]) -> None:
+    for each in compiled:
+        assert each["products"] == (["mma.sync.aligned.m16n8k16"] if each["kernel"] in ("attend", "linear") else []), (
+            each
+        )
+
+
+def test_nothing_spills_and_shared_memory_fits_every_card(compiled: list[dict[str, Any]]) -> None:
+    for each in compiled:
+        assert not each["spilled"], each
+        assert each["shared"] <= 99 * 1024, each  # the least of the cards from 8.0 on
+
+
+def test_floats_are_summed_and_fused_by_name_only(compiled: list[dict[str, Any]]) -> None:
+    for each in compiled:
+        assert not each["float_sums"] or each["kernel"] in SUMMED, each
+        assert bool(each["fused"]) == (each["kernel"] == "choose"), each
+
+
+def test_weights_and_keys_are_read_sixteen_bytes_at_a_time(compiled: list[dict[str, Any]]) -> None:
+    for each in compiled:
+        if each["kernel"] in ("attend", "linear"):
+            assert each["asynchronous"], each
+            tree = each["constants"].get("TREE", False)
+            assert bool(each["narrow"]) == tree, each  # the nodes of a path
