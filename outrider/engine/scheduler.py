@@ -39,11 +39,9 @@ class Observer(Protocol):
 
     def step(self, step: Step, seconds: list[float | None]) -> None:
         """seconds: since each sequence's step before this one, None where it was the first."""
-        ...
 
     def finished(self, sequence: Sequence) -> None:
         """A sequence has ended, with or without a text."""
-        ...
 
 
 class Scheduler:
@@ -194,8 +192,7 @@ class Scheduler:
         """
         rest, arrived, slots = deque(requests), perf_counter(), self.decoder.cache.num_slots
         for request in rest:
-            check = self._sequence if request.continued or request.method else self.decoder.check
-            check(request)
+            (self._sequence if request.continued or request.method else self.decoder.check)(request)
         mine = deque[Sequence]()
         try:
             while rest or mine:
