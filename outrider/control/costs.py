@@ -15,7 +15,7 @@ from outrider.core.suggest import faults
 RATE = 0.05  # of all moving averages. [half, double] cost so many hundredths in `benchmarks.replays`: [0.1, 1.2; -0.4, 1.8]
 GROSS = 0.8  # bound on the logarithm of seconds taken over seconds believed: a machine pauses now and then. 0.4, 1.6 cost 0.0
 MOST = 256  # nodes of a step up to which costs bend
-# So many nodes more cost a plain step at most, until steps show more: what looks too dear is not tried, so no step would tell.
+# So many nodes more cost a plain step at most, until steps show more: what looks expensive is not tried, so no step would tell.
 # [half, double] cost first requests in `benchmarks.replays` so many hundredths: right costs [0.0, 0.0], costs of several nodes
 # that are five times too high [38.0, -7.7], and without a bound 74; four nodes that cost 2.4 plain steps [0.0, 1.0].
 STEEP = 3.0
