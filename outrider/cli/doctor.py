@@ -110,12 +110,51 @@ def _machine() -> Iterator[Check]:
     if "torch" in facts:
         import torch
 
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none; models run on the CPU"
         build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
-        yield Check("torch", f"{build}; GPU: {gpu}")
+        if torch.cuda.is_available():
+            yield Check("torch", build)
+            yield from gpu_checks()
+        else:
+            yield Check("torch", f"{build}; GPU: none; models run on the CPU")
     yield Check("processor", facts["cpu"])
     yield instruction_set()
     yield thread_check(facts["cores"])
+
+
+def gpu_checks() -> Iterator[Check]:
+    """The card that torch takes: what it has, and what runs models there."""
+    import torch
+
+    from outrider.kernels import OWN_GPU, gpu
+
+    card, (free, whole) = torch.cuda.get_device_properties(0), torch.cuda.mem_get_info(0)
+    speed = f", copies {copy_speed() / 1e9:,.0f} GB/s" if free > 4 * READ else ""
+    memory = f"{free / 1e9:.1f} of {whole / 1e9:.1f} GB are free"
+    yield Check("GPU", f"{card.name}: compute capability {card.major}.{card.minor}, {memory}{speed}")
+    others, asked = "the modelling code of transformers", os.environ.get(OWN_GPU) == "1"
+    unmeasured = "they are proved by emulation and were not measured on a card yet"
+    if why := gpu.why_not("cuda"):
+        yield Check("models on it", f"{others}, because our kernels cannot run: {why}")
+    elif asked:
+        what = f"our kernels, because {OWN_GPU}=1 is set, and {others} for those that they cannot run; {unmeasured}"
+        yield Check("models on it", what, f"unset {OWN_GPU}   # {others}")
+    else:
+        yield Check("models on it", f"{others}. Our kernels could: {unmeasured}", f"export {OWN_GPU}=1   # to try them")
+
+
+def copy_speed(size: int = READ, passes: int = 5) -> float:
+    """Bytes that a GPU reads and writes a second, when it copies `size` bytes. The fastest pass counts."""
+    import torch
+
+    source, seconds = torch.zeros(size, dtype=torch.uint8, device="cuda"), list[float]()
+    target = torch.empty_like(source)
+    for _ in range(passes):
+        torch.cuda.synchronize()
+        began = perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        seconds.append(perf_counter() - began)
+    return 2 * size / min(seconds)
 
 
 def instruction_set() -> Check:

@@ -210,7 +210,7 @@ class Decoder:
         before, began = [len(sequence.tokens) for sequence in live], perf_counter()
         draft = (self.drafter if asked else _NO_DRAFT).propose(context)
         drafted = perf_counter()
-        check = Verification(self.verifier, draft, context.warp, context.noise, before)
+        check = Verification(self.verifier, draft, context.warp, context.noise, before, not asked)
         out, _ = pending = self.target.step(self.cache, context.slots, check, taps=self.drafter.taps)
         forwarded = perf_counter()
         verdict = pending.result()

@@ -63,13 +63,14 @@ class Verification(NamedTuple):
     """How the drafts of a step are judged.
 
     verifier: of `outrider.verify`. draft: the nodes of the step. warp, noise: of its sequences. positions: of the token after
-    each root."""
+    each root. plain: nothing may draft now, so the next step is probably plain, too."""
 
     verifier: Verifier
     draft: Draft
     warp: LogitsWarper
     noise: Noise
     positions: Sequence[int]
+    plain: bool = False
 
     def verdict(self, logits: Array) -> Verdict:
         """logits: float32 [batch, node, vocab], of all nodes."""

@@ -101,6 +101,26 @@ class TargetTree(BaseDrafter):
         return Draft(*tree(rows))
 
 
+class KnownTree(BaseDrafter):
+    """Trees that hold the next tokens of known texts, each behind another one: what is accepted lies apart in the scratch. Every
+    fifth token of a text is wrong."""
+
+    def __init__(self, target: LanguageModel, asked: list[Request]) -> None:
+        """asked: no two with the same prompt. `plain_texts` writes them."""
+        self.vocab, texts = target.vocab_size, plain_texts(target, asked)
+        self.texts = {tuple(one.prompt): text for one, text in zip(asked, texts, strict=True)}
+
+    def propose(self, batch: DraftContext) -> Draft:
+        rows = []
+        for tokens, prompt, budget in zip(batch.tokens, batch.prompt_lengths, batch.budgets, strict=True):
+            nodes, parent, at = [(tokens[-1], -1)], 0, len(tokens) - prompt
+            for n, right in enumerate(self.texts[tuple(tokens[:prompt])][at : at + budget.depth], at):
+                nodes += [((right + 1) % self.vocab, parent), ((right + 2 * (n % 5 == 4)) % self.vocab, parent)]
+                parent = len(nodes) - 1
+            rows.append(nodes)
+        return Draft(*tree(rows))
+
+
 def request(prompt: list[int], params: SamplingParams, seed: int = 0, **fields: Any) -> Request:
     bad: Any = tuple(tuple(w) for w in params.bad_words)
     return Request(next(_ids), prompt, params, seed, bad, **fields)

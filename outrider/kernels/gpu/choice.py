@@ -126,3 +126,19 @@ def walk(best: Tensor, index: Tensor, rows: RowTensors, path: Tensor, accepted: 
         best, index, rows.tokens, rows.positions, rows.parents, path, accepted, drawn, nodes, many, N=n,
         B=min(power_of_two(many), max(16, 2048 // n)), **settings(),
     )  # fmt: skip
+
+
+@jit
+def _advance(tokens, positions, cells, starts, drawn):
+    entry = tl.program_id(0)
+    position = tl.load(positions + entry)
+    if position >= 0:
+        tl.store(tokens + entry, tl.maximum(tl.load(drawn + entry), 0))
+        tl.store(positions + entry, position + 1)
+        tl.store(cells + entry, position + 1)
+        tl.store(starts + entry, position + 1)
+
+
+def advance(rows: RowTensors, drawn: Tensor) -> None:
+    """Make rows of one node an entry those of the next step: what was drawn, a place further on. drawn: int32 [E, 1]."""
+    _advance[(len(rows.slots),)](rows.tokens, rows.positions, rows.cells, rows.starts, drawn, **settings(1))

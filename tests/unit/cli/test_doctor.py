@@ -6,6 +6,7 @@ import tomllib
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -14,7 +15,7 @@ from outrider.cli import doctor
 from outrider.cli.main import app
 from outrider.drafters.method import METHODS
 from outrider.engine.calibrate import WHOLE, all_stored
-from outrider.kernels import cpu
+from outrider.kernels import cpu, gpu
 
 ROOT = Path(__file__).parents[3]
 PAIR = '{"method": ["suffix", "draft_model"], "model": "builtin:code-draft"}'
@@ -66,6 +67,27 @@ def test_doctor_says_why_an_instruction_set_was_chosen(monkeypatch: pytest.Monke
     assert doctor.instruction_set().result == "avx512_vnni: the fastest of this build"
     monkeypatch.setenv("OUTRIDER_ISA", "avx512_vnni")
     assert doctor.instruction_set().fix.startswith("unset OUTRIDER_ISA")
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+def test_doctor_says_what_runs_models_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    card = SimpleNamespace(name="Test 9000", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20e9, 80e9))
+    monkeypatch.setattr(doctor, "copy_speed", lambda: 2.8e12)
+    monkeypatch.setattr(gpu, "why_not", lambda device: None)
+    monkeypatch.delenv("OUTRIDER_GPU", raising=False)
+    there, runs = doctor.gpu_checks()
+    assert there.result == "Test 9000: compute capability 9.0, 20.0 of 80.0 GB are free, copies 2,800 GB/s"
+    assert runs.result.startswith("the modelling code of transformers. Our kernels could: ")
+    assert "not measured" in runs.result
+    assert runs.fix.startswith("export OUTRIDER_GPU=1 ")
+    monkeypatch.setenv("OUTRIDER_GPU", "1")
+    assert list(doctor.gpu_checks())[1].result.startswith("our kernels, because OUTRIDER_GPU=1 is set")
+    monkeypatch.setattr(gpu, "why_not", lambda device: "it is old")
+    assert list(doctor.gpu_checks())[1].result.endswith("because our kernels cannot run: it is old")
 
 
 def test_doctor_names_settings_that_cost_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -470,3 +470,12 @@ def test_why_a_device_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu.why_not("cpu") == "the device is cpu, and they need a GPU of NVIDIA"
     monkeypatch.setattr(gpu, "find_spec", lambda name: None)
     assert gpu.why_not("cpu") == "triton is not installed"
+
+
+def test_rows_advance_to_the_tokens_that_were_drawn() -> None:
+    rows = chain([2, 0, 1], [4, 9, 0], 1, unused=(2,))
+    rows.cells = rows.positions.clone()
+    choice.advance(rows, whole(7, -1, 5)[:, None])
+    assert rows.tokens.tolist() == [7, 0, 0]
+    assert rows.positions.tolist() == rows.cells.tolist() == [5, 10, -1]
+    assert rows.starts.tolist() == [5, 10, 0]

@@ -1,4 +1,4 @@
-"""The step on a GPU: what is copied to it and from it."""
+"""What is copied to a GPU and from it: the rows of a forward, and logits for those who read them."""
 
 from __future__ import annotations
 
