@@ -152,7 +152,7 @@ class Program:
         last = max((op.layer for op in self.ops if op.kind in _KEEPERS), default=-1)
         later = {-1, *range(last, self.num_layers)}  # where no other node reads what a node has left
         ops = [op for op in self.ops if op.kind != "rows" or "tap" in op.flags or op.layer in later]
-        places, widths = _places(ops, self.widths)
+        places, widths = register_places(ops, self.widths)
         keep = list[Any]()
         structs = (OpStruct * len(ops))(*(_struct(op, places, keep) for op in ops))
         tables = (AnglesStruct * len(self.angles))(
@@ -200,7 +200,7 @@ def address(t: np.ndarray | None) -> int | None:
         return t.ctypes.data
 
 
-def _places(ops: Sequence[Op], widths: Sequence[int]) -> tuple[dict[int, int], list[int]]:
+def register_places(ops: Sequence[Op], widths: Sequence[int]) -> tuple[dict[int, int], list[int]]:
     """A place for each register, and the widths of places. Registers of one width that live one after another share one."""
     lasts = {value.register: n for n, op in enumerate(ops) for value in op.values}
     places, sizes, free = dict[int, int](), list[int](), dict[int, list[int]]()
