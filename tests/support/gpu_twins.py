@@ -1,4 +1,4 @@
-"""The kernels of `outrider.kernels.gpu` in plain torch: what each computes, in any order of sums. Only small ones are here, for tests."""
+"""The kernels of `outrider.kernels.gpu` in plain torch: what each computes, in any order of sums, and without rounding."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
-    "silu": F.silu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": functional.silu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "relu2": lambda x: x.relu() ** 2,
     "sigmoid": torch.sigmoid,
-    "softplus": F.softplus,
+    "softplus": functional.softplus,
     "exp": torch.exp,
 }
 
@@ -44,7 +44,9 @@ class linear:  # noqa: N801
         return -(-k // size), size
 
     @staticmethod
-    def linear(x: Tensor, weight: Tensor, out: Tensor, bias: Any = None, *, factor: float = 1.0, softcap: float = 0.0) -> None:
+    def linear(
+        x: Tensor, weight: Tensor, out: Tensor, bias: Any = None, *, factor: float = 1.0, softcap: float = 0.0
+    ) -> None:
         x, (parts, size) = x.double(), linear.split(*weight.shape)
         if len(out) == parts and parts > 1:
             assert bias is None
@@ -91,7 +93,14 @@ class norms:  # noqa: N801
 class rope:  # noqa: N801
     @staticmethod
     def rope(
-        x: Tensor, positions: Tensor, cosines: Tensor, sines: Tensor, *, dim: int, offset: int = 0, interleaved: bool = False
+        x: Tensor,
+        positions: Tensor,
+        cosines: Tensor,
+        sines: Tensor,
+        *,
+        dim: int,
+        offset: int = 0,
+        interleaved: bool = False,
     ) -> None:
         at = positions.clamp_min(0).long()
         x.copy_(_turned(x.reshape(len(x), -1, dim), cosines[at], sines[at], offset, interleaved).reshape(x.shape))
@@ -105,8 +114,8 @@ class rope:  # noqa: N801
 
     @staticmethod
     def rope_store(
-        parts: Tensor, bias: Any, query: Tensor, keys: Tensor, values: Tensor, rows: Any, cosines: Tensor, sines: Tensor, *, heads: int,
-        norms: Any = None, eps: float = 0.0, **turned: Any,
+        parts: Tensor, bias: Any, query: Tensor, keys: Tensor, values: Tensor, rows: Any, cosines: Tensor, sines: Tensor, *,
+        heads: int, norms: Any = None, eps: float = 0.0, **turned: Any,
     ) -> None:  # fmt: skip
         (_, kv_heads, _, dim), x = keys.shape, parts.sum(0) + (0 if bias is None else bias)
         q, k, v = x.split([heads * dim, kv_heads * dim, kv_heads * values.shape[3]], 1)
@@ -132,11 +141,13 @@ class attention:  # noqa: N801
 
     @staticmethod
     def attend(
-        query: Tensor, keys: Tensor, values: Tensor, rows: Any, out: Tensor, workspace: Tensor | None, *, heads: int, scale: float,
-        splits: int, window: int = 0, softcap: float = 0.0, sinks: Any = None,
+        query: Tensor, keys: Tensor, values: Tensor, rows: Any, out: Tensor, workspace: Tensor | None, *, heads: int,
+        scale: float, splits: int, window: int = 0, softcap: float = 0.0, sinks: Any = None,
     ) -> None:  # fmt: skip
-        (_, kv_heads, _, dim), each, nodes = keys.shape, heads // keys.shape[1], len(query) // len(rows.slots)
-        assert workspace is None or len(workspace) >= attention.workspace_size(len(query), heads, values.shape[3], splits)
+        dim, each, nodes = keys.shape[3], heads // keys.shape[1], len(query) // len(rows.slots)
+        assert workspace is None or len(workspace) >= attention.workspace_size(
+            len(query), heads, values.shape[3], splits
+        )
         for row, position in enumerate(rows.positions.tolist()):
             if position < 0:
                 continue
@@ -155,7 +166,9 @@ class attention:  # noqa: N801
 
     @staticmethod
     def move(cells: Tensor, rows: Any, path: Tensor, accepted: Tensor) -> None:
-        for slot, start, last, nodes in zip(*(t.tolist() for t in (rows.slots, rows.starts, accepted, path)), strict=True):
+        for slot, start, last, nodes in zip(
+            *(t.tolist() for t in (rows.slots, rows.starts, accepted, path)), strict=True
+        ):
             for to, node in enumerate(nodes[: last + 1]):
                 cells[:, slot, :, start + to] = cells[:, slot, :, start + node]
 
@@ -170,7 +183,9 @@ class elementwise:  # noqa: N801
         out.copy_(_FUNCTIONS[function](a) * (1 if b is None else b))
 
     @staticmethod
-    def map_rows(x: Tensor, function: str, out: Tensor, *, scale: Any = None, shift: Any = None, factor: float = 1.0) -> None:
+    def map_rows(
+        x: Tensor, function: str, out: Tensor, *, scale: Any = None, shift: Any = None, factor: float = 1.0
+    ) -> None:
         x = x if scale is None else x * scale
         out.copy_(_FUNCTIONS[function](x if shift is None else x + shift) * factor)
 

@@ -27,39 +27,35 @@ MAX_ROWS = 512
 LOGIT_ROWS = 256
 """Whose logits are kept: those of the largest step."""
 _KINDS = ("embed", "norm", "linear", "rope", "store", "attend", "gate", "map", "rows", "head")
-_FINISHES = {Finish.SWIGLU: "silu", Finish.GEGLU: "gelu_tanh"}
-_ACTIVATIONS = {a: a.name.lower() for a in Activation if a not in (Activation.GELU, Activation.RELU, Activation.SWISH)}
+_GATES = {Finish.SWIGLU: "silu", Finish.GEGLU: "gelu_tanh"}
+_FUNCTIONS = {a: a.name.lower() for a in Activation if a not in (Activation.GELU, Activation.RELU, Activation.SWISH)}
 _MAPS = {Map.LINEAR_MAP: "identity", Map.SOFTPLUS: "softplus", Map.EXP: "exp", Map.SIGMOID_MAP: "sigmoid"}
-_CELLS = 256  # a slot's cells are a multiple
-_MOST_DIM = 256  # numbers of a head
+_CELLS = 256  # a slot's cells are a multiple of it
+_MOST_DIM = 256  # numbers of a head that fit a program of attention
 
 
 class NotOnGpu(ValueError):
-    """A program that has ops without a kernel, and which."""
+    """A program that has an op without a kernel, and which."""
 
 
 def why_not(program: Program) -> str | None:
-    """None if all ops have a kernel, else the first one that has none. The program may be an outline."""
+    """The first op that has no kernel; None if all have one. The program may be an outline, without weights."""
     for op in program.ops:
-        reason = None
-        if op.kind not in _KINDS:
-            reason = f"{op.kind} has no kernel"
-        elif {"same", "fresh", "fed"} & {*op.flags}:
-            reason = f"{op.kind} with {', '.join(op.flags)} has no kernel"
-        elif op.kind == "linear" and op.i[0] in _FINISHES and op.f[0] != 1:
-            reason = f"a gate with the factor {op.f[0]} has no kernel"
-        elif op.kind == "gate" and op.i[0] not in _ACTIVATIONS:
-            reason = f"the activation {Activation(op.i[0]).name.lower()} has no kernel"
+        what = ""
+        if op.kind not in _KINDS or {"same", "fresh", "fed"} & {*op.flags} or (op.kind == "head" and op.other):
+            what = " ".join((op.kind, *op.flags))
+        elif op.kind == "linear" and op.i[0] in _GATES and op.f[0] != 1:
+            what = f"a gate times {op.f[0]}"
+        elif op.kind == "gate" and op.i[0] not in _FUNCTIONS:
+            what = Activation(op.i[0]).name.lower()
         elif op.kind == "map" and (op.i[0] not in _MAPS or op.i[1] != 1):
-            reason = f"the function {Map(op.i[0]).name.lower()} of {op.i[1]} heads has no kernel"
+            what = f"{Map(op.i[0]).name.lower()} of {op.i[1]} heads"
         elif op.kind == "norm" and "add" in op.flags and op.i[0] == Norm.LAYER_NORM:
-            reason = "a layer norm that is added has no kernel"
+            what = "a layer norm that is added"
         elif op.kind == "attend" and max(op.i[3:5]) > _MOST_DIM:
-            reason = f"heads of {max(op.i[3:5])} numbers have no kernel, which takes {_MOST_DIM}"
-        elif op.kind == "head" and op.other is not None:
-            reason = "a layer that predicts one token further has no kernels"
-        if reason:
-            return f"{reason} (layer {op.layer})" if op.layer >= 0 else reason
+            what = f"attention with heads of {max(op.i[3:5])} numbers"
+        if what:
+            return f"{what}{f' (layer {op.layer})' if op.layer >= 0 else ''} has no kernel"
     return None
 
 
@@ -99,8 +95,12 @@ class Plan:
         device: where its weights are.
         max_rows: of a forward.
 
+    `turn` counts what the device was told: a run writes its logits and features over those of the one before it.
+
     Raises NotOnGpu, with the reason, if an op has no kernel.
     """
+
+    turn = 0
 
     def __init__(self, program: Program, device: str, max_rows: int = MAX_ROWS) -> None:
         if reason := why_not(program):
@@ -151,7 +151,7 @@ class Plan:
         shown = dict[int, list[int]]()
         for n, tap in enumerate(taps):
             shown.setdefault(self._taps[tap][0], []).append(n)
-        end = max(self._needed, *(i + 1 for i in shown)) if want == "none" else len(self._launches)
+        end = max([self._needed, *(i + 1 for i in shown)]) if want == "none" else len(self._launches)
         for i, launch in enumerate(self._launches[:end]):
             launch(call)
             for n in shown.get(i, ()):
@@ -160,150 +160,131 @@ class Plan:
 
     def _compile(self, ops: Sequence[Op], at: int) -> int:
         """Add the launches of the op at this place, and of those after it that go with it. Returns the place of the next one."""
-        op = ops[at]
-        x, other, out = cast("Value", op.in_), op.other, cast("Value", op.out)
-        flags, p, q = {*op.flags}, self._vector(op.p), self._vector(op.q)
+        op, add = ops[at], self._launches.append
+        x, other, out, flags = cast("Value", op.in_), op.other, cast("Value", op.out), {*op.flags}
         if op.kind == "linear":
             return self._linear(ops, at)
         if op.kind == "norm" and _is_whole(op) and "add" in flags:
-            return self._sum(ops, at, None)
+            return self._sum(ops, at, lambda c: (c[x][None], None))
         if op.kind == "rows":
             self._taps[op.i[0]] = len(self._launches) - 1, x
         elif op.kind == "embed":
             table, factor = _matrix(op).weight, op.f[0]
-            self._launches.append(lambda c: elementwise.embed(c.rows.tokens, table, c[out], factor))
+            add(lambda c: elementwise.embed(c.rows.tokens, table, c[out], factor))
             self._taps.setdefault(EMBEDDING, (0, out))  # a later table is of something else
         elif op.kind == "norm" and _is_whole(op):
             settings = self._norm(op)
-            self._launches.append(lambda c: norms.sum_norm(None, None, c[x], c[out], **settings))
+            add(lambda c: norms.sum_norm(None, None, c[x], c[out], **settings))
         elif op.kind == "norm":
             settings = {**self._norm(op), "group": op.i[1], "per_group": "per_group" in flags, "add": "add" in flags}
-            self._launches.append(lambda c: norms.group_norm(c[x], c[out], **settings))
+            add(lambda c: norms.group_norm(c[x], c[out], **settings))
         elif op.kind == "rope":
-            table, turned = op.i[0], _turned(op)
-            self._launches.append(lambda c: rope.rope(c[x], c.rows.positions, *c.cache.angles[table], **turned))
+            table, settings = op.i[0], {"dim": op.i[1], **_turned(op)}
+            add(lambda c: rope.rope(c[x], c.rows.positions, *c.cache.angles[table], **settings))
         elif op.kind == "store":
             layer, value = op.i[0], cast("Value", other)
-            self._launches.append(lambda c: rope.store(c[x], c[value], *c.cache.layers[layer], c.rows))
+            add(lambda c: rope.store(c[x], c[value], *c.cache.layers[layer], c.rows))
             self._needed = len(self._launches)
         elif op.kind == "attend":
-            (layer, heads, _, _, _, window), (scale, cap) = op.i, op.f
-            settings = {"heads": heads, "scale": scale, "window": window, "softcap": cap, "sinks": p}
+            (layer, heads, _, _, _, window), (scale, cap), sinks = op.i, op.f, self._vector(op.p)
+            settings = {"heads": heads, "scale": scale, "window": window, "softcap": cap, "sinks": sinks}
 
-            def launch(c: Call) -> None:
-                keys, values = c.cache.layers[layer]
-                space = c.cache.workspace if c.count <= APART else None
+            def attend(c: Call) -> None:
+                (keys, values), space = c.cache.layers[layer], c.cache.workspace if c.count <= APART else None
                 attention.attend(c[x], keys, values, c.rows, c[out], space, splits=c.splits, **settings)
 
-            self._launches.append(launch)
+            add(attend)
         elif op.kind == "gate":
-            function = _ACTIVATIONS[Activation(op.i[0])]
-            self._launches.append(lambda c: elementwise.gate(c[x], other and c[other], function, c[out]))
+            function = _FUNCTIONS[Activation(op.i[0])]
+            add(lambda c: elementwise.gate(c[x], None if other is None else c[other], function, c[out]))
         elif op.kind == "map":
-            function, settings = _MAPS[Map(op.i[0])], {"scale": p, "shift": q, "factor": op.f[0]}
-            self._launches.append(lambda c: elementwise.map_rows(c[x], function, c[out], **settings))
+            function = _MAPS[Map(op.i[0])]
+            settings = {"scale": self._vector(op.p), "shift": self._vector(op.q), "factor": op.f[0]}
+            add(lambda c: elementwise.map_rows(c[x], function, c[out], **settings))
         else:
-            self._head(op, _matrix(op))
+            matrix, (factor, softcap) = _matrix(op), op.f
+
+            def head(c: Call) -> None:
+                hidden, logits = c[x], self._logits[: c.wanted]
+                if c.last is not None:
+                    hidden = self._hidden[: c.wanted]
+                    elementwise.take(c[x], c.last, hidden)
+                linear.linear(hidden, matrix.weight, logits[None], matrix.bias, factor=factor, softcap=softcap)
+
+            add(head)
         return at + 1
 
     def _linear(self, ops: Sequence[Op], at: int) -> int:
-        op, matrix = ops[at], _matrix(ops[at])
-        x, out, (weight, bias, n, k) = (
-            cast("Value", op.in_), cast("Value", op.out), (matrix.weight, matrix.bias, *matrix.weight.shape)
-        )
-        finish, parts = Finish(op.i[0]), linear.split(n, k)[0]
-        if finish in _FINISHES:
-            self._launches.append(lambda c: linear.gated(c[x], weight, bias, c[out], _FINISHES[finish]))
+        """A product, and what reads its parts."""
+        op, add, (weight, bias) = ops[at], self._launches.append, (_matrix(ops[at]).weight, _matrix(ops[at]).bias)
+        x, out, (n, k), finish = cast("Value", op.in_), cast("Value", op.out), weight.shape, Finish(op.i[0])
+        if finish in _GATES:
+            add(lambda c: linear.gated(c[x], weight, bias, c[out], _GATES[finish]))
             return at + 1
-        stored = self._rope_store(ops, at, matrix)
-        alone = parts == 1 and finish == Finish.STORE and _norms_after(ops, at)[:2] == (None, None)
-        if stored is None and alone and out.width == self.program.widths[out.register]:
-            self._launches.append(lambda c: linear.linear(c[x], weight, c[out][None], bias, factor=op.f[0]))
+        end = self._stores(ops, at)
+        alone = finish == Finish.STORE and end == at and _norms_after(ops, at)[:2] == (None, None)
+        if alone and linear.split(n, k)[0] == 1 and out.width == self.program.widths[out.register]:
+            add(lambda c: linear.linear(c[x], weight, c[out][None], bias, factor=op.f[0]))
             return at + 1
-        self._launches.append(lambda c: linear.linear(c[x], weight, c.parts(n, k)))
-        if stored is None:
-            return self._sum(ops, at, matrix)
-        launch, end = stored
-        self._launches.append(launch)
+        add(lambda c: linear.linear(c[x], weight, c.parts(n, k)))
+        if end == at:
+            return self._sum(ops, at, lambda c: (c.parts(n, k), bias))
+        query, store, step = cast("Value", ops[end].in_), ops[end - 1], ops[at + 1 : end - 1]
+        (layer, heads, *_), turned = ops[end].i, [o for o in step if o.kind == "rope"]
+        table = turned[0].i[0] if turned else -1  # the last one turns nothing
+        settings: dict[str, Any] = {"heads": heads, **(_turned(turned[0]) if turned else {})}
+        if normed := {o.in_: o for o in step if o.kind == "norm"}:
+            weights = [self._vector(normed[part].p) for part in (query, store.in_)]
+            settings |= {"norms": weights, "eps": normed[query].f[0]}
+
+        def rope_store(c: Call) -> None:
+            angles, cells = c.cache.angles[table], c.cache.layers[layer]
+            rope.rope_store(c.parts(n, k), bias, c[query], *cells, c.rows, *angles, **settings)
+
+        add(rope_store)
         self._needed = len(self._launches)
         return end
 
-    def _sum(self, ops: Sequence[Op], at: int, matrix: DeviceMatrix | None) -> int:
-        """What a linear has left in parts goes to its value, with the norms after and before that. matrix: None for a norm that
-        adds to a value."""
-        op = ops[at]
-        after, before, end = _norms_after(ops, at)
-        stream = cast("Value", (after or op).out)
-        settings: dict[str, Any] = {} if before is None else self._norm(before)
-        if after is not None:
-            kept = self._norm(after)
-            settings["post"] = kept["weight"], kept["shift"], kept["eps"]
-        settings["add"] = after is not None or op.i[0] == Finish.ADD
-        settings["factor"] = 1.0 if matrix is None else op.f[0]
-        out = None if before is None else cast("Value", before.out)
-        if matrix is None:
-            x = cast("Value", op.in_)
-            launch: Launch = lambda c: norms.sum_norm(c[x][None], None, c[stream], out and c[out], **settings)  # noqa: E731
-        else:
-            n, k, bias = matrix.n, matrix.k, matrix.bias
-            launch = lambda c: norms.sum_norm(c.parts(n, k), bias, c[stream], out and c[out], **settings)  # noqa: E731
-        self._launches.append(launch)
-        for tap in (op for op in ops[at:end] if op.kind == "rows"):
-            self._taps[tap.i[0]] = len(self._launches) - 1, cast("Value", tap.in_)
-        return end
-
-    def _rope_store(self, ops: Sequence[Op], at: int, matrix: DeviceMatrix) -> tuple[Launch, int] | None:
-        """The launch that norms and turns the heads that a linear has made, writes the queries, and stores the rest; and the place
-        of the op after these. None if the ops are others."""
+    def _stores(self, ops: Sequence[Op], at: int) -> int:
+        """The place of the attention that reads the queries of a linear, if one launch can norm and turn its heads and store
+        its keys and values; else that of the linear."""
         op, joint = ops[at], cast("Value", ops[at].out)
         end = next((i for i in range(at + 1, len(ops)) if ops[i].kind not in ("norm", "rope")), at)
-        if ops[end].kind != "store" or ops[end + 1].kind != "attend" or ops[end].other is None:
-            return None
         (store, attend), between = ops[end : end + 2], ops[at + 1 : end]
-        query, key, value = (cast("Value", v) for v in (attend.in_, store.in_, store.other))
-        widths = query.width, key.width, value.width
+        parts = attend.in_, store.in_, store.other
+        if (store.kind, attend.kind, op.i, op.f) != ("store", "attend", (Finish.STORE,), (1.0,)) or None in parts:
+            return at
+        query, key, value = (cast("Value", part) for part in parts)
         later = {v for o in ops[end + 1 :] for v in o.values if v.register == joint.register}
-        if sum(widths) != joint.width or [query, key, value] != joint.split(*widths) or later != {query}:
-            return None
-        layer, heads, _, dim, *_ = attend.i
-        q_norm, k_norm, q_rope, k_rope = (
-            [o for o in between if o.kind == kind and o.in_ == part] for kind in ("norm", "rope") for part in (query, key)
+        whole = sum(cast("Value", part).width for part in parts) == joint.width
+        if not whole or [*parts] != joint.split(query.width, key.width, value.width) or later != {query}:
+            return at
+        steps = [[o for o in between if o.in_ == part and o.out in (None, part)] for part in (query, key)]
+        alike = [[(o.kind, o.flags, o.i, o.f) for o in step] for step in steps]
+        known = [o.kind for o in steps[0]] in ([], ["norm"], ["rope"], ["norm", "rope"])
+        if alike[0] != alike[1] or len(between) != 2 * len(steps[0]) or not known:
+            return at
+        norms_known = all(o.i == (Norm.RMS_NORM, attend.i[3]) and not o.flags for o in between if o.kind == "norm")
+        plain = all(o.p is not None and o.q is None for o in between if o.kind == "norm")
+        return end + 1 if norms_known and plain else at
+
+    def _sum(self, ops: Sequence[Op], at: int, parts: Callable[[Call], tuple[Tensor, Tensor | None]]) -> int:
+        """Parts and their bias go to a value, with the norms after and before that."""
+        op = ops[at]
+        after, before, end = _norms_after(ops, at)
+        stream, out = cast("Value", (after or op).out), None if before is None else cast("Value", before.out)
+        settings = {} if before is None else self._norm(before)
+        if after is not None:
+            norm = self._norm(after)
+            settings["post"] = norm["weight"], norm["shift"], norm["eps"]
+        settings["add"] = after is not None or op.i[0] == Finish.ADD
+        settings["factor"] = op.f[0] if op.kind == "linear" else 1.0
+        self._launches.append(
+            lambda c: norms.sum_norm(*parts(c), c[stream], None if out is None else c[out], **settings)
         )
-        steps = [[*q_norm, *q_rope], [*k_norm, *k_rope]]
-        ordered = all([o for o in between if o.in_ == part] == step for part, step in zip((query, key), steps, strict=True))
-        alike = [[(o.kind, o.flags, o.i, o.f, o.p is None) for o in step] for step in steps]
-        if not ordered or len(between) != sum(map(len, steps)) or alike[0] != alike[1] or len(q_norm) > 1 or len(q_rope) > 1:
-            return None
-        if any(o.i != (Norm.RMS_NORM, dim) or o.flags or o.p is None or o.q is not None or o.out != o.in_ for o in q_norm + k_norm):
-            return None
-        if op.i[0] != Finish.STORE or op.f[0] != 1:
-            return None
-        settings: dict[str, Any] = {"heads": heads, "norms": None}
-        if q_norm:
-            settings |= {"norms": (self._vector(q_norm[0].p), self._vector(k_norm[0].p)), "eps": q_norm[0].f[0]}
-        if q_rope:
-            settings |= {name: n for name, n in _turned(q_rope[0]).items() if name != "dim"}
-        table = q_rope[0].i[0] if q_rope else -1  # the last one turns nothing
-        n, k, bias = matrix.n, matrix.k, matrix.bias
-
-        def launch(c: Call) -> None:
-            rope.rope_store(
-                c.parts(n, k), bias, c[query], *c.cache.layers[layer], c.rows, *c.cache.angles[table], **settings
-            )
-
-        return launch, end + 1
-
-    def _head(self, op: Op, matrix: DeviceMatrix) -> None:
-        x, weight, bias, (factor, softcap) = cast("Value", op.in_), matrix.weight, matrix.bias, op.f
-
-        def launch(c: Call) -> None:
-            hidden, logits = c[x], self._logits[: c.wanted]
-            if c.last is not None:
-                hidden = self._hidden[: c.wanted]
-                elementwise.take(c[x], c.last, hidden)
-            linear.linear(hidden, weight, logits[None], bias, factor=factor, softcap=softcap)
-
-        self._launches.append(launch)
+        for tap in (o for o in ops[at:end] if o.kind == "rows"):
+            self._taps[tap.i[0]] = len(self._launches) - 1, cast("Value", tap.in_)
+        return end
 
     def _norm(self, op: Op) -> dict[str, Any]:
         weight, shift = self._vector(op.p), self._vector(op.q)
@@ -318,7 +299,7 @@ def _matrix(op: Op) -> DeviceMatrix:
 
 
 def _turned(op: Op) -> dict[str, Any]:
-    return {"dim": op.i[1], "offset": op.i[2], "interleaved": "interleaved" in op.flags}
+    return {"offset": op.i[2], "interleaved": "interleaved" in op.flags}
 
 
 def _is_whole(op: Op) -> bool:
@@ -327,8 +308,8 @@ def _is_whole(op: Op) -> bool:
 
 
 def _norms_after(ops: Sequence[Op], at: int) -> tuple[Op | None, Op | None, int]:
-    """Of an op that writes a value: the norm that alone reads this and adds it to a stream, the norm of the stream after that, and
-    the place of the op after these. Taps may stand between them. The op may be such a norm itself."""
+    """Of an op that writes a value: the norm that alone reads this and adds it to a stream, the norm of the stream after that,
+    and the place of the op after these. Taps may stand between them. The op may be such a norm itself."""
     op, after, end = ops[at], None, at + 1
     if op.kind == "norm":
         after = op

@@ -36,20 +36,25 @@ class DeviceMatrix:
         self, matrices: Sequence[Matrix], biases: Sequence[np.ndarray | None], device: str, paired: bool = False
     ) -> None:
         shapes = [m.shape for m in matrices]
-        if any(len(shape) != 2 or shape[1] != shapes[0][1] for shape in shapes) or (paired and shapes[0] != shapes[-1]):
+        if any(len(s) != 2 or s[1] != shapes[0][1] for s in shapes) or (paired and shapes[0] != shapes[-1]):
             raise ValueError(f"matrices that lie side by side have shapes {shapes}")
         rows, self.k = sum(shape[0] for shape in shapes), shapes[0][1]
         self.n = 2 * rounded(shapes[0][0]) if paired else rows  # as a `Packed` counts them, whose panels are filled up
         self.weight = torch.empty(rows, self.k, dtype=torch.bfloat16, device=device)
         self.bias = torch.zeros(rows, device=device) if any(b is not None for b in biases) else None
         first, step = 0, max(_PIECE // self.k, 1)
-        for matrix, bias in zip(matrices, biases, strict=True):
-            for at in range(0, len_of(matrix), step):
-                part = floats(rows_of(matrix, slice(at, at + step)))
+        for matrix, bias, (count, _) in zip(matrices, biases, shapes, strict=True):
+            for at in range(0, count, step):
+                part = rows_of(matrix, slice(at, min(at + step, count)))
+                part = np.array(part) if isinstance(part, np.ndarray) else part.dense()  # a copy, which torch may read
+                if part.dtype.name not in DTYPES:
+                    raise ValueError(
+                        f"a matrix is {part.dtype}, and a device takes {', '.join(DTYPES)}; convert the checkpoint"
+                    )
                 self.weight[first + at : first + at + len(part)].copy_(as_tensor(part))
             if bias is not None and self.bias is not None:
-                self.bias[first : first + len(bias)].copy_(torch.from_numpy(np.array(bias, np.float32)))
-            first += len_of(matrix)
+                self.bias[first : first + count].copy_(torch.from_numpy(np.array(bias, np.float32)))
+            first += count
 
     @property
     def bytes(self) -> int:
@@ -59,18 +64,6 @@ class DeviceMatrix:
         """float32 [*index.shape, k]. index: int64, of any shape."""
         at = torch.from_numpy(np.ascontiguousarray(index)).to(self.weight.device)
         return self.weight[at].float().cpu().numpy()
-
-
-def len_of(matrix: Matrix) -> int:
-    return matrix.shape[0]
-
-
-def floats(matrix: Matrix) -> np.ndarray:
-    """A copy that torch can read."""
-    values = np.array(matrix) if isinstance(matrix, np.ndarray) else matrix.dense()
-    if values.dtype.name not in DTYPES:
-        raise ValueError(f"a matrix is {values.dtype}, and a device takes {', '.join(DTYPES)}; convert the checkpoint")
-    return values
 
 
 class DeviceSource(TensorSource):
