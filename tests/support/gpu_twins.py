@@ -72,7 +72,7 @@ class norms:  # noqa: N801
         x = stream
         if parts is not None:
             x = factor * (parts.sum(0) + (0 if bias is None else bias))
-            x = x if post is None else _normed(x, *post, layer_norm)
+            x = x if post is None else _normed(x, post[0], post[1], post[2], layer_norm)
             x = stream + x if add and stream is not None else x
             if stream is not None:
                 stream.copy_(x)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.cpu.library import Activation, Finish, Map, Norm
-from outrider.kernels.gpu import APART, attention, elementwise, linear, norms, rope
+from outrider.kernels.gpu import APART, RowTensors, attention, elementwise, linear, norms, rope
 from outrider.models.base import EMBEDDING, Want
 from outrider.models.cache import SCRATCH
 from outrider.models.gpu.cache import GpuCache
@@ -62,7 +62,7 @@ def why_not(program: Program) -> str | None:
 class Call:
     """A forward of so many rows: views of the registers, and what a launch is given."""
 
-    rows: Rows
+    rows: RowTensors
     cache: GpuCache
     splits: int
     wanted: int  # rows of logits
@@ -145,7 +145,7 @@ class Plan:
         if len(taps) not in self._features:
             self._features[len(taps)] = torch.zeros(self.max_rows, len(taps) * hidden, device=self.device)
         call, features = self._calls[count], self._features[len(taps)][:count]
-        call.rows, call.cache, call.splits = rows, cache, attention.splits_of(rows.length)
+        call.rows, call.cache, call.splits = cast("RowTensors", rows), cache, attention.splits_of(rows.length)
         call.last = None if want == "all" else rows.last
         call.wanted = count if call.last is None else len(call.last)
         shown = dict[int, list[int]]()

@@ -225,7 +225,9 @@ def test_long_prompts_are_read_in_pieces(twins: None, monkeypatch: pytest.Monkey
         assert max(rows) == 12
         rows.clear()
         for a, b in zip(mine, right, strict=True):
-            real = parents >= -1 if a is not None and a.shape[1] > 1 else slice(None)
+            assert a is not None
+            assert b is not None
+            real = parents >= -1 if a.shape[1] > 1 else slice(None)
             np.testing.assert_allclose(a[real], b[real], atol=1e-3 * np.abs(b).max(), rtol=0)
     none = pair[0].forward(Nodes(tokens, pair[0].new_cache(3, 64), [2, 0, 1], parents), taps=(FINAL_NORM,), want="none")
     assert none.logits.shape == (3, 0, 97)
