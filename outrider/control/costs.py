@@ -155,8 +155,8 @@ class Costs:
             return  # the curve at one node is the pace
         parts = [(place, part) for place, part in ((at, 1 - share), (at + 1, share)) if place and part]
         whole, move = sum([part * part for _, part in parts]), 0.0
-        for place, part in parts:  # the first step counts in full
-            move = part * max(RATE, 1 / (self._seen[place] + whole)) * _bounded(ratio)
+        for place, part in parts:  # the measurement counts as a step
+            move = part * max(RATE, 1 / (self._seen[place] + 2 * whole)) * _bounded(ratio)
             self._logs[place] += move
             self._seen[place] += part * part
         for place in range(parts[-1][0] + 1, len(self._logs)):

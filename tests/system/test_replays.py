@@ -178,7 +178,7 @@ def start_and_rest(machine: str, wrong: str) -> tuple[float, float]:
 def test_a_calibration_beside_other_programs_is_soon_forgotten(machine: str, wrong: str) -> None:
     """What looks too dear is not tried, so nothing would correct it."""
     start, rest = (a / b for a, b in zip(start_and_rest(machine, wrong), start_and_rest(machine, "right"), strict=True))
-    assert start > 0.95
+    assert start > 0.94
     assert rest > 0.98
 
 

@@ -80,14 +80,15 @@ def test_a_correction_reaches_the_sizes_on_both_sides() -> None:
 
 
 def test_what_looks_far_too_dear_is_tried() -> None:
-    """A plan asks for it, and one step tells what it takes."""
+    """So a plan asks for it, and a few steps tell what it takes. The measurement counts as much as the first of them."""
     costs = Costs(CostModel({}, {1: 1.0, 4: 5.0, 16: 30.0}))
     assert [costs.forward(n) for n in (2, 4, 16)] == pytest.approx([4 / 3, 2.0, 6.0])
     for _ in range(3):
         costs.observe_forward(1, 1.0)
-    costs.observe_forward(2, 1.05)
-    assert costs.forward(2) / costs.forward(1) == pytest.approx(1.05, abs=0.02)
-    assert costs.forward(4) < 1.35
+    for most in (1.22, 1.16, 1.13):
+        costs.observe_forward(2, 1.05)
+        assert 1.05 < costs.forward(2) / costs.forward(1) < most
+    assert costs.forward(4) / costs.forward(1) < 1.45
 
 
 def test_a_text_costs_each_node_its_length() -> None:
