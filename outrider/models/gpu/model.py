@@ -21,7 +21,7 @@ from outrider.models.base import (
     over_vocabulary,
 )
 from outrider.models.gpu.cache import GpuCache
-from outrider.models.gpu.plan import MAX_ROWS, Plan
+from outrider.models.gpu.plan import MAX_ROWS, GpuPlan
 from outrider.models.gpu.rows import RowBuffer, Rows, reach
 from outrider.models.gpu.weights import DeviceMatrix
 from outrider.models.native.program import Program
@@ -52,7 +52,7 @@ class GpuModel(LanguageModel):
 
     def _run(self, program: Program, max_rows: int) -> None:
         self.program, self.num_layers, self.windows = program, program.num_layers, program.windows
-        self.plan, self._buffer = Plan(program, self.device, max_rows), RowBuffer(self.device, max_rows, 4 * _WIDTH)
+        self.plan, self._buffer = GpuPlan(program, self.device, max_rows), RowBuffer(self.device, max_rows, 4 * _WIDTH)
 
     def layer_subset(self, layers: Sequence[int]) -> GpuModel:
         out = copy.copy(self)
@@ -68,7 +68,7 @@ class GpuModel(LanguageModel):
         self._check(nodes)
         self.plan.turn += 1
         cache, (batch, count) = cast("GpuCache", nodes.cache), nodes.tokens.shape
-        size = count if count <= APART else _GROUP
+        size = count if count <= min(APART, self.plan.max_rows) else min(_GROUP, self.plan.max_rows)
         fields = _grouped(nodes, size)
         groups, last = len(fields["slots"]), np.array(nodes.last)
         ends = np.arange(batch) * (groups // batch) + last // size  # the groups with the last nodes
@@ -76,11 +76,7 @@ class GpuModel(LanguageModel):
         logits = np.zeros((*shown, self.program.head.n), np.float32)
         features = np.zeros((groups, size, len(taps) * self.program.hidden), np.float32)
         real = np.flatnonzero((fields["positions"] >= 0).any(1))
-        most = (
-            max(self.plan.logit_rows // size, 1)
-            if want == "all"
-            else min(self.plan.max_rows // size, self.plan.logit_rows)
-        )
+        most = min((self.plan.logit_rows if want == "all" else self.plan.max_rows) // size, self.plan.logit_rows)
         for at in range(0, len(real), most):
             piece = real[at : at + most]
             entries = np.flatnonzero(np.isin(ends, piece))
@@ -106,7 +102,8 @@ class GpuModel(LanguageModel):
         width = fields["paths"].shape[2] if "paths" in fields else 0
         if width > self._buffer.width:
             self._buffer = RowBuffer(self.device, self.plan.max_rows, width)
-        rows, host = self._buffer.views(*fields["tokens"].shape, width, length)
+        entries, nodes = fields["tokens"].shape
+        rows, host = self._buffer.views(entries, nodes, width, length)
         for name, each in fields.items():
             host[name][:] = each.reshape(host[name].shape)
         host["last"][:] = 0

@@ -68,7 +68,7 @@ class Call:
     wanted: int  # rows of logits
     last: Tensor | None  # these rows, unless they are all
 
-    def __init__(self, plan: Plan, count: int) -> None:
+    def __init__(self, plan: GpuPlan, count: int) -> None:
         self._plan, self.count, self._values = plan, count, dict[Value, Tensor]()
 
     def __getitem__(self, value: Value) -> Tensor:
@@ -87,7 +87,7 @@ class Call:
 Launch = Callable[[Call], None]
 
 
-class Plan:
+class GpuPlan:
     """A program that is ready to run on a device.
 
     Args:
