@@ -59,7 +59,7 @@ def build(
         loaded: The target.
         config: How it drafts.
         num_slots: Sequences decoded concurrently.
-        max_length: Tokens of prompt and output of a sequence; None for as many as the model was made for.
+        max_length: Tokens of prompt and output of a sequence; None for as many as the model was made for, or as fit.
         device: Of draft models.
         drafters: Objects of your own, by name, in place of the configured ones.
         controller: Of your own, in place of the configured one.
@@ -71,7 +71,7 @@ def build(
 
     Raises ValueError if a drafter cannot draft here.
     """
-    length = max_length or loaded.model.max_length
+    length = max_length or loaded.model.longest(num_slots)
     foreign = frozenset(filter(offered, config.methods) if drafters is None else drafters)
     method = "+".join(config.methods if drafters is None else drafters) or NONE
     setup = DrafterSetup(config, loaded, num_slots, length, device, text_memory)

@@ -149,6 +149,10 @@ class LanguageModel(ABC):
     @abstractmethod
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache: ...
 
+    def longest(self, num_slots: int) -> int:
+        """Tokens of the longest text, where nobody gives a number: a cache that is made at once must fit for all slots."""
+        return self.max_length
+
     @abstractmethod
     def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
         """The logits after each new node, and the hidden states that `taps` name.

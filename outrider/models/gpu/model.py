@@ -20,6 +20,8 @@ from outrider.models.base import (
     check_whole_head,
     over_vocabulary,
 )
+from outrider.models.cache import SCRATCH
+from outrider.models.checkpoint import free_memory
 from outrider.models.gpu.cache import GpuCache
 from outrider.models.gpu.plan import MAX_ROWS, GpuPlan
 from outrider.models.gpu.rows import RowBuffer, Rows, reach
@@ -61,6 +63,11 @@ class GpuModel(LanguageModel):
 
     def new_cache(self, num_slots: int, max_length: int) -> GpuCache:
         return self.plan.new_cache(num_slots, max_length)
+
+    def longest(self, num_slots: int) -> int:
+        """Half of what is free is for this cache: drafters, prefixes and graphs come after it."""
+        token = 2 * num_slots * sum(heads * (dim + value_dim) for heads, dim, value_dim in self.program.cells.values())
+        return max(min(self.max_length, free_memory(self.device) // (2 * token) - SCRATCH), 1)
 
     def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
         """See `LanguageModel.forward`. Raises ValueError for tokens, parents or a cache that do not fit, IndexError for slots."""

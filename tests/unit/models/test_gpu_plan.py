@@ -299,6 +299,12 @@ def test_what_does_not_fit_is_told(twins: None, monkeypatch: pytest.MonkeyPatch)
         DeviceMatrix([np.zeros((2, 2), np.int8)], [None], "cpu")
 
 
+def test_a_cache_of_default_length_fits(twins: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = gpu_of("llama")
+    monkeypatch.setattr(gpu_model, "free_memory", lambda device: 1 << 20)
+    assert [model.longest(n) for n in (1, 32, 1000)] == [128, (1 << 20) // (2 * 32 * 128) - 64, 1]
+
+
 def test_blocks_of_a_slot_come_back(twins: None) -> None:
     model = gpu_of("qwen2")
     cache, [text] = model.new_cache(2, 64), prompts(12)
