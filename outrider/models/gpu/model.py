@@ -143,27 +143,16 @@ class GpuModel(LanguageModel):
         return cast("DeviceMatrix", self.program.table).rows(tokens)
 
     def head_rows(self, tokens: np.ndarray) -> np.ndarray:
-        ids = self.program.head_ids
-        places = tokens if ids is None else np.searchsorted(ids, tokens)
-        if ids is not None and not np.array_equal(ids[np.minimum(places, len(ids) - 1)], tokens):
-            raise ValueError(
-                "the output head of this model does not keep some of these tokens; load it without head_ids"
-            )
-        return cast("DeviceMatrix", self.program.head).rows(places)
+        check_whole_head(self.program.head_ids)
+        return cast("DeviceMatrix", self.program.head).rows(tokens)
 
     def output_head(self, hidden: np.ndarray) -> np.ndarray:
         check_whole_head(self.program.head_ids)
-        head, flat = (
-            cast("DeviceMatrix", self.program.head),
-            np.ascontiguousarray(hidden, np.float32).reshape(-1, hidden.shape[-1]),
-        )
-        out = np.empty((len(flat), head.n), np.float32)
-        for at in range(0, len(flat), self.plan.logit_rows):
-            x = torch.from_numpy(flat[at : at + self.plan.logit_rows]).to(self.device)
-            y = torch.empty(1, len(x), head.n, device=self.device)
-            linear.linear(x, head.weight, y, head.bias)
-            out[at : at + len(x)] = y[0].cpu().numpy()
-        return out.reshape(*hidden.shape[:-1], head.n)
+        head = cast("DeviceMatrix", self.program.head)
+        x = torch.from_numpy(np.ascontiguousarray(hidden, np.float32)).to(self.device).view(-1, head.k)
+        out = torch.empty(1, len(x), head.n, device=self.device)
+        linear.linear(x, head.weight, out, head.bias)
+        return out.cpu().numpy().reshape(*hidden.shape[:-1], head.n)
 
 
 def _grouped(nodes: Nodes, size: int) -> dict[str, np.ndarray]:

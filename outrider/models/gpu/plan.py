@@ -321,7 +321,8 @@ def _norms_after(ops: Sequence[Op], at: int) -> tuple[Op | None, Op | None, int]
     next_ = next((i for i in range(end, len(ops)) if ops[i].kind != "rows"), end)
     if next_ < len(ops) and ops[next_].kind == "norm" and ops[next_].in_ == stream and _is_whole(ops[next_]):
         before = ops[next_]
-        if "add" not in before.flags and before.out != stream:
+        alike = after is None or after.i[0] == before.i[0]  # a launch has one kind of norms
+        if alike and "add" not in before.flags and before.out != stream:
             return after, before, next_ + 1
     return after, None, end
 
