@@ -160,6 +160,14 @@ def main(architectures: list[int]) -> None:
         norms.sum_norm(
             wide[None], wide[0], wide, wide, weight=wide[0], shift=wide[0], layer_norm=True, post=(wide[0], None, 1e-6)
         )
+        for count in (1, 3, 16):  # of a width that no alignment divides
+            parts = tensor(3, count, 100)
+            norms.sum_norm(parts, None, parts[0], parts[1], weight=tensor(100), eps=1e-6)
+            cache, angles = halves(4, 1, 4096, 20), tensor(4096, 10)
+            pair = tensor(20), tensor(20)
+            rope.rope_store(
+                parts, None, parts[0, :, :60], cache, cache, rows(1, count), angles, angles, heads=3, norms=pair
+            )
         norms.group_norm(wide, wide, wide[0], group=128, eps=1e-6)
         rope.rope(wide, whole(8), angles, angles, dim=128)
         rope.store(wide, wide, halves(4, 16, 4096, 128), halves(4, 16, 4096, 128), rows(1, 8))

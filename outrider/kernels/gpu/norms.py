@@ -9,12 +9,21 @@ from outrider.kernels.gpu.jit import jit, power_of_two, settings
 
 
 @jit
-def summed(parts, at, inside, step, PARTS: tl.constexpr):
-    """The parts that a `linear` left, added in order: float32 like `at`. step: numbers from one part to the next."""
-    total = tl.load(parts + at, inside, 0.0)
+def summed(parts, row, at, inside, rows, row_step, PARTS: tl.constexpr):
+    """The parts that a `linear` left of a row, added in order: float32 like `at`. Parts of `rows` rows lie one after another.
+
+    So what triton knows of addresses, which sets how a sum lies in the threads, follows from the width alone."""
+    total = tl.load(parts + row.to(tl.int64) * row_step + at, inside, 0.0)
     for p in tl.static_range(1, PARTS):  # pyright: ignore[reportGeneralTypeIssues]
-        total += tl.load(parts + tl.cast(step, tl.int64) * p + at, inside, 0.0)
+        total += tl.load(parts + (row + tl.cast(rows, tl.int64) * p) * row_step + at, inside, 0.0)
     return total
+
+
+def row_step(parts: Tensor) -> int:
+    """Numbers from one row to the next. Raises ValueError unless parts [P, R, width] lie one after another."""
+    if len(parts) > 1 and parts.stride(0) != parts.shape[1] * parts.stride(1):
+        raise ValueError(f"parts {[*parts.shape]} with the strides {parts.stride()} do not lie one after another")
+    return parts.stride(1)
 
 
 @jit
@@ -30,9 +39,9 @@ def _normed(x, weight, shift, at, inside, width, eps, LAYER: tl.constexpr):
     return x
 
 
-@jit
+@jit(do_not_specialize=["rows"])
 def _sum_norm(
-    parts, bias, stream, out, weight, shift, post_weight, post_shift, width, part_step, parts_step, stream_step, out_step, factor,
+    parts, bias, stream, out, weight, shift, post_weight, post_shift, rows, width, parts_step, stream_step, out_step, factor,
     eps, post_eps, W: tl.constexpr, PARTS: tl.constexpr, POST: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr,
     PER_GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +50,7 @@ def _sum_norm(
     at = tl.program_id(1) * width + tl.arange(0, W)
     own = at if PER_GROUP else tl.arange(0, W)
     if PARTS:
-        total = summed(parts, row * parts_step + at, inside, part_step, PARTS)
+        total = summed(parts, row, at, inside, rows, parts_step, PARTS)
         if bias is not None:
             total += tl.load(bias + at, inside, 0.0)
         total *= factor
@@ -65,7 +74,7 @@ def sum_norm(
     """s = factor * (parts in order + bias); stream += s; out = norm(stream) * weight + shift.
 
     Args:
-        parts: float32 [P, R, width]; None: the stream is only read.
+        parts: float32 [P, R, width], one part after another; None: the stream is only read.
         bias: float32 [width].
         stream: float32 [R, width]; None: out is of s.
         out: [R, width]; None: there is no norm.
@@ -77,12 +86,12 @@ def sum_norm(
     like = stream if parts is None else parts[0]
     assert like is not None
     post_weight, post_shift, post_eps = post or (None, None, 0.0)
-    group, (part_step, parts_step) = group or like.shape[1], (0, 0) if parts is None else parts.stride()[:2]
+    group = group or like.shape[1]
     block = power_of_two(group)
     _sum_norm[len(like), like.shape[1] // group](
-        parts, bias, stream, out, weight, shift, post_weight, post_shift, group, part_step, parts_step,
-        0 if stream is None else stream.stride(0), 0 if out is None else out.stride(0), factor, eps, post_eps, W=block,
-        PARTS=0 if parts is None else len(parts), POST=post is not None, ADD=add and stream is not None, LAYER=layer_norm,
+        parts, bias, stream, out, weight, shift, post_weight, post_shift, len(like), group,
+        0 if parts is None else row_step(parts), 0 if stream is None else stream.stride(0), 0 if out is None else out.stride(0),
+        factor, eps, post_eps, W=block, PARTS=0 if parts is None else len(parts), POST=post is not None, ADD=add and stream is not None, LAYER=layer_norm,
         PER_GROUP=per_group, **settings(max(1, min(16, block // 512))),  # by the width alone: it sets the order of a sum
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from outrider.kernels.gpu import RowTensors
 from outrider.kernels.gpu.jit import jit, power_of_two, settings
-from outrider.kernels.gpu.norms import summed
+from outrider.kernels.gpu.norms import row_step, summed
 
 
 @jit
@@ -17,10 +17,10 @@ def _cell(slots, cells, row, head, nodes, slot_step, head_step, cell_step):
     return slot * slot_step + head * head_step + cell * cell_step
 
 
-@jit(do_not_specialize=["nodes"])
+@jit(do_not_specialize=["rows", "nodes"])
 def _rope_store(
-    x, bias, v, v_bias, query, keys, values, positions, cells, slots, cosines, sines, q_norm, k_norm, nodes, heads, kv_heads, dim,
-    value_dim, half, offset, eps, x_part, x_step, v_part, v_step, query_step, k_slot, k_head, k_cell, v_slot, v_head, v_cell,
+    x, bias, v, v_bias, query, keys, values, positions, cells, slots, cosines, sines, q_norm, k_norm, rows, nodes, heads,
+    kv_heads, dim, value_dim, half, offset, eps, x_step, v_step, query_step, k_slot, k_head, k_cell, v_slot, v_head, v_cell,
     D: tl.constexpr, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """One head of a row. x has the parts of queries, then of keys; v those of values."""
@@ -37,8 +37,8 @@ def _rope_store(
         else:
             lower = j < half
             angle, other = tl.where(lower, j, j - half), tl.where(lower, at + half, at - half)
-        a = summed(x, row.to(tl.int64) * x_step + here + at, inside, x_part, PARTS)
-        b = summed(x, row.to(tl.int64) * x_step + here + other, turned, x_part, PARTS)  # the other one of a pair
+        a = summed(x, row, here + at, inside, rows, x_step, PARTS)
+        b = summed(x, row, here + other, turned, rows, x_step, PARTS)  # the other one of a pair
         if bias is not None:
             a += tl.load(bias + here + at, inside, 0.0)
             b += tl.load(bias + here + other, turned, 0.0)
@@ -59,7 +59,7 @@ def _rope_store(
             tl.store(keys + to + at, a.to(tl.bfloat16), inside)
     elif v is not None:
         head, inside = head - heads - kv_heads, at < value_dim
-        a = summed(v, row.to(tl.int64) * v_step + head * value_dim + at, inside, v_part, PARTS)
+        a = summed(v, row, head * value_dim + at, inside, rows, v_step, PARTS)
         if v_bias is not None:
             a += tl.load(v_bias + head * value_dim + at, inside, 0.0)
         to = _cell(slots, cells, row, head, nodes, v_slot, v_head, v_cell)
@@ -80,10 +80,9 @@ def _launch(
     half, block = 0 if angles is None else cosines.shape[1], power_of_two(max(dim, value_dim))
     bias, v_bias = biases or (None, None)
     _rope_store[x.shape[1], heads + kv_heads * (1 if v is None else 2)](
-        x, bias, v, v_bias, query, keys, values, positions, cells, slots, cosines,
-        sines, *(norms or (None, None)), nodes, heads, kv_heads, dim, value_dim, half, offset, eps, *x.stride()[:2],
-        *((0, 0) if v is None else v.stride()[:2]), query.stride(0), *k_steps, *v_steps, D=block, PARTS=len(x),
-        INTERLEAVED=interleaved, **settings(max(1, block // 128)),
+        x, bias, v, v_bias, query, keys, values, positions, cells, slots, cosines, sines, *(norms or (None, None)), x.shape[1],
+        nodes, heads, kv_heads, dim, value_dim, half, offset, eps, row_step(x), 0 if v is None else v.stride(1), query.stride(0),
+        *k_steps, *v_steps, D=block, PARTS=len(x), INTERLEAVED=interleaved, **settings(max(1, block // 128)),
     )  # fmt: skip
 
 
@@ -95,7 +94,7 @@ def rope_store(
     """Parts of queries, keys and values are added, normed by head and rotated. Queries go to `query`, the others to their cells.
 
     Args:
-        parts: float32 [P, R, n], n numbers of all heads of queries, then keys, then values.
+        parts: float32 [P, R, n], one part after another: n numbers of all heads of queries, then keys, then values.
         bias: float32 [n].
         query: float32 or bfloat16 [R, heads * dim].
         keys: bfloat16 [slot, kv_head, cell, dim] of one layer.

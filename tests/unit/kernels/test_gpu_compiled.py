@@ -58,6 +58,13 @@ def test_floats_are_summed_and_fused_by_name_only(compiled: list[dict[str, Any]]
         assert bool(each["fused"]) == (each["kernel"] == "choose"), each
 
 
+def test_a_sum_lies_in_the_threads_alike_for_any_number_of_rows(compiled: list[dict[str, Any]]) -> None:
+    """What triton knows of addresses is the same, so it makes one piece of code, though no alignment divides the width."""
+    for kernel, block in (("sum_norm", {"W": 128}), ("rope_store", {"D": 32})):
+        odd = [each for each in compiled if each["kernel"] == kernel and block.items() <= each["constants"].items()]
+        assert len([each for each in odd if each["constants"]["PARTS"] == 3]) == 1
+
+
 def test_weights_and_keys_are_read_sixteen_bytes_at_a_time(compiled: list[dict[str, Any]]) -> None:
     for each in compiled:
         if each["kernel"] in ("attend", "linear"):
