@@ -100,7 +100,7 @@ def _walk(
         top = tl.maximum(top, most)
     token = tl.where(top < float("inf"), token, -1)
     tl.store(drawn + row, token, n < nodes)
-    given, parent = tl.load(tokens + row, there, -2), n - 1
+    given, parent = tl.load(tokens + row, there, -2), n - 1  # -2 is never drawn
     if parents is not None:
         parent = tl.load(parents + row, there, -2)
     tl.store(path + row, tl.where(n == 0, 0, -1), n < nodes)
@@ -108,7 +108,7 @@ def _walk(
     here, length = 0, 0
     for _ in range(1, nodes):
         own = tl.sum(tl.where(n == here, token, 0), 0)
-        here = tl.min(tl.where((parent == here) & (given == own) & there & (n > 0), n, N), 0)  # N has no children
+        here = tl.min(tl.where((parent == here) & (given == own) & (n > 0), n, N), 0)  # N has no children
         length += (here < N).to(tl.int32)
         tl.store(path + entry * nodes + length, here, here < N)
     tl.store(accepted + entry, length)

@@ -91,8 +91,8 @@ def sum_norm(
     _sum_norm[len(like), like.shape[1] // group](
         parts, bias, stream, out, weight, shift, post_weight, post_shift, len(like), group,
         0 if parts is None else row_step(parts), 0 if stream is None else stream.stride(0), 0 if out is None else out.stride(0),
-        factor, eps, post_eps, W=block, PARTS=0 if parts is None else len(parts), POST=post is not None, ADD=add and stream is not None, LAYER=layer_norm,
-        PER_GROUP=per_group, **settings(max(1, min(16, block // 512))),  # by the width alone: it sets the order of a sum
+        factor, eps, post_eps, W=block, PARTS=0 if parts is None else len(parts), POST=post is not None,
+        ADD=add and stream is not None, LAYER=layer_norm, PER_GROUP=per_group, **settings(max(1, min(16, block // 512))),  # by the width alone: it sets the order of a sum
     )  # fmt: skip
 
 

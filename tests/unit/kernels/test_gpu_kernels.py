@@ -365,14 +365,17 @@ def test_accepted_cells_move_to_their_places(draw: torch.Generator) -> None:
 # Choice
 
 
-def test_noise_has_the_bits_of_the_core() -> None:
+def test_scores_and_noise_have_the_bits_of_the_core(draw: torch.Generator) -> None:
     vocab, seeds, positions = 2 * choice.BLOCK + 300, [5, -7, 2**62 + 5], [0, 1000, 77]
     rows = chain([0, 1, 2], positions, 1)
     best, index = nothing(3, 3), nothing(3, 3, dtype=torch.int32)
-    choice.choose(torch.zeros(3, vocab), best, index, rows, torch.tensor(seeds), torch.ones(3))
+    logits, temperatures = torch.randn(3, vocab, generator=draw), torch.tensor([1.0, 0.7, 1.3])
+    logits[0] = 0  # noise alone
+    choice.choose(logits, best, index, rows, torch.tensor(seeds), temperatures)
     noise = Noise(seeds, [9] * 3).gumbel(Stream.TOKEN, np.array(positions) + 1, vocab)
+    scores = logits.numpy() / temperatures.numpy()[:, None] + noise
     for b in range(3):
-        block = noise[:, b * choice.BLOCK : (b + 1) * choice.BLOCK]
+        block = scores[:, b * choice.BLOCK : (b + 1) * choice.BLOCK]
         assert (best[:, b].numpy() == block.max(1)).all()
         assert (index[:, b].numpy() == block.argmax(1) + b * choice.BLOCK).all()
 
