@@ -87,12 +87,12 @@ def sum_norm(
     assert like is not None
     post_weight, post_shift, post_eps = post or (None, None, 0.0)
     group = group or like.shape[1]
-    block = power_of_two(group)
+    block, count = power_of_two(group), 0 if parts is None else len(parts)
+    steps = (0 if parts is None else row_step(parts)), *(0 if t is None else t.stride(0) for t in (stream, out))
     _sum_norm[len(like), like.shape[1] // group](
-        parts, bias, stream, out, weight, shift, post_weight, post_shift, len(like), group,
-        0 if parts is None else row_step(parts), 0 if stream is None else stream.stride(0), 0 if out is None else out.stride(0),
-        factor, eps, post_eps, W=block, PARTS=0 if parts is None else len(parts), POST=post is not None,
-        ADD=add and stream is not None, LAYER=layer_norm, PER_GROUP=per_group, **settings(max(1, min(16, block // 512))),  # by the width alone: it sets the order of a sum
+        parts, bias, stream, out, weight, shift, post_weight, post_shift, len(like), group, *steps, factor, eps, post_eps,
+        W=block, PARTS=count, POST=post is not None, ADD=add and stream is not None, LAYER=layer_norm, PER_GROUP=per_group,
+        **settings(max(1, min(16, block // 512))),  # by the width alone: it sets the order of a sum
     )  # fmt: skip
 
 
