@@ -17,7 +17,7 @@ GROSS = 0.8  # bound on the logarithm of seconds taken over seconds believed: a 
 MOST = 256  # nodes of a step up to which costs bend
 # So many nodes more cost a plain step at most, until steps show more: what looks expensive is not tried, so no step would tell.
 # [half, double] cost first requests in `benchmarks.replays` so many hundredths: right costs [0.0, 0.0], costs of several nodes
-# that are five times too high [38.0, -7.7], and without a bound 74; four nodes that cost 2.4 plain steps [0.0, 1.0].
+# that are five times too high [34.9, -10.3], and without a bound 64.4; four nodes that cost 2.4 plain steps [0.0, 1.0].
 STEEP = 3.0
 
 
