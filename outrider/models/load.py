@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import warnings
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from outrider.core.extras import needs
 from outrider.core.suggest import did_you_mean
-from outrider.kernels import why_no_kernels
+from outrider.kernels import OWN_GPU, gpu, why_no_kernels
 from outrider.models import checkpoint
 from outrider.models.base import LanguageModel
 from outrider.models.builtin.download import DOWNLOADS
@@ -191,6 +192,17 @@ def _made(
         return request.quantization or reduced or stored, ids
 
     weights = read.weights or (tensors.precision if request.dtype == "auto" else request.dtype)
+    if where != "cpu" and os.environ.get(OWN_GPU) == "1":
+        weights = weights.replace("gguf", tensors.floats)
+        outline, why = _on_gpu(config, tensors, weights, kv_cache_dtype, where)
+        if outline is not None:
+            from outrider.models.gpu.model import GpuModel
+            from outrider.models.gpu.weights import DeviceSource
+
+            weights, ids = chosen(weights, sum(m.n * m.k for m in outline.matrices), outline.vocab_size)
+            program = build(config.kind, config, DeviceSource(tensors, config, where, ids))
+            return Loaded(GpuModel(program, where), request.name, tokenizer, ends, weights, source, config)
+        _say_once(f"{request.name} runs by the modelling code of transformers, because {why}")
     if outline is not None:
         weights, ids = chosen(weights, sum(m.n * m.k for m in outline.matrices), outline.vocab_size)
         further = outline.mtp is not None and reduce is None  # a draft model drafts for another one
@@ -228,6 +240,24 @@ def _outline(config: Any, tensors: Tensors, where: str) -> tuple[Program | None,
         _say_once(why)
         return None, why
     return outline, ""
+
+
+def _on_gpu(config: Any, tensors: Tensors, weights: str, kv_cache_dtype: str, where: str) -> tuple[Program | None, str]:
+    """The program in outline, if the kernels of a GPU can run it; None, and why, if they cannot."""
+    if why := gpu.why_not(where):
+        return None, why
+    if weights != "bfloat16" or kv_cache_dtype not in ("auto", "bfloat16"):
+        return None, (
+            f"our kernels for GPUs take weights, keys and values in bfloat16, and these are {weights} and {kv_cache_dtype}: "
+            "give dtype='bfloat16', kv_cache_dtype='auto'"
+        )
+    outline, why = _outline(config, tensors, "cpu")
+    if outline is None:
+        return None, why
+    from outrider.models.gpu import plan
+
+    why = plan.why_not(outline)
+    return (None, f"our kernels for GPUs cannot run it: {why}") if why else (outline, "")
 
 
 def _kept(kv_cache_dtype: str, weights: str, where: str) -> str:

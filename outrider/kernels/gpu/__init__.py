@@ -16,8 +16,10 @@ it. Its grid follows from shapes alone; programs with nothing to do end at once.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -58,3 +60,13 @@ def why_not(device: Any) -> str | None:
         return f"the device is {device}, and they need a GPU of NVIDIA"
     major, minor = torch.cuda.get_device_capability(device)
     return None if major >= 8 else f"the GPU has compute capability {major}.{minor}, and they need 8.0"
+
+
+def arithmetic(device: Any) -> str:
+    """What the bits of a model depend on beside its numbers: the card, Triton's version, and the code of the kernels."""
+    import torch
+    import triton
+
+    code = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
+    card = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "no card"
+    return f"{card}, triton {triton.__version__}, kernels {hashlib.sha256(code).hexdigest()[:8]}"

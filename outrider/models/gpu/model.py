@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from outrider.core.types import PADDING
+from outrider.core.noise import Stream
+from outrider.core.sampling import LogitsDistribution
+from outrider.core.types import PADDING, Verdict
+from outrider.kernels import gpu
 from outrider.kernels.gpu import APART, linear
 from outrider.models.base import (
     LanguageModel,
     Output,
+    Pending,
+    Verification,
     Want,
     check_layers,
     check_taps,
     check_whole_head,
     over_vocabulary,
 )
-from outrider.models.cache import SCRATCH
+from outrider.models.cache import SCRATCH, SlotCache
 from outrider.models.checkpoint import free_memory
 from outrider.models.gpu.cache import GpuCache
 from outrider.models.gpu.plan import MAX_ROWS, GpuPlan
 from outrider.models.gpu.rows import RowBuffer, Rows, reach
+from outrider.models.gpu.step import GpuStep
 from outrider.models.gpu.weights import DeviceMatrix
 from outrider.models.native.program import Program
 from outrider.models.nodes import Nodes
+from outrider.verify.batched import walk
 
 _GROUP = 32  # nodes of a long prompt that are an entry of `Rows`: fewer are padding at its end
 _WIDTH = 16  # nodes: the longest path is rounded up to a multiple, so that few shapes are compiled
@@ -49,12 +56,14 @@ class GpuModel(LanguageModel):
 
     def __init__(self, program: Program, device: str, max_rows: int = MAX_ROWS) -> None:
         self.vocab_size, self.max_length, self.device = program.vocab_size, program.max_length, device
+        self.path = f"gpu: {gpu.arithmetic(device)}"
         self.weight_bytes, self.head_bytes = sum(m.bytes for m in program.matrices), program.head.bytes
         self._run(program, max_rows)
 
     def _run(self, program: Program, max_rows: int) -> None:
         self.program, self.num_layers, self.windows = program, program.num_layers, program.windows
         self.plan, self._buffer = GpuPlan(program, self.device, max_rows), RowBuffer(self.device, max_rows, 4 * _WIDTH)
+        self._steps = None if program.head_ids is not None else GpuStep(self.plan)
 
     def layer_subset(self, layers: Sequence[int]) -> GpuModel:
         out = copy.copy(self)
@@ -117,6 +126,28 @@ class GpuModel(LanguageModel):
         host["last"][: len(wanted)] = wanted
         self._buffer.send(rows.size)
         return rows
+
+    def step(self, cache: SlotCache, slots: list[int], check: Verification, *, taps: tuple[int, ...] = ()) -> Pending:
+        """See `LanguageModel.step`. One graph, but for sequences whose parameters read tokens or cut the distribution."""
+        check_taps(taps, self.num_layers)
+        by_host = [active or cut for active, cut in zip(check.warp.active, check.warp.filtered, strict=True)]
+        launched = None
+        if check.verifier.name == "match" and self._steps is not None and isinstance(cache, GpuCache):
+            launched = self._steps.launch(cache, slots, taps, check, by_host)
+        if launched is None:
+            return super().step(cache, slots, check, taps=taps)
+        out = Output(cast("Any", launched.logits), cast("Any", launched.features))
+
+        def judge() -> Verdict:
+            drawn = launched.verdicts()
+            for row, host in enumerate(by_host):
+                if host:
+                    target = LogitsDistribution(out.logits, check.draft, check.warp)
+                    key = check.noise.keys(Stream.TOKEN, check.positions)[row]
+                    drawn[row] = walk(target, row, check.draft.host[row], key)
+            return Verdict(drawn)
+
+        return Pending(out, judge)
 
     def _check(self, nodes: Nodes) -> None:
         """Raise ValueError or IndexError for nodes that kernels cannot read."""

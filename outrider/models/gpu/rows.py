@@ -42,8 +42,9 @@ class Rows:
         self.seeds = field(torch.int64, entries)
         self.temperatures = field(torch.float32, entries)
         self.slots, self.starts, self.last = (field(torch.int32, entries) for _ in range(3))
-        self.tokens, self.positions, self.cells, self.parents = (field(torch.int32, self.count) for _ in range(4))
-        self.paths = field(torch.int32, self.count, width) if width else None
+        self.tokens, self.positions, self.cells = (field(torch.int32, self.count) for _ in range(3))
+        self.parents: Tensor | None = field(torch.int32, self.count)
+        self.paths: Tensor | None = field(torch.int32, self.count, width) if width else None
         self.size = at
 
     @staticmethod
