@@ -150,7 +150,7 @@ class LanguageModel(ABC):
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache: ...
 
     def longest(self, num_slots: int) -> int:
-        """Tokens of the longest text, where nobody gives a number: a cache that is made at once must fit for all slots."""
+        """Tokens of the longest text, if no number is given: a cache that is made at once must fit for all slots."""
         return self.max_length
 
     @abstractmethod
