@@ -180,6 +180,8 @@ def main(architectures: list[int]) -> None:
         elementwise.take(wide, whole(8), wide)
         best, index = tensor(8, choice.blocks_of(152064)), whole(8, choice.blocks_of(152064))
         choice.choose(tensor(8, 152064), best, index, rows(1, 8), tensor(1, dtype=torch.int64), tensor(1))
+        choice.walk(tensor(64, 149), whole(64, 149), rows(1, 64, tree=True), whole(1, 64), whole(1), whole(1, 64))
+        choice.advance(rows(4, 1), whole(4, 1))
         choice.walk(best, index, rows(1, 8, tree=True), whole(1, 8), whole(1), whole(1, 8))
 
 

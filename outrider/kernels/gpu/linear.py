@@ -64,26 +64,19 @@ def _linear(
 
 
 def linear(
-    x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, *, factor: float = 1.0, softcap: float = 0.0
-) -> None:
+    x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, *, factor: float = 1.0, softcap: float = 0.0,
+    gate: str = "",
+) -> None:  # fmt: skip
     """The parts of x @ weight.T, to be added in order; with one part all of it: softcap(factor * (sum + bias)).
 
-    x: float32 or bfloat16 [R, k]; it is rounded to bfloat16. weight: bfloat16 [n, k]. out: float32 [P, R, n], where P is the
-    first of `split`, or 1. bias: float32 [n]; like the two numbers after it, only where P is 1."""
-    _launch(x, weight, bias, out, len(weight), "", factor, softcap)
-
-
-def gated(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, function: str) -> None:
-    """out = function(gate) * up. weight: bfloat16 [2 * m, k], gate before up. bias: float32 [2 * m]. out: float32 [R, m].
-
-    The bits are those of `linear`, its parts added in order, and `elementwise.gate`."""
-    _launch(x, weight, bias, out[None], len(weight) // 2, function, 1.0, 0.0)
-
-
-def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, n: int, gate: str, factor: float, softcap: float
-) -> None:
-    (rows, k), (parts, size), loop = x.shape, split(*weight.shape), len(out) == 1
+    Args:
+        x: float32 or bfloat16 [R, k]; it is rounded to bfloat16.
+        weight: bfloat16 [n, k].
+        out: float32 [P, R, n], where P is the first of `split`, or 1.
+        bias: float32 [n]; like all that follow, only where P is 1.
+        gate: as in `gated`, which is this with another shape of weight and bias.
+    """
+    (rows, k), (parts, size), n, loop = x.shape, split(*weight.shape), out.shape[2], len(out) == 1
     if not loop and (len(out) != parts or bias is not None or factor != 1 or softcap):
         raise ValueError(f"{len(out)} parts, where {parts} are to be added before anything else, or one")
     bm, bk, warps, stages = (16, 128, 4, 5) if rows <= 16 else (32, 128, 4, 4) if rows <= 32 else (64, 64, 8, 4)
@@ -92,3 +85,10 @@ def _launch(
         x, weight, bias, out, rows, n, k, size, x.stride(0), out.stride(1), out.stride(0), factor, softcap, BM=bm, BN=bn, BK=bk,
         LOOP=loop, GATE=gate, SOFTCAP=softcap > 0, **settings(warps, stages - (gate != "")),
     )  # fmt: skip
+
+
+def gated(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, function: str) -> None:
+    """out = function(gate) * up. weight: bfloat16 [2 * m, k], gate before up. bias: float32 [2 * m]. out: float32 [R, m].
+
+    The bits are those of `linear`, its parts added in order, and `elementwise.gate`."""
+    linear(x, weight, out[None], bias, gate=function)

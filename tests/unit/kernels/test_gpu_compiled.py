@@ -34,7 +34,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_every_kernel_is_compiled(compiled: list[dict[str, Any]]) -> None:
     kernels = {each["kernel"] for each in compiled if each["architecture"] == 90}
     assert kernels == {
-        "attend", "choose", "combine", "linear", "map", "move", "rope_store", "sum_norm", "take", "walk"
+        "advance", "attend", "choose", "combine", "linear", "map", "move", "rope_store", "sum_norm", "take", "walk"
     }  # fmt: skip
     assert {each["kernel"] for each in compiled if each["architecture"] == 80} >= {"attend", "linear"}
 
