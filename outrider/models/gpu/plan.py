@@ -246,8 +246,8 @@ class GpuPlan:
         return end
 
     def _stores(self, ops: Sequence[Op], at: int) -> int:
-        """The place of the attention that reads the queries of a linear, if one launch can norm and turn its heads and store
-        its keys and values; else that of the linear."""
+        """The place of the attention that reads the queries of a linear. One launch can norm and turn its heads, and store keys
+        and values. If none can, the place of the linear."""
         op, joint = ops[at], cast("Value", ops[at].out)
         end = next((i for i in range(at + 1, len(ops)) if ops[i].kind not in ("norm", "rope")), at)
         (store, attend), between = ops[end : end + 2], ops[at + 1 : end]
@@ -308,8 +308,8 @@ def _is_whole(op: Op) -> bool:
 
 
 def _norms_after(ops: Sequence[Op], at: int) -> tuple[Op | None, Op | None, int]:
-    """Of an op that writes a value: the norm that alone reads this and adds it to a stream, the norm of the stream after that,
-    and the place of the op after these. Taps may stand between them. The op may be such a norm itself."""
+    """Of an op that writes a value: the norm that alone reads it and adds it to a stream, the norm of that stream, and the place
+    of the op after these. Taps may stand between them. The op may be such a norm itself."""
     op, after, end = ops[at], None, at + 1
     if op.kind == "norm":
         after = op
