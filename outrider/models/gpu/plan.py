@@ -223,7 +223,7 @@ class GpuPlan:
             return at + 1
         end = self._stores(ops, at)
         alone = finish == Finish.STORE and end == at and _norms_after(ops, at)[:2] == (None, None)
-        if alone and linear.split(n, k)[0] == 1 and out.width == self.program.widths[out.register]:
+        if alone and linear.split(n, k)[0] == 1:
             add(lambda c: linear.linear(c[x], weight, c[out][None], bias, factor=op.f[0]))
             return at + 1
         add(lambda c: linear.linear(c[x], weight, c.parts(n, k)))
