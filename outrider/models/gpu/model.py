@@ -29,7 +29,7 @@ from outrider.models.cache import SCRATCH, SlotCache
 from outrider.models.checkpoint import free_memory
 from outrider.models.gpu.cache import GpuCache
 from outrider.models.gpu.plan import MAX_ROWS, GpuPlan
-from outrider.models.gpu.rows import RowBuffer, Rows, reach
+from outrider.models.gpu.rows import RowBuffer, Rows, paths_of, reach
 from outrider.models.gpu.step import GpuStep
 from outrider.models.gpu.weights import DeviceMatrix
 from outrider.models.native.program import Program
@@ -206,20 +206,8 @@ def _grouped(nodes: Nodes, size: int) -> dict[str, np.ndarray]:
     fields["positions"] = cut(np.where(parents == PADDING, -1, nodes.positions), -1)
     fields["cells"] = cut(starts[:, None] + held + np.arange(count), 0)
     if ((tree != np.arange(-1, tree.shape[1] - 1)) & (tree != PADDING)).any():  # else each is a chain
-        fields["paths"] = cut(_paths(tree)[:, held:], 0)
+        each_path = [paths_of(parents) for parents in tree.tolist()]
+        width = -(-max(len(path) for one in each_path for path in one) // _WIDTH) * _WIDTH
+        wide = [[path + [0] * (width - len(path)) for path in one] for one in each_path]
+        fields["paths"] = cut(np.array(wide)[:, held:], 0)
     return fields
-
-
-def _paths(tree: np.ndarray) -> np.ndarray:
-    """int32 [entry, node, deepest]: the nodes from the root down to each node."""
-    batch, total = tree.shape
-    every, depths = np.arange(batch), np.zeros((batch, total), np.int64)
-    paths = np.zeros((batch, total, total), np.int32)
-    for node, parents in enumerate(tree.T):
-        below = parents >= 0
-        above = parents[below]
-        paths[below, node] = paths[every[below], above]
-        depths[below, node] = depths[every[below], above] + 1
-        paths[every, node, depths[:, node]] = node
-    deepest = -(-(int(depths.max()) + 1) // _WIDTH) * _WIDTH
-    return np.concatenate([paths, np.zeros((batch, total, _WIDTH), np.int32)], 2)[:, :, :deepest]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,14 @@ class Rows:
     def room(rows: int, width: int) -> int:
         """Numbers of a buffer that holds any rows up to so many, with paths of this width."""
         return rows * (6 + 4 + width) + 10 * _ALIGN
+
+
+def paths_of(parents: Sequence[int]) -> list[list[int]]:
+    """Of each node, the nodes from the root down to it."""
+    out = list[list[int]]()
+    for node, parent in enumerate(parents):
+        out.append([*(out[parent] if parent >= 0 else ()), node])
+    return out
 
 
 def reach(length: int) -> int:

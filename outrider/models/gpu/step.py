@@ -20,7 +20,7 @@ from outrider.kernels.gpu import attention, choice
 from outrider.models.base import LazyArray, Verification
 from outrider.models.gpu.cache import GpuCache
 from outrider.models.gpu.plan import GpuPlan
-from outrider.models.gpu.rows import RowBuffer, Rows, reach
+from outrider.models.gpu.rows import RowBuffer, Rows, paths_of, reach
 
 MOST_ROWS = 256  # of a step
 T = TypeVar("T")
@@ -141,7 +141,7 @@ class GpuStep:
         trees, batch = check.draft.host, len(slots)
         count = max(map(len, trees))
         chains = all(parent == n - 1 for tree in trees for n, (_, parent) in enumerate(tree))
-        paths = [] if chains else [_paths(tree) for tree in trees]
+        paths = [] if chains else [paths_of([up for _, up in tree]) for tree in trees]
         width = 0 if chains else _power(max(len(path) for each in paths for path in each))
         entries, nodes = _power(batch), _power(count)
         if entries * nodes > len(self._best):
@@ -247,11 +247,3 @@ class GpuStep:
 def _power(number: int) -> int:
     """The power of two from a number on."""
     return 1 << (number - 1).bit_length()
-
-
-def _paths(tree: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Of each node of (token, parent), the nodes from the root down to it."""
-    out = list[list[int]]()
-    for n, (_, parent) in enumerate(tree):
-        out.append([*(out[parent] if parent >= 0 else ()), n])
-    return out
