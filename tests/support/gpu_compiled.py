@@ -60,6 +60,8 @@ def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> No
         suffix = "a" if architecture >= 90 else ""
         command = [PTXAS, "-v", "--fmad=false", f"-arch=sm_{architecture}{suffix}", file.name, "-o", "/dev/null"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    layouts = dict(re.findall(r"(#\w+) = (#ttg\.\S+<.*>)", code.asm["ttgir"]))
+    reduced = re.findall(r'"tt\.reduce".*?: \(tensor<\d+xf32, (#\w+)', code.asm["ttgir"], re.DOTALL)
     blocks = code.asm["ttgir"].split('"tt.reduce"')[1:]
     instructions = re.findall(r"(?:wgmma\.mma_async|tcgen05\.mma|mma)\S*m\d+n\d+k\d+|tcgen05\.mma", code.asm["ptx"])
     said = {
@@ -75,6 +77,7 @@ def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> No
         "asynchronous": len(re.findall(r"cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", code.asm["ptx"])),
         "narrow": len(re.findall(r"cp\.async\.ca\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x4", code.asm["ptx"])),
         "float_sums": sum("arith.addf" in block[:600] for block in blocks),
+        "layouts": sorted({layouts[name] for name in reduced}),
         "fused": len(re.findall(r"\bfma\.rn\.f32", code.asm["ptx"])),
     }
     print(json.dumps(said), flush=True)
@@ -160,9 +163,9 @@ def main(architectures: list[int]) -> None:
         norms.sum_norm(
             wide[None], wide[0], wide, wide, weight=wide[0], shift=wide[0], layer_norm=True, post=(wide[0], None, 1e-6)
         )
-        for count in (1, 3, 16):  # of a width that no alignment divides
-            parts = tensor(3, count, 100)
-            norms.sum_norm(parts, None, parts[0], parts[1], weight=tensor(100), eps=1e-6)
+        for count in (1, 3, 16, 100):  # of a width that no alignment divides
+            parts = tensor(3 if count <= 64 else 1, count, 100)
+            norms.sum_norm(parts, None, parts[0], parts[0], weight=tensor(100), eps=1e-6)
             cache, angles = halves(4, 1, 4096, 20), tensor(4096, 10)
             pair = tensor(20), tensor(20)
             rope.rope_store(
