@@ -38,8 +38,7 @@ else:
     import torch
 
     torch.set_num_threads(1)
-    if torch.version.cuda is None:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which transformers may do first
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, which transformers may do first
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a hundred processes of the tests would compile the same files
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # as `outrider` does; before transformers is imported
 

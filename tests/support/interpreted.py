@@ -1,5 +1,7 @@
 """Triton's interpreter, mended so that equal bits mean equal order. Import it before any module of `kernels.gpu`.
 
+With TRITON_INTERPRET=0 in the environment the kernels run on a GPU, and nothing is mended: tests that use `DEVICE` serve both.
+
 The interpreter multiplies with numpy, whose sums depend on the shape, and takes the bits of bfloat16 for numbers. In its place
 `product` adds groups of 16 in order, as a tensor core does, so that another order of sums has other bits.
 A number becomes bfloat16 by rounding, not by cutting. A fused multiplication and addition is rounded once.
@@ -15,16 +17,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-if "triton" not in sys.modules:
-    os.environ["TRITON_INTERPRET"] = "1"
+os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="needs triton")
 
 import triton
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
-if not triton.knobs.runtime.interpret:
-    pytest.skip("triton was imported for a GPU, and its interpreter is not there", allow_module_level=True)
+DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 
 
 def product(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
@@ -77,8 +77,9 @@ def patched_once(function: Any) -> Any:
 
 
 _patched, _patch = set[str](), interpreter._patch_lang
-interpreter._patch_lang = patched_once
-for name in ("cast_impl", "create_fp_to_fp"):
-    setattr(interpreter.InterpreterBuilder, name, rounded(getattr(interpreter.InterpreterBuilder, name)))
-interpreter.InterpreterBuilder.create_dot = product  # pyright: ignore[reportAttributeAccessIssue]
-interpreter.InterpreterBuilder.create_fma = fused  # pyright: ignore[reportAttributeAccessIssue]
+if DEVICE == "cpu":
+    interpreter._patch_lang = patched_once
+    for name in ("cast_impl", "create_fp_to_fp"):
+        setattr(interpreter.InterpreterBuilder, name, rounded(getattr(interpreter.InterpreterBuilder, name)))
+    interpreter.InterpreterBuilder.create_dot = product  # pyright: ignore[reportAttributeAccessIssue]
+    interpreter.InterpreterBuilder.create_fma = fused  # pyright: ignore[reportAttributeAccessIssue]
