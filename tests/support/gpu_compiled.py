@@ -30,7 +30,7 @@ architecture = 0
 
 
 def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-    """In the place of a run: compile for `architecture`, unless it was, and print what the code is made of."""
+    """In the place of a run: compile for `architecture`, unless it was, and print what the code is joint of."""
     given = dict(zip(self.arg_names, args, strict=False)) | {k: v for k, v in options.items() if k in self.arg_names}
     options = {k: v for k, v in options.items() if k not in self.arg_names}
     signature, constants, aligned = dict[str, str](), dict[str, Any](), dict[tuple[int], Any]()
@@ -109,11 +109,11 @@ def layer(count: int, hidden: int, heads: int, kv_heads: int, dim: int, middle: 
     each, cache = rows(1, count), halves(4, kv_heads, 4096, dim)
     parts, _ = linear.split(n, hidden)
     query, key = tensor(count, heads * dim), tensor(count, hidden)
-    made = tensor(parts if count <= 64 else 1, count, n)
-    linear.linear(key, halves(n, hidden), made)
+    joint = tensor(parts if count <= 64 else 1, count, n)
+    linear.linear(key, halves(n, hidden), joint)
     norm = (tensor(dim), tensor(dim)) if qk else None
     rope.rope_store(
-        made,
+        joint,
         tensor(n),
         query,
         cache,
