@@ -72,7 +72,7 @@ class Call:
         self._plan, self.count, self._values = plan, count, dict[Value, Tensor]()
 
     def __getitem__(self, value: Value) -> Tensor:
-        """float32 [row, width]."""
+        """[row, width], in float32, or bfloat16 where it is only multiplied."""
         if value not in self._values:
             register = self._plan.registers[self._plan.places[value.register]]
             self._values[value] = register[: self.count, value.offset : value.offset + value.width]
@@ -108,10 +108,12 @@ class GpuPlan:
         self.program, self.device, self.max_rows = program, device, max_rows
         self.logit_rows = min(max_rows, LOGIT_ROWS)  # of which a forward can give all logits
         ops = [op for op in program.ops if op.kind != "rows" or "tap" in op.flags]
-        self.places, widths = register_places(ops, program.widths)
+        rounded = rounded_registers(ops)
+        kinds = [(w, torch.bfloat16 if r in rounded else torch.float32) for r, w in enumerate(program.widths)]
+        self.places, kinds = register_places(ops, kinds)
         products = [(m.n, m.k) for op in ops if op.kind == "linear" for m in op.matrices]
         sizes = [n * max(linear.split(n, k)[0] * min(APART, max_rows), max_rows) for n, k in products]
-        self.registers = [torch.zeros(max_rows, width, device=device) for width in widths]
+        self.registers = [torch.zeros(max_rows, width, dtype=kind, device=device) for width, kind in kinds]
         self.scratch = torch.zeros(max(sizes), device=device)
         self._hidden = torch.zeros(self.logit_rows, program.hidden, device=device)
         self._logits = torch.zeros(self.logit_rows, program.head.n, device=device)
@@ -292,6 +294,19 @@ class GpuPlan:
 
     def _vector(self, values: np.ndarray | None) -> Tensor | None:
         return None if values is None else torch.from_numpy(np.array(values, np.float32)).to(self.device)
+
+
+def rounded_registers(ops: Sequence[Op]) -> set[int]:
+    """Registers that only products read, and these round what they read. So they may be kept in bfloat16.
+
+    Each program of a product reads all of its rows. With eight rows and more these bytes count beside those of its weights."""
+    others = set[int]()
+    for op in ops:
+        gated, whole = op.kind == "linear" and op.i[0] in _GATES, op.kind == "norm" and _is_whole(op)
+        writes = gated or op.kind == "attend" or (whole and "add" not in op.flags)
+        for value, fits in ((op.in_, op.kind in ("linear", "head")), (op.other, False), (op.out, writes)):
+            others |= set() if value is None or fits else {value.register}
+    return {value.register for op in ops for value in op.values} - others
 
 
 def _matrix(op: Op) -> DeviceMatrix:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from outrider.kernels import cpu as native
 from outrider.kernels.cpu.library import AnglesStruct, OpFlag, OpKind, OpStruct, ProgramStruct
 from outrider.kernels.cpu.packed import MOST
 
+Width = TypeVar("Width", bound=Hashable)
 _KEEPERS = ("store", "conv", "scan")  # what they write, later nodes read
 
 
@@ -200,10 +201,10 @@ def address(t: np.ndarray | None) -> int | None:
         return t.ctypes.data
 
 
-def register_places(ops: Sequence[Op], widths: Sequence[int]) -> tuple[dict[int, int], list[int]]:
+def register_places(ops: Sequence[Op], widths: Sequence[Width]) -> tuple[dict[int, int], list[Width]]:
     """A place for each register, and the widths of places. Registers of one width that live one after another share one."""
     lasts = {value.register: n for n, op in enumerate(ops) for value in op.values}
-    places, sizes, free = dict[int, int](), list[int](), dict[int, list[int]]()
+    places, sizes, free = dict[int, int](), list[Width](), dict[Width, list[int]]()
     for n, op in enumerate(ops):
         for value in op.values:
             register = value.register

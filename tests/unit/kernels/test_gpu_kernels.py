@@ -141,6 +141,9 @@ def test_gate_and_up_are_two_products_and_a_gate(draw: torch.Generator) -> None:
         linear.gated(x[5:6], weight, given, alone, function)
         assert torch.equal(out, expected)
         assert torch.equal(alone[0], out[5])
+        rounded = nothing(40, 40, dtype=torch.bfloat16)
+        linear.gated(x.bfloat16(), weight, given, rounded, function)
+        assert torch.equal(rounded, out.bfloat16())
         gate, up = both[0].double().split(40, 1)
         act = (
             torch.nn.functional.silu(gate) if function == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")
@@ -183,6 +186,9 @@ def test_parts_and_residual_are_added_and_normed(post: bool, layer_norm: bool, d
     norms.sum_norm(None, None, read, again, weight=weight, shift=shift, eps=1e-5, layer_norm=layer_norm)
     assert torch.equal(again, out)
     assert torch.equal(read, stream)
+    rounded = nothing(4, 100, dtype=torch.bfloat16)
+    norms.sum_norm(None, None, read, rounded, weight=weight, shift=shift, eps=1e-5, layer_norm=layer_norm)
+    assert torch.equal(rounded, out.bfloat16())
     norms.sum_norm(parts, None, read, None, add=False)
     assert torch.equal(read, in_order(parts))
 
@@ -299,7 +305,7 @@ def cache(draw: torch.Generator) -> tuple[Tensor, Tensor]:
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, rows: Rows, apart: bool, splits: int = 3, **settings: object
 ) -> Tensor:
-    out = nothing(len(query), HEADS * values.shape[3])
+    out = nothing(len(query), HEADS * values.shape[3], dtype=query.dtype)
     room = nothing(attention.workspace_size(len(query), HEADS, values.shape[3], splits)) if apart else None
     attention.attend(query, keys, values, rows, out, room, heads=HEADS, scale=DIM**-0.5, splits=splits, **settings)
     return out
@@ -357,6 +363,10 @@ def test_a_row_has_its_bits_in_a_prompt(kind: str, draw: torch.Generator) -> Non
         slot, start = (1, 230 + first) if first < 40 else (2, 20 + first - 40)
         few = attend(query[first : first + nodes], keys, values, chain([slot], [start], nodes), True, **settings)
         assert torch.equal(few, prompt[first : first + nodes])
+        halves = attend(
+            query[first : first + nodes].bfloat16(), keys, values, chain([slot], [start], nodes), True, **settings
+        )
+        assert torch.equal(halves, few.bfloat16())
         close(few[0], expected(query[first], keys[slot], values[slot], [*range(start + 1)], **settings), 1e-2)
 
 

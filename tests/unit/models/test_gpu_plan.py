@@ -62,6 +62,7 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gpu_plan, name, getattr(gpu_twins, name))
     monkeypatch.setattr(gpu_cache, "attention", gpu_twins.attention)
     monkeypatch.setattr(gpu_model, "linear", gpu_twins.linear)
+    monkeypatch.setattr(gpu_plan, "rounded_registers", lambda ops: set())  # their products round nothing
 
 
 @cache
@@ -114,6 +115,21 @@ def test_kernels_compute_what_native_code_does(name: str) -> None:
     """They round what a product reads to bfloat16, and native code does not."""
     [text] = prompts(9)
     assert_alike(name, 0.03, *tree([[(n, p) for n, p in zip(text, [-1, 0, 1, 1, 3, 2, 0, 6, 5], strict=True)]]))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_what_products_alone_read_may_be_rounded_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def logits() -> np.ndarray:
+        model = gpu_of(name)
+        kinds = [register.dtype for register in model.plan.registers]
+        assert (torch.bfloat16 in kinds) == rounds
+        return model.forward(Nodes(np.array(prompts(5)), model.new_cache(1, 64), [0])).logits
+
+    rounds = True
+    right = logits()
+    rounds = False
+    monkeypatch.setattr(gpu_plan, "rounded_registers", lambda ops: set())
+    assert np.array_equal(logits(), right)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma2"])
