@@ -19,6 +19,7 @@ python -m benchmarks.instruction_sets  whole texts over instruction sets and thr
 python -m benchmarks.commits OLD NEW  two checkouts, or two builds of the kernels: did a change make anything slower
 python -m benchmarks.shapes          GGUF files of true shapes with random weights, for models that are not at hand
 python -m benchmarks.scale_up        a Llama of any size that computes the function of a small one
+python -m benchmarks.gpu             a GPU in a quarter of an hour: equal bits, kernels, steps and texts of random weights
 python -m benchmarks.table           the tables of the pages, from the files in benchmarks/results
 """
 

@@ -40,7 +40,7 @@ RUNS = {
     "clients": "builtin:code --draft-model builtin:code-draft --clients 2 --rounds 2 --out OUT",
     "commits": f"{KERNELS} {KERNELS} --rounds 1 --formats Q4_K --rows 1",
     "first_token": """builtin:code --tokens 100 --beside 2 --config '{"method": "suffix"}'""",
-    "gpu": "tiny --device cpu --rounds 1 --tokens 6 --out OUT",
+    "gpu": "--tiny --out OUT",
     "heads": "--rounds 1 --precisions int8 --targets SmolLM2-135M --draft-vocab 256",
     "identity": "--tokens 1 --length 4 --weights float32 --afresh --out FOLDER",
     "instruction_sets": "builtin:code --record OUT",

@@ -1,0 +1,1 @@
+"""What a GPU shows of the GPU path: `python -m benchmarks.gpu`."""
