@@ -185,6 +185,11 @@ def main(architectures: list[int]) -> None:
         choice.choose(tensor(8, 152064), best, index, rows(1, 8), tensor(1, dtype=torch.int64), tensor(1))
         choice.walk(tensor(64, 149), whole(64, 149), rows(1, 64, tree=True), whole(1, 64), whole(1), whole(1, 64))
         choice.advance(rows(4, 1), whole(4, 1))
+        alone = rows(8, 1)
+        alone.last, alone.seeds, alone.temperatures = whole(8), tensor(8, dtype=torch.int64), tensor(8)
+        choice.choose(tensor(8, 152064), best, index, alone, alone.seeds, alone.temperatures, whole(8))
+        for count in (1, 8):
+            choice.rank(tensor(8, 152064), best, index, alone, whole(8), whole(64, 8, count), tensor(64, 8, count))
         choice.walk(best, index, rows(1, 8, tree=True), whole(1, 8), whole(1), whole(1, 8))
 
 

@@ -5,6 +5,8 @@ The noise has the bits of `core.noise`, whose operations are repeated one by one
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton.language as tl
 from torch import Tensor
 
@@ -52,32 +54,99 @@ def gumbel(seed, position, first, STREAM: tl.constexpr, V: tl.constexpr):
     return -_log(-(_log(w) + tl.div_rn((1.0 - w) - u, w)))
 
 
+@jit
+def _scores(logits, first, vocab, seed, temperature, position, V: tl.constexpr):
+    """Of V tokens from `first` on: the logits, divided by the temperature and with the noise of a position unless that is 0."""
+    at = first + tl.arange(0, V)
+    score = tl.load(logits + at, at < vocab, float("-inf"))
+    if temperature > 0:
+        score = tl.div_rn(score, temperature + tl.zeros((V,), tl.float32)) + gumbel(seed, position, first, 0, V)
+    return score
+
+
 @jit(do_not_specialize=["each"])
-def _choose(logits, best, index, seeds, temperatures, positions, each, vocab, blocks, logits_step, V: tl.constexpr):
+def _choose(
+    logits, best, index, seeds, temperatures, positions, ahead, each, vocab, blocks, logits_step, V: tl.constexpr
+):
     row, block = tl.program_id(0), tl.program_id(1)
-    position, at = tl.load(positions + row), block * V + tl.arange(0, V)
+    position, at, entry = tl.load(positions + row), block * V + tl.arange(0, V), row // each
     if position < 0:
         return
-    score = tl.load(logits + row.to(tl.int64) * logits_step + at, at < vocab, float("-inf"))
-    temperature = tl.load(temperatures + row // each)
-    if temperature > 0:  # Stream.TOKEN, at the position of the token that is drawn
-        noise = gumbel(tl.load(seeds + row // each), position + 1, block * V, 0, V)
-        score = tl.div_rn(score, temperature + tl.zeros((V,), tl.float32)) + noise
+    if ahead is not None:
+        position += tl.load(ahead + entry)
+    own = logits + row.to(tl.int64) * logits_step
+    score = _scores(
+        own, block * V, vocab, tl.load(seeds + entry), tl.load(temperatures + entry), position + 1, V
+    )  # Stream.TOKEN, at the position of the token that is drawn
     bad = tl.max((score != score).to(tl.int32), 0)
     top = tl.where(bad > 0, float("inf"), tl.max(score, 0))
     tl.store(best + row * blocks + block, top)
     tl.store(index + row * blocks + block, tl.min(tl.where(score == top, at, 2147483647), 0))
 
 
-def choose(logits: Tensor, best: Tensor, index: Tensor, rows: RowTensors, seeds: Tensor, temperatures: Tensor) -> None:
+def choose(
+    logits: Tensor,
+    best: Tensor,
+    index: Tensor,
+    rows: RowTensors,
+    seeds: Tensor,
+    temperatures: Tensor,
+    ahead: Tensor | None = None,
+) -> None:
     """The largest score of each block of the vocabulary, and its token: logits / temperature + noise, or the logits if it is 0.
 
     logits: float32 [R, vocab]. best: float32 [R, `blocks_of(vocab)`]; inf where the logits have NaN. index: int32, like best.
-    seeds: int64 [E]. temperatures: float32 [E]; 0: greedy."""
+    seeds: int64 [E]. temperatures: float32 [E]; 0: greedy. ahead: int32 [E], added to positions for the noise."""
     (count, vocab), many = logits.shape, best.shape[1]
     _choose[count, many](
-        logits, best, index, seeds, temperatures, rows.positions, count // len(seeds), vocab, many, logits.stride(0), V=BLOCK,
-        **settings(),
+        logits, best, index, seeds, temperatures, rows.positions, ahead, count // len(seeds), vocab, many, logits.stride(0),
+        V=BLOCK, **settings(),
+    )  # fmt: skip
+
+
+@jit
+def _rank(
+    logits, best, index, seeds, temperatures, ahead, tokens, positions, cells, starts, first, out, keys, vocab, blocks,
+    logits_step, V: tl.constexpr, B: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    row, block = tl.program_id(0), tl.arange(0, B)
+    position, at = tl.load(positions + row), tl.arange(0, V)
+    if position < 0:
+        return
+    seed, temperature, ahead = tl.load(seeds + row), tl.load(temperatures + row), tl.load(ahead + row)
+    own = logits + row.to(tl.int64) * logits_step
+    scores = tl.load(best + row * blocks + block, block < blocks, float("-inf"))
+    places = tl.load(index + row * blocks + block, block < blocks, 2147483647)
+    to = ((position - tl.load(first + row)) * tl.num_programs(0) + row) * COUNT
+    for rank in range(COUNT):
+        top = tl.max(scores, 0)
+        place = tl.min(tl.where(scores == top, places, 2147483647), 0)
+        token = tl.where((top > float("-inf")) & (top < float("inf")), place, -1)
+        tl.store(out + to + rank, token)
+        tl.store(keys + to + rank, top)
+        if rank == 0:
+            tl.store(tokens + row, tl.maximum(token, 0))
+        if COUNT > 1:  # the next one of its block takes its place
+            begin = place // V * V
+            score = _scores(own, begin, vocab, seed, temperature, position + 1 + ahead, V)
+            score = tl.where((score < top) | ((score == top) & (begin + at > place)), score, float("-inf"))
+            most = tl.max(score, 0)
+            places = tl.where(block == place // V, tl.min(tl.where(score == most, begin + at, 2147483647), 0), places)
+            scores = tl.where(block == place // V, most, scores)
+    tl.store(positions + row, position + 1)
+    tl.store(cells + row, position + 1)
+    tl.store(starts + row, position + 1)
+
+
+def rank(logits: Tensor, best: Tensor, index: Tensor, rows: Any, ahead: Tensor, out: Tensor, keys: Tensor) -> None:
+    """The largest scores of each entry, in falling order; then the rows, of one node an entry, are those after its first token.
+
+    logits: float32 [E, vocab]. best, index, ahead: as of `choose`. out: int32 [level, E, count], tokens, -1 where none can be
+    drawn. keys: float32 like it, their scores. The level is that of a row's position after `rows.last`."""
+    (entries, vocab), many = logits.shape, best.shape[1]
+    _rank[(entries,)](
+        logits, best, index, rows.seeds, rows.temperatures, ahead, rows.tokens, rows.positions, rows.cells, rows.starts,
+        rows.last, out, keys, vocab, many, logits.stride(0), V=BLOCK, B=power_of_two(many), COUNT=out.shape[2], **settings(),
     )  # fmt: skip
 
 

@@ -14,7 +14,10 @@ from outrider.core.sampling import LogitsDistribution
 from outrider.core.types import PADDING, Verdict
 from outrider.kernels import gpu
 from outrider.kernels.gpu import APART, linear
+from outrider.kernels.gpu.jit import power_of_two
 from outrider.models.base import (
+    Chain,
+    DrawnChain,
     LanguageModel,
     Output,
     Pending,
@@ -28,6 +31,7 @@ from outrider.models.base import (
 from outrider.models.cache import SCRATCH, SlotCache
 from outrider.models.checkpoint import free_memory
 from outrider.models.gpu.cache import GpuCache
+from outrider.models.gpu.chains import GpuChains
 from outrider.models.gpu.plan import MAX_ROWS, GpuPlan
 from outrider.models.gpu.rows import RowBuffer, Rows, paths_of, reach
 from outrider.models.gpu.step import GpuStep
@@ -63,7 +67,10 @@ class GpuModel(LanguageModel):
     def _run(self, program: Program, max_rows: int) -> None:
         self.program, self.num_layers, self.windows = program, program.num_layers, program.windows
         self.plan, self._buffer = GpuPlan(program, self.device, max_rows), RowBuffer(self.device, max_rows, 4 * _WIDTH)
-        self._steps = None if program.head_ids is not None else GpuStep(self.plan)
+        # both draw from the whole vocabulary
+        self.has_draft_chains = program.head_ids is None
+        self._steps = GpuStep(self.plan) if self.has_draft_chains else None
+        self._chains: GpuChains | None = None
 
     def layer_subset(self, layers: Sequence[int]) -> GpuModel:
         out = copy.copy(self)
@@ -148,6 +155,21 @@ class GpuModel(LanguageModel):
             return Verdict(drawn)
 
         return Pending(out, judge)
+
+    def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
+        """See `LanguageModel.draft_chains`. All levels are on the device; chains that end early are cut on the host."""
+        self._chains = self._chains or GpuChains(self.plan)
+        asked, drawn = [chain for chain in chains if chain.depth > 0], list[DrawnChain]()
+        held = [len(chain.tokens) - 1 if len(chain.tokens) > APART else 0 for chain in asked]
+        for chain, count in zip(asked, held, strict=True):
+            if count:
+                self.forward(Nodes(np.array([chain.tokens[:count]]), cache, [chain.slot]), want="none")
+        longest = max((len(chain.tokens) - count for chain, count in zip(asked, held, strict=True)), default=1)
+        step = self._chains.most // power_of_two(longest)
+        for at in range(0, len(asked), step):
+            drawn += self._chains.draw(cast("GpuCache", cache), asked[at : at + step], held[at : at + step])
+        following = iter(drawn)
+        return [next(following) if chain.depth > 0 else DrawnChain([], [], []) for chain in chains]
 
     def _check(self, nodes: Nodes) -> None:
         """Raise ValueError or IndexError for nodes that kernels cannot read."""

@@ -76,17 +76,22 @@ class RowBuffer:
         self.device = torch.zeros(size, dtype=torch.int32, device=device)
         self.host = torch.zeros(size, dtype=torch.int32, pin_memory=self.device.is_cuda)
         self._sent = torch.cuda.Event() if self.device.is_cuda else None
-        self._views = dict[tuple[int, int, int, int], tuple[Rows, dict[str, Any]]]()
+        self._views = dict[tuple[int, ...], tuple[Rows, dict[str, Any]]]()
 
-    def views(self, entries: int, nodes: int, width: int, length: int) -> tuple[Rows, dict[str, np.ndarray]]:
-        """The rows of the device, and the same fields of the host to fill before `send`. It waits for the copy of the last."""
+    def views(
+        self, entries: int, nodes: int, width: int, length: int, at: int = 0
+    ) -> tuple[Rows, dict[str, np.ndarray]]:
+        """The rows of the device, and the same fields of the host to fill before `send`. It waits for the copy of the last.
+
+        at: the number of the buffer that they begin with, a multiple of 4."""
         if self._sent is not None:
             self._sent.synchronize()
-        key = entries, nodes, width, length
+        shape = entries, nodes, width, length
+        key = *shape, at
         if key not in self._views:
-            here = vars(Rows(self.host, *key))
+            here = vars(Rows(self.host[at:], *shape))
             arrays = {name: field.numpy() for name, field in here.items() if isinstance(field, Tensor)}
-            self._views[key] = Rows(self.device, *key), arrays
+            self._views[key] = Rows(self.device[at:], *shape), arrays
         return self._views[key]
 
     def send(self, size: int) -> None:

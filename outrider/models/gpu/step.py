@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outrider.core.types import PADDING
 from outrider.kernels.gpu import attention, choice
+from outrider.kernels.gpu.jit import power_of_two
 from outrider.models.base import LazyArray, Verification
 from outrider.models.gpu.cache import GpuCache
 from outrider.models.gpu.plan import GpuPlan
@@ -142,8 +143,8 @@ class GpuStep:
         count = max(map(len, trees))
         chains = all(parent == n - 1 for tree in trees for n, (_, parent) in enumerate(tree))
         paths = [] if chains else [paths_of([up for _, up in tree]) for tree in trees]
-        width = 0 if chains else _power(max(len(path) for each in paths for path in each))
-        entries, nodes = _power(batch), _power(count)
+        width = 0 if chains else power_of_two(max(len(path) for each in paths for path in each))
+        entries, nodes = power_of_two(batch), power_of_two(count)
         if entries * nodes > len(self._best):
             return None
         tokens, positions, cells, parents, nodes_above = (list[int]() for _ in range(5))
@@ -242,8 +243,3 @@ class GpuStep:
         if one.after is not None:
             one.after.tokens, one.after = [token for _, token in out], None
         return out
-
-
-def _power(number: int) -> int:
-    """The power of two from a number on."""
-    return 1 << (number - 1).bit_length()

@@ -34,7 +34,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_every_kernel_is_compiled(compiled: list[dict[str, Any]]) -> None:
     kernels = {each["kernel"] for each in compiled if each["architecture"] == 90}
     assert kernels == {
-        "advance", "attend", "choose", "combine", "linear", "map", "move", "rope_store", "sum_norm", "take", "walk"
+        "advance", "attend", "choose", "combine", "linear", "map", "move", "rank", "rope_store", "sum_norm", "take", "walk"
     }  # fmt: skip
     assert {each["kernel"] for each in compiled if each["architecture"] == 80} >= {"attend", "linear"}
 
@@ -55,7 +55,9 @@ def test_nothing_spills_and_shared_memory_fits_every_card(compiled: list[dict[st
 def test_floats_are_summed_and_fused_by_name_only(compiled: list[dict[str, Any]]) -> None:
     for each in compiled:
         assert not each["float_sums"] or each["kernel"] in SUMMED, each
-        assert bool(each["fused"]) == (each["kernel"] == "choose"), each
+        assert bool(each["fused"]) == (each["kernel"] in ("choose", "rank") and each["constants"].get("COUNT") != 1), (
+            each
+        )
 
 
 def test_a_sum_lies_in_the_threads_alike_for_any_number_of_rows(compiled: list[dict[str, Any]]) -> None:

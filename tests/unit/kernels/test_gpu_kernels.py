@@ -526,3 +526,31 @@ def test_rows_advance_to_the_tokens_that_were_drawn() -> None:
     assert rows.tokens.tolist() == [7, 0, 0]
     assert rows.positions.tolist() == rows.cells.tolist() == [5, 10, -1]
     assert rows.starts.tolist() == [5, 10, 0]
+
+
+def test_the_best_tokens_of_an_entry_come_in_order_and_the_first_is_read_next(draw: torch.Generator) -> None:
+    vocab, count = 2500, 8
+    logits = torch.randn(4, vocab, generator=draw)
+    logits[1, [7, 2000, 1200]] = 9.0  # the lowest of equals is the first
+    logits[2, 5] = float("nan")
+    temperatures, seeds = torch.tensor([0.8, 0.0, 1.0, 0.0]), torch.tensor([3, 4, 5, 6])
+    rows = chain([0, 1, 2, 3], [10, 20, 30, 40], 1, unused=(3,))
+    rows.cells, rows.last, rows.seeds, rows.temperatures = (
+        rows.positions.clone(),
+        whole(9, 20, 30, 40),
+        seeds,
+        temperatures,
+    )  # type: ignore
+    best, index = nothing(4, choice.blocks_of(vocab)), nothing(4, choice.blocks_of(vocab), dtype=torch.int32)
+    ahead, out, keys = whole(100, 0, 0, 0), nothing(2, 4, count, dtype=torch.int32), nothing(2, 4, count)
+    choice.choose(logits, best, index, rows, seeds, temperatures, ahead)
+    choice.rank(logits, best, index, rows, ahead, out, keys)
+    noise = torch.from_numpy(Noise([3], [0]).gumbel(Stream.TOKEN, np.array([111]), vocab)[0])
+    for level, row, scores in ((1, 0, logits[0] / 0.8 + noise), (0, 1, logits[1])):
+        wanted = torch.argsort(-scores, stable=True)[:count]
+        assert out[level, row].tolist() == wanted.tolist()
+        assert torch.equal(keys[level, row], scores[wanted])
+    assert out[0, 2, 0] == -1
+    assert (out[0, 0] < -1).all(), "the level follows from the position"
+    assert rows.tokens.tolist() == [int(out[1, 0, 0]), 7, 0, 0]
+    assert rows.positions.tolist() == rows.cells.tolist() == [11, 21, 31, -1]

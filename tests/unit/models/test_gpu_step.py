@@ -17,14 +17,14 @@ from tiny_models import tiny_config, tiny_model, whole_config
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.core.params import SamplingParams
-from outrider.core.types import Budget
+from outrider.core.types import Budget, Draft
 from outrider.drafters import Drafter, ModelDrafter, NgramDrafter, SuffixDrafter
 from outrider.drafters.base import DraftContext
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.request import Request
 from outrider.kernels.gpu import attention, choice
 from outrider.models import load as loading
-from outrider.models.base import FINAL_NORM, LazyArray, Pending, Verification
+from outrider.models.base import FINAL_NORM, Chain, LazyArray, Pending, Verification
 from outrider.models.cache import SlotCache
 from outrider.models.gpu.model import GpuModel
 from outrider.models.gpu.weights import DeviceSource
@@ -264,3 +264,47 @@ def test_a_variable_takes_our_kernels_where_they_can_run_a_model(monkeypatch: py
     ):
         with pytest.warns(RuntimeWarning, match=why):
             assert isinstance(loading.load(model, **options).model, HFModel)
+
+
+@pytest.mark.parametrize("budget", [Budget(3), Budget(4, 1, min_probability=0.2), Budget(4, 3, min_probability=0.2)])
+def test_chains_that_the_device_draws_are_those_of_level_by_level(budget: Budget) -> None:
+    drafts, draft = list[list[Any]](), model(0, noise=0.1)
+
+    class Noted(ModelDrafter):
+        def propose(self, context: DraftContext) -> Draft:
+            draft = super().propose(context)
+            drafts[-1].append((draft.host, draft.stated and [np.round(row, 5).tolist() for row in draft.stated]))
+            return draft
+
+    for draft.has_draft_chains in (True, False):
+        drafts.append([])
+        check(some(2, 6), decoder(target(), Noted(draft, 4, LENGTH), budget=budget))
+    assert drafts[0] == drafts[1]
+    assert any(len(tree) > 2 for trees, _ in drafts[0] for tree in trees)
+
+
+def test_a_chain_is_sent_once_and_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.models.gpu.cache.free_memory", lambda device: 2**40)
+    long, asked = [1 + n % 80 for n in range(70)], [(4, 1.0, (9, 0, 0, 3)), (2, 0.0, (0, 0, 0, 1))]
+    chains = [
+        Chain(0, [5, 6, 7], *asked[0], 0.7),
+        Chain(2, [8], *asked[1]),
+        Chain(1, [], 0),
+        Chain(3, long, 1, error=0.5),
+    ]
+
+    def draw(far: GpuModel) -> list[Any]:
+        return [far.draft_chains(far.new_cache(4, 128), chains[:count]) for count in (3, 4)]
+
+    with Pretend() as seen:
+        far = model(0, "pretend")
+        draw(far)
+        cache = far.new_cache(4, 128)
+        seen.clear()
+        short = far.draft_chains(cache, chains[:3])
+        assert sum(seen.uploads.values()) == sum(seen.waits.values()) == 1
+        assert [len(one.tokens) for one in short] == [4, 2, 0]
+        assert [len(one.chances) for one in short] == [4, 0, 0]
+        there = draw(far)
+    assert draw(target()) == there
+    assert len(there[1][3].tokens) == 1
