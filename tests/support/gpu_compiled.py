@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from outrider.kernels.gpu import attention, choice, elementwise, linear, norms, rope
+from outrider.kernels.gpu import APART, attention, choice, elementwise, linear, norms, rope
 
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
@@ -103,43 +103,33 @@ def rows(entries: int, nodes: int, tree: bool = False) -> Any:
     )  # fmt: skip
 
 
-def layer(count: int, hidden: int, heads: int, kv_heads: int, dim: int, middle: int, *, qk: bool = False) -> None:
-    """The kernels of a layer whose forward has `count` rows of one chain."""
-    n = (heads + 2 * kv_heads) * dim
-    each, cache = rows(1, count), halves(4, kv_heads, 4096, dim)
-    parts, _ = linear.split(n, hidden)
-    query, key = tensor(count, heads * dim), tensor(count, hidden)
-    joint = tensor(parts if count <= 64 else 1, count, n)
-    linear.linear(key, halves(n, hidden), joint)
-    norm = (tensor(dim), tensor(dim)) if qk else None
-    rope.rope_store(
-        joint,
-        tensor(n),
-        query,
-        cache,
-        cache,
-        each,
+def product(x: torch.Tensor, n: int) -> torch.Tensor:
+    out = tensor(linear.split(n, x.shape[1])[0] if len(x) <= APART else 1, len(x), n)
+    linear.linear(x, halves(n, x.shape[1]), out)
+    return out
+
+
+def layer(x: torch.Tensor, heads: int, kv_heads: int, dim: int, middle: int, norm: torch.Tensor | None = None) -> None:
+    """The kernels of a layer, for the rows of one chain."""
+    count, hidden = x.shape
+    joint, cache, angles = (
+        product(x, (heads + 2 * kv_heads) * dim),
+        halves(4, kv_heads, 4096, dim),
         tensor(4096, dim // 2),
-        tensor(4096, dim // 2),
-        heads=heads,
-        norms=norm,
     )
-    attend(count, heads, kv_heads, dim, each)
-    parts, _ = linear.split(hidden, heads * dim)
-    out = tensor(parts if count <= 64 else 1, count, hidden)
-    linear.linear(query, halves(hidden, heads * dim), out)
-    norms.sum_norm(out, None, key, key, weight=tensor(hidden), eps=1e-6)
-    linear.gated(key, halves(2 * middle, hidden), None, tensor(count, middle), "silu")
-    parts, _ = linear.split(hidden, middle)
-    out = tensor(parts if count <= 64 else 1, count, hidden)
-    linear.linear(tensor(count, middle), halves(hidden, middle), out)
-    norms.sum_norm(out, None, key, key, weight=tensor(hidden), eps=1e-6)
+    pair = None if norm is None else (norm, norm)
+    query, stream = tensor(count, heads * dim), tensor(count, hidden)
+    rope.rope_store(joint, joint[0, 0], query, cache, cache, rows(1, count), angles, angles, heads=heads, norms=pair)
+    attended, between = query.to(x.dtype), tensor(count, middle).to(x.dtype)
+    attend(query, attended, kv_heads, dim, rows(1, count))
+    norms.sum_norm(product(attended, hidden), None, stream, x, weight=tensor(hidden), eps=1e-6)
+    linear.gated(x, halves(2 * middle, hidden), None, between, "silu")
+    norms.sum_norm(product(between, hidden), None, stream, x, weight=tensor(hidden), eps=1e-6)
 
 
-def attend(count: int, heads: int, kv_heads: int, dim: int, each: Any, **settings: Any) -> None:
-    splits, cache = 16, halves(4, kv_heads, 4096, dim)
-    query, out = tensor(count, heads * dim), tensor(count, heads * dim)
-    room = None if count > 64 else tensor(attention.workspace_size(count, heads, dim, splits))
+def attend(query: torch.Tensor, out: torch.Tensor, kv_heads: int, dim: int, each: Any, **settings: Any) -> None:
+    splits, cache, heads = 16, halves(4, kv_heads, 4096, dim), query.shape[1] // dim
+    room = None if len(query) > APART else tensor(attention.workspace_size(len(query), heads, dim, splits))
     attention.attend(query, cache, cache, each, out, room, heads=heads, scale=dim**-0.5, splits=splits, **settings)
 
 
@@ -148,15 +138,15 @@ def main(architectures: list[int]) -> None:
     JITFunction.run = launch
     for architecture in architectures:
         for count in (1, 8, 32, 48, 512):
-            layer(count, 1536, 12, 2, 128, 8960)
+            layer(halves(count, 1536), 12, 2, 128, 8960)
         if architecture != architectures[0]:
             continue
-        layer(8, 4096, 32, 8, 128, 14336, qk=True)
+        layer(tensor(8, 4096), 32, 8, 128, 14336, tensor(128))
         for heads, kv_heads, dim in ((14, 2, 64), (32, 8, 128), (4, 1, 256)):
-            attend(20, heads, kv_heads, dim, rows(1, 20, tree=True), softcap=50.0, window=512)
-            attend(1, heads, kv_heads, dim, rows(1, 1), sinks=tensor(heads))
-            attend(512, heads, kv_heads, dim, rows(1, 512))
-            attend(128, heads, kv_heads, dim, rows(2, 64, tree=True))
+            attend(*(tensor(20, heads * dim),) * 2, kv_heads, dim, rows(1, 20, tree=True), softcap=50.0, window=512)
+            attend(*(tensor(1, heads * dim),) * 2, kv_heads, dim, rows(1, 1), sinks=tensor(heads))
+            attend(*(tensor(512, heads * dim),) * 2, kv_heads, dim, rows(1, 512))
+            attend(*(tensor(128, heads * dim),) * 2, kv_heads, dim, rows(2, 64, tree=True))
         wide, angles = tensor(8, 2048), tensor(4096, 64)
         linear.linear(wide, halves(152064, 2048), tensor(1, 8, 152064), tensor(152064), factor=0.5, softcap=30.0)
         linear.gated(wide, halves(8192, 2048), tensor(8192), tensor(8, 4096), "gelu_tanh")
