@@ -177,7 +177,9 @@ def attend(
     )
     nodes, each, tree, loop = count // entries, heads // kv_heads, rows.paths is not None, workspace is None
     d, v, window = max(16, power_of_two(dim)), max(16, power_of_two(value_dim)), window or 1 << 30
-    together = 1 if tree and loop else max(1, min(nodes, max(16, min(64, 8192 // max(d, v))) // each))
+    together = (
+        1 if tree and loop else max(1, min(nodes, max(16, min(64, (4096 if loop else 8192) // max(d, v))) // each))
+    )
     m, size, path_step = max(16, power_of_two(together * each)), count * heads * splits, 0
     accs = tops = masses = None
     if workspace is not None:
@@ -189,7 +191,7 @@ def attend(
         scale / softcap if softcap else scale * _LOG2E, softcap * _LOG2E, nodes, heads, kv_heads, dim, value_dim, splits, window,
         query.stride(0), out.stride(0), path_step, *keys.stride()[:3], *values.stride()[:3], ROWS=together, M=m, D=d, V=v,
         BLOCK=BLOCK, SPLIT=SPLIT, TAILS=_TAILS, TREE=tree, LOOP=loop, SOFTCAP=softcap > 0, LOG2E=_LOG2E,
-        **settings(8 if m * v >= (4096 if loop else 8192) else 4, 3 if d <= 256 else 2),
+        **settings(8 if m * v >= 8192 else 4, 3 if d <= 256 else 2),
     )  # fmt: skip
     if not loop:
         _combine[count, heads](

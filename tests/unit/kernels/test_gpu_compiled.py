@@ -62,15 +62,16 @@ def test_floats_are_summed_and_fused_by_name_only(compiled: list[dict[str, Any]]
 
 def test_a_sum_lies_in_the_threads_alike_for_any_number_of_rows(compiled: list[dict[str, Any]]) -> None:
     """Many rows are another piece of code than few, which has parts. Its sums have the same layout."""
-    layouts, parts = dict[tuple[str, int], set[str]](), dict[tuple[str, int], set[int]]()
+    layouts, parts = dict[tuple[str, int, str], set[str]](), dict[tuple[str, int, str], set[int]]()
     for each in compiled:
         if each["float_sums"]:
             numbers = each["constants"]
-            key = each["kernel"], numbers.get("W", numbers.get("D"))
+            key = each["kernel"], numbers.get("W", numbers.get("D")), each["out"]
             layouts.setdefault(key, set()).update(each["layouts"])
             parts.setdefault(key, set()).add(numbers["PARTS"])
     assert all(len(kinds) == 1 for kinds in layouts.values()), layouts
-    assert {("sum_norm", 128), ("sum_norm", 2048), ("rope_store", 32)} <= {key for key in parts if len(parts[key]) > 1}
+    both = {key for key in parts if len(parts[key]) > 1}
+    assert {("sum_norm", 128, "*fp32"), ("sum_norm", 2048, "*bf16"), ("rope_store", 32, "")} <= both
 
 
 def test_weights_and_keys_are_read_sixteen_bytes_at_a_time(compiled: list[dict[str, Any]]) -> None:
