@@ -58,6 +58,8 @@ def why_not(device: Any) -> str | None:
     device = torch.device(device)
     if device.type != "cuda" or torch.version.cuda is None:
         return f"the device is {device}, and they need a GPU of NVIDIA"
+    if device.index not in (None, torch.cuda.current_device()):
+        return f"they run on one GPU, and {device} is another one; choose it with CUDA_VISIBLE_DEVICES={device.index}"
     major, minor = torch.cuda.get_device_capability(device)
     return None if major >= 8 else f"the GPU has compute capability {major}.{minor}, and they need 8.0"
 
