@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -306,23 +305,3 @@ def check_ids(file: Path) -> None:
                 raise ValueError(f"it has the number {value}, and {len(raw)} bytes")
     except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} is no vocabulary: {error}; download it again") from error
-
-
-class Lazy:
-    """Stands for the object that `make` gives, which is called when anything is asked of it. Threads may share it."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make, self._lock = make, RLock()
-        self._complete: Any = None
-
-    @property
-    def complete(self) -> Any:
-        if self._complete is None:
-            with self._lock:
-                self._complete = self._make() if self._complete is None else self._complete
-        return self._complete
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.complete, name)

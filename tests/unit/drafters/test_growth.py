@@ -7,14 +7,18 @@ import random
 
 import numpy as np
 import pytest
+from helpers import VOCAB, decoder, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.core.params import SamplingParams
 from outrider.core.tree import tree
 from outrider.core.types import Budget, Draft
 from outrider.drafters.base import draft_of
+from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.grower import Growth
 from outrider.drafters.shapes import BY_RANK, Shape, optimal_shape
+from outrider.testing.toy import ToyModel
 from outrider_lab.gain import expected_accepted
 
 
@@ -117,3 +121,30 @@ def test_a_draft_of_lists_is_the_draft_of_its_tensors(
         assert (draft.host, draft.stated, draft.notes) == (whole.host, stated, whole.notes)
         assert whole.stated == stated
         assert draft.nodes == tokens.shape[1]
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "traversal"])
+def test_what_was_accepted_shapes_no_text_under_a_law(verifier: str) -> None:
+    """Rules that read the law keep it, not the tokens; but a text must not depend on the rows beside it, nor on whether its row
+    was taken out and seated again, with all that its drafter had counted lost."""
+    target, budget = ToyModel(VOCAB), Budget(4, 4, 8)
+    requests = [
+        request([1, n], SamplingParams(temperature=t, max_tokens=50, ignore_eos=True), n)
+        for n, t in enumerate((0.2, 1.0, 3.0))
+    ]
+
+    def texts(rows: int, resumed: bool) -> list[list[int]]:
+        drafter = ModelDrafter(ToyModel(VOCAB, error=1.0), rows, target.max_length)
+        engine = decoder(target, drafter, rows=rows, budget=budget, verifier=verifier)
+        done = dict[int, list[int]]()
+        for count, (_, moved) in enumerate(engine.steps(requests)):
+            done |= {row.seed: row.output for row in moved}
+            if resumed and count % 10 == 9:
+                for row in [r for r in engine.sequences.values() if r.finish is None]:
+                    engine.release(row.slot)
+                    engine.admit(row)
+        return [done[r.seed] for r in requests]
+
+    alone = texts(1, False)
+    assert texts(3, False) == alone
+    assert texts(1, True) == alone
