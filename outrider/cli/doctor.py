@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from time import perf_counter
+from timeit import repeat
 from typing import Any
 
 import typer
 
 from outrider.cli.command import as_command
-from outrider.cli.options import LoadOptions, parse_speculative_config
+from outrider.cli.options import parse_speculative_config
 from outrider.cli.terminal import GREEN, RED, YELLOW, home, loading, paint, working
 from outrider.core.extras import USES, install
+from outrider.serve.options import LoadOptions
 
 READ = 2**28  # bytes that are read for the bandwidth, more than most caches hold
 PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -142,19 +143,19 @@ def gpu_checks() -> Iterator[Check]:
         yield Check("models on it", f"{others}. Our kernels could: {unmeasured}", f"export {OWN_GPU}=1   # to try them")
 
 
-def copy_speed(size: int = READ, passes: int = 5) -> float:
+def fastest(act: Callable[[], object]) -> float:
+    """Seconds of the fastest of five passes: other programs can only slow a pass down."""
+    return min(repeat(act, number=1, repeat=5))
+
+
+def copy_speed(size: int = READ) -> float:
     """Bytes that a GPU reads and writes a second, when it copies `size` bytes. The fastest pass counts."""
     import torch
 
-    source, seconds = torch.zeros(size, dtype=torch.uint8, device="cuda"), list[float]()
+    source = torch.zeros(size, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    for _ in range(passes):
-        torch.cuda.synchronize()
-        began = perf_counter()
-        target.copy_(source)
-        torch.cuda.synchronize()
-        seconds.append(perf_counter() - began)
-    return 2 * size / min(seconds)
+    torch.cuda.synchronize()
+    return 2 * size / fastest(lambda: (target.copy_(source), torch.cuda.synchronize()))
 
 
 def instruction_set() -> Check:
@@ -204,11 +205,10 @@ def memory_checks() -> Iterator[Check]:
         yield Check("large pages", f"{setting}: " + ("weights cannot have them" if off else "weights have them"), fix)
 
 
-def read_speed(size: int = READ, passes: int = 5) -> float:
+def read_speed(size: int = READ) -> float:
     """Memory bandwidth in bytes per second, of all threads together. Needs the native kernels.
 
-    Measured with the linear layer that reads a model's weights: a vector times a matrix of `size` bytes. The fastest pass
-    counts, because other programs can only slow a pass down.
+    Measured with the linear layer that reads a model's weights: a vector times a matrix of `size` bytes.
     """
     import numpy as np
 
@@ -216,12 +216,8 @@ def read_speed(size: int = READ, passes: int = 5) -> float:
 
     width = 4096
     matrix = native.Packed([np.broadcast_to(np.float32(1), (size // (4 * width), width))], "float32")
-    row, seconds = np.ones((1, width), np.float32), list[float]()
-    for _ in range(passes):
-        began = perf_counter()
-        matrix.linear(row)
-        seconds.append(perf_counter() - began)
-    return matrix.bytes / min(seconds)
+    row = np.ones((1, width), np.float32)
+    return matrix.bytes / fastest(lambda: matrix.linear(row))
 
 
 def _cache() -> Check:

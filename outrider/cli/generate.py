@@ -12,15 +12,9 @@ import typer
 
 from outrider.cli.command import as_command
 from outrider.cli.conversation import Reply, no_template
-from outrider.cli.options import (
-    CODE,
-    FolderOptions,
-    LoadOptions,
-    PromptSpeculationOptions,
-    SamplingOptions,
-    TraceOptions,
-)
+from outrider.cli.options import CODE, PromptSpeculationOptions, SamplingOptions, TraceOptions
 from outrider.cli.terminal import DIM, GREEN, check_folders, loading, paint, plain, printable, tell
+from outrider.serve.options import FolderOptions, LoadOptions
 
 if TYPE_CHECKING:
     from outrider.core.outputs import RequestOutput

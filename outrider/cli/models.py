@@ -12,9 +12,10 @@ from pathlib import Path
 import typer
 
 from outrider.cli.command import Debug, as_command, full_name
-from outrider.cli.options import CODE, PrecisionOptions
+from outrider.cli.options import CODE
 from outrider.cli.terminal import home, loading, readable, say, working
 from outrider.core.suggest import did_you_mean
+from outrider.serve.options import PrecisionOptions
 
 HUB = "in the hub's cache"
 

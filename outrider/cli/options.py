@@ -17,11 +17,7 @@ from outrider.core.params import RANGES, SamplingParams
 from outrider.core.suggest import did_you_mean
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.method import AUTO, METHODS, canonical, owner
-from outrider.serve.options import FolderOptions as FolderOptions
-from outrider.serve.options import LoadOptions as LoadOptions
-from outrider.serve.options import Options as Options
-from outrider.serve.options import PrecisionOptions as PrecisionOptions
-from outrider.serve.options import setting as setting
+from outrider.serve.options import Options, setting
 
 if TYPE_CHECKING:
     from outrider.engine.trace import Recorder
@@ -210,13 +206,9 @@ class ServedSpeculationOptions(SpeculationOptions):
                 f"--draft-model {self.draft_model} drafts for one model, and there are {len(models)}; name the model: "
                 f"--speculative-config '{name}={json.dumps({'model': self.draft_model})}'"
             )
-        shared = self.model_dump(exclude={"speculative_config"})
-        chosen = {name: named.get(name, everyone[0] if everyone else None) for name in models}
-        others = {name: {} if name in named else shared for name in models}
-        return {
-            name: SpeculationOptions(**others[name], speculative_config=chosen[name]).config(model)
-            for name, model in models.items()
-        }
+        shared = self.model_dump(exclude={"speculative_config"}) | {"speculative_config": next(iter(everyone), None)}
+        chosen = {name: {"speculative_config": named[name]} if name in named else shared for name in models}
+        return {name: SpeculationOptions(**chosen[name]).config(model) for name, model in models.items()}
 
 
 class PromptSpeculationOptions(SpeculationOptions):

@@ -14,10 +14,10 @@ import typer
 
 from outrider.cli.command import as_command
 from outrider.cli.conversation import Conversation, no_template
-from outrider.cli.options import FolderOptions, LoadOptions, SpeculationOptions, sampling
+from outrider.cli.options import SpeculationOptions, sampling
 from outrider.cli.terminal import RED, loading, tell
 from outrider.core.files import state_folder
-from outrider.serve.options import setting
+from outrider.serve.options import FolderOptions, LoadOptions, setting
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM

@@ -6,13 +6,12 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import abc
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar, NamedTuple
 
 from outrider.core.outputs import Delta
-from outrider.drafters.method import PREDICTION
 from outrider.engine import Engine, EngineStopped, QueueFull
 from outrider.engine.request import Request, Sequence
 from outrider.engine.scheduler import LATE
@@ -50,34 +49,6 @@ class Part(NamedTuple):
     number: int = 0  # of the call in its choice
     delta: Delta | None = None  # whose tokens are told with this part
     ending: Ending | None = None  # in the last part
-
-
-@dataclass(frozen=True)
-class Usage:
-    """The tokens of an answer.
-
-    Draft tokens do not count, with one exception: as at OpenAI, the rejected tokens of the request's own prediction do.
-    """
-
-    prompt: int  # a prompt counts once for all of its texts
-    cached: int  # tokens of prompts that the prefix cache had
-    completion: int  # tokens of the texts, and rejected ones
-    accepted: int  # tokens of a prediction
-    rejected: int  # tokens of a prediction
-
-    @classmethod
-    def of(cls, sequences: abc.Sequence[Sequence], n: int = 1) -> Usage:
-        """Count `n` texts for each prompt."""
-        firsts, predicted = sequences[::n], [s for s in sequences if s.counts.method == PREDICTION]
-        accepted = sum(sum(s.counts.accepted) for s in predicted)
-        rejected = sum(sum(s.counts.drafted) for s in predicted) - accepted
-        return cls(
-            prompt=sum(len(s.prompt) for s in firsts),
-            cached=sum(s.counts.cached for s in firsts),
-            completion=sum(len(s.output) for s in sequences) + rejected,
-            accepted=accepted,
-            rejected=rejected,
-        )
 
 
 class ChoiceReader:

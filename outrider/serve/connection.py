@@ -218,15 +218,14 @@ class ClientConnection(LimitedConnection, AutoHTTPProtocol):
     """The protocol that uvicorn would take, with limits. See `http_config`."""
 
 
-async def disconnected(receive: Receive) -> None:
-    """Wait until the client of a request has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """What `work` gives. If the client of the request leaves first, the work is cancelled, and this raises Refused."""
-    tasks = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(receive))
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(left())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():

@@ -18,12 +18,6 @@ from pydantic.fields import FieldInfo
 
 from outrider.core.files import MEMORY_DAYS, MEMORY_DISK, PREFIX_DISK, byte_count, public_name
 
-Seconds = float
-Milliseconds = float
-Bytes = int
-KiB = int
-MiB = int
-
 PANELS = (
     "Model", "Training", "What", "How", "Hardware", "Demand", "Speculation", "Server", "Replicas", "Engine", "Limits",
     "Privacy", "Sampling", "Conversation", "Output",
@@ -173,7 +167,7 @@ class ServeOptions(ModelOptions):
     api_key_file: Path | None = setting(None, "Server", "A file with keys, one a line.")
     max_queue: int = setting(64, "Engine", "Sequences that may wait. Beyond it clients get 429.", ge=0)
     kv_tokens: int | None = setting(None, "Engine", "Tokens of all sequences in the cache, at most.")
-    kv_cache_memory_bytes: Bytes | None = setting(
+    kv_cache_memory_bytes: int | None = setting(
         None, "Engine", "Bytes of keys and values, at most; those of drafters and the prefix cache included.", ge=1
     )
     memory: Annotated[str | None, AfterValidator(_size)] = setting(
@@ -182,13 +176,13 @@ class ServeOptions(ModelOptions):
         "What weights, keys and values of all models may take; models leave for others. Without it, what is free.",
         metavar="SIZE",
     )
-    prefix_cache: MiB = setting(256, "Engine", "MiB for prompts with a common beginning; 0 is off.", ge=0)
+    prefix_cache: int = setting(256, "Engine", "MiB for prompts with a common beginning; 0 is off.", ge=0)
     prefill_chunk: int = setting(64, "Engine", "Prompt tokens per step while other sequences generate.", ge=1)
-    request_timeout: Seconds = setting(600.0, "Limits", "Seconds for a request, waiting included.")
-    shutdown_timeout: Seconds = setting(30.0, "Limits", "Seconds for running requests after SIGTERM.")
+    request_timeout: float = setting(600.0, "Limits", "Seconds for a request, waiting included.")
+    shutdown_timeout: float = setting(30.0, "Limits", "Seconds for running requests after SIGTERM.")
     max_connections: int = setting(256, "Limits", "Requests at once. Beyond it clients get 503.", ge=1)
-    max_body: KiB = setting(4096, "Limits", "KiB of a request.", ge=1)
-    pad_stream: Milliseconds | None = setting(
+    max_body: int = setting(4096, "Limits", "KiB of a request.", ge=1)
+    pad_stream: float | None = setting(
         None,
         "Privacy",
         "Milliseconds between stream events of one token each. Then timing does not show what was accepted.",
@@ -200,9 +194,9 @@ class ServeOptions(ModelOptions):
     metrics_prefix: str = setting(
         "outrider", "Output", "Prefix of the names at /metrics; vllm fits dashboards made for vLLM."
     )
-    body_timeout: Seconds = 30.0  # for a client to send its request
-    send_timeout: Seconds = 60.0  # for a client to receive a part of the response
-    stall_timeout: Seconds = 120.0  # for one step of the engine; after it `/health` reports that the engine hangs
+    body_timeout: float = 30.0  # seconds for a client to send its request
+    send_timeout: float = 60.0  # seconds for a client to receive a part of the response
+    stall_timeout: float = 120.0  # seconds for one step of the engine; after it `/health` reports that the engine hangs
     replica_name: str = ""  # of this server among others; the ids of its responses end with it
 
     @model_validator(mode="before")
@@ -242,14 +236,9 @@ class ServeOptions(ModelOptions):
         return answered_hosts(self.host, self.api_key, self.allowed_host)
 
     @property
-    def body_bytes(self) -> Bytes:
+    def body_bytes(self) -> int:
         """Bytes of a request, at most."""
         return self.max_body << 10
-
-    @property
-    def pad_seconds(self) -> Seconds | None:
-        """Seconds between the events of a stream, one token each; None sends tokens as they come."""
-        return None if self.pad_stream is None else self.pad_stream / 1000
 
 
 class BatchOptions(ModelOptions):

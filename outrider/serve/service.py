@@ -27,13 +27,7 @@ from outrider.serve.errors import Refused, called, json_response, refusing
 from outrider.serve.grammar import Grammar, GrammarMask, Grammars, available
 from outrider.serve.logs import log
 from outrider.serve.options import ServeOptions
-from outrider.serve.requests import (
-    ChatRequest,
-    CommonRequest,
-    CompletionRequest,
-    ResponseFormat,
-    StructuredOutputs,
-)
+from outrider.serve.requests import ChatRequest, CommonRequest, CompletionRequest, ResponseFormat, StructuredOutputs
 from outrider.serve.tools import (
     PLAIN,
     THOUGHT_TOKENS,
@@ -92,7 +86,8 @@ class Service:
         headers = {"x-outrider-guarantee": writer.answer.guarantee}
         if body.stream:
             headers |= {"cache-control": "no-cache", "x-accel-buffering": "no"}
-            events = writer.stream(self.settings.pad_seconds)
+            pad = self.settings.pad_stream
+            events = writer.stream(None if pad is None else pad / 1000)
             return StreamingResponse(events, headers=headers, media_type=writer.media_type)
         return json_response(await unless_gone(request.receive, writer.whole()), headers=headers)
 

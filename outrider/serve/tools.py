@@ -221,11 +221,6 @@ class ToolCallReader:
         self._text = ""  # not returned yet
         self._inside, self._fresh = False, True  # after an opening; only space so far
 
-    def feed(self, text: str, last: bool = False) -> tuple[str, list[ToolCall]]:
-        """As `parts`: all of the content, and all of the calls."""
-        parts = self.parts(text, last)
-        return "".join(p for p in parts if isinstance(p, str)), [p for p in parts if not isinstance(p, str)]
-
     def parts(self, text: str, last: bool = False) -> list[str | ToolCall]:
         """Add text. Returns the content and the calls that are certain now, in their order. last: there is no more text."""
         self._text += text

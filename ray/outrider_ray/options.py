@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from pydantic import field_validator, model_validator
 
-from outrider.serve.options import Seconds, ServeOptions, answered_hosts, panel, setting, shown
+from outrider.serve.options import ServeOptions, answered_hosts, panel, setting, shown
 
 _HEAD = """\
 # Replicas of outrider on Ray Serve. Try it: serve run FILE. Deploy or update it on a cluster: serve deploy FILE.
@@ -31,18 +31,18 @@ class DeployOptions(ServeOptions):
     target_requests: float | None = setting(
         None, "Replicas", "Requests of one replica to aim at, waiting ones included; without it, --max-num-seqs.", gt=0
     )
-    upscale_delay: Seconds = setting(10.0, "Replicas", "Seconds of load before a replica is added.", ge=0)
-    downscale_delay: Seconds = setting(300.0, "Replicas", "Seconds without load before one is removed.", ge=0)
+    upscale_delay: float = setting(10.0, "Replicas", "Seconds of load before a replica is added.", ge=0)
+    downscale_delay: float = setting(300.0, "Replicas", "Seconds without load before one is removed.", ge=0)
     cpus: float = setting(1.0, "Replicas", "CPUs of one replica.", gt=0)
     gpus: float = setting(0.0, "Replicas", "GPUs of one replica.", ge=0)
     fronts: int = setting(1, "Replicas", "Processes that clients talk to.", ge=1)
     prefix_weight: float = setting(
         4.0, "Replicas", "Waiting requests that a prompt in the prefix cache is worth; 0 looks at load only.", ge=0
     )
-    patience: Seconds = setting(60.0, "Replicas", "Seconds that a request waits for a replica that lives.", gt=0)
+    patience: float = setting(60.0, "Replicas", "Seconds that a request waits for a replica that lives.", gt=0)
     engines: str = "outrider-engines"
     listen: tuple[str, int] | None = None
-    shutdown_timeout: Seconds = setting(30.0, "Limits", "Seconds for running requests of a replica that is replaced.")
+    shutdown_timeout: float = setting(30.0, "Limits", "Seconds for running requests of a replica that is replaced.")
     hidden: ClassVar = frozenset({"pad_stream", "log_prompts", "memory"})
 
     @field_validator("speculative_config", mode="before")

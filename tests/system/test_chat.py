@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 
 from outrider.cli import main as cli
 from outrider.cli.conversation import Conversation
-from outrider.cli.options import FolderOptions, LoadOptions, SpeculationOptions
+from outrider.cli.options import SpeculationOptions
 from outrider.cli.run import chat_model
 from outrider.models.builtin.shipped import builtin_folder
+from outrider.serve.options import FolderOptions, LoadOptions
 
 CODE = "builtin:code"
 HERE = ("run", CODE, "--seed", "5")

@@ -13,16 +13,7 @@ import typer
 from pydantic import AfterValidator, Field
 
 from outrider.cli.command import as_command
-from outrider.cli.options import (
-    CODE,
-    LoadOptions,
-    Options,
-    canonical_names,
-    own_draft,
-    parse_speculative_config,
-    sampling,
-    setting,
-)
+from outrider.cli.options import CODE, canonical_names, own_draft, parse_speculative_config, sampling
 from outrider.cli.terminal import (
     DIM,
     GREEN,
@@ -38,6 +29,7 @@ from outrider.cli.terminal import (
     warn,
 )
 from outrider.drafters.method import AUTO, model_method
+from outrider.serve.options import LoadOptions, Options, setting
 from outrider_lab.cli.shared import DRAFT_MODEL, NUM_SPECULATIVE_TOKENS
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ from typing import Any
 import typer
 
 from outrider.cli.command import as_command
-from outrider.cli.options import LoadOptions, own_draft, parse_speculative_config
+from outrider.cli.options import own_draft, parse_speculative_config
 from outrider.cli.terminal import loading
+from outrider.serve.options import LoadOptions
 from outrider_certify.cli import CertifyOptions, run
 
 

@@ -13,8 +13,9 @@ from pydantic import Field
 
 from outrider.cli.command import as_command
 from outrider.cli.generate import stream
-from outrider.cli.options import CODE, Options, SpeculationOptions, own_draft
+from outrider.cli.options import CODE, SpeculationOptions, own_draft
 from outrider.cli.terminal import DIM, command, loading, paint, say
+from outrider.serve.options import Options
 from outrider_lab.cli.bench import FileOptions, run_and_report
 from outrider_lab.cli.shared import DRAFT_MODEL, NUM_SPECULATIVE_TOKENS, program
 

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 from outrider.cli.command import as_command
-from outrider.cli.options import CODE, PrecisionOptions
+from outrider.cli.options import CODE
 from outrider.cli.terminal import loading, say
+from outrider.serve.options import PrecisionOptions
 
 
 @as_command(

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from outrider.cli.command import as_command
-from outrider.cli.options import LoadOptions
 from outrider.cli.terminal import loading
 from outrider.core.extras import needs
+from outrider.serve.options import LoadOptions
 from outrider_lab.train.settings import TRAINED, TrainingSettings
 
 

@@ -12,7 +12,7 @@ import typer
 from pydantic import AfterValidator, Field
 
 from outrider.cli.command import MODEL, as_command
-from outrider.cli.options import CODE, Options, PrecisionOptions, canonical_names, own_draft, setting
+from outrider.cli.options import CODE, canonical_names, own_draft
 from outrider.cli.terminal import (
     GREEN,
     RED,
@@ -26,6 +26,7 @@ from outrider.cli.terminal import (
     warn,
 )
 from outrider.core.files import write_whole
+from outrider.serve.options import Options, PrecisionOptions, setting
 from outrider_lab.cli.bench import Prompts, WorkloadOptions
 from outrider_lab.cli.shared import DRAFT_MODEL, program, table
 

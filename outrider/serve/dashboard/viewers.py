@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import groupby
-from time import thread_time, time
+from time import time
 from typing import Any
 
 import anyio
@@ -51,7 +51,6 @@ class Dashboard:
         self.dropped = 0  # viewers that did not read
         self._past, self._windows, self._turn = deque[Tick](maxlen=KEPT), dict[str, dict[str, Any]](), 0
         self._ticker: asyncio.Task[None] | None = None
-        self._spent = 0.0  # processor seconds of the last tick
         trace = service.engine.scheduler.trace
         self.shows_text = trace is not None and trace.detail is not Detail.COUNTS
         self.speculates = service.engine.roster.default != NONE
@@ -105,27 +104,22 @@ class Dashboard:
             self.leave(viewer)
 
     async def _tick(self) -> None:
+        """Send what happened since the last tick, again and again."""
+        engine = self.service.engine
         while True:
             await asyncio.sleep(self.interval)
-            self.tick()
-
-    def tick(self) -> None:
-        """Send what happened since the last tick."""
-        begun = thread_time()
-        tick, ended = self.watch.tick(self._spent)
-        engine = self.service.engine
-        event = {
-            **self.told(tick),
-            "time": time(),
-            "engine": asdict(engine.stats),
-            "problem": engine.problem,
-            "ended": [self._shown(request) for request in ended],
-            "models": self._models(),
-        }
-        if engine.closing:
-            self.close()
-        self.send(encoded("tick", event))
-        self._spent = thread_time() - begun
+            tick, ended = self.watch.tick()
+            event = {
+                **self.told(tick),
+                "time": time(),
+                "engine": asdict(engine.stats),
+                "problem": engine.problem,
+                "ended": [self._shown(request) for request in ended],
+                "models": self._models(),
+            }
+            if engine.closing:
+                self.close()
+            self.send(encoded("tick", event))
 
     def hello(self) -> dict[str, Any]:
         """What does not change, and the requests that have ended lately."""

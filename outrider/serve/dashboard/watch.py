@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import zip_longest
 from statistics import median
-from time import perf_counter, process_time, thread_time, time
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,8 +41,6 @@ class Tick:
     """Sums over the steps and requests of a while: of one tick or of many."""
 
     elapsed: float = 0.0  # seconds of the while
-    processor: float = 0.0  # processor seconds of the whole process
-    spent: float = 0.0  # those of them that the dashboard took
     steps: int = 0
     sequences: int = 0  # of the steps, summed
     tokens: int = 0  # written
@@ -69,7 +67,7 @@ class Tick:
 
     def add(self, other: Tick) -> None:
         """Add a later record. What it weighed takes the place of what was weighed before."""
-        for name in ("elapsed", "processor", "spent", "steps", "sequences", "tokens", "drafted"):
+        for name in ("elapsed", "steps", "sequences", "tokens", "drafted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for mine, theirs in ((self.plans, other.plans), (self.seconds, other.seconds)):
             mine |= {name: mine.get(name, 0) + value for name, value in theirs.items()}
@@ -111,13 +109,12 @@ class Watch:
         with self._lock:
             self.recent: deque[EndedRequest] = deque(maxlen=RECENT)
             self._tick, self._ended = Tick(), list[EndedRequest]()
-            self._then, self._used = perf_counter(), process_time()
+            self._then = perf_counter()
             self._plain: dict[int, deque[float]] = {}  # seconds of plain steps, by batch size
             self._texts: dict[int, WatchedText] = {}  # by slot
 
     def step(self, step: Step, seconds: list[float | None]) -> None:
         """See `Observer.step`."""
-        begun = thread_time()
         host, taken = step.draft.host, sum(step.seconds.values())
         batch = len(host)
         if any(len(nodes) > 1 for nodes in host):
@@ -143,8 +140,7 @@ class Watch:
                 text.saved += count * plain - taken
             for note in step.draft.notes or [None] * batch:  # a step without room for a draft has no notes
                 self._tick.add(Tick(plans={NONE: 1}) if note is None else self._planned(note))
-            seconds_of = {phase: step.seconds[phase] for phase in PHASES}
-            self._tick.add(Tick(steps=1, seconds=seconds_of, spent=thread_time() - begun))
+            self._tick.add(Tick(steps=1, seconds={phase: step.seconds[phase] for phase in PHASES}))
 
     def _text(self, slot: int, position: int) -> WatchedText:
         """What is known of the text in a slot that goes on at a position. It is new if it was not watched up to there."""
@@ -169,7 +165,6 @@ class Watch:
         reason = sequence.finish and sequence.finish.reason
         facts = {
             "id": sequence.id,
-            "at": time(),
             "prompt_tokens": len(sequence.prompt),
             "tokens": len(sequence.written),
             "steps": len(sequence.counts.drafted),
@@ -189,13 +184,12 @@ class Watch:
             self._ended.append(ended)
             self.recent.append(ended)
 
-    def tick(self, spent: float = 0.0) -> tuple[Tick, list[EndedRequest]]:
-        """What happened since the last tick, and the requests that ended in it. spent: processor seconds for viewers."""
+    def tick(self) -> tuple[Tick, list[EndedRequest]]:
+        """What happened since the last tick, and the requests that ended in it."""
         with self._lock:
-            now, used = perf_counter(), process_time()
-            tick, ended = self._tick, self._ended
-            tick = replace(tick, elapsed=now - self._then, processor=used - self._used, spent=tick.spent + spent)
-            self._tick, self._ended, self._then, self._used = Tick(), [], now, used
+            now = perf_counter()
+            tick, ended = replace(self._tick, elapsed=now - self._then), self._ended
+            self._tick, self._ended, self._then = Tick(), [], now
         return tick, ended
 
     def _plain_seconds(self, batch: int) -> float:

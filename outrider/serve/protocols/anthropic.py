@@ -16,10 +16,10 @@ from pydantic import Field
 from starlette.responses import Response
 
 from outrider.models.chat_template import text_of
-from outrider.serve.answer import Answer, ChoiceReader, Event, Part, Usage, Writer
+from outrider.serve.answer import Answer, ChoiceReader, Event, Part, Writer
 from outrider.serve.errors import Refused, called, json_response, refusing
 from outrider.serve.pool import ModelPool
-from outrider.serve.protocols.openai import metrics
+from outrider.serve.protocols.openai import metrics, usage
 from outrider.serve.requests import UNSEEN, ChatRequest, CommonRequest, JsonObject, Objects, Texts
 from outrider.serve.service import Service
 from outrider.serve.tools import ToolCall, ToolForm, check_own
@@ -267,12 +267,13 @@ class MessagesWriter(Writer):
         return [refused.messages_body(self.answer.name)]
 
     def totals(self) -> list[Event]:
-        used, detailed = Usage.of(self.answer.sequences), bool(self.answer.body.detailed_metrics)
+        sequences, used = self.answer.sequences, usage(self.answer.sequences)
+        written, cached = used["completion_tokens"], used["prompt_tokens_details"]["cached_tokens"]
         if self.result["stop_reason"] == "length":
-            full = used.completion < self._max_tokens
+            full = written < self._max_tokens
             self.result["stop_reason"] = "model_context_window_exceeded" if full else "max_tokens"
-        self.result["usage"] = _usage(used.prompt, used.cached, used.completion)
-        self.result["metrics"] = metrics(self.answer.sequences, detailed)
+        self.result["usage"] = _usage(used["prompt_tokens"], cached, written)
+        self.result["metrics"] = metrics(sequences, bool(self.answer.body.detailed_metrics))
         delta = {name: self.result[name] for name in ("stop_reason", *_OF_END)}
         ours = {name: self.result[name] for name in ("seed", "guarantee", "note", "metrics") if name in self.result}
         end = {"type": "message_delta", "delta": delta, "usage": self.result["usage"], **ours}

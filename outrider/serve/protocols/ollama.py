@@ -19,9 +19,10 @@ from pydantic import ConfigDict, Field, model_validator
 from starlette.responses import Response
 
 from outrider._version import __version__
-from outrider.serve.answer import Answer, ChoiceReader, Event, Part, Usage, Writer
+from outrider.serve.answer import Answer, ChoiceReader, Event, Part, Writer
 from outrider.serve.errors import Refused, called, dumps, json_response
 from outrider.serve.pool import ModelPool, PooledModel
+from outrider.serve.protocols.openai import usage
 from outrider.serve.requests import ChatRequest, CommonRequest, CompletionRequest, JsonObject, Objects, Texts
 from outrider.serve.service import Service
 from outrider.serve.tools import ToolForm, thinks
@@ -264,16 +265,16 @@ class OllamaWriter(Writer):
 
     def totals(self) -> list[Event]:
         """The last line. The prompt is read until the first token, and the text is written from there on."""
-        used, clock = Usage.of(self.answer.sequences), self.answer.sequences[0].clock
+        used, clock = usage(self.answer.sequences), self.answer.sequences[0].clock
         total = clock.total
         first = total if clock.time_to_first_token is None else clock.time_to_first_token
         figures = {
             **self._end,
             "total_duration": _nanoseconds(perf_counter() - self._arrived),
             "load_duration": _nanoseconds(self._waited),
-            "prompt_eval_count": used.prompt,
+            "prompt_eval_count": used["prompt_tokens"],
             "prompt_eval_duration": _nanoseconds(first - clock.queued),
-            "eval_count": used.completion,
+            "eval_count": used["completion_tokens"],
             "eval_duration": _nanoseconds(total - first),
         }
         self.result = _line(self._body, self._text, self._thought, self._calls) | figures

@@ -14,8 +14,9 @@ from starlette.responses import Response
 from outrider._version import __version__
 from outrider.core.detokenizer import Detokenizer, TokenBytes
 from outrider.core.outputs import Delta
+from outrider.drafters.method import PREDICTION
 from outrider.engine.request import Sequence
-from outrider.serve.answer import Answer, ChoiceReader, Ending, Event, Part, Usage, Writer
+from outrider.serve.answer import Answer, ChoiceReader, Ending, Event, Part, Writer
 from outrider.serve.errors import Refused, dumps
 from outrider.serve.pool import ModelPool
 from outrider.serve.requests import ChatRequest, CommonRequest, CompletionRequest
@@ -247,17 +248,23 @@ class CompletionWriter(Writer):
 
 
 def usage(sequences: abc.Sequence[Sequence], n: int = 1) -> dict[str, Any]:
-    """The token counts of texts, `n` for each prompt."""
-    used = Usage.of(sequences, n)
+    """The token counts of texts, `n` for each prompt, which counts once.
+
+    Draft tokens do not count, with one exception: as at OpenAI, the rejected tokens of the request's own prediction do.
+    """
+    firsts, predicted = sequences[::n], [s for s in sequences if s.counts.method == PREDICTION]
+    accepted = sum(sum(s.counts.accepted) for s in predicted)
+    rejected = sum(sum(s.counts.drafted) for s in predicted) - accepted
+    prompt, completion = sum(len(s.prompt) for s in firsts), sum(len(s.output) for s in sequences) + rejected
     return {
-        "prompt_tokens": used.prompt,
-        "completion_tokens": used.completion,
-        "total_tokens": used.prompt + used.completion,
-        "prompt_tokens_details": {"cached_tokens": used.cached},
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(s.counts.cached for s in firsts)},
         "completion_tokens_details": {
             "reasoning_tokens": 0,
-            "accepted_prediction_tokens": used.accepted,
-            "rejected_prediction_tokens": used.rejected,
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": rejected,
         },
     }
 

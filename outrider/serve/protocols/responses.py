@@ -23,16 +23,7 @@ from outrider.serve.answer import Answer, ChoiceReader, Event, Part, Writer
 from outrider.serve.errors import Refused, answered, called, dumps, json_response, refusing
 from outrider.serve.pool import ModelPool
 from outrider.serve.protocols.openai import TokenTeller, metrics, usage
-from outrider.serve.requests import (
-    UNSEEN,
-    ChatRequest,
-    CommonRequest,
-    JsonObject,
-    JsonSchema,
-    Objects,
-    Texts,
-    few,
-)
+from outrider.serve.requests import UNSEEN, ChatRequest, CommonRequest, JsonObject, JsonSchema, Objects, Texts, few
 from outrider.serve.service import Service
 from outrider.serve.tools import ToolCall, ToolForm, check_own
 
@@ -381,9 +372,6 @@ class ResponseStore:
     def __init__(self, limit: int = 256, limit_bytes: int = 32 << 20) -> None:
         self.limit, self.limit_bytes, self.bytes = limit, limit_bytes, 0
         self._kept = OrderedDict[str, StoredResponse]()
-
-    def __len__(self) -> int:
-        return len(self._kept)
 
     def put(self, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
         """Keep a response, and let go of the oldest ones."""

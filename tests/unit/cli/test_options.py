@@ -15,14 +15,8 @@ from typer.testing import CliRunner
 
 from outrider.cli.command import as_command, full_name, grouped
 from outrider.cli.main import app
-from outrider.cli.options import (
-    Options,
-    PromptSpeculationOptions,
-    SamplingOptions,
-    SpeculationOptions,
-    TraceOptions,
-    setting,
-)
+from outrider.cli.options import PromptSpeculationOptions, SamplingOptions, SpeculationOptions, TraceOptions
+from outrider.serve.options import Options, setting
 
 # command -> how many options it has
 OPTIONS = {

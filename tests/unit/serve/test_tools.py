@@ -20,7 +20,7 @@ from outrider.core.stopping import StopChecker
 from outrider.engine.request import Request, Sequence
 from outrider.serve.answer import ChoiceReader
 from outrider.serve.grammar import Grammar, Grammars
-from outrider.serve.tools import FORMATS, PLAIN, ToolCallReader, ToolOffer, chosen, offered
+from outrider.serve.tools import FORMATS, PLAIN, ToolCall, ToolCallReader, ToolOffer, chosen, offered
 
 LOOK = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 TOOLS = [
@@ -71,11 +71,17 @@ TEXTS = [
 ]  # fmt: skip
 
 
+def fed(reader: ToolCallReader, text: str, last: bool) -> tuple[str, list[ToolCall]]:
+    """More of a text: all of the content, and all of the calls."""
+    parts = reader.parts(text, last)
+    return "".join(p for p in parts if isinstance(p, str)), [p for p in parts if isinstance(p, ToolCall)]
+
+
 def read(name: str, pieces: list[str]) -> tuple[str, list[tuple[str, dict]]]:
     reader = ToolCallReader(FORMATS[name], ["look", "stop"], ["</s>"] if name == "mistral" else [])
     content, calls = "", []
     for n, piece in enumerate([*pieces, ""]):
-        more, new = reader.feed(piece, n == len(pieces))
+        more, new = fed(reader, piece, n == len(pieces))
         content += more
         calls += new
     assert reader.called == len(calls)
@@ -232,7 +238,7 @@ def test_a_forced_answer_has_only_calls_and_is_read_by_the_reader_of_its_format(
     several = between.join([one, two, one, three])
     assert takes(offer, one)
     assert takes(offer, several)
-    content, found = ToolCallReader(form, names).feed(around % several, True)
+    content, found = fed(ToolCallReader(form, names), around % several, True)
     assert (content, [c.name for c in found]) == ("", [names[0], names[1], names[0], names[2]])
     for bad in (
         "",
