@@ -74,6 +74,8 @@ def _judged(monkeypatch: pytest.MonkeyPatch) -> None:
     def both(self: GpuModel, cache: SlotCache, slots: list[int], check: Verification, *, taps: Any = ()) -> Pending:
         out, judge = step(self, cache, slots, check, taps=taps)
         assert isinstance(out.logits, LazyArray)
+        if check.plain:  # to read the logits would keep the next step from being told
+            return Pending(out, judge)
         verdict = judge()
         assert verdict.host == check.verdict(np.asarray(out.logits)).host
         return Pending(out, lambda: verdict)
@@ -133,14 +135,16 @@ def test_eight_texts_with_other_parameters_each_are_decoded_together() -> None:
     assert wanted.logprobs == alone.logprobs
 
 
-def test_texts_join_leave_and_come_back() -> None:
+@pytest.mark.parametrize("drafts", [True, False])
+def test_texts_join_leave_and_come_back(drafts: bool) -> None:
     """Three texts in two slots, a prompt of several chunks, one that was read before, one that is taken out and read again."""
     begin = [11 + n % 13 for n in range(17)]
     asked = [
         request([*begin, 1 + i] if i else begin[:3], SamplingParams(max_tokens=6, temperature=i % 2, **EVERY), 50 + i)
         for i in range(4)
     ]
-    run = decoder(target(), known(asked), rows=2, budget=Budget(2), prefixes=PrefixCache(1 << 20))
+    drafter, store = known(asked) if drafts else None, PrefixCache(1 << 20)
+    run = decoder(target(), drafter, rows=2, budget=Budget(2), prefixes=store)
     run.chunk = 8
     waiting, texts, interrupted = [run.sequence(one) for one in asked], [], False
     texts = [*waiting]
@@ -156,8 +160,7 @@ def test_texts_join_leave_and_come_back() -> None:
                 waiting += [text] * out
                 interrupted |= out
     assert interrupted
-    assert run.prefixes is not None
-    assert run.prefixes.hits
+    assert store.hits
     assert [text.output for text in texts] == plain_texts(target(), asked)
 
 
@@ -324,3 +327,16 @@ def test_a_head_drafts_for_a_target_on_a_gpu() -> None:
     [text] = decoder(far, drafter, budget=Budget(2), max_length=64).generate(asked)
     assert [text.output] == plain_texts(far, asked, max_length=64)
     assert sum(text.counts.drafted) > 1
+
+
+def test_logits_can_be_read_although_the_next_step_was_told() -> None:
+    [asked] = some(1, 6)
+    run = decoder(target(), None)
+    text = run.start(asked)
+    for count, step in enumerate(run.run([text])):
+        if count % 3 == 1:
+            assert np.asarray(step.logits)[0, 0].argmax() == text.tokens[-1]
+    assert [text.output] == plain_texts(target(), [asked])
+    with pytest.raises(RuntimeError, match="read them before it"):
+        target().forward(Nodes(np.array([[1]]), target().new_cache(1, 64), [0]))
+        np.asarray(step.logits)
