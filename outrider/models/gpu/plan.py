@@ -188,11 +188,15 @@ class GpuPlan:
             add(lambda c: rope.store(c[x], c[value], *c.cache.layers[layer], c.rows))
             self._needed = len(self._launches)
         elif op.kind == "attend":
-            (layer, heads, _, _, _, window), (scale, cap), sinks = op.i, op.f, self._vector(op.p)
+            (layer, heads, _, _, width, window), (scale, cap), sinks = op.i, op.f, self._vector(op.p)
             settings = {"heads": heads, "scale": scale, "window": window, "softcap": cap, "sinks": sinks}
 
             def attend(c: Call) -> None:
-                (keys, values), space = c.cache.layers[layer], c.cache.workspace if c.count <= APART else None
+                (keys, values), space = c.cache.layers[layer], c.cache.workspace
+                # Without room each program of a tree reads all positions for one row; one of a chain has several.
+                apart = c.count <= APART or c.rows.paths is not None
+                if not apart or attention.workspace_size(c.count, heads, width, c.splits) > space.numel():
+                    space = None
                 attention.attend(c[x], keys, values, c.rows, c[out], space, splits=c.splits, **settings)
 
             add(attend)
