@@ -149,7 +149,9 @@ def main(architectures: list[int]) -> None:
             attend(*(tensor(512, heads * dim),) * 2, kv_heads, dim, rows(1, 512))
             attend(*(tensor(128, heads * dim),) * 2, kv_heads, dim, rows(2, 64, tree=True))
         wide, angles = tensor(8, 2048), tensor(4096, 64)
-        linear.linear(wide, halves(152064, 2048), tensor(1, 8, 152064), tensor(152064), factor=0.5, softcap=30.0)
+        linear.linear(
+            tensor(32, 2048), halves(152064, 2048), tensor(1, 32, 152064), tensor(152064), factor=0.5, softcap=30.0
+        )
         linear.gated(wide, halves(8192, 2048), tensor(8192), tensor(8, 4096), "gelu_tanh")
         norms.sum_norm(
             wide[None], wide[0], wide, wide, weight=wide[0], shift=wide[0], layer_norm=True, post=(wide[0], None, 1e-6)
