@@ -152,7 +152,8 @@ class SpeculationOptions(Options):
             return {**parse_speculative_config(self.speculative_config), **corpus}
         method, draft = self.method, self.draft_model
         if method is None and draft is None:
-            named = owner(self._key())
+            # a key of the configuration that alone names its method
+            named = owner(next((key for key in ("prediction", "corpus") if getattr(self, key, None)), ""))
             # another verifier has drafts of fixed length, for which one drafter is better than the choice of all
             usual = None if self.verifier != "match" and own_draft(model) else AUTO
             method = named.name if named else usual
@@ -164,10 +165,6 @@ class SpeculationOptions(Options):
             draft = draft or own_draft(model)
         shape = {name: value for name, value in chosen.items() if name in _SHAPE}
         return {k: v for k, v in {"method": method, **shape, "model": draft, **corpus}.items() if v is not None}
-
-    def _key(self) -> str:
-        """The key of the configuration that alone names its method."""
-        return "corpus" if self.corpus else ""
 
 
 class ServedSpeculationOptions(SpeculationOptions):
@@ -228,9 +225,6 @@ class PromptSpeculationOptions(SpeculationOptions):
             raise ValueError(
                 f"--prediction {self.prediction} is not UTF-8 text; name the text that the answer will repeat"
             ) from None
-
-    def _key(self) -> str:
-        return "prediction" if self.prediction else super()._key()
 
 
 _USUAL: Any = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 128}

@@ -116,7 +116,7 @@ class ChoiceReader:
         """Content and calls of more text."""
         tools, thoughts = self._tools, self._thoughts
         if self._behind and tools is not None:  # the text before is known since the sequence had its slot
-            tools.feed(self.sequence.cursor.continued_text)
+            tools.parts(self.sequence.cursor.continued_text)
         self._behind = False
         pieces = tools.parts(text, last) if tools is not None else [text] if text else []
         number = 0 if tools is None else tools.called - sum(not isinstance(piece, str) for piece in pieces)

@@ -195,26 +195,22 @@ def _pages(app: FastAPI, pool: ModelPool) -> None:
     first, script = assemble(*parts, told, connect=True, apart="home.js"), bundle(ASSETS / "home.js")
     live = assemble(ASSETS / "dashboard.html", ASSETS / "dashboard.css", ASSETS / "dashboard.js", connect=True)
 
-    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    async def home() -> Response:
-        """What the server is, where its other pages are, and a chat.
+    def add(path: str, text: str, kind: str, *methods: str) -> None:
+        async def page() -> Response:
+            return Response(text, headers=HEADERS, media_type=f"text/{kind}")
 
-        It is open to all, so it holds nothing of the model: it asks for that with the key that its user gives.
-        """
-        return Response(first, headers=HEADERS, media_type="text/html")
+        app.add_api_route(path, page, methods=["GET", *methods], include_in_schema=False)
 
-    @app.get("/home.js", include_in_schema=False)
-    async def home_script() -> Response:
-        return Response(script, headers=HEADERS, media_type="text/javascript")
+    # What the server is, where its other pages are, and a chat. It is open to all, so it holds nothing of the model: it asks for
+    # that with the key that its user gives.
+    add("/", first, "html", "HEAD")
+    add("/home.js", script, "javascript")
+    add("/dashboard", live, "html")
 
     @app.get("/favicon.ico", include_in_schema=False)
     async def icon() -> Response:
         """There is none. Browsers ask for it beside pages that are not ours."""
         return Response(status_code=204, headers={"cache-control": "max-age=86400"})
-
-    @app.get("/dashboard", include_in_schema=False)
-    async def page() -> Response:
-        return Response(live, headers=HEADERS, media_type="text/html")
 
     @app.get("/dashboard/events", include_in_schema=False)
     async def events(model: str | None = None) -> Response:

@@ -177,7 +177,8 @@ def install(app: FastAPI) -> None:
     """Give every error of the framework the shape of the protocol's errors."""
 
     async def refused(request: Request, error: Any) -> Response:
-        return error.response(request.scope)
+        known = error if isinstance(error, Refused) else invalid_body(error.errors())
+        return known.response(request.scope)
 
     async def http(request: Request, error: Any) -> Response:
         what = {
@@ -192,10 +193,6 @@ def install(app: FastAPI) -> None:
             answer.headers["allow"] = ", ".join(sorted({m for route in routes for m in getattr(route, "methods", ())}))
         return answer
 
-    async def invalid(request: Request, error: Any) -> Response:
-        return invalid_body(error.errors()).response(request.scope)
-
-    app.add_exception_handler(Refused, refused)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(ValidationError, invalid)  # of the request that a body of another protocol becomes
+    for kind in (Refused, RequestValidationError, ValidationError):  # the last: what a body of another protocol becomes
+        app.add_exception_handler(kind, refused)

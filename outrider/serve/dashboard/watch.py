@@ -243,12 +243,13 @@ def figures(total: Tick) -> dict[str, Any]:
     }
 
 
-def outlook(total: Tick, seconds: float, speculates: bool) -> dict[str, Any]:
+def outlook(total: Tick, seconds: int, speculates: bool) -> dict[str, Any]:
     """The figures of the last seconds, with the answer to "does speculation help now?".
 
     kind: yes, no, even or unknown. answer: a sentence, with the only figure of the page that compares with plain decoding.
     """
-    count, over = len(total.requests), _span(total.elapsed, seconds)
+    seen = WINDOWS[seconds] if total.elapsed >= 0.9 * seconds else f"{total.elapsed:.0f} s"
+    count, over = len(total.requests), f"the last {seen}"
     speed = gain(tuple(total.requests))
     if not speculates:
         kind, answer = "no", "No: this server decodes plainly."
@@ -274,10 +275,3 @@ def gain(requests: tuple[tuple[float, float], ...]) -> dict[str, float] | None:
     starts = range(0, len(requests), math.ceil(len(requests) / GROUPS))
     speed = interval(np.add.reduceat(np.array(requests), starts))
     return {"ratio": speed.value, "low": speed.low, "high": speed.high}
-
-
-def _span(elapsed: float, seconds: float) -> str:
-    """The last seconds in words. elapsed: those of them that were seen."""
-    if elapsed < 0.9 * seconds or seconds not in WINDOWS:
-        return f"the last {elapsed:.0f} s"
-    return f"the last {WINDOWS[int(seconds)]}"
