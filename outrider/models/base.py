@@ -133,8 +133,6 @@ class LanguageModel(ABC):
     num_layers: int = 0
     # Bytes of weights that a forward of one token reads. 0 if unknown.
     weight_bytes: int = 0
-    # Those of the output head. 0 if unknown.
-    head_bytes: int = 0
     # Tokens that each attention reads at most; 0: the whole text.
     windows: tuple[int, ...] = (0,)
     # True if a forward computes nothing for padding.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from outrider.core.files import read_settings
 from outrider.models import checkpoint
 from outrider.models.checkpoint import LoadRequest, ReadModel
 from outrider.models.config import config_of, native_kind
+from outrider.models.files import cached
+from outrider.models.mtp import JOIN, MTP
 from outrider.models.quantised.reader import QuantisedTensors
 from outrider.models.safetensors import FolderTensors
 from outrider.models.tokenizer import tokenizer_of
@@ -46,3 +49,14 @@ def read_model(request: LoadRequest, path: str) -> ReadModel | None:
     checkpoint.fits(name, whole, request.weights, request.device)
     tokenizer = tokenizer_of(path) if request.tokenizer else None
     return ReadModel(tensors, tokenizer, request.quantization, checkpoint.end_ids(folder, config), config)
+
+
+def tensors_with_layer(name: str, config: Any) -> FolderTensors | None:
+    """The tensors of a checkpoint, if it is here and has an MTP layer. name: the folder, or its name on the hub."""
+    path = Path(name).expanduser()
+    if not path.exists() and name.count("/") == 1:
+        path = Path(cached(name))
+    if not (name and path.is_dir() and any(path.glob("*.safetensors")) and native_kind(config.to_dict())):
+        return None
+    tensors = FolderTensors(name, path, config_of(config.to_dict()))
+    return tensors if tensors.has(f"{MTP}.{JOIN[-1]}.weight") else None

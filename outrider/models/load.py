@@ -72,9 +72,9 @@ class Loaded:
         """Whether its files hold an MTP layer that can draft."""
         if self.program is not None:
             return self.program.mtp is not None
-        if self.config is None:
+        if self.config is None or why_no_kernels("cpu"):
             return False
-        from outrider.models.hf.mtp import tensors_with_layer
+        from outrider.models.folder import tensors_with_layer
 
         return tensors_with_layer(self.checkpoint, self.config) is not None
 

@@ -54,7 +54,7 @@ def write_gguf(
     """Write a model, and change its own weights to the values that are in the file: the reference.
 
     kind: of the matrices whose rows are whole blocks, or a function from a tensor's name to it; the others are F16.
-    metadata: more keys, or None to leave one out. mtp: its MTP layer, as `outrider.models.hf.mtp.layer_of` reads it.
+    metadata: more keys, or None to leave one out. mtp: its MTP layer, of `mtp_layer`.
     """
     metadata = metadata or {}
     architecture = ARCHITECTURE.get(model.config.model_type, model.config.model_type)
@@ -167,6 +167,51 @@ def _tensors(
             factors = np.array(parameters[f"{length}_factor"], np.float32)
             out[f"rope_factors_{length}.weight"] = (factors, "F32")
     return out
+
+
+class _Below:
+    """Tensors below a prefix; the embedding and the output head are those of the whole model."""
+
+    def __init__(self, tensors: Any, prefix: str) -> None:
+        self.tensors, self.prefix = tensors, prefix
+
+    def _name(self, name: str) -> str:
+        own = self.prefix + name
+        return own if name not in ("model.embed_tokens.weight", "lm_head.weight") or self.tensors.has(own) else name
+
+    def has(self, name: str) -> bool:
+        return self.tensors.has(self._name(name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.tensors.shape(self._name(name))
+
+    def get(self, name: str) -> Any:
+        return self.tensors.get(self._name(name))
+
+    def experts(self, name: str) -> Any:
+        return self.tensors.experts(self._name(name))
+
+    def check(self, further: bool = True) -> None: ...
+
+
+def mtp_layer(folder: Path) -> transformers.PreTrainedModel:
+    """The MTP layer of a checkpoint: a model of one layer, and `enorm`, `hnorm` and `fc` beside it."""
+    from outrider.models.folder import tensors_with_layer
+    from outrider.models.hf.skeleton import module_of
+    from outrider.models.native.mtp import changes
+
+    tensors: Any = tensors_with_layer(str(folder), transformers.AutoConfig.from_pretrained(folder))
+    small = copy.deepcopy(tensors.config)
+    small.update(changes(small) | {"tie_word_embeddings": False, "pad_token_id": None})
+    model: Any = module_of(_Below(tensors, "mtp."), small, "float32")
+    model.enorm, model.hnorm = copy.deepcopy(model.base_model.norm), copy.deepcopy(model.base_model.norm)
+    model.fc = torch.nn.Linear(2 * small.hidden_size, small.hidden_size, bias=False)
+    for name in ("enorm", "hnorm", "fc"):
+        getattr(model, name).weight.data = torch.tensor(tensors.get(f"mtp.{name}.weight"))
+    model.base_model.embed_tokens = None
+    if not tensors.has("mtp.lm_head.weight"):
+        model.lm_head = None
+    return model
 
 
 def _mtp(

@@ -246,7 +246,9 @@ def causal(
 
 
 class TorchPairs(PairModel):
-    """The equations of an EAGLE head in torch, over the slot cache and at draft trees: the slow twin of `NativePairs`."""
+    """The equations of an EAGLE head in torch, over the slot cache and at draft trees: the slow twin of `PairModel`."""
+
+    has_draft_chains = False
 
     def __init__(
         self, head: HeadWeights[EagleConfig], embedding: torch.Tensor, max_length: int, precision: str

@@ -159,7 +159,7 @@ class EagleLayer(nn.Module):
 
 
 class Eagle(HeadModule):
-    """EAGLE-3, EAGLE-3.1 and EAGLE-1, by the flags of their config; the slow twin of `NativePairs`.
+    """EAGLE-3, EAGLE-3.1 and EAGLE-1, by the flags of their config; the slow twin of `PairModel`.
 
     The embedding is the target's, and no optimiser should change it: other engines take the target's too. `lm_head` has one row
     for each token of the draft vocabulary. token_ids: see `HeadModule`.

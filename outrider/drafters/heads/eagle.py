@@ -17,7 +17,7 @@ from outrider.core.types import Array, Commit
 from outrider.drafters.base import DraftContext
 from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.config import HeadShape, default_taps, setting
-from outrider.drafters.heads.features import HELD, FeatureCache, NativePairs, PairModel, last_nodes
+from outrider.drafters.heads.features import HELD, FeatureCache, PairModel, last_nodes
 from outrider.drafters.heads.files import EAGLE1, EAGLE3, PEAGLE, settings_named
 from outrider.drafters.heads.lattice import Lattice
 from outrider.drafters.heads.layers import precision_of
@@ -166,7 +166,7 @@ _FEATURE_NORM = "feature_norm"  # of what comes from the target: one norm, or on
 
 def eagle_model(
     head: HeadWeights[EagleConfig], target: LanguageModel, max_length: int, quantization: str = "auto"
-) -> NativePairs:
+) -> PairModel:
     """A head that is ready to draft.
 
     Args:
@@ -182,7 +182,7 @@ def eagle_model(
         table = target.embedding_table
     if table is None:  # in memory of another device, or in no plain order
         table = target.embedding_rows(np.arange(config.vocab_size))
-    pairs = NativePairs(_program(head, _EagleSource(head, precision, table)), config.taps, length, head.subset)
+    pairs = PairModel(_program(head, _EagleSource(head, precision, table)), config.taps, length, head.subset)
     pairs.weight_bytes //= max(config.parallel_drafts, 1)
     return pairs
 
@@ -318,7 +318,7 @@ class MaskedPairs(Lattice):
     cache holds pairs of committed tokens only, as that of `Pairs` does.
     """
 
-    def __init__(self, head: HeadWeights[EagleConfig], model: NativePairs, num_slots: int, max_length: int) -> None:
+    def __init__(self, head: HeadWeights[EagleConfig], model: PairModel, num_slots: int, max_length: int) -> None:
         """num_slots, max_length: slots of the cache, and tokens of each."""
         config, self.model = head.config, model
         self.cache = model.new_cache(num_slots, max_length)

@@ -31,14 +31,28 @@ class HeadOutput(NamedTuple):
 
 
 class PairModel:
-    """What reads pairs of a token and a state: a head of the EAGLE family, or an MTP layer. Write `forward`."""
+    """Reads pairs of a token and a state: a head of the EAGLE family, or an MTP layer. Cell t of a slot holds the keys and values
+    of the pair (x_{t+1}, g_t).
 
-    taps: tuple[int, ...]  # layers of the target whose states are read
-    vocab_size: int  # tokens of the target
-    max_length: int  # tokens of the longest text
-    weight_bytes: int  # bytes of weights that a forward of one pair reads
-    subset: TokenSubset | None = None  # tokens of the logits; None for all
-    has_draft_chains = False  # whether `draft_chains` can be called
+    Its program is given features, or what it fed back: a forward is one call, and so are whole chains.
+
+    Attributes:
+        taps: Layers of the target whose states are read.
+        vocab_size: Tokens of the target.
+        max_length: Tokens of the longest text.
+        weight_bytes: Bytes of weights that a forward of one pair reads.
+        subset: Tokens of the logits; None for all.
+    """
+
+    has_draft_chains = True
+
+    def __init__(
+        self, program: Program, taps: tuple[int, ...], max_length: int, subset: TokenSubset | None = None
+    ) -> None:
+        self.taps, self.max_length, self.subset = taps, max_length, subset
+        self.vocab_size = program.vocab_size
+        self.weight_bytes = sum(m.bytes for m in program.matrices)
+        self._step, self._width = NativeStep(program), program.fed_back
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         return SlotCache(num_slots, min(max_length, self.max_length))
@@ -56,27 +70,6 @@ class PairModel:
             g: float32 [batch, node, hidden].
             want: As for `LanguageModel.forward`.
         """
-        raise NotImplementedError
-
-
-class NativePairs(PairModel):
-    """A program that is given features, or what it fed back: a forward is one call, and so are whole chains.
-
-    Cell t of a slot holds the keys and values of the pair (x_{t+1}, g_t)."""
-
-    has_draft_chains = True
-
-    def __init__(
-        self, program: Program, taps: tuple[int, ...], max_length: int, subset: TokenSubset | None = None
-    ) -> None:
-        self.taps, self.max_length, self.subset = taps, max_length, subset
-        self.vocab_size = program.vocab_size
-        self.weight_bytes = sum(m.bytes for m in program.matrices)
-        self._step, self._width = NativeStep(program), program.fed_back
-
-    def forward(
-        self, nodes: Nodes, features: Array | None = None, *, g: Array | None = None, want: Want = "all"
-    ) -> HeadOutput:
         states = features if features is not None else g
         states = np.zeros((*nodes.tokens.shape, self._width), np.float32) if states is None else states
         logits, _, fed_back = self._step.forward(nodes, (), want, states, features is None)

@@ -61,7 +61,7 @@ class GpuModel(LanguageModel):
     def __init__(self, program: Program, device: str, max_rows: int = MAX_ROWS) -> None:
         self.vocab_size, self.max_length, self.device = program.vocab_size, program.max_length, device
         self.path = f"gpu: {gpu.arithmetic(device)}"
-        self.weight_bytes, self.head_bytes = sum(m.bytes for m in program.matrices), program.head.bytes
+        self.weight_bytes = sum(m.bytes for m in program.matrices)
         self._run(program, max_rows)
 
     def _run(self, program: Program, max_rows: int) -> None:

@@ -90,8 +90,7 @@ class HFModel(LanguageModel):
             pack_linears_(self.model, weights)
             pack_experts_(self.model, weights)
             _activations_float32_(self.model)
-        head: Any = self.model.get_output_embeddings()
-        self.weight_bytes, self.head_bytes = weight_bytes(self.model), weight_bytes(head)
+        self.weight_bytes = weight_bytes(self.model)
         text = self.model.config.get_text_config()
         self.max_length: int = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", 2048)
         self.num_layers: int = text.num_hidden_layers
@@ -171,7 +170,7 @@ class HFModel(LanguageModel):
         chosen = check_layers(layers, self.num_layers)
         part = copy.copy(self)
         part.stack, part.num_layers = LayerStack(self.model, self.num_layers, chosen), len(chosen)
-        part.weight_bytes = part.head_bytes = 0
+        part.weight_bytes = 0
         try:
             part.forward(Nodes(np.zeros((1, 2), np.int64), part.new_cache(1, 2), [0]), want="none")
         except Exception as error:  # a model's code may raise anything

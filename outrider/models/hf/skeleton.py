@@ -20,11 +20,6 @@ from outrider.models.matrix import dense
 from outrider.models.native.weights import Tensors
 
 
-def module_of(tensors: Tensors, config: Any, dtype: str) -> PreTrainedModel:
-    """The model of these tensors, see `filled`. config: of transformers, or of a model that runs natively."""
-    return filled(skeleton_of(config), tensors, getattr(torch, dtype))
-
-
 @precision.making()
 def skeleton_of(config: Any) -> PreTrainedModel:
     """Modules without memory for their weights. Raises ValueError for settings of which transformers makes none."""
@@ -37,13 +32,14 @@ def skeleton_of(config: Any) -> PreTrainedModel:
         raise ValueError(text) from error
 
 
-def filled(model: PreTrainedModel, tensors: Tensors, dtype: torch.dtype, prefix: str = "") -> PreTrainedModel:
-    """A model with its weights. Blocks become values of this dtype, and floats stay as they are stored.
+def module_of(tensors: Tensors, config: Any, dtype: str) -> PreTrainedModel:
+    """The model of these tensors. Blocks become values of this dtype, and floats stay as they are stored.
 
-    prefix: of the names of the tensors. Raises what `Tensors` raise, and ValueError for other shapes.
+    config: of transformers, or of a model that runs natively. Raises what `Tensors` raise, and ValueError for other shapes.
     """
+    model, floats = skeleton_of(config), getattr(torch, dtype)
     for path, module in model.named_modules():
-        for name, wanted in () if is_mixture(module) else module.named_parameters(prefix + path, recurse=False):
+        for name, wanted in () if is_mixture(module) else module.named_parameters(path, recurse=False):
             if tensors.has(name):  # before memory is taken for what settings say
                 _check_shape(name, tensors.shape(name), wanted.shape)
     _compute_buffers_(model)
@@ -53,14 +49,14 @@ def filled(model: PreTrainedModel, tensors: Tensors, dtype: torch.dtype, prefix:
     tied = outputs if model.config.tie_word_embeddings else None
     for path, module in model.named_modules():
         if is_mixture(module):
-            _give_experts_(module, tensors, prefix + path, dtype)
+            _give_experts_(module, tensors, path, floats)
             continue
         for kind, wanted in [*module._parameters.items(), *module._buffers.items()]:
-            name = f"{prefix}{path}.{kind}"
+            name = f"{path}.{kind}"
             if wanted is None or (module is tied and kind == "weight"):
                 continue
             if tensors.has(name):
-                values = _shaped(name, _values(tensors.get(name), dtype), wanted.shape)
+                values = _shaped(name, _values(tensors.get(name), floats), wanted.shape)
                 _give_(module, kind, values if module in packed else values.clone())  # no file stays mapped
             elif kind == "bias":
                 module.register_parameter(kind, None)

@@ -173,7 +173,7 @@ class NativeModel(LanguageModel):
         self.vocab_size, self.max_length, self.kv_cache_dtype = model.vocab_size, model.max_length, kv_cache_dtype
         self.device = "cpu"
         self.batch_invariant = self.skips_padding = True
-        self.weight_bytes, self.head_bytes = sum(m.bytes for m in model.matrices), model.head.bytes
+        self.weight_bytes = sum(m.bytes for m in model.matrices)
         self._run(model)
 
     def _run(self, program: Program) -> None:

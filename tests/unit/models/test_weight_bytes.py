@@ -18,7 +18,6 @@ def test_a_model_of_transformers_reads_what_the_native_step_reads(weights: str) 
     norms = sum(p.nbytes for p in raw.parameters() if p.dim() == 1)
     found, native = hf.HFModel(raw, weights=weights), NativeModel(raw, weights=weights)
     assert found.weight_bytes == pytest.approx(native.weight_bytes + norms, rel=0.02)
-    assert found.head_bytes == native.head_bytes > 0
     if weights == "auto":
         whole = sum(p.nbytes for p in raw.parameters()) - raw.get_input_embeddings().weight.nbytes
         assert found.weight_bytes == pytest.approx(whole, rel=0.05)
@@ -42,8 +41,7 @@ def test_a_token_reads_the_experts_that_it_has(name: str) -> None:
 def test_an_embedding_that_is_tied_to_the_output_head_is_read_once() -> None:
     raw = tiny("llama", tie_word_embeddings=True)
     found = hf.HFModel(raw)
-    assert found.head_bytes == pytest.approx(raw.get_input_embeddings().weight.nbytes, rel=0.2)
-    assert found.head_bytes < found.weight_bytes < sum(p.nbytes for p in raw.parameters()) * 1.2
+    assert raw.get_input_embeddings().weight.nbytes < found.weight_bytes < sum(p.nbytes for p in raw.parameters()) * 1.2
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf_files import write_gguf
+from gguf_files import mtp_layer, write_gguf
 from helpers import Loop, configured, plain_texts, request
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -30,14 +30,13 @@ from outrider.core.types import Array
 from outrider.drafters import make_drafters
 from outrider.drafters.config import DrafterSetup, SpeculativeConfig
 from outrider.drafters.heads.eagle import Pairs
-from outrider.drafters.heads.features import NativePairs
 from outrider.drafters.heads.mtp import mtp_model
 from outrider.drafters.method import level_cost
 from outrider.drafters.model.grower import TreeDrafter
 from outrider.engine.request import Request
+from outrider.kernels import cpu as native
 from outrider.models.base import FINAL_NORM
 from outrider.models.hf.model import HFModel
-from outrider.models.hf.mtp import layer_of
 from outrider.models.load import Loaded, load, pack
 from outrider.models.nodes import Nodes
 from outrider_lab.handover import exports
@@ -234,7 +233,7 @@ def gguf(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, req
     """The file of llama.cpp's converter, of a checkpoint."""
     path = tmp_path_factory.mktemp("gguf") / f"{request.param}.gguf"
     raw = AutoModelForCausalLM.from_pretrained(folders[request.param])
-    write_gguf(raw, path, "F32", mtp=layer_of(str(folders[request.param]), raw.config))
+    write_gguf(raw, path, "F32", mtp=mtp_layer(folders[request.param]))
     return path
 
 
@@ -249,7 +248,6 @@ def test_gguf_files_and_packs(folders: dict[str, Path], gguf: Path, tmp_path: Pa
         made = make_drafters(DrafterSetup(SpeculativeConfig.of({"method": "auto"}), loaded, 1, 64, "cpu"))
         assert list(made)[-1] == "mtp"
         model = mtp_model(loaded, 64)
-        assert isinstance(model, NativePairs)
         found.append(model.forward(Nodes(tokens, model.new_cache(1, 64), [0]), states).logits[0])
     assert np.allclose(found[0], want, atol=1e-4)
     assert np.array_equal(found[0], found[1])
@@ -269,8 +267,8 @@ def test_a_file_of_many_layers(folders: dict[str, Path], tmp_path: Path) -> None
     """The layer alone has fewer tensors than the file has layers."""
     config: Any = CONFIGS["qwen3_5"]()
     config.num_hidden_layers, config.layer_types = 20, ["linear_attention", "full_attention"] * 10
-    layer = layer_of(str(folders["qwen3_5"]), AutoModelForCausalLM.from_pretrained(folders["qwen3_5"]).config)
-    write_gguf(AutoModelForCausalLM.from_config(config), tmp_path / "model.gguf", "F32", mtp=layer)
+    model, layer = AutoModelForCausalLM.from_config(config), mtp_layer(folders["qwen3_5"])
+    write_gguf(model, tmp_path / "model.gguf", "F32", mtp=layer)
     assert load(str(tmp_path / "model.gguf"), device="cpu").has_mtp
 
 
@@ -346,15 +344,21 @@ def changed(folder: Path, into: Path, drop: str = "", **settings: Any) -> Loaded
     return load(str(into), device="cpu")
 
 
-def test_what_cannot_be(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_what_cannot_be(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def make(loaded: Loaded, **config: Any) -> Any:
         return configured({"method": "mtp", **config}, loaded, 1, 64)
 
     folder, loaded = folders["glm4_moe"], target(folders["qwen3_next"], "qwen3_next")
     with pytest.raises(ValueError, match="part of the target's own checkpoint, so leave out"):
         make(loaded, model=str(folder))
-    with pytest.raises(ValueError, match="has no MTP layers"):  # transformers' code would run the layer
+    with pytest.raises(ValueError, match="has no MTP layer that can draft"):  # transformers runs the target
         make(replace(loaded, source=str(tmp_path / "gone")))
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "available", lambda: False)
+        patch.setattr(native, "why", lambda: "of this test")
+        assert not loaded.has_mtp
+        with pytest.raises(ValueError, match="cannot draft: heads need the native kernels: of this test"):
+            make(loaded)
     for n, (drop, message) in enumerate(
         {
             "eh_proj": "it lacks eh_proj; outrider knows the layers of DeepSeek-V3",
