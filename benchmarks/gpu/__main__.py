@@ -23,9 +23,9 @@ if "--tiny" in sys.argv:
 
 import torch
 
-from benchmarks import ROOT
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.parts import PARTS, apart
+from benchmarks import ROOT, machine
+from benchmarks.gpu.bench import Bench, apart
+from benchmarks.gpu.parts import PARTS
 from benchmarks.ruler import markdown, parser, save
 
 
@@ -48,7 +48,10 @@ def main() -> None:
         card = subprocess.run(ask, capture_output=True, text=True).stdout.strip()
     import triton
 
-    facts = {"card": card, "cuda": torch.version.cuda, "triton": triton.__version__, "commit": given.commit}
+    here = machine.facts()
+    facts = {"card": card, "cuda": torch.version.cuda, "triton": triton.__version__}
+    facts |= {name: here[name] for name in ("torch", "transformers", "date", "commit")}
+    facts |= {"commit": given.commit} if given.commit else {}
     end, lines, file = monotonic() + given.seconds, list[tuple[str, ...]](), Path()
     for name, part in names.items():
         if name not in given.only:
@@ -64,7 +67,7 @@ def main() -> None:
             print(*lines[-1], sep=" | ", flush=True)
         file = save("gpu", given.out, **facts, lines=lines)
         print(f"{name}: {len(lines) - first} lines, {monotonic() - began:.0f} s", flush=True)
-    print(f"\n{facts}, torch {torch.__version__}\n{markdown(('part', 'what', 'measured', 'goal'), lines)}\n{file.name}")
+    print(f"\n{facts}\n{markdown(('part', 'what', 'measured', 'goal'), lines)}\n{file.name}")
     sys.exit(any("WRONG" in word for line in lines for word in line))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic, perf_counter
 from typing import Any, cast
 
@@ -131,6 +132,11 @@ class Bench:
         own = {"o": m["o_proj"], "down": m["down_proj"], "head": m["embed_tokens"]}
         return {"qkv": (qkv, hidden), "up": (up, hidden), **own}
 
+    def bytes(self, shape: str) -> int:
+        """Of the weights that a token reads."""
+        layers = SHAPES[shape]["num_hidden_layers"]
+        return sum(2 * n * k * (1 if name == "head" else layers) for name, (n, k) in self.matrices(shape).items())
+
     def model(self, shape: str, changes: dict[str, Any] | None = None) -> Any:
         """A `GpuModel` with random weights, which are made on the device."""
         # These modules import triton, which looks at what runs it first.
@@ -158,7 +164,7 @@ class Bench:
 
         start, count, cache = self.prompt, entries * nodes, model.new_cache(entries, self.prompt + self.tokens)
         buffer = RowBuffer(self.device, count, 0)
-        views: Any = buffer.views(entries, nodes, 0, reach(start + nodes))
+        views: Any = buffer.views(entries, nodes, 0, min(reach(start + nodes), cache.capacity))
         rows, host = views
         host["positions"][:] = host["cells"][:] = np.tile(np.arange(start, start + nodes), entries)
         host["parents"][:] = np.tile(np.arange(-1, nodes - 1), entries)
@@ -214,3 +220,33 @@ class Scripted(BaseDrafter):
                 parent = len(nodes) - 1
             trees.append(nodes)
         return draft_of(trees)
+
+
+def apart(seconds: float, work: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """What a generator gives, in a process of its own, which ends with its time. Raises what it raises, in words."""
+    context = multiprocessing.get_context("fork")  # nothing is imported twice, and CUDA has not begun here
+    (here, there), end = context.Pipe(duplex=False), monotonic() + seconds
+
+    def run() -> None:
+        try:
+            for each in work():
+                there.send(each)
+        except Exception as error:
+            there.send(RuntimeError(f"{type(error).__name__}: {error}"[:400]))
+
+    child = context.Process(target=run)
+    child.start()
+    there.close()
+    try:
+        while here.poll(max(end - monotonic(), 0)):
+            if isinstance(each := here.recv(), RuntimeError):
+                raise each
+            yield each
+        raise RuntimeError(f"its {seconds:.0f} seconds were over")
+    except EOFError:
+        child.join()
+        if child.exitcode:
+            raise RuntimeError(f"its process ended with {child.exitcode}") from None
+    finally:
+        child.kill()
+        child.join()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import statistics
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from time import monotonic, perf_counter
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.bench import SHAPES, Bench, Scripted, decode
+from benchmarks.gpu.bench import SHAPES, Bench, Scripted, apart, decode
 from benchmarks.ruler import differing
 from outrider import LLM
 from outrider.control import Fixed
@@ -117,36 +117,6 @@ def attention(b: Bench) -> Iterator[Line]:
         yield name, f"{wrong} of {tried} nodes differ, error {worst:.0e}{_judged(wrong)}", "0"
 
 
-def apart(seconds: float, work: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    """What a generator gives, in a process of its own, which ends with its time. Raises what it raises, in words."""
-    context = multiprocessing.get_context("fork")  # nothing is imported twice, and CUDA has not begun here
-    (here, there), end = context.Pipe(duplex=False), monotonic() + seconds
-
-    def run() -> None:
-        try:
-            for each in work():
-                there.send(each)
-        except Exception as error:
-            there.send(RuntimeError(f"{type(error).__name__}: {error}"[:400]))
-
-    child = context.Process(target=run)
-    child.start()
-    there.close()
-    try:
-        while here.poll(max(end - monotonic(), 0)):
-            if isinstance(each := here.recv(), RuntimeError):
-                raise each
-            yield each
-        raise RuntimeError(f"its {seconds:.0f} seconds were over")
-    except EOFError:
-        child.join()
-        if child.exitcode:
-            raise RuntimeError(f"its process ended with {child.exitcode}") from None
-    finally:
-        child.kill()
-        child.join()
-
-
 def _prompt(b: Bench, flag: str) -> Iterator[Any]:
     """The products of a prompt, compiled anew. flag: "1" forbids wgmma."""
     from outrider.kernels.gpu import linear
@@ -170,6 +140,28 @@ def instruction(b: Bench) -> Iterator[Line]:
     part = np.mean([np.mean(x != y) for x, y in zip(first, second, strict=True)])
     said = f"{'equal' if not part else f'{part:.2%} differ'}; {slow / fast:.2f} times as fast at 256 rows of the head"
     yield "wgmma beside mma.sync", said + ("" if (no, yes) == (False, True) else f"; in the code: {no}, {yes}"), ""
+
+
+def compiling(b: Bench) -> Iterator[Line]:
+    """What later parts launch, compiled by several processes at once. One layer has all kernels of a model."""
+
+    def one(shape: str, entries: int, nodes: int) -> Iterator[float]:
+        yield 0.0  # the next process may begin
+        model = b.model(shape, {"num_hidden_layers": 1})
+        yield b.bare(model, entries, nodes)
+        if entries * nodes == 1:
+            yield decode(Decoder(model, num_slots=1, max_length=b.prompt + 8), b.asked(1, 8, b.prompt))[0]
+
+    jobs = [(shape, 1, 1) for shape in b.shapes]
+    jobs += [
+        (shape, *size) for shape in b.large for n in ((2,) if b.tiny else (8, 16, 32, 64)) for size in ((1, n), (n, 1))
+    ]
+    done = [apart(b.left() - 5, lambda job=job: one(*job)) for job in jobs]
+    for process in done:
+        next(process)
+    for process in done:
+        deque(process, 0)
+    yield "kernels of steps are compiled", f"by {len(done)} processes", ""
 
 
 def launches(b: Bench) -> Iterator[Line]:
@@ -228,7 +220,7 @@ def plain(b: Bench) -> Iterator[Line]:
         model = b.model(shape)
         bare, decoder = b.bare(model, 1, 1), Decoder(model, num_slots=1, max_length=b.prompt + b.tokens)
         taken = [decode(decoder, b.asked(1, b.tokens, b.prompt))[0] for _ in range(2 if b.tiny else 4)][1:]
-        rate = f"the graph {1000 * bare:.2f} ms, {model.weight_bytes / bare / 1e9:,.0f} GB/s"
+        rate = f"the graph {1000 * bare:.2f} ms, {b.bytes(shape) / bare / 1e9:,.0f} GB/s"
         yield f"{shape} a token", f"{1000 * statistics.median(taken):.2f} ms; {rate}", GOALS.get(shape, "")
 
 
@@ -269,11 +261,14 @@ def drafts(b: Bench) -> Iterator[Line]:
     for shape in b.large:
         model, asked, length = b.model(shape), b.asked(1, b.tokens, b.prompt), b.prompt + b.tokens
         head, decoder = b.bare(b.model(shape, HEAD), 1, 1), Decoder(model, num_slots=1, max_length=length)
-        (_, right, _), (base, _, _) = decode(decoder, asked), decode(decoder, asked)
+        (_, right, _), *runs = [decode(decoder, asked) for _ in range(2 if b.tiny else 4)]
+        base = statistics.median(run[0] for run in runs)
         for name, depth, chance, passes, goal in (("lookup", 8, 0.845, 0, "3.5"), ("head", 5, 0.7, 5, "1.9")):
             drafter = Scripted(asked, right, model.vocab_size, chance)
             decoder = Decoder(model, drafter, controller=Fixed(depth), num_slots=1, max_length=length)
-            (_, out, _), (taken, _, each) = decode(decoder, asked), decode(decoder, asked)
+            decode(decoder, asked)
+            drafter.draw = np.random.default_rng(0)  # the same drafts again, whose graphs are there
+            taken, out, each = decode(decoder, asked)
             said = f"{base / (taken + passes * head / each):.2f} times as fast; {each:.2f} tokens a step of "
             said += f"{1000 * taken * each:.2f} ms and {passes} passes of {1000 * head:.2f} ms"
             yield f"{shape}, {depth} guesses of a {name}", said + _judged(out != right), goal
@@ -329,7 +324,7 @@ def peers(b: Bench) -> Iterator[Line]:
 
 
 PARTS: dict[Callable[[Bench], Iterator[Line]], float] = {
-    rows: 60, attention: 60, instruction: 50, launches: 30, products: 60, plain: 90, forwards: 60, texts: 90, drafts: 60,
-    planner: 50, peers: 120,
+    rows: 60, attention: 75, instruction: 50, compiling: 75, launches: 30, products: 60, plain: 75, forwards: 50, texts: 90,
+    drafts: 60, planner: 50, peers: 120,
 }  # fmt: skip
 """Each part, the most important first, and its seconds at most."""
