@@ -136,8 +136,7 @@ def test_what_products_alone_read_may_be_rounded_before(name: str, monkeypatch: 
 def test_a_node_has_the_same_bits_in_any_company(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, in chunks of a prompt, in a tree, beside another text, and after its path was committed. From 5 rows on parts
     are added in a loop, and attention has all splits in one program."""
-    for module in (gpu_plan, gpu_plan.linear):
-        monkeypatch.setattr(module, "APART", 4)
+    monkeypatch.setattr(gpu_plan, "APART", 4)
     monkeypatch.setattr(gpu_plan.linear, "split", lambda n, k: (-(-k // 128), 128))
     model = gpu_of(name, hidden_size=160, intermediate_size=144)
     [text] = prompts(9)
