@@ -204,7 +204,9 @@ class ServedSpeculationOptions(SpeculationOptions):
                 f"--speculative-config '{name}={json.dumps({'model': self.draft_model})}'"
             )
         shared = self.model_dump(exclude={"speculative_config"}) | {"speculative_config": next(iter(everyone), None)}
-        chosen = {name: {"speculative_config": named[name]} if name in named else shared for name in models}
+        chosen: dict[str, dict[str, Any]] = {
+            name: {"speculative_config": named[name]} if name in named else shared for name in models
+        }
         return {name: SpeculationOptions(**chosen[name]).config(model) for name, model in models.items()}
 
 

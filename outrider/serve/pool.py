@@ -144,9 +144,8 @@ class ModelPool:
             why = "no model is loaded, so there is nothing to see; ask for a text first"
             raise Refused(why, 503, code="not_loaded", retry=RETRY)
         last = max(loaded, key=lambda one: one.used)
-        if last.dashboard is None and last.service is not None:
-            last.dashboard = Dashboard(last.service, lambda: [one.name for one in self.models if one.service])
-        assert last.dashboard is not None
+        assert last.service is not None
+        last.dashboard = last.dashboard or Dashboard(last.service, lambda: [m.name for m in self.models if m.service])
         return last.dashboard
 
     async def lend(
@@ -188,7 +187,7 @@ class ModelPool:
     async def close(self) -> None:
         """End all models. Waits for one that is loaded at this moment."""
         self.closing = True
-        self._answer([*self._waiting], Refused("the server is stopping", 503, code="stopped"))
+        self._answer(None, Refused("the server is stopping", 503, code="stopped"))
         self._changed.set()
         await asyncio.gather(*self._tasks)
         for service in self.loaded:
@@ -249,9 +248,9 @@ class ModelPool:
                     log.error("%s cannot be loaded", one.name, exc_info=error)
                     said = str(error).replace(one.settings.model, one.name)
                     refused = Refused(f"{one.name} cannot be loaded: {said}", 503, code="model_not_loaded")
-                    self._answer(self._those(one), refused)
+                    self._answer(one, refused)
                 if one.ready:
-                    self._answer(self._those(one))
+                    self._answer(one)
 
     def _make(self, one: PooledModel) -> Service:
         """Load a model. Raises what `assemble` raises, and ValueError for one that does not fit."""
@@ -271,7 +270,7 @@ class ModelPool:
 
     async def _make_room(self, one: PooledModel) -> bool:
         """Let others go until a model fits, the least recently used ones first. False if no request waits for it any more."""
-        while self._those(one):
+        while one in self._waiting.values():
             need = one.bytes + (0 if one.service else self.share)
             others = [other for other in self.models if other is not one and other.service]
             if not others or sum(other.bytes for other in others) + need <= self.memory:
@@ -287,8 +286,8 @@ class ModelPool:
         for other in self.models:
             if other.leaving:
                 other.leaving = False
-                self._answer(self._those(other))
-        return bool(self._those(one))
+                self._answer(other)
+        return one in self._waiting.values()
 
     async def _leave(self, one: PooledModel) -> None:
         """Free the memory of a model that answers no request."""
@@ -306,13 +305,10 @@ class ModelPool:
         await asyncio.to_thread(release)
         log.info("%s has left", one.name)
 
-    def _those(self, one: PooledModel) -> list[asyncio.Future[None]]:
-        return [ready for ready, asked in self._waiting.items() if asked is one]
-
-    def _answer(self, those: list[asyncio.Future[None]], refused: Refused | None = None) -> None:
-        """Let requests that wait borrow their model, or refuse them."""
-        for ready in those:
-            one = self._waiting.pop(ready)
+    def _answer(self, model: PooledModel | None, refused: Refused | None = None) -> None:
+        """Let requests that wait for a model, None for any, borrow it, or refuse them."""
+        for ready, one in [pair for pair in self._waiting.items() if model in (None, pair[1])]:
+            del self._waiting[ready]
             if ready.done():
                 continue
             if refused is None:

@@ -289,12 +289,9 @@ class Service:
                 param="tool_choice" if forced else "response_format",
             )
         param = "tools" if forced else "structured_outputs" if outputs else "response_format"
-
-        def compiled() -> MaskMaker:
-            matcher = self._grammars.compiled(self._asked(form, outputs, forced))
-            return lambda: self._grammars.mask(matcher)
-
-        return await self.encoder.run(compiled, LONG + 1, param)
+        make = partial(self._asked, form, outputs, forced)
+        matcher = await self.encoder.run(lambda: self._grammars.compiled(make()), LONG + 1, param)
+        return partial(self._grammars.mask, matcher)
 
     @cached_property
     def _grammars(self) -> Grammars:

@@ -106,12 +106,8 @@ class ToolOffer:
 
     def grammar(self, form: ToolFormat) -> str:
         """An answer that has only calls, as `Grammar.lark`. @s0, @s1, ...: the schemas of arguments, in the order of `names`."""
-        calls = [
-            " ".join(
-                (literal(f'{form.begin}{{"name": {literal(name)}, "{form.key}": '), f"@s{n}", literal("}" + form.end))
-            )
-            for n, name in enumerate(self.names)
-        ]
+        begins = [literal(f'{form.begin}{{"name": {literal(name)}, "{form.key}": ') for name in self.names]
+        calls = [f"{begin} @s{n} {literal('}' + form.end)}" for n, begin in enumerate(begins)]
         more = f" ({literal(form.between)} call)*" if self.many and self.only is None else ""
         around = [literal(text) if text else "" for text in (form.before, form.after)]
         return f"start: {around[0]} call{more} {around[1]}\ncall: {' | '.join(calls)}"

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import FastAPI, Header, Request
 from pydantic import Field
@@ -74,18 +74,16 @@ class MessagesChat(ChatRequest):
 class CountTokensRequest(CommonRequest):
     """POST /v1/messages/count_tokens"""
 
-    missing = (
-        CommonRequest.missing
-        | UNSEEN
-        | {
-            "stop": _OTHER.format("stop_sequences"),
-            "n": "a message has one text; ask n times, or use /v1/chat/completions",
-            "response_format": _OTHER.format('output_config: {"format": {"type": "json_schema", "schema": {...}}}'),
-            "stream_options": "a stream of this endpoint always has the usage; leave it out",
-            "container": "this server runs no code; leave it out",
-            "mcp_servers": "this server calls no other servers; offer their tools as tools, and call them where you are",
-        }
-    )
+    missing: ClassVar[dict[str, str]] = {
+        **CommonRequest.missing,
+        **UNSEEN,
+        "stop": _OTHER.format("stop_sequences"),
+        "n": "a message has one text; ask n times, or use /v1/chat/completions",
+        "response_format": _OTHER.format('output_config: {"format": {"type": "json_schema", "schema": {...}}}'),
+        "stream_options": "a stream of this endpoint always has the usage; leave it out",
+        "container": "this server runs no code; leave it out",
+        "mcp_servers": "this server calls no other servers; offer their tools as tools, and call them where you are",
+    }
     messages: Objects = Field(min_length=1)
     system: str | Objects | None = None
     tools: Objects | None = None
@@ -267,13 +265,13 @@ class MessagesWriter(Writer):
         return [refused.messages_body(self.answer.name)]
 
     def totals(self) -> list[Event]:
-        sequences, used = self.answer.sequences, usage(self.answer.sequences)
+        used = usage(self.answer)
         written, cached = used["completion_tokens"], used["prompt_tokens_details"]["cached_tokens"]
         if self.result["stop_reason"] == "length":
             full = written < self._max_tokens
             self.result["stop_reason"] = "model_context_window_exceeded" if full else "max_tokens"
         self.result["usage"] = _usage(used["prompt_tokens"], cached, written)
-        self.result["metrics"] = metrics(sequences, bool(self.answer.body.detailed_metrics))
+        self.result["metrics"] = metrics(self.answer)
         delta = {name: self.result[name] for name in ("stop_reason", *_OF_END)}
         ours = {name: self.result[name] for name in ("seed", "guarantee", "note", "metrics") if name in self.result}
         end = {"type": "message_delta", "delta": delta, "usage": self.result["usage"], **ours}
@@ -281,13 +279,12 @@ class MessagesWriter(Writer):
 
     def _grow(self, kind: str, text: str) -> list[Event]:
         """More text of a kind, in the block that is open or in a new one."""
-        events = list[Event]()
         if not text:
-            return events
+            return []
+        events = list[Event]()
         if self._open is None or self._open["type"] != kind:
-            events += self._close()
             more = {"signature": ""} if kind == "thinking" else {"citations": None}
-            events += self._begin({"type": kind, kind: "", **more})
+            events = [*self._close(), *self._begin({"type": kind, kind: "", **more})]
         assert self._open is not None
         self._open[kind] += text
         return [*events, self._delta({"type": f"{kind}_delta", kind: text})]

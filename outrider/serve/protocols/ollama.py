@@ -265,7 +265,7 @@ class OllamaWriter(Writer):
 
     def totals(self) -> list[Event]:
         """The last line. The prompt is read until the first token, and the text is written from there on."""
-        used, clock = usage(self.answer.sequences), self.answer.sequences[0].clock
+        used, clock = usage(self.answer), self.answer.sequences[0].clock
         total = clock.total
         first = total if clock.time_to_first_token is None else clock.time_to_first_token
         figures = {

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from outrider._version import __version__
 from outrider.core.detokenizer import Detokenizer, TokenBytes
 from outrider.core.outputs import Delta
-from outrider.drafters.method import PREDICTION
+from outrider.drafters.method import NONE, PREDICTION
 from outrider.engine.request import Sequence
 from outrider.serve.answer import Answer, ChoiceReader, Ending, Event, Part, Writer
 from outrider.serve.errors import Refused, dumps
@@ -241,18 +241,17 @@ class CompletionWriter(Writer):
 
     def _totals(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """The answer with usage and metrics."""
-        sequences, body = self.answer.sequences, self._body
-        counts = usage(sequences, body.n or 1), metrics(sequences, bool(body.detailed_metrics))
-        ends = {"guarantee": self.answer.guarantee, "usage": counts[0], "metrics": counts[1]}
-        return {**self._head, "choices": choices, **ends}
+        counts = {"usage": usage(self.answer), "metrics": metrics(self.answer)}
+        return {**self._head, "choices": choices, "guarantee": self.answer.guarantee, **counts}
 
 
-def usage(sequences: abc.Sequence[Sequence], n: int = 1) -> dict[str, Any]:
-    """The token counts of texts, `n` for each prompt, which counts once.
+def usage(answer: Answer) -> dict[str, Any]:
+    """The token counts of an answer. A prompt counts once for all of its texts.
 
     Draft tokens do not count, with one exception: as at OpenAI, the rejected tokens of the request's own prediction do.
     """
-    firsts, predicted = sequences[::n], [s for s in sequences if s.counts.method == PREDICTION]
+    sequences, firsts = answer.sequences, answer.sequences[:: answer.body.n or 1]
+    predicted = [s for s in sequences if s.counts.method == PREDICTION]
     accepted = sum(sum(s.counts.accepted) for s in predicted)
     rejected = sum(sum(s.counts.drafted) for s in predicted) - accepted
     prompt, completion = sum(len(s.prompt) for s in firsts), sum(len(s.output) for s in sequences) + rejected
@@ -269,18 +268,21 @@ def usage(sequences: abc.Sequence[Sequence], n: int = 1) -> dict[str, Any]:
     }
 
 
-def metrics(sequences: abc.Sequence[Sequence], details: bool = False) -> dict[str, Any]:
+def metrics(answer: Answer) -> dict[str, Any]:
     """The times of an answer, in milliseconds under vLLM's names and in seconds under ours, and vLLM's
     `speculative_decoding`. What vLLM counts for one text only is null for several."""
+    sequences, alone, timing = answer.sequences, len(answer.sequences) == 1, _timing(answer.sequences[0])
     first = [s.clock.time_to_first_token for s in sequences if s.clock.time_to_first_token is not None]
-    timing = _timing(sequences[0])
+    drafts = asdict(sequences[0].counts.speculative) if alone and sequences[0].counts.method != NONE else None
+    if drafts is not None and not answer.body.detailed_metrics:
+        del drafts["per_step_accepted"], drafts["per_step_drafted"]
     return {
         "time_to_first_token": min(first, default=None),
         "time_in_queue": min(s.clock.queued for s in sequences),
         "e2e_latency": max(s.clock.total for s in sequences),
         "preemptions": sum(s.counts.preemptions for s in sequences),
-        **(timing if len(sequences) == 1 else dict.fromkeys(timing)),
-        "speculative_decoding": _speculative(sequences[0], details) if len(sequences) == 1 else None,
+        **(timing if alone else dict.fromkeys(timing)),
+        "speculative_decoding": drafts,
     }
 
 
@@ -297,15 +299,6 @@ def _timing(sequence: Sequence) -> dict[str, float | None]:
         "mean_itl_ms": decode / (count - 1) if decode is not None and count > 1 else None,
         "tokens_per_second": 1000 * count / (end - queue) if count and end > queue else None,
     }
-
-
-def _speculative(sequence: Sequence, details: bool) -> dict[str, Any] | None:
-    if sequence.counts.method == "none":
-        return None
-    counts = asdict(sequence.counts.speculative)
-    if not details:
-        del counts["per_step_accepted"], counts["per_step_drafted"]
-    return counts
 
 
 def _likeliest(logprobs: dict[int, float], count: int) -> dict[int, float]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import time
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import FastAPI, Request
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -71,21 +71,15 @@ _KEPT = "this server keeps no such objects; send input, and previous_response_id
 class ResponsesRequest(CommonRequest):
     """POST /v1/responses"""
 
-    missing = (
-        CommonRequest.missing
-        | UNSEEN
-        | {
-            "background": "this server does not answer in the background; leave it out, or run `outrider batch`",
-            "conversation": _KEPT,
-            "prompt": _KEPT,
-            "max_tokens": "this endpoint calls it max_output_tokens",
-            "max_completion_tokens": "this endpoint calls it max_output_tokens",
-            "reasoning_effort": 'this endpoint calls it reasoning: {"effort": ...}',
-            "response_format": (
-                'this endpoint calls it text: {"format": {"type": "json_schema", "name": ..., "schema": ...}}'
-            ),
-        }
-    )
+    missing: ClassVar[dict[str, str]] = {
+        **CommonRequest.missing,
+        **UNSEEN,
+        "background": "this server does not answer in the background; leave it out, or run `outrider batch`",
+        **dict.fromkeys(("conversation", "prompt"), _KEPT),
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), "this endpoint calls it max_output_tokens"),
+        "reasoning_effort": 'this endpoint calls it reasoning: {"effort": ...}',
+        "response_format": 'this endpoint calls it text: {"format": {"type": "json_schema", "name": ..., "schema": ...}}',
+    }
     input: str | Objects
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -273,7 +267,7 @@ class ResponsesWriter(Writer):
         return [*events, self._event("response.failed", response=self._shown())]
 
     def totals(self) -> list[Event]:
-        used = usage(self.answer.sequences)
+        used = usage(self.answer)
         self.result |= {
             "completed_at": int(time()) if self.result["status"] == "completed" else None,
             "usage": {
@@ -283,7 +277,7 @@ class ResponsesWriter(Writer):
                 "output_tokens_details": used["completion_tokens_details"],
                 "total_tokens": used["total_tokens"],
             },
-            "metrics": metrics(self.answer.sequences, bool(self.answer.body.detailed_metrics)),
+            "metrics": metrics(self.answer),
         }
         if self.result["store"] and self.result["status"] != "failed":
             self._keep(self.result)
