@@ -24,7 +24,7 @@ if "--tiny" in sys.argv:
 import torch
 
 from benchmarks import ROOT, machine
-from benchmarks.gpu.bench import Bench, apart
+from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.parts import PARTS
 from benchmarks.ruler import markdown, parser, save
 
@@ -59,7 +59,7 @@ def main() -> None:
         began, first = monotonic(), len(lines)
         b = Bench(given.tiny, min(PARTS[part], end - began))
         try:
-            for line in part(b) if given.tiny or given.here else apart(b.left(), lambda: part(b)):
+            for line in part(b) if given.here else b.apart(b.left(), lambda: part(b)):
                 lines.append((name, *line))
                 print(*lines[-1], sep=" | ", flush=True)
         except Exception as error:  # the other parts are worth having

@@ -83,6 +83,10 @@ class Bench:
     def left(self) -> float:
         return self.end - monotonic()
 
+    def apart(self, seconds: float, work: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """As the function. Without a card here, since threads of torch do not outlive a fork."""
+        return work() if self.tiny else apart(seconds, work)
+
     def wait(self) -> None:
         if not self.tiny:
             torch.cuda.synchronize()
@@ -196,7 +200,7 @@ def decode(decoder: Decoder, asked: Sequence[Request], roster: Any = None) -> tu
     for step, _ in scheduler.run(sequences):
         if step is not None:
             marks.append((perf_counter(), sum(len(s.output) for s in sequences)))
-    marks = marks[min(4, len(marks) // 2) :]
+    marks = marks[min(4, (len(marks) - 1) // 2) :]
     seconds, tokens = (last - first for first, last in zip(marks[0], marks[-1], strict=True))
     return seconds / max(tokens, 1), [s.output for s in sequences], tokens / max(len(marks) - 1, 1)
 
