@@ -39,14 +39,12 @@ class CostModel:
     """What `outrider.engine.calibrate` measured."""
 
     key: dict[str, str]  # what it was measured on; another key wants another measurement
-    target: dict[
-        int, float
-    ]  # seconds of a step without its draft, by the nodes of all its sequences, the roots counted
+    # seconds of a step without its draft, by the nodes of all its sequences, the roots counted
+    target: dict[int, float]
     drafters: dict[str, DraftCost] = field(default_factory=lambda: dict[str, DraftCost]())  # by name
     attention: float = 0.0  # seconds that each node adds for each token of the text behind it that a layer reads
-    windows: dict[int, int] = field(
-        default_factory=lambda: {0: 1}
-    )  # layers by the tokens that they read at most; 0: all
+    # layers by the tokens that they read at most; 0: all
+    windows: dict[int, int] = field(default_factory=lambda: {0: 1})
 
     def forward(self, nodes: int) -> float:
         """Seconds of a step without its draft."""
@@ -101,10 +99,8 @@ class Costs:
         self._base = [min(model.forward(max(n, 1)), plain + plain * max(n - 1, 0) / STEEP) for n in range(MOST + 1)]
         self._logs, self._seen = [0.0] * 5, [0.0] * 5  # corrections at 1, 4, 16, 64 and 256 nodes, and what showed them
         self._paces = {("", 1): (0.0, 0.0)}  # corrections of the target and of drafters, and steps
-        self._pace, self._bent = (
-            1.0,
-            dict[int, float](),
-        )  # that of the target; corrected seconds by nodes, where asked for
+        # that of the target; corrected seconds by nodes, where asked for
+        self._pace, self._bent = 1.0, dict[int, float]()
 
     def stand(self, behind: float) -> None:
         """Steps are weighed behind so many tokens of a text from now on. Attention over them takes time in proportion."""

@@ -213,12 +213,18 @@ def _derive(kind: str, c: dict[str, Any]) -> dict[str, Any]:
         c["head_dim"] = c["hidden_size"] // c["num_attention_heads"]
     if kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen2_vl_text", "qwen2_5_vl_text"):
         c["sliding_window"] = c["sliding_window"] if c["use_sliding_window"] else 0 if kind == "qwen2_moe" else None
+    if c.get("mamba_d_head") == "auto":
+        inner = c["mamba_expand"] * c["hidden_size"] if c.get("mamba_d_ssm") is None else c["mamba_d_ssm"]
+        c["mamba_d_head"] = inner // c["mamba_n_heads"]
     if c.get("mlp_only_layers", 0) is None:
         c["mlp_only_layers"] = []
     if kind in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
         c["qk_head_dim"] = c["qk_nope_head_dim"] + c["qk_rope_head_dim"]
     if kind in ("deepseek_v2", "deepseek_v3"):
         c["head_dim"] = c["qk_rope_head_dim"]
+    if kind in _MEANT:
+        name, stands, meant = _MEANT[kind]
+        c[name] = meant(c) if c[name] == stands else c[name]
     if c.get("layer_types") is None and (layers := _kinds(kind, c)) is not None:
         c["layer_types"] = layers
     return _MORE[kind](c) or {} if kind in _MORE else {}
@@ -244,8 +250,6 @@ def _kinds(kind: str, c: dict[str, Any]) -> list[str] | None:
 
 
 def _bamba(c: dict[str, Any]) -> dict[str, Any]:
-    if c["mamba_d_head"] == "auto":
-        c["mamba_d_head"] = c["mamba_expand"] * c["hidden_size"] // c["mamba_n_heads"]
     c["partial_rotary_factor"] = 0.5
     attending = c["attn_layer_indices"] or ()
     kinds = ["full_attention" if i in attending else "linear_attention" for i in range(c["num_hidden_layers"])]
@@ -253,23 +257,13 @@ def _bamba(c: dict[str, Any]) -> dict[str, Any]:
 
 
 def _falcon_h1(c: dict[str, Any]) -> dict[str, Any]:
-    if c["mamba_d_head"] == "auto":
-        inner = c["mamba_expand"] * c["hidden_size"] if c["mamba_d_ssm"] is None else c["mamba_d_ssm"]
-        c["mamba_d_head"] = inner // c["mamba_n_heads"]
     for name, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
         c[name] = [1.0] * count if c[name] is None else c[name]
     kinds = ["hybrid"] * c["num_hidden_layers"]
     return {"layers_block_type": kinds, "layer_types": kinds}
 
 
-def _granite_hybrid(c: dict[str, Any]) -> None:
-    if c["mamba_d_head"] == "auto":
-        c["mamba_d_head"] = c["mamba_expand"] * c["hidden_size"] // c["mamba_n_heads"]
-
-
 def _mamba2(c: dict[str, Any]) -> dict[str, Any]:
-    if c["time_step_rank"] == "auto":
-        c["time_step_rank"] = math.ceil(c["hidden_size"] / 16)
     return {"layer_types": ["linear_attention"] * c["num_hidden_layers"]}
 
 
@@ -307,21 +301,6 @@ def _gemma4(c: dict[str, Any]) -> None:
     c["per_layer_config"] = {f"{i:0{digits}}": each for i, each in kept.items() if each}
 
 
-def _glm(c: dict[str, Any]) -> None:
-    if c["eos_token_id"] is None:
-        c["eos_token_id"] = [151329, 151336, 151338]
-
-
-def _glm4_moe_lite(c: dict[str, Any]) -> None:
-    if c["mlp_layer_types"] is None:
-        c["mlp_layer_types"] = ["dense"] + ["sparse"] * (c["num_hidden_layers"] - 1)
-
-
-def _ernie_moe(c: dict[str, Any]) -> None:
-    if c["moe_layer_end_index"] == -1:
-        c["moe_layer_end_index"] = c["num_hidden_layers"] - 1
-
-
 def _lfm2(c: dict[str, Any]) -> None:
     layers = range(c["num_hidden_layers"])
     if c["layer_types"] is None:
@@ -339,22 +318,19 @@ def _smollm3(c: dict[str, Any]) -> None:
         c["layer_types"] = ["full_attention" if each else "sliding_attention" for each in full]
 
 
-def _gemma(c: dict[str, Any]) -> None:
-    if c["hidden_act"] == "gelu":  # of the first files, which mean the other one
-        c["hidden_act"] = "gelu_pytorch_tanh"
-
-
+# By model type: a setting, what may stand there, and what that means.
+_MEANT: dict[str, tuple[str, Any, Callable[[dict[str, Any]], Any]]] = {
+    "ernie4_5_moe": ("moe_layer_end_index", -1, lambda c: c["num_hidden_layers"] - 1),
+    "gemma": ("hidden_act", "gelu", lambda c: "gelu_pytorch_tanh"),  # of the first files
+    **dict.fromkeys(("glm", "glm4"), ("eos_token_id", None, lambda c: [151329, 151336, 151338])),
+    "glm4_moe_lite": ("mlp_layer_types", None, lambda c: ["dense"] + ["sparse"] * (c["num_hidden_layers"] - 1)),
+    "mamba2": ("time_step_rank", "auto", lambda c: math.ceil(c["hidden_size"] / 16)),
+}
 _MORE: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
     "bamba": _bamba,
-    "ernie4_5_moe": _ernie_moe,
     "falcon_h1": _falcon_h1,
-    "gemma": _gemma,
     "gemma3_text": _gemma3,
     "gemma4_text": _gemma4,
-    "glm": _glm,
-    "glm4": _glm,
-    "glm4_moe_lite": _glm4_moe_lite,
-    "granitemoehybrid": _granite_hybrid,
     "lfm2": _lfm2,
     "mamba2": _mamba2,
     "nemotron_h": _nemotron_h,

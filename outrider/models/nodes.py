@@ -95,15 +95,11 @@ class Nodes:
             self.slots, self.lengths, self.count, None if self.parents is None else self.tree, self.held
         )
 
-    @cached_property
-    def _offset(self) -> np.ndarray:
-        """int64 [batch, cell]: number of a cell in its scratch. Negative for committed cells."""
-        return np.arange(self.span) - np.array(self.lengths)[:, None]
-
     def mask(self, window: int | None) -> np.ndarray:
         """bool [batch, node, cell]: the cells that a node attends to, committed ones and its ancestors, of the last `window`
         positions, its own included."""
-        offset, here = self._offset, self._positions
+        # number of each cell in its scratch; negative for committed cells
+        offset, here = np.arange(self.span) - np.array(self.lengths)[:, None], self._positions
         node = offset.clip(0, self.total - 1)
         above = ancestor_mask(self.tree)[:, self.held :]
         inside = offset < self.total

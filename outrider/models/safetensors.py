@@ -65,13 +65,9 @@ class FolderTensors:
             floats = (STORED_DTYPES[p.format].name for p in self.parts.values() if p.format in STORED_DTYPES)
             dtype = dtype_name(config.dtype or next((kind for kind in floats if kind in DTYPES), ""))
         self.dtype = np.dtype(dtype if dtype in DTYPES else "float32")
+        self.floats = self.dtype.name
         self._optional, self._exact = optional_tensors(config), exact_tensors(config, self.dtype.name)
         self._maps, self._transposed = dict[Path, np.ndarray](), config.model_type == "gpt_oss"
-
-    @property
-    def floats(self) -> str:
-        """The dtype of the floats, and what blocks become in modules of transformers."""
-        return self.dtype.name
 
     @property
     def sizes(self) -> Sizes | None:

@@ -236,7 +236,12 @@ def of_folder(path: str) -> Any:
     Raises MissingExtra if transformers is not installed, and needed; OwnCode, naming the file; OSError or ValueError if there is
     no tokenizer.
     """
-    folder = Path(path if Path(path).is_dir() else _fetched(path))
+    folder = Path(path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        small = ["*.json", "*.jinja", "*.txt", "*.model"]
+        folder = Path(snapshot_download(path, allow_patterns=small, ignore_patterns=["*.index.json"]))
     if (folder / FILE).is_file():
         return FastTokenizer.of_folder(folder)
     if not any(next(folder.glob(name), None) for name in _OTHERS):
@@ -259,15 +264,6 @@ def of_folder(path: str) -> Any:
             f"{named} names code of its own (auto_map), and outrider runs no code of a model. Give the tokenizer of another "
             'folder: LLM(model, tokenizer="FOLDER")'
         ) from error
-
-
-def _fetched(name: str) -> str:
-    """The folder in the hub's cache with a model's small files. Raises OSError or ValueError."""
-    from huggingface_hub import snapshot_download
-
-    return snapshot_download(
-        name, allow_patterns=["*.json", "*.jinja", "*.txt", "*.model"], ignore_patterns=["*.index.json"]
-    )
 
 
 def tokenizer_of(path: str) -> Any | None:

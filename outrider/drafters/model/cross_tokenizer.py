@@ -54,7 +54,7 @@ class OtherTokenizer(CachedLevels):
     (TLI)."""
 
     def __init__(self, model: LanguageModel, pairing: Pairing, num_slots: int, **origin: Any) -> None:
-        """origin: reduction and prefixes, as of `ModelDrafter`."""
+        """origin: reduction and prefixes, as of `OwnCache`."""
         none = pairing.target.size  # for draft tokens that begin with no token of the target
         shared = np.array(sorted(pairing.shared.items()), np.int64).reshape(-1, 2)
         super().__init__(model, TokenSubset(shared[:, 0].copy(), pairing.target.size), pairing.shared)
@@ -203,7 +203,7 @@ class CrossTokenizerDrafter(TreeDrafter[OtherTokenizer]):
             pairing: of the target's vocabulary and the model's.
             num_slots: slots of the draft's cache.
             way: see above.
-            origin: reduction and prefixes, as of `ModelDrafter`.
+            origin: reduction and prefixes, as of `OwnCache`.
         """
         super().__init__(OtherTokenizer(model, pairing, num_slots, **origin))
         self.way: Way | None = "slem" if not pairing.shared else "tli" if pairing.total else way

@@ -58,7 +58,14 @@ class OwnCache(CachedLevels):
         reduction: str | None = None,
         prefixes: Prefixes | None = None,
     ) -> None:
-        """The arguments are those of `ModelDrafter`."""
+        """
+        Args:
+            model: the draft model.
+            num_slots: slots of the cache.
+            max_length: tokens of a text, of which a slot holds `WINDOW` at most.
+            reduction: what was left out of the model to make it cheaper, in words; None if nothing was.
+            prefixes: what it has read before; None if nothing is kept.
+        """
         super().__init__(model)
         self.left_out = dict[int, int]()
         self.cache = model.new_cache(num_slots, min(max_length, model.max_length, WINDOW))
@@ -136,22 +143,12 @@ class ModelDrafter(TreeDrafter[OwnCache]):
         num_slots: int,
         max_length: int,
         *,
-        reduction: str | None = None,
-        prefixes: Prefixes | None = None,
         shape: Callable[[Budget], Shape] | None = None,
         siblings: Siblings = Siblings.WITHOUT_REPLACEMENT,
+        **origin: Any,
     ) -> None:
-        """
-        Args:
-            model: the draft model.
-            num_slots: slots of the cache.
-            max_length: tokens of a text, of which a slot holds `WINDOW` at most.
-            reduction: what was left out of the model to make it cheaper, in words; None if nothing was.
-            prefixes: what it has read before; None if nothing is kept.
-            shape: see `TreeDrafter`.
-            siblings: see `TreeDrafter`.
-        """
-        super().__init__(OwnCache(model, num_slots, max_length, reduction, prefixes), shape, siblings)
+        """model to max_length and origin: see `OwnCache`. shape, siblings: see `TreeDrafter`."""
+        super().__init__(OwnCache(model, num_slots, max_length, **origin), shape, siblings)
 
 
 SMALL = 2**24  # weights; a smaller draft model stays in the processor's caches, and fewer bits gain nothing

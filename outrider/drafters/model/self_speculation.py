@@ -67,20 +67,15 @@ def layer_skip_from_setup(setup: DrafterSetup) -> TreeDrafter[TargetCache]:
     """Raises ValueError without layers, and for layers that cannot be read or that the target lacks."""
     target, layers = setup.target, setup.config.layers
     if isinstance(layers, str):
-        layers = _saved(layers)
+        try:  # a file that `outrider layers` wrote
+            layers = json.loads(Path(layers).read_text(encoding="utf-8"))["layers"]
+        except (OSError, TypeError, KeyError, ValueError) as error:
+            raise ValueError(
+                f"{layers} contains no layer set ({error}); make one with: outrider layers -m MODEL --out {layers}"
+            ) from error
     elif layers is None:
         raise ValueError(
             f'layer_skip needs the layers of {target.name} that draft: {{"method": "layer_skip", "layers": [0, 2, ...]}}. '
             f"Find them: outrider layers -m {target.name} --out layers.json"
         )
     return TreeDrafter(TargetCache(target.model.layer_subset(layers)))
-
-
-def _saved(path: str) -> list[int]:
-    """The layers of a file that `outrider layers` wrote."""
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))["layers"]
-    except (OSError, TypeError, KeyError, ValueError) as error:
-        raise ValueError(
-            f"{path} contains no layer set ({error}); make one with: outrider layers -m MODEL --out {path}"
-        ) from error

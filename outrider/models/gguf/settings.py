@@ -58,11 +58,9 @@ def rotary(file: GGUFFile, head_dim: int, interleaved: bool) -> dict[str, Any]:
         if interleaved:
             raise UnsupportedModel(f"{file.paths[0]} rotates {turned} of {head_dim} dimensions, in interleaved pairs")
         rope["partial_rotary_factor"] = turned / head_dim
-    kind, factor = (
-        file.get("rope.scaling.type", "none"),
-        file.get("rope.scaling.factor", file.get("rope.scale_linear", 0.0)),
-    )
-    if kind == "none" and file.get("rope.scale_linear"):
+    stretch = file.get("rope.scale_linear", 0.0)
+    kind, factor = file.get("rope.scaling.type", "none"), file.get("rope.scaling.factor", stretch)
+    if kind == "none" and stretch:
         kind = "linear"
     if "rope_factors_long.weight" in file.tensors:
         first = number(file, "rope.scaling.original_context_length", number(file, "context_length"))

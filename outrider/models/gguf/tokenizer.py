@@ -104,11 +104,9 @@ def tokenizer_of(file: GGUFFile) -> FastTokenizer | None:
     if first or last:
         ends = [(t, tokenizer.token_to_id(t)) for t in (first, last) if t]
         form = [*([first] if first else []), "$A", *([last] if last else [])]
-        tokenizer.post_processor = processors.Sequence(
-            [tokenizer.post_processor, processors.TemplateProcessing(single=form, special_tokens=ends)]
-            if tokenizer.post_processor is not None
-            else [processors.TemplateProcessing(single=form, special_tokens=ends)]
-        )
+        steps = [tokenizer.post_processor] if tokenizer.post_processor is not None else []
+        steps.append(processors.TemplateProcessing(single=form, special_tokens=ends))
+        tokenizer.post_processor = processors.Sequence(steps)
     special = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     return FastTokenizer(tokenizer, {setting: named[name] for setting, name in special.items()}, _templates(file))
 
@@ -143,10 +141,8 @@ def _named(file: GGUFFile, tokens: list[str], name: str) -> str | None:
 
 def _bytes(file: GGUFFile, tokens: list[str]) -> tuple[Tokenizer, bool] | None:
     """Byte-level BPE, and whether texts start with bos by default."""
-    pieces, merges = (
-        _BY_NAME.get(file.metadata.get("tokenizer.ggml.pre", "")),
-        file.metadata.get("tokenizer.ggml.merges"),
-    )
+    pieces = _BY_NAME.get(file.metadata.get("tokenizer.ggml.pre", ""))
+    merges = file.metadata.get("tokenizer.ggml.merges")
     if pieces is None or merges is None:
         return None
     pairs = [tuple(m.split(" ")) for m in merges]

@@ -113,7 +113,8 @@ class LayerStack:
             (owner, name)
             for owner in model.modules()
             for name, child in owner.named_children()
-            if isinstance(child, nn.ModuleList) and len(child) == num_layers and all(_attends(m) for m in child)
+            if isinstance(child, nn.ModuleList) and len(child) == num_layers
+            if all(any(hasattr(m, "layer_idx") for m in layer.modules()) for layer in child)
         ]
         self._part = None if chosen is None else nn.ModuleList([self.layers()[i] for i in chosen])
 
@@ -164,7 +165,3 @@ class LayerStack:
                 for handle in handles:
                     back.enter_context(handle)
             yield hidden
-
-
-def _attends(layer: nn.Module) -> bool:
-    return any(hasattr(m, "layer_idx") for m in layer.modules())

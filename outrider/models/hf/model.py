@@ -369,6 +369,3 @@ def _activations_float32_(model: nn.Module) -> None:
         for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if t.is_floating_point():
                 t.data = t.data.float()
-
-
-__all__ = ["HFModel", "UnsupportedModel", "refuse", "shared_copy"]

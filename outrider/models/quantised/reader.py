@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,6 @@ class QuantisedTensors(FolderTensors):
             raise UnsupportedModel(f"{name} is quantised, and has no *.safetensors; outrider reads no other such files")
         self.matrices, self.plain = dict[str, tuple[str, Format]](), dict(self.parts)
         self._mxfp4 = set[str]()  # the stacks of experts
-        self._precision: str | None = None
         self.numbers = self.kept = 0  # of the quantised matrices: numbers, and bytes that they will take
         if method == "mxfp4":
             self._find_mxfp4()
@@ -62,14 +62,9 @@ class QuantisedTensors(FolderTensors):
     def __contains__(self, name: str) -> bool:
         return name in self.plain or name in self.matrices or name in self._mxfp4
 
-    @property
-    def precision(self) -> str:
+    @cached_property
+    def precision(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
         """ "gguf" if matrices become blocks, which is found once. One of each size is read: all of a size are stored alike."""
-        if self._precision is None:
-            self._precision = self._found()
-        return self._precision
-
-    def _found(self) -> str:
         kinds = dict[Any, str]()
         for name, (_, form) in sorted(self.matrices.items()):
             kinds.setdefault((form, self.shape(name)), name)
