@@ -121,11 +121,8 @@ def in_list(name: str, table: Any) -> Any:
     try:
         entry = table.entries[name]
         source = Path(str(cast("Any", find_spec(entry.module)).origin)).read_text(encoding="utf-8")
-        begin = cast("re.Match[str]", re.search(r"^@(as_command|\w+\.callback)\(", source, re.MULTILINE)).start()
-        end = cast(
-            "re.Match[str]", re.compile('^def .*?""".*?"""', re.MULTILINE | re.DOTALL).search(source, begin)
-        ).end()
-        function: Any = ast.parse(source[begin:end]).body[0]
+        head: Any = re.search(r'^@(as_command|\w+\.callback)\(.*?^def .*?""".*?"""', source, re.MULTILINE | re.DOTALL)
+        function: Any = ast.parse(head[0]).body[0]
         called = function.decorator_list[0]
         words = [*called.args, *(k.value for k in called.keywords if k.arg == "rich_help_panel")]
         return TyperCommand(name, help=summary(ast.get_docstring(function)), rich_help_panel=words[0].value)

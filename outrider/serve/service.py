@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property, partial
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from fastapi import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
@@ -39,7 +39,6 @@ from outrider.serve.tools import (
     thinks,
 )
 
-W = TypeVar("W", bound=Writer)
 MaskMaker = Callable[[], GrammarMask]
 
 
@@ -94,12 +93,12 @@ class Service:
     async def accept(
         self,
         body: CompletionRequest | ChatRequest,
-        make: Callable[[Answer, Service], W],
+        make: Callable[[Answer, Service], Writer],
         request_id: str,
         client: str,
         owner: str = "",
         waited: float = 0.0,
-    ) -> W:
+    ) -> Writer:
         """Check a request and queue its texts. Returns what writes the answer.
 
         Args:
@@ -141,7 +140,7 @@ class Service:
             }
             loop = asyncio.get_running_loop()
 
-            def begin() -> W:
+            def begin() -> Writer:
                 """Beside the event loop, because all of it grows with the request."""
                 requests = self._requests(prompts, before, params, mask, wishes)
                 if self.settings.log_prompts:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from outrider.control.plan import PlanNote
-from outrider.core.intervals import interval
+from outrider.core.intervals import Interval, interval
 from outrider.core.origins import PLAIN, letters
 from outrider.core.tree import levels
 from outrider.core.types import PHASES, Step
@@ -79,11 +79,11 @@ class Tick:
 
 @dataclass
 class WatchedText:
-    """A text in a slot. due: the position that comes next. letters: of each step. saved: seconds that plain decoding would have
+    """A text in a slot. due: the position that comes next. letters: of its tokens. saved: seconds that plain decoding would have
     taken for it, less those taken; not a number if that is not known."""
 
     due: int
-    letters: list[str] = field(default_factory=lambda: list[str]())
+    letters: str = ""
     saved: float = 0.0
 
 
@@ -136,7 +136,7 @@ class Watch:
                 self._tick.add(Tick(sequences=1, tokens=count, drafted=drafted, by_depth=reached))
                 text = self._text(step.slots[b], step.positions[b])
                 text.due += count
-                text.letters.append(new)
+                text.letters += new
                 text.saved += count * plain - taken
             for note in step.draft.notes or [None] * batch:  # a step without room for a draft has no notes
                 self._tick.add(Tick(plans={NONE: 1}) if note is None else self._planned(note))
@@ -160,7 +160,6 @@ class Watch:
     def finished(self, sequence: Sequence) -> None:
         """See `Observer.finished`."""
         text = self._texts.pop(sequence.slot, WatchedText(0))
-        origins = "".join(text.letters)
         finish = sequence.finish.finish if sequence.finish else "abort"
         reason = sequence.finish and sequence.finish.reason
         facts = {
@@ -176,7 +175,7 @@ class Watch:
             "reason": str(reason) if finish in ("error", "abort") and reason is not None else None,
             "method": sequence.counts.method,
         }
-        whole = origins if len(origins) == len(sequence.written) else ""
+        whole = text.letters if len(text.letters) == len(sequence.written) else ""
         ended = EndedRequest(facts, sequence.prompt, sequence.written, whole)
         with self._lock:
             if whole and not math.isnan(text.saved):
@@ -257,21 +256,20 @@ def outlook(total: Tick, seconds: int, speculates: bool) -> dict[str, Any]:
         counted = f"{count} requests ended over {over} whose time without drafts is known"
         kind, answer = "unknown", f"Too few requests to say: {counted}; outrider bench --base-url measures it."
     else:
-        kind, word = ("yes", "Yes") if speed["low"] > 1 else ("no", "No") if speed["high"] < 1 else ("even", "No gain")
-        between = f"{speed['low']:.2f} to {speed['high']:.2f}"
-        answer = f"{word}: {speed['ratio']:.2f} times as fast as plain decoding ({between}), "
+        kind, word = ("yes", "Yes") if speed.low > 1 else ("no", "No") if speed.high < 1 else ("even", "No gain")
+        between = f"{speed.low:.2f} to {speed.high:.2f}"
+        answer = f"{word}: {speed.value:.2f} times as fast as plain decoding ({between}), "
         answer += f"estimated from {count} whole requests over {over}."
     return {**figures(total), "kind": kind, "answer": answer}
 
 
 @lru_cache(16)  # one is asked for again at each tick, until a request ends
-def gain(requests: tuple[tuple[float, float], ...]) -> dict[str, float] | None:
-    """How many times as fast requests were as plain decoding: ratio, low and high. None if too few say.
+def gain(requests: tuple[tuple[float, float], ...]) -> Interval | None:
+    """How many times as fast requests were as plain decoding. None if too few say.
 
     requests: seconds that plain decoding would have taken, and seconds taken, in the order of time. Neighbours share steps.
     """
     if len(requests) < REQUESTS:
         return None
     starts = range(0, len(requests), math.ceil(len(requests) / GROUPS))
-    speed = interval(np.add.reduceat(np.array(requests), starts))
-    return {"ratio": speed.value, "low": speed.low, "high": speed.high}
+    return interval(np.add.reduceat(np.array(requests), starts))
