@@ -97,10 +97,12 @@ class Bench:
     def whole(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=self.device)
 
-    def seconds(self, run: Callable[[], Any]) -> float:
-        """The median of a call, by the clock of the device."""
+    def seconds(self, run: Callable[[], Any], launched: bool = True) -> float:
+        """The median of a call, by the clock of the device. launched: without the time of the host to launch it."""
         times = list[float]()
         for n in range(3 if self.tiny else 18):
+            if launched and not self.tiny:
+                torch.cuda._sleep(500_000)  # cycles, in which the host is ahead of the device
             began = self.mark()
             run()
             ended = self.mark()

@@ -7,6 +7,7 @@ import statistics
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ TWO_LAYERS = {"num_hidden_layers": 2, "vocab_size": 4096, "tie_word_embeddings":
 HEAD = {"num_hidden_layers": 1, "vocab_size": 32768}  # about what a pass of a trained head costs
 GOALS = {"1.5B": "1.6 (H100), 1.3 (H200)", "8B": "6.0 (H100), 4.4 (H200)"}  # ms of a plain token
 TREE = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 1, 3, 6], [0, 1, 3, 7]]  # the path of each node
+HEADS = (14, 2, 64), (12, 2, 128), (32, 8, 128), (2, 1, 16)  # of queries and keys, and numbers of each, by shape
 Line = tuple[str, str, str]  # what, how much, the goal
 
 
@@ -90,7 +92,7 @@ def attention(b: Bench) -> Iterator[Line]:
         return out
 
     starts = (250,) if b.tiny else (0, 5, 31, 250, 255, 256, 511, 777, 2040, 4090, 8191, 16000)
-    for heads, kv_heads, dim in ((2, 1, 16),) if b.tiny else ((14, 2, 64), (12, 2, 128), (32, 8, 128)):
+    for heads, kv_heads, dim in HEADS[-1 if b.tiny else 0 : len(HEADS) if b.tiny else -1]:
         wrong, tried, worst, long = 0, 0, 0.0, 20 if b.tiny else 300
         cells = [b.random(2, kv_heads, max(starts) + 512, dim).bfloat16() for _ in range(2)]
         for start in starts:
@@ -190,6 +192,26 @@ def launches(b: Bench) -> Iterator[Line]:
     yield "a replay, and with a read", f"{sent:.1f} and {read:.1f} us", "15"
 
 
+def splits(b: Bench) -> Iterator[Line]:
+    """Attention of a layer by the positions that a program adds up. Bits are those of this number."""
+    from outrider.kernels.gpu import attention as own
+
+    for heads, kv_heads, dim in HEADS[3:] if b.tiny else HEADS[1:3]:
+        for length, count in ((70, 1),) if b.tiny else ((512, 1), (4096, 1), (512, 8)):
+            layers = b.random(1 if b.tiny else 32, 2, 1, kv_heads, length, dim).bfloat16()
+            q, out, said = b.random(count, heads * dim), b.random(count, heads * dim), list[str]()
+            places = b.whole(range(length - count, length))
+            each: Any = SimpleNamespace(slots=b.whole([0]), starts=places[:1], positions=places, paths=None)
+            for size in (256, 128, 64):
+                with patch.object(own, "SPLIT", size):
+                    n = own.splits_of(length)
+                    space: Any = b.random(own.workspace_size(count, heads, dim, n))
+                    one = partial(own.attend, heads=heads, scale=dim**-0.5, splits=n)
+                    run = b.graph(lambda: [one(q, keys, values, each, out, space) for keys, values in layers])
+                    said.append(f"{size}: {1e6 * b.seconds(run) / len(layers):.1f} us")
+            yield f"{heads} heads of {dim}, {count} rows behind {length} tokens", ", ".join(said), ""
+
+
 def products(b: Bench) -> Iterator[Line]:
     """Rates beside those of a copy and of torch; over enough matrices that no cache holds them."""
     from outrider.kernels.gpu import linear
@@ -267,9 +289,8 @@ def drafts(b: Bench) -> Iterator[Line]:
         base = statistics.median(run[0] for run in runs)
         for name, depth, chance, passes, goal in (("lookup", 8, 0.845, 0, "3.5"), ("head", 5, 0.7, 5, "1.9")):
             drafter = Scripted(asked, right, model.vocab_size, chance)
-            decoder = Decoder(
-                model, drafter, controller=Fixed(min(depth, b.tokens // 3)), num_slots=1, max_length=length
-            )
+            budget = Fixed(min(depth, b.tokens // 3))
+            decoder = Decoder(model, drafter, controller=budget, num_slots=1, max_length=length)
             decode(decoder, asked)
             drafter.draw = np.random.default_rng(0)  # the same drafts again, whose graphs are there
             taken, out, each = decode(decoder, asked)
@@ -323,12 +344,11 @@ def peers(b: Bench) -> Iterator[Line]:
         yield f"{shape} transformers, in a graph", f"{1000 * b.seconds(b.graph(forward)):.2f} ms", ""
         how: dict[str, Any] = {"backend": "eager"} if b.tiny else {"mode": "reduce-overhead"}
         model.forward = torch.compile(model.forward, **how)
-        yield f"{shape} transformers, compiled", f"{1000 * b.seconds(forward):.2f} ms", ""
+        yield f"{shape} transformers, compiled", f"{1000 * b.seconds(forward, False):.2f} ms", ""
         torch._dynamo.reset()
 
 
-PARTS: dict[Callable[[Bench], Iterator[Line]], float] = {
-    rows: 60, attention: 75, instruction: 50, compiling: 75, launches: 30, products: 60, plain: 75, forwards: 50, texts: 90,
-    drafts: 60, planner: 50, peers: 120,
-}  # fmt: skip
+PARTS: dict[Callable[[Bench], Iterator[Line]], float] = {rows: 60, attention: 75, instruction: 50, compiling: 75}
+PARTS |= {launches: 30, products: 60, plain: 75, forwards: 50, texts: 90, drafts: 60}
+PARTS |= {planner: 50, splits: 30, peers: 120}
 """Each part, the most important first, and its seconds at most."""
