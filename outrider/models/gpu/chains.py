@@ -64,7 +64,8 @@ class GpuChains:
             step["parents"][e] = chain.noise[3] - end - 1  # not read of single rows: where the noise is
         self._buffer.send(first.size + after.size)
         self._plan.turn += 1
-        graphs = cache.kept.setdefault(self, Graphs(self._plan.device))
+        if (graphs := cache.kept.get(self)) is None:
+            graphs = cache.kept[self] = Graphs(self._plan.device)
         for rows in (first if nodes > 1 else after, *[after] * (depth - 1)):
             graphs.run((rows, after, count), lambda rows=rows: self._commands(cache, rows, after, count))
         told = self._told[: 2 * LEVELS * entries * count]

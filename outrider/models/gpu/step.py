@@ -1,14 +1,17 @@
 """A step on a GPU under the rule `match`: forward, choice, walk and move in one graph. The host sends once and reads once.
 
 Where nothing drafts, the device has all that the next step needs. So it is told that step before the host reads this one, and the
-host works while the device does. If the next step is another one, or the text has ended, what was told is not read.
+host works while the device does. If the next step is another one, or the text has ended, what was told is not read. Where drafts
+may come, that is done if it pays: see `_Pace`.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -24,6 +27,7 @@ from outrider.models.gpu.plan import GpuPlan
 from outrider.models.gpu.rows import RowBuffer, Rows, paths_of, reach
 
 MOST_ROWS = 256  # of a step
+_SEEN = 64  # steps that are remembered: the host takes 3 to 9 % of a step of 1.5B, and one in vain must count for less
 T = TypeVar("T")
 
 
@@ -54,7 +58,7 @@ class _Command:
 
     Attributes:
         check: What asked for it, or for the step before it.
-        turn: Of the plan, when it was told.
+        turn, told: Of the plan, and the clock, when it was told.
         latest: The turn of the plan as long as its logits can be read.
         tokens: Of its roots; None until the step before it is read.
         after: The step that was told before it was asked for.
@@ -71,6 +75,7 @@ class _Command:
     logits: Tensor
     features: Tensor | None
     turn: int
+    told: float
     latest: int = 0
     tokens: list[int] | None = None
     after: _Command | None = None
@@ -82,6 +87,33 @@ class _Command:
         if not alike or (slots, starts) != (self.slots, self.starts) or any(len(tree) > 1 for tree in trees):
             return False
         return [tree[0][0] for tree in trees] == self.tokens
+
+
+class _Pace:
+    """Whether it pays to tell the next step before it is asked for, by what was seen after the last steps without drafts.
+
+    It hides the work of the host between two steps. In vain it costs a step, as often as another one than that is asked for.
+    """
+
+    def __init__(self) -> None:
+        self._host, self._device, self.vain = (deque[float](maxlen=_SEEN) for _ in range(3))  # seconds, seconds, 0 or 1
+        self._judged = 0.0  # when the last step was read
+
+    @property
+    def pays(self) -> bool:
+        host, device = (sorted(each)[len(each) // 2] if each else 0.0 for each in (self._host, self._device))
+        return host > device * sum(self.vain) / _SEEN
+
+    def asked(self, same: bool) -> None:
+        """After a step without drafts another is asked for. same: it is the one that the device could be told."""
+        self._host.append(perf_counter() - self._judged)
+        self.vain.append(not same)
+
+    def read(self, told: float) -> None:
+        """A step that was told at this time."""
+        now = perf_counter()
+        self._device.append(now - max(told, self._judged))
+        self._judged = now
 
 
 class Launched(NamedTuple):
@@ -110,6 +142,8 @@ class GpuStep:
             for _ in range(2)
         ]
         self._next: _Command | None = None  # told, and not yet asked for
+        self._pace = _Pace()
+        self._before: tuple[Any, list[int]] | None = None  # parameters and slots of the last step, if it had no drafts
 
     def launch(
         self, cache: GpuCache, slots: list[int], taps: tuple[int, ...], check: Verification, by_host: Sequence[bool]
@@ -118,7 +152,9 @@ class GpuStep:
 
         by_host: the entries that the host judges. Of these the device accepts nothing, and their token means nothing."""
         starts, now = [cache.length[slot] for slot in slots], self._next
-        self._next = None
+        if self._before is not None:
+            self._pace.asked(self._before == (check.warp, slots) and check.draft.nodes == 1)
+        self._next = self._before = None
         if now is not None and not taps and now.serves(cache, slots, starts, check):
             now.check = check
         else:
@@ -126,9 +162,9 @@ class GpuStep:
                 return None
             now = self._tell(cache, slots, starts, check, taps, rows)
         logprobs = any(history.params.logprobs is not None for history in check.warp.histories)
-        if check.plain and now.rows.nodes == 1 and not (taps or logprobs or any(by_host)):
-            after = [start + 1 for start in starts]
-            if max(after) < now.rows.length:
+        if now.rows.nodes == 1 and not (taps or logprobs or any(by_host)):
+            self._before, after = (check.warp, slots), [start + 1 for start in starts]
+            if max(after) < now.rows.length and (check.plain or self._pace.pays):
                 self._next = now.after = self._tell(cache, slots, after, check, taps, now.rows)
         now.latest = self._plan.turn
         read = partial(self._read, now)
@@ -186,7 +222,8 @@ class GpuStep:
         rows: Rows,
     ) -> _Command:
         """rows: sent, or left by the step before."""
-        graphs = cache.kept.setdefault(self, Graphs(self._plan.device))
+        if (graphs := cache.kept.get(self)) is None:
+            graphs = cache.kept[self] = Graphs(self._plan.device)
         self._plan.turn += 1
         logits, features = graphs.run((rows, taps), lambda: self._commands(cache, taps, rows))
         self._told.reverse()
@@ -195,7 +232,7 @@ class GpuStep:
         told[:size].copy_(self._results[:size], non_blocking=True)
         if done is not None:
             done.record()
-        more = told[:size], done, logits, features, self._plan.turn
+        more = told[:size], done, logits, features, self._plan.turn, perf_counter()
         return _Command(cache, slots, starts, check, taps, rows, *more)
 
     def _commands(self, cache: GpuCache, taps: tuple[int, ...], rows: Rows) -> tuple[Tensor, Tensor | None]:
@@ -223,6 +260,7 @@ class GpuStep:
             one.turn != one.latest
         ):  # by the step after it: this one is told again, and then that one, when it is asked for
             self._next, batch = None, len(one.slots)
+            self._pace.vain.extend([1.0] * _SEEN)
             rows = self._rows(one.cache, one.slots, one.starts, one.check, [False] * batch)
             assert rows is not None and rows is one.rows  # noqa: PT018
             one.turn = one.latest = self._tell(one.cache, one.slots, one.starts, one.check, one.taps, rows).turn
@@ -232,6 +270,8 @@ class GpuStep:
     def _verdicts(self, one: _Command, by_host: Sequence[bool]) -> list[tuple[list[int], int]]:
         if one.done is not None:
             one.done.synchronize()
+        if one.rows.nodes == 1:
+            self._pace.read(one.told)
         rows, numbers, out = one.rows, one.results.tolist(), list[tuple[list[int], int]]()
         for b, accepted in enumerate(numbers[: len(one.slots)]):
             at = rows.entries + b * rows.nodes
