@@ -38,7 +38,8 @@ else:
     import torch
 
     torch.set_num_threads(1)
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, which transformers may do first
+    # Read when triton is imported, which transformers may do first.
+    os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a hundred processes of the tests would compile the same files
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # as `outrider` does; before transformers is imported
 

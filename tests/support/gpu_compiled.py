@@ -68,6 +68,7 @@ def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> No
         "architecture": architecture,
         "kernel": self.__name__.removeprefix("_"),
         "constants": {k: v for k, v in constants.items() if self.params[self.arg_names.index(k)].is_constexpr},
+        "tiles": re.findall(r"nvidia_mma<\{.*?warpsPerCTA = \[(\d+), (\d+)\]", code.asm["ttgir"]),
         "out": signature.get("out", ""),
         "warps": options["num_warps"],
         "grid": list(grid),

@@ -1,6 +1,7 @@
 """Triton's interpreter, mended so that equal bits mean equal order. Import it before any module of `kernels.gpu`.
 
-With TRITON_INTERPRET=0 in the environment the kernels run on a GPU, and nothing is mended: tests that use `DEVICE` serve both.
+With TRITON_INTERPRET=0 in the environment, as on a machine with a GPU, the kernels run there, and nothing is mended. Tests that
+use `DEVICE` serve both; others are marked `on_cpu`.
 
 The interpreter multiplies with numpy, whose sums depend on the shape, and takes the bits of bfloat16 for numbers. In its place
 `product` adds groups of 16 in order, as a tensor core does, so that another order of sums has other bits.
@@ -25,6 +26,7 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
+on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="needs Triton's interpreter")
 
 
 def product(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:

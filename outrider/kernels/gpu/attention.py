@@ -177,9 +177,8 @@ def attend(
     )
     nodes, each, tree, loop = count // entries, heads // kv_heads, rows.paths is not None, workspace is None
     d, v, window = max(16, power_of_two(dim)), max(16, power_of_two(value_dim)), window or 1 << 30
-    together = (
-        1 if tree and loop else max(1, min(nodes, max(16, min(64, (4096 if loop else 8192) // max(d, v))) // each))
-    )
+    most = max(1, max(16, min(64, (4096 if loop else 8192) // max(d, v))) // each)  # rows of a program: a power of two,
+    together = 1 if tree and loop else min(power_of_two(nodes), 1 << most.bit_length() - 1)  # so that few are compiled
     m, size, path_step = max(16, power_of_two(together * each)), count * heads * splits, 0
     accs = tops = masses = None
     if workspace is not None:

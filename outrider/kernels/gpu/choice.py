@@ -175,9 +175,9 @@ def _walk(
     tl.store(path + row, tl.where(n == 0, 0, -1), n < nodes)
     tl.debug_barrier()  # the path is written again below, by other threads
     here, length = 0, 0
-    for _ in range(1, nodes):
+    while here < N:  # a child is after its parent; N: there is none that was drawn
         own = tl.sum(tl.where(n == here, token, 0), 0)
-        here = tl.min(tl.where((parent == here) & (given == own) & (n > 0), n, N), 0)  # N has no children
+        here = tl.min(tl.where((parent == here) & (given == own) & (n > here), n, N), 0)
         length += (here < N).to(tl.int32)
         tl.store(path + entry * nodes + length, here, here < N)
     tl.store(accepted + entry, length)

@@ -79,9 +79,9 @@ def linear(
     if not loop and (len(out) != parts or bias is not None or factor != 1 or softcap):
         raise ValueError(f"{len(out)} parts, where {parts} are to be added before anything else, or one")
     bm, bk, warps, stages = (16, 128, 4, 5) if rows <= 16 else (32, 128, 4, 4) if rows <= 32 else (64, 64, 8, 4)
-    bn = (
-        32 if gate or rows <= 16 else 64
-    )  # each program reads its rows of x, which must not be more bytes than its weights
+    bn = 32 if gate or rows <= 16 else 64  # so that the rows of x are not more bytes than those of the weights
+    if gate:  # two products of 32 columns: more warps would compute some of them twice, and longer steps would spill
+        bk, warps = {16: (128, 4), 32: (128, 2), 64: (32, 4)}[bm]
     _linear[blocks(rows, bm), blocks(n, bn), len(out)](
         x, weight, bias, out, rows, n, k, size, x.stride(0), out.stride(1), out.stride(0), factor, softcap, BM=bm, BN=bn, BK=bk,
         LOOP=loop, GATE=gate, SOFTCAP=softcap > 0, **settings(warps, stages - (gate != "")),

@@ -46,6 +46,16 @@ def test_every_product_is_by_one_instruction(compiled: list[dict[str, Any]]) -> 
         )
 
 
+def test_no_product_is_computed_twice(compiled: list[dict[str, Any]]) -> None:
+    """The warps of a program share its tile, in pieces of 16 rows and 8 columns."""
+    for each in compiled:
+        if each["kernel"] == "linear":
+            assert each["tiles"], each
+            for rows, columns in each["tiles"]:
+                assert int(rows) * 16 <= each["constants"]["BM"], each
+                assert int(columns) * 8 <= each["constants"]["BN"], each
+
+
 def test_nothing_spills_and_shared_memory_fits_every_card(compiled: list[dict[str, Any]]) -> None:
     for each in compiled:
         assert not each["spilled"], each

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import gpu_twins
-import interpreted  # noqa: F401  # before the kernels
+import interpreted  # before the kernels
 import numpy as np
 import pytest
 import torch
@@ -32,6 +32,7 @@ from outrider.models.native.model import NativeModel, build
 from outrider.models.nodes import Nodes
 
 pytestmark = [
+    interpreted.on_cpu,
     pytest.mark.skipif(not native.available(), reason=str(native.why())),
     pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning"),
 ]

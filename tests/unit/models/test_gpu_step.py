@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import interpreted  # noqa: F401, first: it makes Triton interpret
+import interpreted  # first: it makes Triton interpret
 import numpy as np
 import pytest
 import torch
@@ -36,6 +36,7 @@ from outrider.models.load import Loaded
 from outrider.models.native.model import build
 from outrider.models.nodes import Nodes
 
+pytestmark = interpreted.on_cpu
 VOCAB, LENGTH = 97, 320
 EVERY = {"ignore_eos": True}
 
