@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from shutil import which
 from time import monotonic
 
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a process that has asked CUDA itself cannot be forked
@@ -45,7 +46,7 @@ def main() -> None:
         import interpreted  # noqa: F401  # pyright: ignore[reportUnusedImport]
     else:
         ask = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-        card = subprocess.run(ask, capture_output=True, text=True).stdout.strip()
+        card = subprocess.run(ask, capture_output=True, text=True).stdout.strip() if which(ask[0]) else "unknown"
     import triton
 
     here = machine.facts()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic, perf_counter
 from typing import Any, cast
@@ -228,6 +229,16 @@ class Scripted(BaseDrafter):
         return draft_of(trees)
 
 
+def judged(wrong: Tensor | int) -> str:
+    """What is said beside a number that must be 0."""
+    return ", WRONG" if wrong else ""
+
+
+def error_of(values: Tensor, right: Tensor) -> float:
+    """Of all values together, relative."""
+    return float((values - right).norm() / right.norm())
+
+
 def apart(seconds: float, work: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     """What a generator gives, in a process of its own, which ends with its time. Raises what it raises, in words."""
     context = multiprocessing.get_context("fork")  # nothing is imported twice, and CUDA has not begun here
@@ -238,6 +249,7 @@ def apart(seconds: float, work: Callable[[], Iterator[Any]]) -> Iterator[Any]:
             for each in work():
                 there.send(each)
         except Exception as error:
+            traceback.print_exc()
             there.send(RuntimeError(f"{type(error).__name__}: {error}"[:400]))
 
     child = context.Process(target=run)

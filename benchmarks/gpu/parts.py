@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.bench import SHAPES, Bench, Scripted, decode
+from benchmarks.gpu.bench import SHAPES, Bench, Scripted, decode, error_of, judged
 from benchmarks.ruler import differing
 from outrider import LLM
 from outrider.control import Fixed
@@ -61,16 +61,8 @@ def rows(b: Bench) -> Iterator[Line]:
                     wrong += (~(product(x[at : at + count]) == whole[at : at + count])).any(1).sum()
                     tried += count
             if not name.endswith("up"):
-                error = f", error {_error(whole, x.bfloat16().double() @ weight.double().T):.0e}"
-        yield f"{name}, {n} x {k}", f"{int(wrong)} of {tried:,} rows differ{error}{_judged(wrong)}", "0"
-
-
-def _judged(wrong: Tensor | int) -> str:
-    return ", WRONG" if wrong else ""
-
-
-def _error(values: Tensor, right: Tensor) -> float:
-    return float((values - right).norm() / right.norm())
+                error = f", error {error_of(whole, x.bfloat16().double() @ weight.double().T):.0e}"
+        yield f"{name}, {n} x {k}", f"{int(wrong)} of {tried:,} rows differ{error}{judged(wrong)}", "0"
 
 
 def attention(b: Bench) -> Iterator[Line]:
@@ -111,13 +103,13 @@ def attention(b: Bench) -> Iterator[Line]:
                 seen = [t[1, :, : start + len(path)].double() for t in moved]
                 keys, values = (t.repeat_interleave(heads // kv_heads, 0) for t in seen)
                 weights = (keys @ q[n].bfloat16().double().view(heads, dim, 1) * dim**-0.5).softmax(1)
-                worst = max(worst, _error(alone, (weights.mT @ values).flatten()))
+                worst = max(worst, error_of(alone, (weights.mT @ values).flatten()))
             whole = attend(q, [start], [[0] * (n + 1) for n in range(long)], False, False, cells)
             for n in range(0, long, long // 5):
                 wrong += not torch.equal(attend(q[n : n + 1], [start + n], [[0]], False, True, cells)[0], whole[n])
                 tried += 1
         name = f"{heads} heads of {dim}, {kv_heads} of keys, to {max(starts):,} tokens"
-        yield name, f"{wrong} of {tried} nodes differ, error {worst:.0e}{_judged(wrong)}", "0"
+        yield name, f"{wrong} of {tried} nodes differ, error {worst:.0e}{judged(wrong)}", "0"
 
 
 def _prompt(b: Bench, flag: str) -> Iterator[Any]:
@@ -275,7 +267,7 @@ def texts(b: Bench) -> Iterator[Line]:
             tried, n = tried + len(asked), n + 1
         yield (
             f"{b.large[0]}, {model.num_layers} layers",
-            f"{wrong} tokens differ in {tried:,} texts{_judged(wrong)}",
+            f"{wrong} tokens differ in {tried:,} texts{judged(wrong)}",
             "0",
         )
 
@@ -296,7 +288,7 @@ def drafts(b: Bench) -> Iterator[Line]:
             taken, out, each = decode(decoder, asked)
             said = f"{base / (taken + passes * head / each):.2f} times as fast; {each:.2f} tokens a step of "
             said += f"{1000 * taken * each:.2f} ms and {passes} passes of {1000 * head:.2f} ms"
-            yield f"{shape}, {depth} guesses of a {name}", said + _judged(out != right), goal
+            yield f"{shape}, {depth} guesses of a {name}", said + judged(out != right), goal
 
 
 def planner(b: Bench) -> Iterator[Line]:
