@@ -119,7 +119,7 @@ def load(
         tokenizer: an object, or a name or path as for the model; None for the model's own.
         dtype: "auto" keeps the precision of the checkpoint.
         device: "cpu" or "cuda"; "auto" is that of a model object, else a GPU if there is one.
-        quantization: "int8" or "int4" weights, on the CPU.
+        quantization: "int8" or "int4" weights, on the CPU, or by our own kernels on a GPU.
         kv_cache_dtype: "float32", "bfloat16" or "int8" keys and values; "auto" is bfloat16 on the CPU, and float32 where the
             weights are, too.
         reduce: decides what a draft model can do without, once its sizes are known. Its quantization counts if none is given.
@@ -156,7 +156,7 @@ def _request(
             f"quantization must be None, 'int8' or 'int4', got {quantization!r}{did_you_mean(str(quantization), QUANTIZATIONS)}"
         )
     where = device_of(device, model)
-    if quantization and (missing := why_no_kernels(where)):
+    if quantization and not _own_gpu(where) and (missing := why_no_kernels(where)):
         raise ValueError(f"quantization={quantization!r} needs the native CPU kernels: {missing}; leave it out")
     config = getattr(model, "config", None)
     name = (config and config._name_or_path) or type(model).__name__ if is_object else str(model)
@@ -192,16 +192,19 @@ def _made(
         return request.quantization or reduced or stored, ids
 
     weights = read.weights or (tensors.precision if request.dtype == "auto" else request.dtype)
-    if where != "cpu" and os.environ.get(OWN_GPU) == "1":
-        weights = weights.replace("gguf", tensors.floats)
+    if _own_gpu(where):
         outline, why = _on_gpu(config, tensors, weights, kv_cache_dtype, where)
         if outline is not None:
             from outrider.models.gpu.model import GpuModel
             from outrider.models.gpu.weights import DeviceSource
 
             weights, ids = chosen(weights, sum(m.n * m.k for m in outline.matrices), outline.vocab_size)
-            program = build(config.kind, config, DeviceSource(tensors, config, where, ids))
+            program = build(config.kind, config, DeviceSource(tensors, config, where, ids, weights))
             return Loaded(GpuModel(program, where), request.name, tokenizer, ends, weights, source, config)
+        if request.quantization:
+            raise ValueError(
+                f"quantization={request.quantization!r} needs our kernels: {why}; leave it out, or use device='cpu'"
+            )
         _say_once(f"{request.name} runs by the modelling code of transformers, because {why}")
     if outline is not None:
         weights, ids = chosen(weights, sum(m.n * m.k for m in outline.matrices), outline.vocab_size)
@@ -242,14 +245,19 @@ def _outline(config: Any, tensors: Tensors, where: str) -> tuple[Program | None,
     return outline, ""
 
 
+def _own_gpu(where: str) -> bool:
+    """Whether our kernels for GPUs are asked for."""
+    return where != "cpu" and os.environ.get(OWN_GPU) == "1"
+
+
 def _on_gpu(config: Any, tensors: Tensors, weights: str, kv_cache_dtype: str, where: str) -> tuple[Program | None, str]:
     """The program in outline, if the kernels of a GPU can run it; None, and why, if they cannot."""
     if why := gpu.why_not(where):
         return None, why
-    if weights != "bfloat16" or kv_cache_dtype not in ("auto", "bfloat16"):
+    if weights not in ("bfloat16", "gguf", *QUANTIZATIONS) or kv_cache_dtype not in ("auto", "bfloat16"):
         return None, (
-            f"our kernels for GPUs take weights, keys and values in bfloat16, and these are {weights} and {kv_cache_dtype}: "
-            "give dtype='bfloat16', kv_cache_dtype='auto'"
+            f"our kernels for GPUs take weights in bfloat16 or fewer bits, and keys and values in bfloat16; these are {weights} "
+            f"and {kv_cache_dtype}: give dtype='bfloat16', kv_cache_dtype='auto'"
         )
     outline, why = _outline(config, tensors, "cpu")
     if outline is None:

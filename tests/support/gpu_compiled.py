@@ -22,9 +22,13 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from outrider.kernels.gpu import APART, attention, choice, elementwise, linear, norms, rope
+from outrider.kernels.gpu.coded import Coded
 
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
+TYPES = {
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64", torch.int8: "*i8",
+    torch.uint8: "*u8",
+}  # fmt: skip
 compiled = dict[tuple[Any, ...], None]()
 architecture = 0
 
@@ -54,12 +58,16 @@ def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> No
     compiled[key] = None
     source = ASTSource(self, signature, constants, aligned)
     code = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file, tempfile.NamedTemporaryFile(suffix=".cubin") as out:
         file.write(code.asm["ptx"])
         file.flush()
         suffix = "a" if architecture >= 90 else ""
-        command = [PTXAS, "-v", "--fmad=false", f"-arch=sm_{architecture}{suffix}", file.name, "-o", "/dev/null"]
+        command = [PTXAS, "-v", "--fmad=false", f"-arch=sm_{architecture}{suffix}", file.name, "-o", out.name]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        listing = subprocess.run(
+            [PTXAS.parent / "nvdisasm", "-c", out.name], capture_output=True, text=True, check=True
+        )
+    loop = product_loop(listing.stdout.splitlines())
     layouts = dict(re.findall(r"(#\w+) = (#ttg\.\S+<.*>)", code.asm["ttgir"]))
     reduced = re.findall(r'"tt\.reduce".*?: \(tensor<\d+xf32, (#\w+)', code.asm["ttgir"], re.DOTALL)
     blocks = code.asm["ttgir"].split('"tt.reduce"')[1:]
@@ -74,15 +82,32 @@ def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> No
         "grid": list(grid),
         "registers": int(re.search(r"Used (\d+) registers", report)[1]),  # pyright: ignore[reportOptionalSubscript]
         "spilled": int(re.search(r"(\d+) bytes spill stores", report)[1]),  # pyright: ignore[reportOptionalSubscript]
+        "spilled_in_loop": sum("STL" in line or "LDL" in line for line in loop),
+        "shared_in_loop": sum(bool(re.search(r"[^G]STS", line)) for line in loop),
         "shared": code.metadata.shared,
         "products": sorted(set(instructions)),
         "asynchronous": len(re.findall(r"cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", code.asm["ptx"])),
         "narrow": len(re.findall(r"cp\.async\.ca\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x4", code.asm["ptx"])),
         "float_sums": sum("arith.addf" in block[:600] for block in blocks),
         "layouts": sorted({layouts[name] for name in reduced}),
+        "weights": signature.get("weight"),
+        "together": sorted(set(re.findall(r"kWidth = (\d+)", code.asm["ttgir"]))),
         "fused": len(re.findall(r"\bfma\.rn\.f32", code.asm["ptx"])),
     }
     print(json.dumps(said), flush=True)
+
+
+def product_loop(lines: list[str]) -> list[str]:
+    """The instructions of the shortest loop with products."""
+    labels, loops = dict[str, int](), list[list[str]]()
+    for i, line in enumerate(lines):
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = i
+        to = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
+        if to and to[1] in labels:
+            body = [each for each in lines[labels[to[1]] : i + 1] if each.rstrip().endswith(";") or "*/ " in each]
+            loops += [body] if any("HMMA" in each for each in body) else []
+    return min(loops, key=len, default=[])
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -95,6 +120,11 @@ def whole(*shape: int) -> torch.Tensor:
 
 def halves(*shape: int) -> torch.Tensor:
     return tensor(*shape, dtype=torch.bfloat16)
+
+
+def coded(n: int, k: int, bits: int, group: int) -> Coded:
+    width, kind = -(-k // 128) * 128, torch.uint8 if bits == 4 else torch.int8
+    return Coded(tensor(n, width * bits // 8, dtype=kind), whole(n, width // group), k, bits, group)
 
 
 def rows(entries: int, nodes: int, tree: bool = False) -> Any:
@@ -129,6 +159,15 @@ def layer(x: torch.Tensor, heads: int, kv_heads: int, dim: int, middle: int, nor
     norms.sum_norm(product(between, hidden), None, stream, x, weight=tensor(hidden), eps=1e-6)
 
 
+def coded_layer(x: torch.Tensor, bits: int, group: int) -> None:
+    """The products of a layer with codes."""
+    count, hidden = x.shape
+    down, up, between = coded(hidden, 8960, bits, group), coded(17920, hidden, bits, group), tensor(count, 8960).to(x.dtype)
+    for parts in {1, linear.split(*down.shape)[0] if count <= APART else 1}:
+        linear.linear(between, down, tensor(parts, count, hidden))
+    linear.gated(x, up, None, between, "silu")
+
+
 def attend(query: torch.Tensor, out: torch.Tensor, kv_heads: int, dim: int, each: Any, **settings: Any) -> None:
     splits, cache, heads = 16, halves(4, kv_heads, 4096, dim), query.shape[1] // dim
     room = None if len(query) > APART else tensor(attention.workspace_size(len(query), heads, dim, splits))
@@ -141,6 +180,9 @@ def main(architectures: list[int]) -> None:
     for architecture in architectures:
         for count in (1, 8, 32, 48, 512):
             layer(halves(count, 1536), 12, 2, 128, 8960)
+            coded_layer(halves(count, 1536), 4, 32)
+            if architecture == architectures[0]:
+                coded_layer((tensor if count == 8 else halves)(count, 1536), 8, 32 if count == 8 else 16)
         if architecture != architectures[0]:
             continue
         layer(tensor(8, 4096), 32, 8, 128, 14336, tensor(128))

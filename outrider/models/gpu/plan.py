@@ -171,7 +171,7 @@ class GpuPlan:
         if op.kind == "rows":
             self._taps[op.i[0]] = len(self._launches) - 1, x
         elif op.kind == "embed":
-            table, factor = _matrix(op).weight, op.f[0]
+            table, factor = _matrix(op).floats(), op.f[0]
             add(lambda c: elementwise.embed(c.rows.tokens, table, c[out], factor))
             self._taps.setdefault(EMBEDDING, (0, out))  # a later table is of something else
         elif op.kind == "norm" and _is_whole(op):

@@ -13,12 +13,15 @@ import interpreted
 import numpy as np
 import pytest
 import torch
+from ggml_blocks import random_blocks
 from torch import Tensor
 
 from outrider.core.noise import Noise, Stream
 from outrider.core.types import Draft
+from outrider.kernels import cpu as native
 from outrider.kernels import gpu
-from outrider.kernels.gpu import attention, choice, elementwise, linear, norms, rope
+from outrider.kernels.blocks import Blocks
+from outrider.kernels.gpu import attention, choice, coded, elementwise, linear, norms, rope
 from outrider.verify import batched
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
@@ -149,6 +152,65 @@ def test_gate_and_up_are_two_products_and_a_gate(draw: torch.Generator) -> None:
             torch.nn.functional.silu(gate) if function == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")
         )
         close(out, act * up, 1e-6)
+
+
+# Codes
+
+
+def coded_of(blocks: Blocks, *beside: Blocks) -> coded.Coded:
+    out = coded.empty([blocks, *beside], "gguf", *blocks.shape, interpreted.DEVICE)
+    assert isinstance(out, coded.Coded)
+    out.write(0, coded.of_blocks(torch.from_numpy(blocks.data).to(interpreted.DEVICE), blocks.format))
+    return out
+
+
+@pytest.mark.parametrize("name", coded._FORMATS)
+def test_codes_of_a_file_are_its_numbers(name: str) -> None:
+    """Exact, or with scales that are rounded to float16."""
+    blocks = random_blocks(name, 6, 768 if name.endswith("K") else 224)
+    matrix, values = coded_of(blocks), torch.from_numpy(blocks.dense()).to(interpreted.DEVICE)
+    assert (matrix.bits, matrix.group) == (8 if name[1] in "568" else 4, 16 if name == "Q6_K" else 32)
+    assert matrix.nbytes == 6 * -(-values.shape[1] // 128) * (16 * matrix.bits + 512 // matrix.group)
+    assert torch.equal(coded_of(blocks, random_blocks("Q6_K", 1, 256)).floats(), matrix.floats())
+    assert torch.equal(matrix.floats(torch.tensor([[5], [0]])), matrix.floats()[[5, 0], None])
+    if not name.endswith("K"):
+        assert torch.equal(matrix.floats(), values.bfloat16())
+        return
+    part = (
+        values.unflatten(1, (-1, 256)).abs().amax(2).repeat_interleave(256, 1)
+    )  # it may be larger than the number itself
+    assert ((matrix.floats() - values.bfloat16()).abs() <= part / 1024 + values.abs() / 128).all()
+    assert (matrix.floats() == values.bfloat16()).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("k", [64, 200])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_rounded_floats_are_those_of_the_cpu(kind: str, k: int, draw: torch.Generator) -> None:
+    weight = torch.randn(7, k, generator=draw) * torch.logspace(-7, 3, 7)[:, None]
+    weight[2, :32] = 0
+    matrix = coded.empty([], kind, 7, k, interpreted.DEVICE)
+    assert isinstance(matrix, coded.Coded)
+    matrix.write(0, coded.rounded(weight, matrix.bits))
+    right = torch.from_numpy(native.Packed([weight.cpu().numpy()], kind).dense()).to(interpreted.DEVICE)
+    assert torch.equal(matrix.floats(), right.bfloat16())
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q6_K", "Q5_1"])
+def test_a_product_with_codes_has_the_bits_of_one_with_bfloat16(name: str, draw: torch.Generator) -> None:
+    """Alone, in parts, in a prompt, and with a gate. The interpreter adds both in one order; a card has one for each kind."""
+    n, k = 72, 1280 if name == "Q6_K" else 1120
+    matrix, x = coded_of(random_blocks(name, n, k)), torch.randn(70, k, generator=draw)
+    parts, floats = linear.split(n, k)[0], matrix.floats()
+    for rows in (1, 20, 50, 70):
+        for count in {1, parts} if rows < 70 else {1}:
+            few, right = nothing(count, rows, n), nothing(count, rows, n)
+            linear.linear(x[:rows], matrix, few)
+            linear.linear(x[:rows], floats, right)
+            assert torch.equal(few, right), (rows, count)
+        few, right = nothing(rows, n // 2), nothing(rows, n // 2)
+        linear.gated(x[:rows], matrix, None, few, "silu")
+        linear.gated(x[:rows], floats, None, right, "silu")
+        assert torch.equal(few, right), rows
 
 
 # Norms

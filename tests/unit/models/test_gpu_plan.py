@@ -4,6 +4,7 @@ Twins in torch take the place of the kernels where only the plan is looked at. E
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import FAMILIES, prompts, tiny
+from ggml_blocks import random_blocks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from triton.runtime.interpreter import GridExecutor
@@ -77,10 +79,14 @@ def raw_of(name: str, **changes: Any) -> PreTrainedModel:
     return raw.to(torch.bfloat16)
 
 
-def gpu_of(name: str, head_ids: np.ndarray | None = None, rows: int = 64, **changes: Any) -> GpuModel:
+def gpu_of(
+    name: str, head_ids: np.ndarray | None = None, rows: int = 64, packing: str = "bfloat16", **changes: Any
+) -> GpuModel:
     raw = raw_of(name, **changes)
     config = config_for(raw)
-    return GpuModel(build(config.kind, config, DeviceSource(ModuleTensors(raw), config, "cpu", head_ids)), "cpu", rows)
+    return GpuModel(
+        build(config.kind, config, DeviceSource(ModuleTensors(raw), config, "cpu", head_ids, packing)), "cpu", rows
+    )
 
 
 def native_of(name: str, head_ids: np.ndarray | None = None) -> NativeModel:
@@ -133,13 +139,29 @@ def test_what_products_alone_read_may_be_rounded_before(name: str, monkeypatch: 
     assert np.array_equal(logits(), right)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma2"])
-def test_a_node_has_the_same_bits_in_any_company(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("packing", ["int8", "int4"])
+def test_few_bits_are_those_of_native_code(packing: str) -> None:
+    """Of int4 the head has 8. A tied table is a copy in bfloat16."""
+    raw, tokens = raw_of("gemma2"), np.array([prompts(9)[0]])
+    mine = gpu_of("gemma2", packing=packing)
+    right, rough = (NativeModel(raw, kind, kv_cache_dtype="bfloat16") for kind in (packing, "bfloat16"))
+    a, b, c = (m.forward(Nodes(tokens, m.new_cache(1, 64), [0])).logits for m in (mine, right, rough))
+    assert np.abs(a - b).max() < 0.03 * np.abs(b).max()
+    assert np.abs(a - b).max() < np.abs(b - c).max() or packing == "int8"
+    np.testing.assert_allclose(mine.embedding_rows(tokens), right.embedding_rows(tokens), rtol=1 / 256)
+    assert np.array_equal(mine.head_rows(tokens), mine.embedding_rows(tokens))
+    assert mine.program.head.bytes == right.vocab_size * 128 * (1 + 4 / 32)  # 32 inputs are filled up
+
+
+@pytest.mark.parametrize(
+    ("name", "packing"), [("qwen2", "bfloat16"), ("qwen3", "bfloat16"), ("gemma2", "bfloat16"), ("qwen2", "int4")]
+)
+def test_a_node_has_the_same_bits_in_any_company(name: str, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, in chunks of a prompt, in a tree, beside another text, and after its path was committed. From 5 rows on parts
     are added in a loop, and attention has all splits in one program."""
     monkeypatch.setattr(gpu_plan, "APART", 4)
     monkeypatch.setattr(gpu_plan.linear, "split", lambda n, k: (-(-k // 128), 128))
-    model = gpu_of(name, hidden_size=160, intermediate_size=144)
+    model = gpu_of(name, packing=packing, hidden_size=160, intermediate_size=144)
     [text] = prompts(9)
     alone, cache = [], model.new_cache(1, 64)
     for token in text:
@@ -279,10 +301,29 @@ def test_a_matrix_goes_to_the_device_in_pieces(monkeypatch: pytest.MonkeyPatch) 
     both = DeviceMatrix([blocks, rows], [None, bias], "cpu", paired=True)
     assert both.bytes == 20 * 64 * 2 + 20 * 4
     assert (both.n, both.k) == (32, 64)
-    assert torch.equal(both.weight[:10], torch.from_numpy(blocks.dense()).bfloat16())
-    assert torch.equal(both.weight[10:], torch.from_numpy(rows).bfloat16())
+    assert torch.equal(both.floats()[:10], torch.from_numpy(blocks.dense()).bfloat16())
+    assert torch.equal(both.floats()[10:], torch.from_numpy(rows).bfloat16())
     assert both.bias is not None
     assert both.bias.tolist() == [0] * 10 + [*range(10)]
+
+
+def test_blocks_of_a_file_keep_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Side by side they have the widest codes among them, and bfloat16 if one has none."""
+    monkeypatch.setattr("outrider.models.gpu.weights._PIECE", 4 * 256)
+    names = {"Q4_0": 4, "Q4_K": 4, "Q6_K": 8, "Q3_K": 16}
+    blocks = {name: random_blocks(name, 10, 256) for name in names}
+    turned = replace(blocks["Q4_0"], order=np.arange(10)[::-1].copy())
+    for name, bits in names.items():
+        both = DeviceMatrix([turned, blocks[name]], [None, None], "cpu", kind="gguf")
+        apart = [DeviceMatrix([each], [None], "cpu", kind="gguf") for each in (turned, blocks[name])]
+        assert torch.equal(both.floats(), torch.cat([each.floats() for each in apart]))
+        assert np.array_equal(both.rows(np.array([3, 12])), both.floats()[[3, 12]].float().numpy())
+        assert both.bytes == 20 * 256 * bits // 8 + (
+            0 if bits == 16 else 20 * 256 // (16 if name == "Q6_K" else 32) * 4
+        )
+        assert torch.equal(apart[0].floats(), torch.from_numpy(turned.dense()).bfloat16())
+    few = DeviceMatrix([turned, blocks["Q6_K"]], [None, None], "cpu", kind="int4")
+    assert few.bytes == 20 * (128 + 32)
 
 
 def test_what_does_not_fit_is_told(twins: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import interpreted  # first: it makes Triton interpret
 import numpy as np
@@ -25,11 +25,12 @@ from outrider.drafters.base import DraftContext
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.request import Request
 from outrider.kernels.gpu import attention, choice
+from outrider.kernels.gpu.coded import Coded
 from outrider.models import load as loading
 from outrider.models.base import FINAL_NORM, Chain, LazyArray, Pending, Verification
 from outrider.models.cache import SlotCache
 from outrider.models.gpu.model import GpuModel
-from outrider.models.gpu.weights import DeviceSource
+from outrider.models.gpu.weights import DeviceMatrix, DeviceSource
 from outrider.models.hf.model import HFModel
 from outrider.models.hf.tensors import ModuleTensors, config_for
 from outrider.models.load import Loaded
@@ -264,12 +265,19 @@ def test_a_variable_takes_our_kernels_where_they_can_run_a_model(monkeypatch: py
     assert isinstance(loaded.model, GpuModel)
     assert loaded.model.path.startswith("gpu: no card, triton 3.")
     for model, options, why in (
-        (LlamaForCausalLM(small()), {}, "take weights, keys and values in bfloat16"),
-        (llama, {"kv_cache_dtype": "int8"}, "bfloat16, and these are bfloat16 and int8"),
+        (LlamaForCausalLM(small()), {}, "these are float32 and auto: give dtype='bfloat16'"),
+        (llama, {"kv_cache_dtype": "int8"}, "these are bfloat16 and int8"),
         (mixtral, {}, "cannot run it: route"),
     ):
         with pytest.warns(RuntimeWarning, match=why):
             assert isinstance(loading.load(model, **options).model, HFModel)
+    few = loading.load(llama, quantization="int4")
+    assert few.program is not None
+    assert few.weights == "int4"
+    kept = [cast("DeviceMatrix", m).weight for m in few.program.matrices]
+    assert {m.bits for m in kept if isinstance(m, Coded)} == {8, 4}  # the head has 8
+    with pytest.raises(ValueError, match=r"needs our kernels: .* cannot run it: route"):
+        loading.load(mixtral, quantization="int8")
 
 
 @pytest.mark.parametrize("budget", [Budget(2), Budget(3, 3, min_probability=0.2)])
