@@ -460,13 +460,16 @@ def test_accepted_cells_move_to_their_places(draw: torch.Generator) -> None:
 
 
 def test_scores_and_noise_have_the_bits_of_the_core(draw: torch.Generator) -> None:
-    vocab, seeds, positions = 2 * choice.BLOCK + 300, [5, -7, 2**62 + 5], [0, 1000, 77]
-    rows = chain([0, 1, 2], positions, 1)
-    best, index = nothing(3, 3), nothing(3, 3, dtype=torch.int32)
-    logits, temperatures = torch.randn(3, vocab, generator=draw), torch.tensor([1.0, 0.7, 1.3])
+    vocab, seeds, positions = 2 * choice.BLOCK + 300, [5, -7, 2**62 + 5, *range(21)], [0, 1000, 77, *range(9, 30)]
+    rows, count = chain([*range(24)], positions, 1), len(seeds)
+    best, index = nothing(count, 3), nothing(count, 3, dtype=torch.int32)
+    logits, temperatures = (
+        torch.randn(count, vocab, generator=draw),
+        torch.tensor([1.0, 0.7, 1.3, *[0.9, 0.7, 0.3] * 7]),
+    )
     logits[0] = 0  # noise alone
     choice.choose(logits, best, index, rows, torch.tensor(seeds), temperatures)
-    noise = Noise(seeds, [9] * 3).gumbel(Stream.TOKEN, np.array(positions) + 1, vocab)
+    noise = Noise(seeds, [9] * count).gumbel(Stream.TOKEN, np.array(positions) + 1, vocab)
     scores = logits.cpu().numpy() / temperatures.cpu().numpy()[:, None] + noise
     for b in range(3):
         block = scores[:, b * choice.BLOCK : (b + 1) * choice.BLOCK]
