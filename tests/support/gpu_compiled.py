@@ -162,7 +162,11 @@ def layer(x: torch.Tensor, heads: int, kv_heads: int, dim: int, middle: int, nor
 def coded_layer(x: torch.Tensor, bits: int, group: int) -> None:
     """The products of a layer with codes."""
     count, hidden = x.shape
-    down, up, between = coded(hidden, 8960, bits, group), coded(17920, hidden, bits, group), tensor(count, 8960).to(x.dtype)
+    down, up, between = (
+        coded(hidden, 8960, bits, group),
+        coded(17920, hidden, bits, group),
+        tensor(count, 8960).to(x.dtype),
+    )
     for parts in {1, linear.split(*down.shape)[0] if count <= APART else 1}:
         linear.linear(between, down, tensor(parts, count, hidden))
     linear.gated(x, up, None, between, "silu")
