@@ -21,7 +21,7 @@ def split(n: int, k: int) -> tuple[int, int]:
 @jit
 def _weights(at, pairs, i, inside, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
     """bfloat16 [BN, BK] of these addresses, from place i on: as stored, or made of codes and pairs as `Coded` says."""
-    FEW: tl.constexpr = 2 if at.dtype.element_ty == tl.uint8 else 1  # numbers of a stored one
+    FEW: tl.constexpr = 2 if at.dtype.element_ty == tl.uint8 else 1  # pyright: ignore[reportAssignmentType] # numbers of a stored one
     if pairs is None:
         values = tl.load(at + i, inside, 0.0)
     else:  # rows are filled up
@@ -45,7 +45,7 @@ def _linear(
     """BM rows times BN rows of the weights: one part, or with LOOP all of them in order. GATE: half of these are of the gate,
     half of up, which lie n rows below, and a program has BN / 2 columns of `out`."""
     OUT: tl.constexpr = BN if GATE == "" else BN // 2
-    FEW: tl.constexpr = 2 if weight.dtype.element_ty == tl.uint8 else 1
+    FEW: tl.constexpr = 2 if weight.dtype.element_ty == tl.uint8 else 1  # pyright: ignore[reportAssignmentType]
     row, at, of = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BN)
     column = tl.program_id(1) * OUT + of % OUT
     line, there = (
