@@ -210,8 +210,9 @@ class Decoder:
         before, began = [len(sequence.tokens) for sequence in live], perf_counter()
         draft = (self.drafter if asked else _NO_DRAFT).propose(context)
         drafted = perf_counter()
-        check = Verification(self.verifier, draft, context.warp, context.noise, before, not asked)
-        out, _ = pending = self.target.step(self.cache, context.slots, check, taps=self.drafter.taps)
+        following = min(context.left) > 1 and (None if asked else True)
+        check = Verification(self.verifier, draft, context.warp, context.noise, before, following)
+        out, *_ = pending = self.target.step(self.cache, context.slots, check, taps=self.drafter.taps)
         forwarded = perf_counter()
         verdict = pending.result()
         judged = perf_counter()
@@ -223,6 +224,7 @@ class Decoder:
                 assert commit.features is not None
                 self.drafter.start(sequence.slot, sequence.tokens, first - 1, commit.features)
         parts = drafted - began, forwarded - drafted, judged - forwarded, perf_counter() - judged
+        parts = (parts[0], 0.0, 0.0, 0.0) if pending.first else parts
         seconds: dict[str, float] = dict(zip(PHASES, parts, strict=True))
         step = Step(draft, verdict, commits, context.slots, before, context.budgets, seconds, out.logits)
         self.controller.observe(step)

@@ -63,14 +63,15 @@ class Verification(NamedTuple):
     """How the drafts of a step are judged.
 
     verifier: of `outrider.verify`. draft: the nodes of the step. warp, noise: of its sequences. positions: of the token after
-    each root. plain: nothing may draft now, so the next step is probably plain, too."""
+    each root. following: True: nothing may draft now, so the next step is probably plain, too. False: a text ends with this one.
+    None: neither is known."""
 
     verifier: Verifier
     draft: Draft
     warp: LogitsWarper
     noise: Noise
     positions: Sequence[int]
-    plain: bool = False
+    following: bool | None = None
 
     def verdict(self, logits: Array) -> Verdict:
         """logits: float32 [batch, node, vocab], of all nodes."""
@@ -79,10 +80,13 @@ class Verification(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A step whose verdict may still be on its way. judge: waits for it."""
+    """A step whose verdict may still be on its way.
+
+    judge: waits for it. first: it took what later ones of its shape do not, such as a compilation, so its time says nothing."""
 
     output: Output
     judge: Callable[[], Verdict]
+    first: bool = False
 
     def result(self) -> Verdict:
         """What was decided."""

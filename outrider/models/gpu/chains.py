@@ -49,7 +49,8 @@ class GpuChains:
         count = RIVALS if any(chain.error for chain in chains) else 1
         first, host = self._buffer.views(entries, nodes, 0, length)
         after, step = self._buffer.views(entries, 1, 0, length, first.size)
-        cache.reserve([chain.slot for chain in chains], max(map(len, read)) + max(held) + depth - 1)
+        for chain in chains:  # one by one: the longest text is not that of the most tokens
+            cache.reserve([chain.slot], len(chain.tokens) + depth - 1)
         for fields in (host, step):
             for name in fields:
                 fields[name][:] = -1 if name == "positions" else 0

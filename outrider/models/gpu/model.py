@@ -78,6 +78,8 @@ class GpuModel(LanguageModel):
         return out
 
     def new_cache(self, num_slots: int, max_length: int) -> GpuCache:
+        if self._steps is not None:
+            self._steps.forget()
         return self.plan.new_cache(num_slots, max_length)
 
     def longest(self, num_slots: int) -> int:
@@ -154,7 +156,7 @@ class GpuModel(LanguageModel):
                     drawn[row] = walk(target, row, check.draft.host[row], key)
             return Verdict(drawn)
 
-        return Pending(out, judge)
+        return Pending(out, judge, launched.first)
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
         """See `LanguageModel.draft_chains`. All levels are on the device; chains that end early are cut on the host."""

@@ -37,6 +37,10 @@ class Graphs:
     def __init__(self, device: str) -> None:
         self._captures, self._graphs, self._pool = device.startswith("cuda"), dict[Hashable, Any](), None
 
+    def __len__(self) -> int:
+        """Captured ones."""
+        return len(self._graphs)
+
     def run(self, key: Hashable, tell: Callable[[], T]) -> T:
         """tell: gives the device the same commands for a key, whatever the numbers in its memory are. Returns what it returns."""
         if key in self._graphs:
@@ -120,11 +124,13 @@ class Launched(NamedTuple):
     """A step that is on its way.
 
     logits, features: as of a forward. verdicts: waits, and gives the path and the token of each entry, as `Verdict.host`.
+    first: a graph was captured for it, or for the step after it.
     """
 
     logits: LazyArray
     features: LazyArray | None
     verdicts: Callable[[], list[tuple[list[int], int]]]
+    first: bool
 
 
 class GpuStep:
@@ -151,7 +157,7 @@ class GpuStep:
         """Tell the device a step. None: it has more rows than a step may have, or tokens that the model does not.
 
         by_host: the entries that the host judges. Of these the device accepts nothing, and their token means nothing."""
-        starts, now = [cache.length[slot] for slot in slots], self._next
+        starts, now, known = [cache.length[slot] for slot in slots], self._next, len(self.graphs(cache))
         if self._before is not None:
             self._pace.asked(self._before == (check.warp, slots) and check.draft.nodes == 1)
         self._next = self._before = None
@@ -164,12 +170,12 @@ class GpuStep:
         logprobs = any(history.params.logprobs is not None for history in check.warp.histories)
         if now.rows.nodes == 1 and not (taps or logprobs or any(by_host)):
             self._before, after = (check.warp, slots), [start + 1 for start in starts]
-            if max(after) < now.rows.length and (check.plain or self._pace.pays):
+            if max(after) < now.rows.length and (self._pace.pays if check.following is None else check.following):
                 self._next = now.after = self._tell(cache, slots, after, check, taps, now.rows)
         now.latest = self._plan.turn
         read = partial(self._read, now)
         out = LazyArray(partial(read, "logits")), LazyArray(partial(read, "features")) if taps else None
-        return Launched(*out, partial(self._verdicts, now, by_host))
+        return Launched(*out, partial(self._verdicts, now, by_host), len(self.graphs(cache)) > known)
 
     def _rows(
         self, cache: GpuCache, slots: list[int], starts: list[int], check: Verification, by_host: Sequence[bool]
@@ -212,6 +218,16 @@ class GpuStep:
         self._buffers[width].send(rows.size)
         return rows
 
+    def forget(self) -> None:
+        """Drop the step that was told ahead, which holds the memory of its cache."""
+        self._next = None
+
+    def graphs(self, cache: GpuCache) -> Graphs:
+        """Of the steps over a cache."""
+        if (graphs := cache.kept.get(self)) is None:
+            graphs = cache.kept[self] = Graphs(self._plan.device)
+        return graphs
+
     def _tell(
         self,
         cache: GpuCache,
@@ -222,10 +238,8 @@ class GpuStep:
         rows: Rows,
     ) -> _Command:
         """rows: sent, or left by the step before."""
-        if (graphs := cache.kept.get(self)) is None:
-            graphs = cache.kept[self] = Graphs(self._plan.device)
         self._plan.turn += 1
-        logits, features = graphs.run((rows, taps), lambda: self._commands(cache, taps, rows))
+        logits, features = self.graphs(cache).run((rows, taps), lambda: self._commands(cache, taps, rows))
         self._told.reverse()
         told, done = self._told[0]
         size = rows.entries + 2 * rows.count

@@ -24,7 +24,7 @@ class LazyToy(ToyModel):
     reads = 0
 
     def step(self, cache: SlotCache, slots: list[int], check: Verification, *, taps: tuple[int, ...] = ()) -> Pending:
-        (logits, features), judge = super().step(cache, slots, check, taps=taps)
+        (logits, features), judge, _ = super().step(cache, slots, check, taps=taps)
 
         def read() -> np.ndarray:
             self.reads += 1

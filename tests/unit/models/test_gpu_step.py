@@ -19,7 +19,7 @@ from tiny_models import tiny_config, tiny_model, whole_config
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.core.params import SamplingParams
-from outrider.core.types import Budget, Draft
+from outrider.core.types import Budget, Draft, Step
 from outrider.drafters import Drafter, ModelDrafter, NgramDrafter, SuffixDrafter
 from outrider.drafters.base import DraftContext
 from outrider.engine.prefix_cache import PrefixCache
@@ -74,13 +74,13 @@ def _judged(monkeypatch: pytest.MonkeyPatch) -> None:
     step = GpuModel.step
 
     def both(self: GpuModel, cache: SlotCache, slots: list[int], check: Verification, *, taps: Any = ()) -> Pending:
-        out, judge = step(self, cache, slots, check, taps=taps)
+        out, judge, first = step(self, cache, slots, check, taps=taps)
         assert isinstance(out.logits, LazyArray)
-        if check.plain:  # to read the logits would keep the next step from being told
-            return Pending(out, judge)
+        if check.following:  # to read the logits would keep the next step from being told
+            return Pending(out, judge, first)
         verdict = judge()
         assert verdict.host == check.verdict(np.asarray(out.logits)).host
-        return Pending(out, lambda: verdict)
+        return Pending(out, lambda: verdict, first)
 
     monkeypatch.setattr(GpuModel, "step", both)
 
@@ -216,6 +216,9 @@ class Watched:
     def __init__(self, seen: Pretend) -> None:
         self.seen, self.told, self.again = seen, dict[Any, list[Any]](), 0
 
+    def __len__(self) -> int:
+        return len(self.told)
+
     def run(self, key: Any, tell: Callable[[], Any]) -> Any:
         self.seen.launches = launches = []
         with self.seen.capture() if key in self.told else nullcontext():  # the first compiles and allots
@@ -341,10 +344,40 @@ def test_logits_can_be_read_although_the_next_step_was_told() -> None:
     [asked] = some(1, 6)
     run = decoder(target(), None)
     text = run.start(asked)
+    steps = list[Step]()
     for count, step in enumerate(run.run([text])):
+        steps.append(step)
         if count % 3 == 1:
             assert np.asarray(step.logits)[0, 0].argmax() == text.tokens[-1]
     assert [text.output] == plain_texts(target(), [asked])
     with pytest.raises(RuntimeError, match="read them before it"):
         target().forward(Nodes(np.array([[1]]), target().new_cache(1, 64), [0]))
-        np.asarray(step.logits)
+        np.asarray(steps[0].logits)
+
+
+def test_a_step_whose_graph_is_new_says_nothing_of_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Keys(dict[Any, None]):
+        """Graphs that capture nothing, and know how many they would have."""
+
+        def run(self, key: Any, tell: Callable[[], Any]) -> Any:
+            self[key] = None
+            return tell()
+
+    monkeypatch.setattr("outrider.models.gpu.step.Graphs", lambda device: Keys())
+    [asked] = some(1, 6)
+    run = decoder(target(), None)
+    text = run.start(asked)
+    seconds = [sum(step.seconds.values()) - step.seconds["draft"] for step in run.run([text])]
+    assert seconds[0] == 0
+    assert all(seconds[1:])
+
+
+def test_no_step_is_told_after_one_that_ends_a_text() -> None:
+    [asked] = some(1, 3)
+    run = decoder(target(), None)
+    text = run.start(asked)
+    told = list[bool]()
+    for _ in run.run([text]):
+        assert target()._steps is not None
+        told.append(target()._steps._next is not None)
+    assert told == [True, True, False]
