@@ -256,13 +256,18 @@ def check_numbers(file: Path, given: Mapping[str, Any], shapes: Mapping[str, Seq
             raise ValueError(f"{file}: {part}{key} is beyond 64 bits; no setting of a model is so large")
 
 
-def fits(name: str, need: Sizes, weights: str | None, where: str) -> None:
-    """Raise MemoryError if the weights, kept as `weights` (None: as stored), need more memory than is free."""
+def fits(
+    name: str, need: Sizes, weights: str | None, where: str, formats: Collection[str] = tuple(WEIGHT_BYTES)
+) -> None:
+    """Raise MemoryError if the weights, kept as `weights` (None: as stored), need more memory than is free.
+
+    formats: those that the message may propose.
+    """
     weights = weights or need.stored
     wanted, free = need.bytes(weights), free_memory(where)
     if not free or wanted * _SPARE <= free:
         return
-    smaller = [w for w in WEIGHT_BYTES if need.bytes(w) < wanted and need.bytes(w) * _SPARE <= free]
+    smaller = [w for w in formats if need.bytes(w) < wanted and need.bytes(w) * _SPARE <= free]
     if where != "cpu":  # only the CPU has int8 and int4 weights
         smaller = [w for w in smaller if w in DTYPES]
     hint = "no precision of this model fits here"
