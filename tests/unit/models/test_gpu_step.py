@@ -125,6 +125,21 @@ PARAMETERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    "kind", ["gemma2", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("qwen2", "qwen3"))]
+)
+def test_texts_of_other_families_are_those_of_plain_decoding(kind: str) -> None:
+    raw = tiny_model(tiny_config(whole_config(kind))).bfloat16().eval()
+    settings = config_for(raw)
+    far = GpuModel(build(settings.kind, settings, DeviceSource(ModuleTensors(raw), settings, "cpu")), "cpu")
+    asked = some(3, 5)
+    expected = plain_texts(far, asked, max_length=64)
+    assert len({token for text in expected for token in text}) > 1
+    for drafter in (NgramDrafter(1, 3), KnownTree(far, asked), RandomTree(far.vocab_size)):
+        texts = decoder(far, drafter, budget=Budget(2, 2), max_length=64).generate(asked)
+        assert [text.output for text in texts] == expected
+
+
 def test_eight_texts_with_other_parameters_each_are_decoded_together() -> None:
     asked = [
         request([1 + i, 4, 5], SamplingParams(max_tokens=5, **EVERY, **more), 30 + i)
