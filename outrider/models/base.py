@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from outrider.core.noise import Noise
+from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import LogitsDistribution, LogitsWarper
 from outrider.core.types import Array, Draft, Verdict
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
 from outrider.verify import Verifier
+from outrider.verify.batched import walk
 
 if TYPE_CHECKING:
     from outrider.kernels.cpu import Packed
@@ -77,6 +78,15 @@ class Verification(NamedTuple):
         """logits: float32 [batch, node, vocab], of all nodes."""
         target = LogitsDistribution(logits, self.draft, self.warp)
         return self.verifier(target, self.draft, self.noise, np.asarray(self.positions, np.int64))
+
+    def completed(self, drawn: list[tuple[list[int], int]], by_host: Sequence[bool], logits: Array) -> Verdict:
+        """The verdict of `match`, most of which a kernel has drawn, as `Verdict.host`. by_host: the rows that it left."""
+        for row, left in enumerate(by_host):
+            if left:
+                target = LogitsDistribution(logits, self.draft, self.warp)
+                key = self.noise.keys(Stream.TOKEN, self.positions)[row]
+                drawn[row] = walk(target, row, self.draft.host[row], key)
+        return Verdict(drawn)
 
 
 class Pending(NamedTuple):

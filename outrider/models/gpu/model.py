@@ -9,9 +9,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from outrider.core.noise import Stream
-from outrider.core.sampling import LogitsDistribution
-from outrider.core.types import PADDING, Verdict
+from outrider.core.types import PADDING
 from outrider.kernels import gpu
 from outrider.kernels.gpu import APART, linear
 from outrider.kernels.gpu.jit import power_of_two
@@ -38,7 +36,6 @@ from outrider.models.gpu.step import GpuStep
 from outrider.models.gpu.weights import DeviceMatrix
 from outrider.models.native.program import Program
 from outrider.models.nodes import Nodes
-from outrider.verify.batched import walk
 
 _GROUP = 32  # nodes of a long prompt that are an entry of `Rows`: fewer are padding at its end
 _WIDTH = 16  # nodes: the longest path is rounded up to a multiple, so that few shapes are compiled
@@ -146,17 +143,7 @@ class GpuModel(LanguageModel):
         if launched is None:
             return super().step(cache, slots, check, taps=taps)
         out = Output(cast("Any", launched.logits), cast("Any", launched.features))
-
-        def judge() -> Verdict:
-            drawn = launched.verdicts()
-            for row, host in enumerate(by_host):
-                if host:
-                    target = LogitsDistribution(out.logits, check.draft, check.warp)
-                    key = check.noise.keys(Stream.TOKEN, check.positions)[row]
-                    drawn[row] = walk(target, row, check.draft.host[row], key)
-            return Verdict(drawn)
-
-        return Pending(out, judge, launched.first)
+        return Pending(out, lambda: check.completed(launched.verdicts(), by_host, out.logits), launched.first)
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
         """See `LanguageModel.draft_chains`. All levels are on the device; chains that end early are cut on the host."""

@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outrider.core.noise import Stream
-from outrider.core.sampling import LogitsDistribution
-from outrider.core.types import Verdict
 from outrider.kernels import cpu as native
 from outrider.models.base import (
     EMBEDDING,
@@ -44,7 +41,6 @@ from outrider.models.native.program import NotNative, Program
 from outrider.models.native.step import NativeStep
 from outrider.models.native.weights import Facts, ShapeSource, StoredSource, Tensors, TensorSource
 from outrider.models.nodes import Nodes
-from outrider.verify.batched import walk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -206,16 +202,7 @@ class NativeModel(LanguageModel):
         if check.verifier.name != "match" or self.program.head_ids is not None or EMBEDDING in taps:
             return super().step(cache, slots, check, taps=taps)
         logits, features, drawn = self._step.step(cache, slots, taps, check)
-
-        def judge() -> Verdict:
-            for row, by_host in enumerate(check.warp.active):
-                if by_host:
-                    target = LogitsDistribution(logits, check.draft, check.warp)
-                    key = check.noise.keys(Stream.TOKEN, check.positions)[row]
-                    drawn[row] = walk(target, row, check.draft.host[row], key)
-            return Verdict(drawn)
-
-        return Pending(Output(logits, features), judge)
+        return Pending(Output(logits, features), lambda: check.completed(drawn, check.warp.active, logits))
 
     @property
     def embedding_table(self) -> native.Packed | np.ndarray:
